@@ -1,0 +1,69 @@
+"""lakeckpt: resume the training of large models on a data lake, exactly.
+
+The public names load when first used, so that ``import lakeckpt`` and the commit path never pull in torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Batch": "lakeckpt.data.batch",
+    "CheckpointManager": "lakeckpt.checkpoint.manager",
+    "LakeDataset": "lakeckpt.data.dataset",
+    "LakeLoader": "lakeckpt.data.loader",
+    "Ragged": "lakeckpt.reading.ragged",
+    "Receipt": "lakeckpt.core.receipts",
+    "Table": "lakeckpt.lake.table",
+    "TransformContext": "lakeckpt.data.transform",
+    "convert_state": "lakeckpt.data.convert_state",
+    "errors": "lakeckpt.errors",
+    "merge_states": "lakeckpt.tracking.merge",
+    "open_table": "lakeckpt.lake.table",
+}
+
+__all__ = [
+    "Batch",
+    "CheckpointManager",
+    "LakeDataset",
+    "LakeLoader",
+    "Ragged",
+    "Receipt",
+    "Table",
+    "TransformContext",
+    "__version__",
+    "convert_state",
+    "errors",
+    "merge_states",
+    "open_table",
+]
+
+if TYPE_CHECKING:
+    from lakeckpt import errors
+    from lakeckpt.checkpoint.manager import CheckpointManager
+    from lakeckpt.core.receipts import Receipt
+    from lakeckpt.data.batch import Batch
+    from lakeckpt.data.convert_state import convert_state
+    from lakeckpt.data.dataset import LakeDataset
+    from lakeckpt.data.loader import LakeLoader
+    from lakeckpt.data.transform import TransformContext
+    from lakeckpt.lake.table import Table, open_table
+    from lakeckpt.reading.ragged import Ragged
+    from lakeckpt.tracking.merge import merge_states
+
+
+def __getattr__(name: str) -> Any:
+    module = _PUBLIC.get(name)
+    if module is None:
+        raise AttributeError(f"module 'lakeckpt' has no attribute {name!r}")
+    value = importlib.import_module(module)
+    value = value if name == "errors" else getattr(value, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,289 @@
+"""What can go wrong, grouped by what a handler would do about it.
+
+Every error says what was found, where (file, row group, lane, rank, step) and what to do next. ``kind`` is a
+stable, machine-readable name::
+
+    LakeckptError
+    ├── ConfigError            an argument is wrong: mend the call                                   (ValueError)
+    ├── TableError             the lake is not as the run needs it
+    │   ├── TableNotFound      nothing to read there                                          (FileNotFoundError)
+    │   ├── SchemaError        a column is missing, or files disagree                                (ValueError)
+    │   ├── NullValueError     a null where none was allowed                                         (ValueError)
+    │   ├── DataFileDamaged    a file or row group cannot be decoded: restore it
+    │   └── DataFileChanged    the pinned listing no longer holds
+    ├── StateError             a reader state cannot be used                                         (ValueError)
+    │   ├── StateMismatch      it belongs to another order of rows
+    │   ├── StateInvalid       it is malformed
+    │   └── StateUnavailable   it cannot be known here                                             (RuntimeError)
+    ├── TrackingError          the ranks do not add up                                             (RuntimeError)
+    │   ├── OverlapError       rows reported twice
+    │   ├── GapError           rows reported by nobody
+    │   ├── MissingRanksError  ranks that did not report
+    │   └── DisagreementError  ranks that are not at the same cut
+    ├── CheckpointError        a checkpoint cannot be made or used                                 (RuntimeError)
+    │   ├── CheckpointNotFound
+    │   ├── CheckpointDamaged      bytes are not what was written: an older one is tried
+    │   ├── CheckpointMismatch     it does not fit the live objects: mend the script
+    │   ├── CheckpointIncomplete   parts are missing
+    │   ├── AttemptSuperseded      a newer attempt owns the run: stop
+    │   └── SaveFailed             the store refused: training may go on, nothing was committed
+    ├── WireError              bytes that are not our format                                         (ValueError)
+    │   ├── WireDamaged
+    │   ├── NewerFormat        written by a newer major version: upgrade
+    │   ├── UnsupportedValue   a value outside the closed list of types
+    │   └── LimitExceeded      larger or deeper than is ever written
+    └── StorageError           a store failed                                                           (OSError)
+        ├── ObjectExists       a conditional put lost                                           (FileExistsError)
+        ├── ObjectMissing                                                                     (FileNotFoundError)
+        └── ConditionalPutUnsupported   the store cannot commit atomically: use another
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "AttemptSuperseded",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointIncomplete",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "ConditionalPutUnsupported",
+    "ConfigError",
+    "DataFileChanged",
+    "DataFileDamaged",
+    "DisagreementError",
+    "GapError",
+    "LakeckptError",
+    "LimitExceeded",
+    "MissingRanksError",
+    "NewerFormat",
+    "NullValueError",
+    "ObjectExists",
+    "ObjectMissing",
+    "OverlapError",
+    "SaveFailed",
+    "SchemaError",
+    "StateError",
+    "StateInvalid",
+    "StateMismatch",
+    "StateUnavailable",
+    "StorageError",
+    "TableError",
+    "TableNotFound",
+    "TrackingError",
+    "UnsupportedValue",
+    "WireDamaged",
+    "WireError",
+]
+
+
+class LakeckptError(Exception):
+    """The root of all errors that lakeckpt raises on purpose."""
+
+    kind: ClassVar[str] = "lakeckpt"
+
+
+class ConfigError(LakeckptError, ValueError):
+    """An argument is wrong; nothing was done."""
+
+    kind = "config"
+
+
+class TableError(LakeckptError):
+    """The lake is not as the run needs it."""
+
+    kind = "table"
+
+
+class TableNotFound(TableError, FileNotFoundError):
+    """Nothing to read at the place named."""
+
+    kind = "table_not_found"
+
+
+class SchemaError(TableError, ValueError):
+    """A column is missing, of an unsupported type, or files disagree about it."""
+
+    kind = "schema"
+
+
+class NullValueError(TableError, ValueError):
+    """A null where the caller allowed none."""
+
+    kind = "null_value"
+
+
+class DataFileDamaged(TableError):
+    """A data file cannot be decoded. ``file`` is its path in the table, ``row_group`` its ordinal in the file."""
+
+    kind = "data_file_damaged"
+
+    def __init__(self, message: str, *, file: str, row_group: int | None = None) -> None:
+        super().__init__(message)
+        self.file = file
+        self.row_group = row_group
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_damaged, (str(self), self.file, self.row_group))
+
+
+def _rebuild_damaged(message: str, file: str, row_group: int | None) -> DataFileDamaged:
+    return DataFileDamaged(message, file=file, row_group=row_group)
+
+
+class DataFileChanged(TableError):
+    """A data file is no longer the one that the run pinned."""
+
+    kind = "data_file_changed"
+
+
+class StateError(LakeckptError, ValueError):
+    """A reader state cannot be used."""
+
+    kind = "state"
+
+
+class StateMismatch(StateError):
+    """A reader state belongs to another order of rows."""
+
+    kind = "state_mismatch"
+
+
+class StateInvalid(StateError):
+    """A reader state is malformed."""
+
+    kind = "state_invalid"
+
+
+class StateUnavailable(StateError, RuntimeError):
+    """The reader state cannot be known here."""
+
+    kind = "state_unavailable"
+
+
+class TrackingError(LakeckptError, RuntimeError):
+    """What the ranks report does not add up."""
+
+    kind = "tracking"
+
+
+class OverlapError(TrackingError):
+    """Rows were reported more than once."""
+
+    kind = "overlap"
+
+
+class GapError(TrackingError):
+    """Rows were reported by nobody."""
+
+    kind = "gap"
+
+
+class MissingRanksError(TrackingError):
+    """Ranks did not report."""
+
+    kind = "missing_ranks"
+
+
+class DisagreementError(TrackingError):
+    """Ranks are not at the same cut."""
+
+    kind = "disagreement"
+
+
+class CheckpointError(LakeckptError, RuntimeError):
+    """A checkpoint cannot be made or used."""
+
+    kind = "checkpoint"
+
+
+class CheckpointNotFound(CheckpointError):
+    """There is no such checkpoint."""
+
+    kind = "checkpoint_not_found"
+
+
+class CheckpointDamaged(CheckpointError):
+    """Bytes of a checkpoint are not what was written."""
+
+    kind = "checkpoint_damaged"
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint does not fit the live objects."""
+
+    kind = "checkpoint_mismatch"
+
+
+class CheckpointIncomplete(CheckpointError):
+    """Parts of a checkpoint are missing."""
+
+    kind = "checkpoint_incomplete"
+
+
+class AttemptSuperseded(CheckpointError):
+    """A newer attempt owns the run; this one must stop."""
+
+    kind = "attempt_superseded"
+
+
+class SaveFailed(CheckpointError):
+    """A checkpoint could not be written; nothing was committed."""
+
+    kind = "save_failed"
+
+
+class WireError(LakeckptError, ValueError):
+    """Bytes that are not a document of ours, or a value that cannot become one."""
+
+    kind = "wire"
+
+
+class WireDamaged(WireError):
+    """A document is truncated or altered."""
+
+    kind = "wire_damaged"
+
+
+class NewerFormat(WireError):
+    """A document was written by a newer major version of its format."""
+
+    kind = "newer_format"
+
+
+class UnsupportedValue(WireError):
+    """A value outside the closed list of types that we write and read."""
+
+    kind = "unsupported_value"
+
+
+class LimitExceeded(WireError):
+    """A document is larger or deeper than any that we write."""
+
+    kind = "limit_exceeded"
+
+
+class StorageError(LakeckptError, OSError):
+    """A store failed."""
+
+    kind = "storage"
+
+
+class ObjectExists(StorageError, FileExistsError):
+    """A conditional put found an object in its place."""
+
+    kind = "object_exists"
+
+
+class ObjectMissing(StorageError, FileNotFoundError):
+    """There is no such object."""
+
+    kind = "object_missing"
+
+
+class ConditionalPutUnsupported(StorageError):
+    """The store cannot put an object only where there is none."""
+
+    kind = "conditional_put_unsupported"
