@@ -1,0 +1,202 @@
+"""Which row stands at position p of an epoch?  A pure function of the table's row counts, a seed and a layout.
+
+An epoch's order is laid out in four steps, none of which keeps state:
+
+1. the non-empty row groups are put in the order of a keyed hash (unshuffled: in table order);
+2. the rows, row group after row group, are numbered by *positions* 0 … rows - 1;
+3. positions are cut into ``num_lanes`` contiguous lanes, equal to within one row; ``rotation`` says which lane is the
+   first to get one of the extra rows (0 unless a stream is endless);
+4. within a lane, every ``window`` consecutive row groups (or the parts of them inside the lane) form a *window*, and
+   the rows of a window are permuted by a keyed hash (unshuffled: left as they are). A window of more than 2^27 rows is
+   cut into windows of 2^27.
+
+So a place in the order is a number, and any window can be read again and entered in its middle.
+It never reads a row, and never depends on ranks, loader workers or time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from lakeckpt.core.hashing import MAX_PERMUTED, derive_key, hash64, permutation
+
+__all__ = ["EpochLayout", "Fragment", "OrderSpec", "Window", "lane_bounds"]
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderSpec:
+    """What the user chooses of the order: part of every reader state."""
+
+    seed: int
+    shuffle: bool
+    window: int
+    """Row groups per window; 1 where nothing is shuffled."""
+
+    def __post_init__(self) -> None:
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must fit 64 bits, got {self.seed}")
+        if self.window < 1:
+            raise ValueError(f"a window holds at least one row group, got {self.window}")
+        if not self.shuffle and self.window != 1:
+            raise ValueError(f"an unshuffled order has windows of one row group, got {self.window}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """Rows [start, stop) of row group ``group`` (its ordinal in the table)."""
+
+    group: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Positions [start, stop) of an epoch: the rows of ``fragments``, permuted together."""
+
+    start: int
+    stop: int
+    fragments: tuple[Fragment, ...]
+    key: tuple[int, int] | None
+    """The key of the permutation; None: rows stand in the fragments' order."""
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.stop - self.start
+
+    def permutation(self) -> Int64Array | None:
+        """Return, for each position less ``start``, the row of the concatenated fragments (int64, shape (rows,)).
+
+        None where the rows stand in the fragments' order.
+        """
+        return None if self.key is None else permutation(self.key, self.rows)
+
+
+def lane_bounds(rows: int, num_lanes: int, rotation: int = 0) -> Int64Array:
+    """Return where lanes begin and end: int64, shape (num_lanes + 1,), from 0 to ``rows``.
+
+    Each lane has ``rows // num_lanes`` rows; the ``rows % num_lanes`` extra rows go one each to the lanes
+    ``(rotation + i) % num_lanes``.
+
+    >>> lane_bounds(10, 4).tolist(), lane_bounds(10, 4, rotation=3).tolist()
+    ([0, 3, 6, 8, 10], [0, 3, 5, 7, 10])
+    """
+    share, extra = divmod(rows, num_lanes)
+    sizes = np.full(num_lanes, share, np.int64)
+    sizes[(rotation + np.arange(extra)) % num_lanes] += 1
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochLayout:
+    """The order of one epoch: see the module. Make it with `build`."""
+
+    spec: OrderSpec
+    epoch: int
+    num_lanes: int
+    rotation: int
+    order: Int64Array = field(repr=False, compare=False)
+    """int64, shape (g,): the non-empty row groups in this epoch's order."""
+    begins: Int64Array = field(repr=False, compare=False)
+    """int64, shape (g + 1,): the position at which each of ``order`` begins, and the end."""
+    lane_bounds: Int64Array = field(repr=False, compare=False)
+    """int64, shape (num_lanes + 1,)."""
+
+    @classmethod
+    def build(
+        cls, group_rows: Int64Array, spec: OrderSpec, epoch: int, num_lanes: int, rotation: int = 0
+    ) -> EpochLayout:
+        """Lay out ``epoch`` over row groups of ``group_rows`` rows each (int64, shape (row groups,))."""
+        if num_lanes < 1 or epoch < 0 or not 0 <= rotation < num_lanes:
+            raise ValueError(f"no such layout: epoch {epoch}, {num_lanes} lanes, rotation {rotation}")
+        order = np.flatnonzero(group_rows)
+        if spec.shuffle:
+            key = derive_key("row groups", spec.seed, epoch)
+            order = order[np.argsort(hash64(key, order.astype(np.uint64)))]
+        begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(group_rows[order], dtype=np.int64)])
+        return cls(
+            spec=spec,
+            epoch=epoch,
+            num_lanes=num_lanes,
+            rotation=rotation,
+            order=order,
+            begins=begins,
+            lane_bounds=lane_bounds(int(begins[-1]), num_lanes, rotation),
+        )
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the epoch."""
+        return int(self.begins[-1])
+
+    @property
+    def identity(self) -> tuple[OrderSpec, int, int, int]:
+        """What tells layouts of one table apart: for use as a key."""
+        return (self.spec, self.epoch, self.num_lanes, self.rotation)
+
+    def window_at(self, position: int) -> Window:
+        """Return the window that holds ``position``."""
+        if not 0 <= position < self.rows:
+            raise ValueError(f"position {position} lies outside of an epoch of {self.rows} rows")
+        lane = int(np.searchsorted(self.lane_bounds, position, side="right")) - 1
+        lane_start, lane_stop = int(self.lane_bounds[lane]), int(self.lane_bounds[lane + 1])
+        base = int(np.searchsorted(self.begins, lane_start, side="right")) - 1
+        place = int(np.searchsorted(self.begins, position, side="right")) - 1
+        first = base + (place - base) // self.spec.window * self.spec.window
+        last = min(first + self.spec.window, len(self.order))
+        start, stop = max(lane_start, int(self.begins[first])), min(lane_stop, int(self.begins[last]))
+        start += (position - start) // MAX_PERMUTED * MAX_PERMUTED
+        stop = min(stop, start + MAX_PERMUTED)
+        key = derive_key("rows", self.spec.seed, self.epoch, start) if self.spec.shuffle else None
+        return Window(start=start, stop=stop, fragments=self._fragments(first, last, start, stop), key=key)
+
+    def _fragments(self, first: int, last: int, start: int, stop: int) -> tuple[Fragment, ...]:
+        fragments = []
+        for place in range(first, last):
+            begin, end = int(self.begins[place]), int(self.begins[place + 1])
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                fragments.append(Fragment(group=int(self.order[place]), start=low - begin, stop=high - begin))
+        return tuple(fragments)
+
+    def windows(self, start: int, stop: int) -> list[Window]:
+        """Return the windows that hold positions [start, stop), in their order."""
+        found = []
+        while start < stop:
+            found.append(self.window_at(start))
+            start = found[-1].stop
+        return found
+
+    def locate(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the row group and the row in it of each of ``positions`` (int64, shape (n,) each).
+
+        Costs one permutation for each window touched.
+        """
+        groups, rows = np.empty_like(positions), np.empty_like(positions)
+        ascending = np.argsort(positions, kind="stable")
+        done = 0
+        while done < len(positions):
+            window = self.window_at(int(positions[ascending[done]]))
+            upto = int(np.searchsorted(positions[ascending], window.stop, side="left"))
+            here = ascending[done:upto]
+            offsets = positions[here] - window.start
+            permuted = window.permutation()
+            offsets = offsets if permuted is None else permuted[offsets]
+            ends = np.cumsum([fragment.rows for fragment in window.fragments])
+            which = np.searchsorted(ends, offsets, side="right")
+            firsts = np.array([f.start for f in window.fragments], np.int64) - np.concatenate([[0], ends[:-1]])
+            groups[here] = np.array([f.group for f in window.fragments], np.int64)[which]
+            rows[here] = firsts[which] + offsets
+            done = upto
+        return groups, rows

@@ -1,0 +1,107 @@
+"""Which rows did the training loop just get?  Every micro-batch carries a receipt that says so.
+
+A receipt names positions, never rows: with the table's index and the order, positions are enough to find the rows
+again. It never says that its rows were *used*: that is what a cut says of receipts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lakeckpt.core.plain import integer, listing
+from lakeckpt.errors import StateInvalid
+
+__all__ = ["Receipt", "Span"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Span:
+    """Positions [start, stop) of an epoch."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.epoch and 0 <= self.start < self.stop):
+            raise ValueError(f"not a span of positions: epoch {self.epoch}, [{self.start}, {self.stop})")
+
+    @property
+    def rows(self) -> int:
+        """The number of positions."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What a micro-batch is made of."""
+
+    epoch: int
+    """The epoch at hand; of an endless stream 0: its spans name the epochs."""
+    micro_batch: int
+    """Its number m over the whole job, per epoch."""
+    lane: int
+    """The lane that it comes from; -1 where an epoch's last rows are dealt out equally."""
+    step: int
+    """The step of this rank, per epoch."""
+    rank: int
+    """The data-parallel rank that it was dealt to."""
+    world_size: int
+    """The number of data-parallel ranks."""
+    spans: tuple[Span, ...]
+    """The positions, in the order of the rows."""
+    step_rows: int
+    """Rows of all ranks in this step."""
+    row: int | None = None
+    """In row-wise use: which row of the micro-batch this is."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size}")
+        if self.rows > self.step_rows:
+            raise ValueError(f"{self.rows} rows in a step of {self.step_rows}")
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the micro-batch."""
+        return sum(span.rows for span in self.spans)
+
+    @property
+    def weight(self) -> float:
+        """``rows * world_size / step_rows``: scale the mean loss by it, and DDP's average over ranks is over rows."""
+        return self.rows * self.world_size / self.step_rows if self.step_rows else 0.0
+
+    def to_plain(self) -> dict[str, object]:
+        """Return the receipt as JSON-able values."""
+        return {
+            "epoch": self.epoch,
+            "micro_batch": self.micro_batch,
+            "lane": self.lane,
+            "step": self.step,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "spans": [[span.epoch, span.start, span.stop] for span in self.spans],
+            "step_rows": self.step_rows,
+            "row": self.row,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, object]) -> Receipt:
+        """Return the receipt that `to_plain` made ``plain`` of; StateInvalid where it is none."""
+        spans = []
+        for entry in listing(plain, "spans"):
+            if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not all(type(x) is int for x in entry):
+                raise StateInvalid(f"a receipt's spans are [epoch, start, stop], got {entry!r}")
+            spans.append(Span(epoch=entry[0], start=entry[1], stop=entry[2]))
+        names = ("epoch", "micro_batch", "step", "rank", "world_size", "step_rows")
+        row = plain.get("row")
+        try:
+            return cls(
+                spans=tuple(spans),
+                lane=integer(plain, "lane", least=-1),
+                row=None if row is None else integer(plain, "row"),
+                **{name: integer(plain, name) for name in names},
+            )
+        except ValueError as error:
+            raise StateInvalid(f"not a receipt: {error}") from error
