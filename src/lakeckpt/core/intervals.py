@@ -146,13 +146,26 @@ class Intervals:
 
     def take(self, start: int, stop: int) -> Intervals:
         """Return the ``start``-th to ``stop``-th (exclusive) positions of the set, counted in ascending order."""
-        if not 0 <= start <= stop <= self.size:
-            raise ValueError(f"[{start}, {stop}) lies outside of a set of {self.size} positions")
-        if start == stop:
+        return self.select(np.array([start], np.int64), np.array([stop], np.int64))
+
+    def select(self, starts: Int64Array, stops: Int64Array) -> Intervals:
+        """Return the ``starts[i]``-th to ``stops[i]``-th (exclusive) positions of the set, for all i.
+
+        Places are counted in ascending order of positions. ``starts`` and ``stops`` are int64 of one shape (n,), the
+        ranges sorted and disjoint; they may be empty and may touch.
+        """
+        if len(starts) and not (0 <= starts[0] and (starts <= stops).all() and stops[-1] <= self.size):
+            raise ValueError(f"places {list(zip(starts, stops, strict=True))[:4]} … outside of a set of {self.size}")
+        kept = starts < stops
+        starts, stops = starts[kept], stops[kept]
+        if not len(starts):
             return Intervals.empty()
-        first = int(np.searchsorted(self._before, start, side="right")) - 1
-        last = int(np.searchsorted(self._before, stop, side="left")) - 1
-        starts, stops = self.starts[first : last + 1].copy(), self.stops[first : last + 1].copy()
-        stops[-1] = starts[-1] + (stop - self._before[last])
-        starts[0] += start - self._before[first]
-        return Intervals(starts, stops)
+        # Cut the places where a range or an interval begins: each piece then lies inside one interval.
+        edges = np.unique(np.concatenate([starts, stops, self._before]))
+        begins, ends = edges[:-1], edges[1:]
+        inside = np.searchsorted(starts, begins, side="right") - 1
+        wanted = (inside >= 0) & (begins < stops[np.maximum(inside, 0)])
+        begins, ends = begins[wanted], ends[wanted]
+        which = np.searchsorted(self._before, begins, side="right") - 1
+        shift = self.starts[which] - self._before[which]
+        return Intervals._joined(begins + shift, ends + shift)

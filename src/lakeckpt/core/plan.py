@@ -1,0 +1,257 @@
+"""Which rows does rank r get in step s?  From a reader state, without asking anyone.
+
+Within a segment that began at micro-batch m0 and step s0, rank r of W takes micro-batch ``m0 + (s - s0) * W + r`` in
+step s. Where the micro-batches left do not fill a step, that last step's rows are dealt out equally, so that every rank
+has the same number of steps (with ``tail="drop"`` they are dropped).
+
+`replan` opens a segment where the topology or the batch size changes; while the lanes and the batch size stay, the deal
+goes on, so that micro-batches are the same for every number of ranks that divides the lanes; else what is left is
+re-cut. It never reads a table, and never changes a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lakeckpt.core.deal import Deal, EpochDeal
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.receipts import Receipt, Span
+from lakeckpt.core.rest import Left, Rest
+from lakeckpt.core.state import Identity, ReaderState, Segment
+from lakeckpt.core.stream import StreamDeal
+from lakeckpt.errors import StateMismatch
+
+__all__ = ["MAX_SEGMENTS", "Assignment", "LayoutKey", "Plan", "consumed", "consumption", "fit_lanes", "replan", "start"]
+
+MAX_SEGMENTS = 32
+"""A state with more segments is written with the rest that was left at its last re-cut instead of what came before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutKey:
+    """What, with the table and the order's spec, an `lakeckpt.core.order.EpochLayout` is built from."""
+
+    epoch: int
+    num_lanes: int
+    rotation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """A micro-batch dealt to a rank, with the layouts of the epochs that its positions are of."""
+
+    receipt: Receipt
+    layouts: tuple[LayoutKey, ...]
+    owner: int
+    """Which of this rank's lanes it comes from, counted from 0: the worker that owns the lane reads it."""
+
+
+def fit_lanes(wanted: int | None, stored: int | None, world_size: int, workers: int) -> int:
+    """Return the number of lanes for a topology: a multiple of ``world_size``.
+
+    ``wanted`` (the user's) is rounded up to a multiple; without it, the ``stored`` number is kept if it is one; else it is
+    ``world_size * max(1, workers)``.
+
+    >>> fit_lanes(8, None, 3, 0), fit_lanes(None, 8, 4, 2), fit_lanes(None, 8, 3, 2)
+    (9, 8, 6)
+    """
+    if wanted is not None:
+        return -(-wanted // world_size) * world_size
+    if stored is not None and stored % world_size == 0:
+        return stored
+    return world_size * max(1, workers)
+
+
+def start(identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, world_size: int) -> ReaderState:
+    """Return the state before the first step of ``epoch``."""
+    first = Segment(micro_batch=0, step=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
+    return ReaderState(identity=identity, epoch=epoch, segments=(first,), step=0)
+
+
+class Plan:
+    """What a reader state implies. Computed once for a segment; `assignment` may be asked of any step of it."""
+
+    def __init__(self, state: ReaderState) -> None:
+        self.state = state
+        self.segment = state.segment
+        self.deal, self._recut = _deal_of(state)
+
+    @cached_property
+    def steps(self) -> int | None:
+        """The number of steps of the epoch, those of earlier segments included; None where it is endless."""
+        if self.deal.end is None:
+            return None
+        left, world_size = self.deal.end - self.segment.micro_batch, self.segment.world_size
+        whole = left // world_size if self.state.identity.tail == "drop" else -(-left // world_size)
+        return self.segment.step + whole
+
+    def micro_batch(self, step: int) -> int:
+        """Return the first micro-batch of ``step``: what lies below it has been consumed when the step begins."""
+        first = self.segment.micro_batch + (step - self.segment.step) * self.segment.world_size
+        return first if self.deal.end is None else min(first, self.deal.end)
+
+    def assignment(self, step: int, rank: int) -> Assignment:
+        """Return what ``rank`` gets in ``step``."""
+        world_size = self.segment.world_size
+        first = self.micro_batch(step)
+        stop = self.micro_batch(step + 1)
+        number = first + rank
+        if stop - first == world_size:
+            spans, lane = self.deal.spans(number), number % self.segment.num_lanes
+        else:
+            spans, lane = self._equal_part(first, stop, rank), -1
+        receipt = Receipt(
+            epoch=self.state.epoch,
+            micro_batch=number,
+            lane=lane,
+            step=step,
+            rank=rank,
+            world_size=world_size,
+            spans=tuple(spans),
+            step_rows=self.step_rows(step),
+        )
+        keys = []
+        for epoch in dict.fromkeys(span.epoch for span in spans):
+            num_lanes, rotation = self.deal.layout(epoch)
+            keys.append(LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation))
+        return Assignment(receipt=receipt, layouts=tuple(keys), owner=max(lane, 0) // world_size)
+
+    def step_rows(self, step: int) -> int:
+        """Return how many rows all ranks get in ``step``."""
+        first, stop = self.micro_batch(step), self.micro_batch(step + 1)
+        rows = self.deal.rows_of(first, stop)
+        if stop - first < self.segment.world_size and self.state.identity.tail == "even":
+            rows -= rows % self.segment.world_size
+        return rows
+
+    def _equal_part(self, first: int, stop: int, rank: int) -> list[Span]:
+        spans = [span for number in range(first, stop) for span in self.deal.spans(number)]
+        share, extra = divmod(sum(span.rows for span in spans), self.segment.world_size)
+        if self.state.identity.tail == "even":
+            extra = 0
+        low = rank * share + min(rank, extra)
+        return _cut_spans(spans, low, low + share + (rank < extra))
+
+    def rest(self, step: int, row: int = 0) -> Rest:
+        """Return what is left when ``step`` steps, and ``row`` rows of each rank's next micro-batch, are done."""
+        if not row:
+            return self.deal.rest(self.micro_batch(step))
+        back: list[Span] = []
+        layouts: dict[int, tuple[int, int]] = {}
+        for rank in range(self.segment.world_size):
+            assignment = self.assignment(step, rank)
+            rows = assignment.receipt.rows
+            back += _cut_spans(assignment.receipt.spans, min(row, rows), rows)
+            layouts.update({key.epoch: (key.num_lanes, key.rotation) for key in assignment.layouts})
+        return self.deal.rest(self.micro_batch(step + 1)).plus(back, layouts)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether nothing of the epoch is left to be dealt."""
+        return self.steps is not None and self.state.step >= self.steps
+
+
+def _deal_of(state: ReaderState) -> tuple[Deal, tuple[int, Rest | None]]:
+    """Return the deal at hand, and which segment it began with and with what rest (None: everything)."""
+    deal, began = _deal(state, state.segments[0], state.base), (0, state.base)
+    for index in range(1, len(state.segments)):
+        before, segment = state.segments[index - 1], state.segments[index]
+        if (segment.num_lanes, segment.batch_size) != (before.num_lanes, before.batch_size):
+            rest = deal.rest(segment.micro_batch)
+            deal, began = _deal(state, segment, rest), (index, rest)
+    return deal, began
+
+
+def _deal(state: ReaderState, segment: Segment, rest: Rest | None) -> Deal:
+    identity, num_lanes = state.identity, segment.num_lanes
+    first, batch_size = segment.micro_batch, segment.batch_size
+    if identity.endless:
+        rest = rest or Rest(begun=(), next_epoch=0)
+        return StreamDeal(first=first, num_lanes=num_lanes, batch_size=batch_size, rows=identity.rows, start=rest)
+    whole = Left(epoch=state.epoch, positions=Intervals.whole(identity.rows), num_lanes=num_lanes, rotation=0)
+    left = rest.begun[0] if rest else whole
+    return EpochDeal(first=first, num_lanes=num_lanes, batch_size=batch_size, tail=identity.tail, left=left)
+
+
+def _cut_spans(spans: Iterable[Span], start: int, stop: int) -> list[Span]:
+    """Return the ``start``-th to ``stop``-th (exclusive) rows of ``spans``."""
+    cut, before = [], 0
+    for span in spans:
+        low, high = max(start - before, 0), min(stop - before, span.rows)
+        if low < high:
+            cut.append(Span(epoch=span.epoch, start=span.start + low, stop=span.start + high))
+        before += span.rows
+    return cut
+
+
+def replan(state: ReaderState, *, num_lanes: int, batch_size: int, world_size: int) -> ReaderState:
+    """Return ``state`` going on with another topology: unchanged if it is the same, else with one more segment.
+
+    Every row that is left is dealt again exactly once. An epoch that has not begun is planned anew; one that is over
+    stays as it is.
+    """
+    if state.segment.topology == (num_lanes, batch_size, world_size):
+        return state
+    if state.step == 0 and state.row == 0 and state.base is None:
+        return start(
+            state.identity, epoch=state.epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size
+        )
+    plan = Plan(state)
+    if plan.at_end:
+        return state
+    number = plan.micro_batch(state.step)
+    opened = Segment(
+        micro_batch=number, step=state.step, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size
+    )
+    if state.row:
+        rest = plan.rest(state.step, state.row)
+        return replace(state, base=rest, segments=(opened,), row=0)
+    segments = (*state.segments, opened)
+    if len(segments) <= MAX_SEGMENTS:
+        return replace(state, segments=segments)
+    return _shortened(replace(state, segments=segments))
+
+
+def _shortened(state: ReaderState) -> ReaderState:
+    """Return the state without the segments that what is to come does not depend on."""
+    index, rest = Plan(state)._recut
+    kept = (state.segments[index],) if index == len(state.segments) - 1 else (state.segments[index], state.segments[-1])
+    if rest is None:
+        return replace(state, segments=kept)
+    return replace(state, base=rest, segments=kept)
+
+
+def consumption(before: ReaderState, after: ReaderState) -> dict[int, Intervals]:
+    """Return which positions of which epochs were consumed going from ``before`` to ``after``.
+
+    Both are of one order and one epoch (or stream); StateMismatch where they are not, or where rows that ``before`` had
+    consumed are left in ``after``.
+    """
+    if before.identity != after.identity or before.epoch != after.epoch:
+        changed = before.identity.differences(after.identity) or [f"epoch: {before.epoch} became {after.epoch}"]
+        raise StateMismatch(f"two states that are not of one order of rows: {'; '.join(changed)}")
+    earlier, later = Plan(before).rest(before.step, before.row), Plan(after).rest(after.step, after.row)
+    first = earlier.begun[0].epoch if earlier.begun else earlier.next_epoch
+    found = {}
+    for epoch in range(min(first, *(left.epoch for left in later.begun), later.next_epoch), later.next_epoch):
+        was, still = earlier.of(epoch, before.identity.rows), later.of(epoch, after.identity.rows)
+        if still.difference(was):
+            raise StateMismatch(
+                f"epoch {epoch}: positions {still.difference(was)} had been consumed and are left again: "
+                "the later state does not follow from the earlier one"
+            )
+        used = was.difference(still)
+        if used:
+            found[epoch] = used
+    return found
+
+
+def consumed(state: ReaderState) -> dict[int, Intervals]:
+    """Return which positions of the epoch at hand (of an endless stream: of every epoch so far) have been consumed."""
+    rest = Plan(state).rest(state.step, state.row)
+    first = 0 if state.identity.endless else state.epoch
+    rows = state.identity.rows
+    every = {epoch: Intervals.whole(rows).difference(rest.of(epoch, rows)) for epoch in range(first, rest.next_epoch)}
+    return {epoch: positions for epoch, positions in every.items() if positions}

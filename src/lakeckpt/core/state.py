@@ -1,0 +1,227 @@
+"""Where is the whole job in its data?  The reader state: kilobytes, the same on every rank, never per worker.
+
+A state names the order it belongs to (`Identity`), the segments of the epoch at hand, and how many steps of it are
+done. From these, `lakeckpt.core.plan` computes everything else: which rank gets which rows next, and which rows have
+been consumed. States are values: whatever happens makes a new one.
+
+It never lists single rows, and never holds a path, a column name or a credential: those enter as digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from lakeckpt.core.ends import Tail
+from lakeckpt.core.hashing import PERMUTATION_VERSION
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.order import OrderSpec
+from lakeckpt.core.plain import integer, integers, listing, mapping, text
+from lakeckpt.core.rest import Left, Rest
+from lakeckpt.errors import StateInvalid
+
+__all__ = ["FORMAT", "Identity", "ReaderState", "Segment"]
+
+FORMAT = "lakeckpt.reader/1"
+"""The name and major version of a plain state."""
+
+_TAILS: tuple[Tail, ...] = ("short", "drop", "even")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What the order of rows is a function of, less what segments say: equal identities mean equal orders."""
+
+    table: str
+    """Digest of the pinned file listing (hex)."""
+    selection: str
+    """Digest of the row selection (hex); empty: all rows."""
+    rows: int
+    """Rows of an epoch."""
+    spec: OrderSpec
+    tail: Tail
+    endless: bool
+    permutation_version: int = PERMUTATION_VERSION
+
+    def __post_init__(self) -> None:
+        if self.tail not in _TAILS:
+            raise ValueError(f"tail must be one of {', '.join(_TAILS)}, got {self.tail!r}")
+
+    def to_plain(self) -> dict[str, object]:
+        """Return JSON-able values."""
+        return {
+            "table": self.table,
+            "selection": self.selection,
+            "rows": self.rows,
+            "seed": self.spec.seed,
+            "shuffle": self.spec.shuffle,
+            "window": self.spec.window,
+            "tail": self.tail,
+            "endless": self.endless,
+            "permutation_version": self.permutation_version,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, object]) -> Identity:
+        """Return what `to_plain` made ``plain`` of; StateInvalid where it is none."""
+        flags = {name: plain.get(name) for name in ("shuffle", "endless")}
+        if not all(isinstance(flag, bool) for flag in flags.values()):
+            raise StateInvalid(f"'shuffle' and 'endless' must be true or false, got {flags}")
+        try:
+            spec = OrderSpec(
+                seed=integer(plain, "seed", least=-(2**63)),
+                shuffle=bool(flags["shuffle"]),
+                window=integer(plain, "window", least=1),
+            )
+            return cls(
+                table=text(plain, "table"),
+                selection=text(plain, "selection"),
+                rows=integer(plain, "rows"),
+                spec=spec,
+                tail=text(plain, "tail"),  # type: ignore[arg-type]
+                endless=bool(flags["endless"]),
+                permutation_version=integer(plain, "permutation_version", least=1),
+            )
+        except ValueError as error:
+            raise StateInvalid(f"not the identity of an order: {error}") from error
+
+    def differences(self, other: Identity) -> list[str]:
+        """Return one line for each field in which ``other`` differs, naming both values."""
+        mine, its = self.to_plain(), other.to_plain()
+        return [f"{name}: {mine[name]!r} became {its[name]!r}" for name in mine if mine[name] != its[name]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of an epoch with one topology and batch size; every micro-batch below its first was consumed before."""
+
+    micro_batch: int
+    """m0: the first micro-batch."""
+    step: int
+    """s0: the first step of each rank."""
+    num_lanes: int
+    batch_size: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            least = 0 if one.name in ("micro_batch", "step") else 1
+            if getattr(self, one.name) < least:
+                raise ValueError(f"a segment's {one.name} is at least {least}, got {getattr(self, one.name)}")
+        if self.num_lanes % self.world_size:
+            raise ValueError(f"{self.world_size} ranks do not divide {self.num_lanes} lanes")
+
+    @property
+    def topology(self) -> tuple[int, int, int]:
+        """(num_lanes, batch_size, world_size)."""
+        return self.num_lanes, self.batch_size, self.world_size
+
+    def to_plain(self) -> list[int]:
+        """Return [micro_batch, step, num_lanes, batch_size, world_size]."""
+        return [self.micro_batch, self.step, self.num_lanes, self.batch_size, self.world_size]
+
+    @classmethod
+    def from_plain(cls, value: object) -> Segment:
+        """Return what `to_plain` made ``value`` of; StateInvalid where it is none."""
+        first, step, num_lanes, batch_size, world_size = integers(value, "segments", count=5)
+        try:
+            return cls(
+                micro_batch=first, step=step, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size
+            )
+        except ValueError as error:
+            raise StateInvalid(f"not a segment: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderState:
+    """The reader state of a whole job."""
+
+    identity: Identity
+    epoch: int
+    """The epoch at hand; 0 where the stream is endless (it counts its epochs itself)."""
+    segments: tuple[Segment, ...]
+    """At least one; the last is the one at hand."""
+    step: int
+    """Steps done, of this epoch; every rank has done as many."""
+    row: int = 0
+    """In row-wise use: rows done of each rank's micro-batch of this step."""
+    base: Rest | None = None
+    """What was left when the first of ``segments`` began; None: a whole epoch, or stream."""
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            raise ValueError("a reader state has at least one segment")
+        starts = [(segment.step, segment.micro_batch) for segment in self.segments]
+        if starts != sorted(starts) or self.step < starts[-1][0]:
+            raise ValueError(f"segments begin at (step, micro-batch) {starts} and step {self.step} is at hand")
+        if self.base is None and starts[0] != (0, 0):
+            raise ValueError(f"the first segment of a whole epoch begins at step 0, not at {starts[0]}")
+        if self.base is not None:
+            epochs = [left.epoch for left in self.base.begun]
+            if not self.identity.endless and epochs != [self.epoch]:
+                raise ValueError(f"the rest of epoch {self.epoch} cannot be that of epochs {epochs}")
+            if any(left.positions and left.positions.stops[-1] > self.identity.rows for left in self.base.begun):
+                raise ValueError(f"the rest names positions outside of an epoch of {self.identity.rows} rows")
+        if self.epoch < 0 or self.row < 0:
+            raise ValueError(f"epoch {self.epoch} and row {self.row} cannot be negative")
+
+    @property
+    def segment(self) -> Segment:
+        """The segment at hand."""
+        return self.segments[-1]
+
+    def to_plain(self) -> dict[str, object]:
+        """Return the state as JSON-able values."""
+        return {
+            "format": FORMAT,
+            "identity": self.identity.to_plain(),
+            "epoch": self.epoch,
+            "step": self.step,
+            "row": self.row,
+            "segments": [segment.to_plain() for segment in self.segments],
+            "base": None if self.base is None else _rest_to_plain(self.base),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: object) -> ReaderState:
+        """Return the state that `to_plain` made ``plain`` of; StateInvalid, saying why, where it is none."""
+        if not isinstance(plain, Mapping):
+            raise StateInvalid(f"a reader state is a mapping, got {type(plain).__name__}")
+        if plain.get("format") != FORMAT:
+            raise StateInvalid(f"a reader state's 'format' is {FORMAT!r}, got {plain.get('format')!r}")
+        base = plain.get("base")
+        try:
+            return cls(
+                identity=Identity.from_plain(mapping(plain, "identity")),
+                epoch=integer(plain, "epoch"),
+                segments=tuple(Segment.from_plain(entry) for entry in listing(plain, "segments")),
+                step=integer(plain, "step"),
+                row=integer(plain, "row"),
+                base=None if base is None else _rest_from_plain(mapping(plain, "base")),
+            )
+        except StateInvalid:
+            raise
+        except ValueError as error:
+            raise StateInvalid(f"not a reader state: {error}") from error
+
+
+def _rest_to_plain(rest: Rest) -> dict[str, object]:
+    begun = [
+        [left.epoch, left.num_lanes, left.rotation, [list(pair) for pair in left.positions.pairs()]]
+        for left in rest.begun
+    ]
+    return {"begun": begun, "next_epoch": rest.next_epoch}
+
+
+def _rest_from_plain(plain: Mapping[str, object]) -> Rest:
+    begun = []
+    for entry in listing(plain, "begun"):
+        if not isinstance(entry, (list, tuple)) or len(entry) != 4 or not isinstance(entry[3], (list, tuple)):
+            raise StateInvalid(f"what is left of an epoch is [epoch, lanes, rotation, intervals], got {entry!r}")
+        epoch, num_lanes, rotation = integers(entry[:3], "begun", count=3)
+        pairs = [integers(pair, "intervals", count=2) for pair in entry[3]]
+        positions = Intervals.of([(start, stop) for start, stop in pairs])
+        if positions.pairs() != pairs:
+            raise StateInvalid(f"intervals of epoch {epoch} are not sorted and apart: {pairs[:4]} …")
+        begun.append(Left(epoch=epoch, positions=positions, num_lanes=num_lanes, rotation=rotation))
+    return Rest(begun=tuple(begun), next_epoch=integer(plain, "next_epoch"))

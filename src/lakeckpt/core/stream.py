@@ -1,0 +1,160 @@
+"""Which positions of which epochs does micro-batch m of an endless stream hold?
+
+Lane k of an endless stream holds its share of every epoch, one after the other: micro-batches run over epoch borders
+and are always full. The extra rows of uneven shares rotate over the lanes (epoch e gives its ``rem`` extra rows to the
+lanes (e * rem + i) mod num_lanes), so that lanes never drift more than one row apart, and where a lane stands after any
+number of epochs is a closed formula.
+
+A *unit* is what a stream has of one epoch: first those that had begun when the deal was made, then whole ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from lakeckpt.core.deal import turns
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.order import lane_bounds
+from lakeckpt.core.receipts import Span
+from lakeckpt.core.rest import Left, Rest, spans_of
+
+__all__ = ["StreamDeal"]
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """What a stream has of one epoch."""
+
+    epoch: int
+    positions: Intervals
+    bounds: Int64Array
+    """Where lanes begin and end among ``positions``: int64, shape (num_lanes + 1,)."""
+    before: Int64Array
+    """Rows that each lane has in earlier units: int64, shape (num_lanes,)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamDeal:
+    """A `lakeckpt.core.deal.Deal` of epochs without end: see the module."""
+
+    first: int
+    num_lanes: int
+    batch_size: int
+    rows: int
+    """Rows of a whole epoch, at least 1."""
+    start: Rest
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError("an endless stream needs a table of at least one row")
+
+    @property
+    def end(self) -> None:
+        """None: the stream does not end."""
+        return None
+
+    @cached_property
+    def _begun(self) -> tuple[_Unit, ...]:
+        units, before, extras = [], np.zeros(self.num_lanes, np.int64), 0
+        for left in self.start.begun:
+            bounds = lane_bounds(left.positions.size, self.num_lanes, extras % self.num_lanes)
+            units.append(_Unit(epoch=left.epoch, positions=left.positions, bounds=bounds, before=before))
+            before = before + np.diff(bounds)
+            extras += left.positions.size % self.num_lanes
+        return tuple(units)
+
+    @cached_property
+    def _offset(self) -> int:
+        """The lane to which the first whole epoch gives its first extra row."""
+        return sum(left.positions.size % self.num_lanes for left in self.start.begun) % self.num_lanes
+
+    def _rotation(self, whole: int) -> int:
+        return (self._offset + whole * (self.rows % self.num_lanes)) % self.num_lanes
+
+    def _before(self, whole: int) -> Int64Array:
+        """Rows that each lane has before the ``whole``-th whole epoch."""
+        share, extra = divmod(self.rows, self.num_lanes)
+        # The extra rows fall on the integers offset … offset + whole * extra - 1, modulo the number of lanes.
+        behind = np.arange(self.num_lanes) - self._offset
+        falls = behind // self.num_lanes - (behind - whole * extra) // self.num_lanes
+        begun = self._begun[-1].before + np.diff(self._begun[-1].bounds) if self._begun else 0
+        return np.asarray(begun + whole * share + falls, np.int64)
+
+    def _unit(self, index: int) -> _Unit:
+        whole = index - len(self._begun)
+        if whole < 0:
+            return self._begun[index]
+        return _Unit(
+            epoch=self.start.next_epoch + whole,
+            positions=Intervals.whole(self.rows),
+            bounds=lane_bounds(self.rows, self.num_lanes, self._rotation(whole)),
+            before=self._before(whole),
+        )
+
+    def _unit_of(self, lane: int, offset: int) -> int:
+        """The unit in which ``lane`` has its row ``offset``."""
+        for index, unit in enumerate(self._begun):
+            if offset < int(unit.before[lane] + unit.bounds[lane + 1] - unit.bounds[lane]):
+                return index
+        ahead = offset - int(self._before(0)[lane])
+        whole = max(0, ahead * self.num_lanes // self.rows - 1)  # a near guess: a lane has rows / num_lanes an epoch
+        while whole and self._before(whole)[lane] > offset:
+            whole -= 1
+        while self._before(whole + 1)[lane] <= offset:
+            whole += 1
+        return len(self._begun) + whole
+
+    def _pieces(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, Intervals]]:
+        index = self._unit_of(lane, start)
+        while start < stop:
+            unit = self._unit(index)
+            low, high = int(unit.bounds[lane]), int(unit.bounds[lane + 1])
+            begin = low + start - int(unit.before[lane])
+            upto = min(high, low + stop - int(unit.before[lane]))
+            if begin < upto:
+                yield unit.epoch, unit.positions.take(begin, upto)
+                start += upto - begin
+            index += 1
+
+    def spans(self, micro_batch: int) -> list[Span]:
+        """See `lakeckpt.core.deal.Deal`."""
+        turn, lane = divmod(micro_batch - self.first, self.num_lanes)
+        start = turn * self.batch_size
+        pieces = self._pieces(lane, start, start + self.batch_size)
+        return [span for epoch, positions in pieces for span in spans_of(epoch, positions)]
+
+    def rows_of(self, start: int, stop: int) -> int:
+        """See `lakeckpt.core.deal.Deal`."""
+        return (stop - start) * self.batch_size
+
+    def rest(self, micro_batch: int) -> Rest:
+        """See `lakeckpt.core.deal.Deal`."""
+        done = turns(micro_batch - self.first, self.num_lanes) * self.batch_size
+        reached = [self._unit_of(lane, int(done[lane])) for lane in range(self.num_lanes)]
+        lefts, entered = [], max(min(reached), len(self._begun)) - 1
+        for index in range(min(reached), max(max(reached) + 1, len(self._begun))):
+            unit = self._unit(index)
+            inside = np.clip(done - unit.before, 0, np.diff(unit.bounds))
+            num_lanes, rotation = self.layout(unit.epoch)
+            left = unit.positions.select(unit.bounds[:-1] + inside, unit.bounds[1:])
+            lefts.append((index, Left(epoch=unit.epoch, positions=left, num_lanes=num_lanes, rotation=rotation)))
+            if inside.any():
+                entered = max(entered, index)
+        begun = tuple(left for index, left in lefts if index <= entered and left.positions)
+        return Rest(begun=begun, next_epoch=self.start.next_epoch + entered + 1 - len(self._begun))
+
+    def layout(self, epoch: int) -> tuple[int, int]:
+        """See `lakeckpt.core.deal.Deal`."""
+        for left in self.start.begun:
+            if left.epoch == epoch:
+                return left.num_lanes, left.rotation
+        if epoch < self.start.next_epoch:
+            raise ValueError(f"epoch {epoch} is over: the stream goes on from epoch {self.start.next_epoch}")
+        return self.num_lanes, self._rotation(epoch - self.start.next_epoch)
