@@ -1,0 +1,112 @@
+"""How is a numpy dtype named in bytes, such that reading the name builds nothing else?
+
+A plain dtype is its array-protocol string (``"<f8"``, ``"|b1"``, ``"<M8[ns]"``). A subarray is ``["sub", base,
+[dims]]``; a structured one ``["rec", itemsize, aligned, [[name, dtype, offset], ...]]``. What does not come back as
+the same dtype (objects, numpy's variable-length strings, dtypes of other packages, titles, metadata) has no name.
+Names are parsed by a strict pattern, never by handing free text to ``np.dtype``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from lakeckpt.errors import UnsupportedValue, WireDamaged
+
+__all__ = ["DtypeSpec", "dtype_from", "spec_of", "values_are_valid"]
+
+DtypeSpec = str | list[Any]
+
+_PLAIN = re.compile(r"[<>|][biufcSUVmM](0|[1-9][0-9]{0,8})(\[[0-9A-Za-z]{1,16}\])?", re.ASCII)
+_MOST_NESTED = 8
+_MOST_FIELDS = 4096
+_MOST_DIMS = 64
+
+
+def spec_of(dtype: np.dtype[Any]) -> DtypeSpec | None:
+    """The name of ``dtype``, or None where it has none."""
+    spec = _spec(dtype)
+    if spec is None:
+        return None
+    try:
+        same = dtype_from(spec)
+    except (UnsupportedValue, WireDamaged):
+        return None
+    return spec if same == dtype and type(same) is type(dtype) and same.byteorder == dtype.byteorder else None
+
+
+def _spec(dtype: np.dtype[Any]) -> DtypeSpec | None:
+    if dtype.metadata is not None or dtype.hasobject:
+        return None
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        inner = _spec(base)
+        return None if inner is None else ["sub", inner, list(shape)]
+    if dtype.names is None:
+        return dtype.str
+    if len(dtype.names) > _MOST_FIELDS:
+        return None
+    assert dtype.fields is not None
+    fields: list[Any] = []
+    for name in dtype.names:
+        inner_dtype, offset, *title = dtype.fields[name]
+        inner = _spec(inner_dtype)
+        if inner is None or title:
+            return None
+        fields.append([name, inner, offset])
+    return ["rec", dtype.itemsize, dtype.isalignedstruct, fields]
+
+
+def dtype_from(spec: object, nested: int = _MOST_NESTED) -> np.dtype[Any]:
+    """The dtype that ``spec`` names. Raises `WireDamaged` for what is no name, `UnsupportedValue` for one unknown here."""
+    if nested < 0:
+        raise WireDamaged("a numpy dtype nested deeper than we write")
+    if type(spec) is str and _PLAIN.fullmatch(spec):
+        return _build(spec)
+    match spec:
+        case ["sub", base, [*dims]] if len(dims) <= _MOST_DIMS and all(_is_size(n) for n in dims):
+            return _build((dtype_from(base, nested - 1), tuple(dims)))
+        case ["rec", int(size_bytes), bool(aligned), [*fields]] if _is_size(size_bytes) and len(fields) <= _MOST_FIELDS:
+            return _record(size_bytes, aligned, fields, nested - 1)
+    raise WireDamaged(f"not the name of a numpy dtype: {ascii(spec)[:60]}")
+
+
+def _record(size_bytes: int, aligned: bool, fields: list[Any], nested: int) -> np.dtype[Any]:
+    names, formats, offsets = [], [], []
+    for field in fields:
+        match field:
+            case [str(name), inner, int(offset)] if _is_size(offset):
+                names.append(name)
+                formats.append(dtype_from(inner, nested))
+                offsets.append(offset)
+            case _:
+                raise WireDamaged(f"not a field of a numpy dtype: {ascii(field)[:60]}")
+    parts = {"names": names, "formats": formats, "offsets": offsets, "itemsize": size_bytes}
+    return _build(parts, align=aligned)
+
+
+def _build(what: Any, align: bool = False) -> np.dtype[Any]:
+    try:
+        dtype: np.dtype[Any] = np.dtype(what, align=align)
+    except (TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise UnsupportedValue(f"this numpy knows no dtype {ascii(what)[:60]}: {error}") from None
+    return dtype
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def values_are_valid(array: np.ndarray[Any, Any]) -> bool:
+    """Whether the bytes of ``array`` are values of its dtype: bools are 0 or 1, characters are Unicode."""
+    dtype = array.dtype
+    if dtype.names is not None:
+        return all(values_are_valid(array[name]) for name in dtype.names)
+    if not array.size or not dtype.itemsize or dtype.kind not in "bU":
+        return True
+    if dtype.kind == "b":
+        return bool(np.ascontiguousarray(array).view(np.uint8).max() <= 1)
+    codes = np.frombuffer(np.ascontiguousarray(array).tobytes(), dtype=np.dtype(np.uint32).newbyteorder(dtype.byteorder))
+    return bool(codes.max() <= 0x10FFFF)

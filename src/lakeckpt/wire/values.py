@@ -1,0 +1,64 @@
+"""What does every part of the codec need to know: the limits, the tags and the one value type of our own.
+
+The tags are msgpack extension codes. A code, once released, keeps its meaning for ever; a new code is a new major
+version of every kind of document that may hold it, since an older reader refuses what it does not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+__all__ = ["DEFAULT_LIMITS", "INT_MAX", "INT_MIN", "Limits", "Tag", "TensorRef"]
+
+INT_MIN = -(2**63)
+INT_MAX = 2**64 - 1
+_MOST_DEPTH = 200
+
+
+class Tag(IntEnum):
+    """The msgpack extension codes of ours. Contents are described in ``docs/reference/formats.md``."""
+
+    TUPLE = 1
+    BIG_INT = 2
+    COMPLEX = 3
+    NUMPY_SCALAR = 4
+    NUMPY_ARRAY = 5
+    NUMPY_DTYPE = 6
+    PAIRS = 7
+    TENSOR_REF = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef:
+    """A leaf that stands for a tensor stored elsewhere under ``key``."""
+
+    key: str
+
+    def __post_init__(self) -> None:
+        if type(self.key) is not str:
+            raise ValueError(f"the key of a TensorRef is a str, got {self.key!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How large a document may be. Writing holds the same limits as reading: what was written can be read.
+
+    ``total_bytes`` is the whole document; ``items`` counts every value and key, at any depth; ``depth`` is how many
+    containers may lie inside one another (at most 200).
+    """
+
+    total_bytes: int = 256 * 2**20
+    items: int = 4_000_000
+    depth: int = 64
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{field.name} is a positive int, got {value!r}")
+        if self.depth > _MOST_DEPTH:
+            raise ValueError(f"depth is at most {_MOST_DEPTH}, got {self.depth}")
+
+
+DEFAULT_LIMITS = Limits()
