@@ -1,0 +1,201 @@
+"""Which five things do we ask of a place where objects lie?
+
+List, read, put, put only where nothing is, delete: the whole surface, as the Protocol `Storage`. Everything above
+(tables, checkpoints, ledgers) is written against it, everything below (local folders, fsspec, faulty stores in tests)
+implements it. `open_storage` chooses the implementation by the URL.
+
+Paths are POSIX keys relative to the storage's root and confined to it: `check_key` refuses whatever could leave it.
+This module never does I/O of its own, and never shows credentials: `describe` gives a name that is safe to print.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import unquote, urlsplit
+
+from lakeckpt.errors import ConfigError, StorageError
+
+__all__ = [
+    "Buffer",
+    "ObjectInfo",
+    "Storage",
+    "check_key",
+    "clear_leftovers",
+    "describe",
+    "open_storage",
+    "redact_uri",
+    "split_uri",
+]
+
+Buffer = bytes | bytearray | memoryview
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
+MAX_KEY_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """What a listing says of one object.
+
+    ``path`` is relative to the root of the storage, ``size_bytes`` its length. ``etag`` is the store's own identity of
+    the content, where it has one; ``mtime_ns`` (nanoseconds since 1970) is a hint, never an identity.
+    """
+
+    path: str
+    size_bytes: int
+    etag: str | None = None
+    mtime_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0:
+            raise StorageError(f"the store lists {self.path!r} with a size of {self.size_bytes} bytes")
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """A place for immutable objects, named by keys relative to one root.
+
+    Keys are as `check_key` says. All methods may be called from several threads and processes at once, and instances
+    can be pickled. Buffers stay the caller's: none is kept or changed after a call has returned. Every failure is a
+    `StorageError` (with ``errno`` where the system gave one), never a client library's own class; what the caller's
+    iterable of chunks raises goes through unchanged, and then nothing has become visible.
+    """
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        """The object named ``prefix`` (if any) and all objects in the folder ``prefix``, at any depth, sorted by path.
+
+        ``""`` is everything. Files only; objects that are not yet complete are hidden; never from a cache. Nothing
+        there: ``[]``.
+        """
+        ...
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes ``[start, stop)`` of an object, fewer where it ends before. `ObjectMissing` where there is none."""
+        ...
+
+    def put(self, path: str, chunks: Iterable[Buffer]) -> int:
+        """Write a whole object and return its size in bytes; replaces what was there.
+
+        When it returns, the object is durable; until then, it is not there at all or as it was before. Folders are
+        made. A collection of chunks (whose ``iter`` can be taken twice) lets the store write anew after a failure; a
+        one-shot iterator does not.
+        """
+        ...
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write a whole object only where there is none: exactly one of several racing callers returns.
+
+        The others get `ObjectExists`; `ConditionalPutUnsupported` where the store cannot promise that. Durable when it
+        returns. Where the answer of the store was lost, the object is read back: it was ours if its bytes are, so
+        ``data`` should hold something unique to the caller.
+        """
+        ...
+
+    def delete(self, path: str) -> None:
+        """Remove an object; it is no error if there is none."""
+        ...
+
+
+def check_key(path: str) -> tuple[str, ...]:
+    """Split a key into its parts, or raise `StorageError` where it could mean something outside of the root.
+
+    Refused: absolute paths, empty parts, ``.`` and ``..``, backslashes, NUL, text that is not valid Unicode, and more
+    than 4096 bytes.
+
+    >>> check_key("log/0000000001.lkc")
+    ('log', '0000000001.lkc')
+    """
+    if not isinstance(path, str):
+        raise StorageError(f"a storage path must be a str, not {type(path).__name__}")
+    try:
+        size = len(path.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise StorageError(f"the storage path {path!a} is not valid Unicode: rename the file") from None
+    if size > MAX_KEY_BYTES:
+        raise StorageError(f"the storage path {path[:60]!r}… has {size} bytes; at most {MAX_KEY_BYTES} are allowed")
+    if "\x00" in path or "\\" in path:
+        raise StorageError(f"the storage path {path!r} holds a backslash or a NUL: rename the file")
+    parts = tuple(path.split("/"))
+    if any(part in ("", ".", "..") for part in parts):
+        raise StorageError(
+            f"the storage path {path!r} is not confined to its root: it must be relative, "
+            "without empty, '.' or '..' parts"
+        )
+    return parts
+
+
+def check_prefix(prefix: str) -> str:
+    """A folder's key without a slash at its end; ``""`` for the root. `StorageError` as for `check_key`."""
+    folder = prefix.removesuffix("/") if prefix else ""
+    if folder:
+        check_key(folder)
+    elif prefix:
+        raise StorageError(f"the storage prefix {prefix!r} is not confined to its root")
+    return folder
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """Tell ``(scheme, rest)`` of a place; the scheme is ``"file"`` for local paths, whose rest is the plain path.
+
+    >>> split_uri("s3://bucket/a b"), split_uri("/data/x"), split_uri("file:///data/x%20y")
+    (('s3', 'bucket/a b'), ('file', '/data/x'), ('file', '/data/x y'))
+    """
+    match = _SCHEME.match(uri)
+    if match is None:
+        return "file", uri
+    scheme, rest = match.group(1).lower(), uri[match.end() :]
+    if scheme not in ("file", "local"):
+        return scheme, rest
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise ConfigError(f"the URL {uri!r} names a host; a local one looks like file:///folder/name")
+    return "file", unquote("/" + path)
+
+
+def redact_uri(uri: str) -> str:
+    """The place without what may be secret in it: user and password, query and fragment."""
+    match = _SCHEME.match(uri)
+    if match is None or match.group(1).lower() in ("file", "local"):
+        return uri
+    parts = urlsplit(uri)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}"
+
+
+def describe(storage: Storage) -> str:
+    """A name of the storage that holds no credentials, for messages and reports."""
+    name = getattr(storage, "name", None)
+    return name if isinstance(name, str) else type(storage).__name__
+
+
+def clear_leftovers(storage: Storage) -> int:
+    """Remove what writers that died have left and `Storage.list` hides; the number of files removed.
+
+    Files of writers that are alive are left alone. Stores that leave nothing behind have nothing to do.
+    """
+    clear = getattr(storage, "clear_leftovers", None)
+    return int(clear()) if callable(clear) else 0
+
+
+def open_storage(uri: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Storage:
+    """Open the storage rooted at a local path, a ``file://`` URL or any URL that fsspec knows; makes nothing there.
+
+    ``storage_options`` go to the fsspec filesystem as they are (keys, endpoint, …); local folders take none.
+    `ConfigError` where the URL cannot be used.
+    """
+    text = os.fspath(uri)
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"a storage needs a path or a URL, not {uri!r}")
+    scheme, rest = split_uri(text)
+    if scheme == "file":
+        if storage_options:
+            raise ConfigError(f"storage_options were given, but {text!r} is a local folder: leave them out")
+        from lakeckpt.lake.local import LocalStorage
+
+        return LocalStorage(os.path.expanduser(rest))
+    from lakeckpt.lake.fsspec_storage import FsspecStorage
+
+    return FsspecStorage(text, storage_options=storage_options)
