@@ -206,7 +206,7 @@ class _Decoder:
         return complex(*_COMPLEX.unpack(self._rest()))
 
     def tensor_ref(self, depth: int) -> TensorRef:
-        key = self.value(0)
+        key = self._apart()
         if type(key) is not str:
             self.damaged(f"a tensor named by a {type(key).__name__}")
         return TensorRef(key=key)

@@ -108,5 +108,7 @@ def values_are_valid(array: np.ndarray[Any, Any]) -> bool:
         return True
     if dtype.kind == "b":
         return bool(np.ascontiguousarray(array).view(np.uint8).max() <= 1)
-    codes = np.frombuffer(np.ascontiguousarray(array).tobytes(), dtype=np.dtype(np.uint32).newbyteorder(dtype.byteorder))
+    codes = np.frombuffer(
+        np.ascontiguousarray(array).tobytes(), dtype=np.dtype(np.uint32).newbyteorder(dtype.byteorder)
+    )
     return bool(codes.max() <= 0x10FFFF)

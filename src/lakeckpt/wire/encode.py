@@ -154,7 +154,9 @@ class _Encoder:
             return self._extension(Tag.NUMPY_SCALAR, "S", bytes(value))
         spec = self._spec(value.dtype)
         if type(spec) is not str or np.dtype(spec).type is not type(value) or value.dtype.kind == "V":
-            raise UnsupportedValue(f"{self.where()}: {type(value)!r} cannot be written: put it into an array, or {_ADVICE}")
+            raise UnsupportedValue(
+                f"{self.where()}: {type(value)!r} cannot be written: put it into an array, or {_ADVICE}"
+            )
         return self._extension(Tag.NUMPY_SCALAR, spec, value.tobytes())
 
     def _array(self, value: np.ndarray[Any, Any]) -> object:
