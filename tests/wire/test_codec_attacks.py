@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import tracemalloc
 from pathlib import Path
@@ -190,7 +191,27 @@ def test_more_items_than_the_limit_are_refused_before_they_are_made() -> None:
         ext(5, ">U1", [1], b"\xff\x00\x00\x00"),
         ext(5, "|V0", [2**40], b""),
         ext(5, ["rec", 1, False, [["a", "|b1", 0]]], [1], b"\x07"),
-        *(ext(6, spec) for spec in (None, 1, "", "O", "|O", "|O8", "object", "f8,i4", "(9,)f8", "<f8 ", "<x4", "b1")),
+        *(
+            ext(6, spec)
+            for spec in (
+                None,
+                1,
+                "",
+                "O",
+                "|O",
+                "|O8",
+                "object",
+                "f8,i4",
+                "(9,)f8",
+                "<f8 ",
+                "<x4",
+                "b1",
+                "<f3",
+                "<i16",
+                "<f16",
+                "<c32",
+            )
+        ),
         *(ext(6, spec) for spec in ("<U99999999999", "<M8[foo bar]", "\uff11", [], ["sub"], ["sub", "<f8", [-1]])),
         ext(6, ["rec", -1, False, []]),
         ext(6, ["rec", 8, False, [["a", "<f8"]]]),
@@ -207,9 +228,8 @@ def test_payloads_that_we_never_write_are_damaged(payload: bytes) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        "<f3",
-        "<i16",
         "<M8[foo]",
+        "<m8[5Ys]",
         ["rec", 4, False, [["a", "<f8", 0]]],
         ["rec", 16, False, [["a", "<f8", 0], ["a", "<f8", 8]]],
         ["sub", "<f8", [2**30, 2**30]],
@@ -277,4 +297,4 @@ def _natives(value: object) -> object:
         return "tagged"
     if value is None or type(value) in (bool, int, str, bytes):
         return value
-    return "tagged" if type(value) is not float or value != value else value
+    return "tagged" if type(value) is not float or math.isnan(value) else value

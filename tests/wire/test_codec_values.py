@@ -102,6 +102,18 @@ def test_arrays_of_any_layout_keep_dtype_shape_and_values(array: np.ndarray[Any,
     assert found.dtype == array.dtype and found.shape == array.shape and found.tobytes() == array.tobytes()
 
 
+def test_what_memory_held_between_the_fields_of_a_record_is_not_written() -> None:
+    inner = np.dtype({"names": ["x"], "formats": ["u1"], "offsets": [3], "itemsize": 5})
+    dtype = np.dtype([("a", "u1"), ("b", "i4"), ("c", inner, (2,)), ("d", "f8", (2,))], align=True)
+    clean = np.zeros(3, dtype)
+    dirty = np.full(3 * dtype.itemsize, 255, np.uint8).view(dtype)
+    for array in (clean, dirty):
+        array["a"], array["b"], array["c"]["x"], array["d"] = 1, 2, 3, 4
+    assert clean.tobytes() != dirty.tobytes()
+    assert dumps(clean, kind=KIND, version=VERSION) == dumps(dirty, kind=KIND, version=VERSION)
+    assert again(dirty).tolist()[0][:2] == (1, 2)
+
+
 def test_a_dict_keeps_its_order_whatever_its_keys() -> None:
     assert list(again({"b": 1, "a": 2, "c": 3})) == ["b", "a", "c"]
     assert list(again({3: 1, "a": 2, None: 3, (1, "x"): 4, b"k": 5, 0.5: 6})) == [3, "a", None, (1, "x"), b"k", 0.5]
@@ -146,6 +158,8 @@ class _Matrix(np.ndarray[Any, Any]):
         np.zeros(2, "V0"),
         np.zeros(2).view(_Matrix),
         np.zeros(1, [("a", "i4")])[0],
+        np.longdouble(1),
+        np.zeros(2, np.clongdouble),
         np.dtype("O"),
         np.dtype([(("title", "a"), "i4")]),
         np.dtype("i4", metadata={"a": 1}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from lakeckpt.wire.varint import POSITION_LIMIT, pack_intervals, unpack_interval
 
 bounds = st.lists(st.integers(min_value=0, max_value=POSITION_LIMIT), unique=True, max_size=40).map(sorted)
 interval_lists = bounds.map(lambda b: list(zip(b[::2], b[1::2], strict=False)))
-touching_lists = bounds.map(lambda b: list(zip(b, b[1:], strict=False)))
+touching_lists = bounds.map(lambda b: list(itertools.pairwise(b)))
 
 
 @given(st.one_of(interval_lists, touching_lists))

@@ -2,7 +2,8 @@
 
 A plain dtype is its array-protocol string (``"<f8"``, ``"|b1"``, ``"<M8[ns]"``). A subarray is ``["sub", base,
 [dims]]``; a structured one ``["rec", itemsize, aligned, [[name, dtype, offset], ...]]``. What does not come back as
-the same dtype (objects, numpy's variable-length strings, dtypes of other packages, titles, metadata) has no name.
+the same dtype (objects, numpy's variable-length strings, dtypes of other packages, titles, metadata) has no name; nor
+have long doubles, whose bytes differ between machines.
 Names are parsed by a strict pattern, never by handing free text to ``np.dtype``.
 """
 
@@ -15,11 +16,13 @@ import numpy as np
 
 from lakeckpt.errors import UnsupportedValue, WireDamaged
 
-__all__ = ["DtypeSpec", "dtype_from", "spec_of", "values_are_valid"]
+__all__ = ["DtypeSpec", "bytes_of", "dtype_from", "spec_of", "values_are_valid"]
 
 DtypeSpec = str | list[Any]
 
-_PLAIN = re.compile(r"[<>|][biufcSUVmM](0|[1-9][0-9]{0,8})(\[[0-9A-Za-z]{1,16}\])?", re.ASCII)
+_PLAIN = re.compile(
+    r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[SUV](0|[1-9][0-9]{0,8})|[mM]8(\[[0-9]{0,9}[A-Za-z]{1,7}\])?)", re.ASCII
+)
 _MOST_NESTED = 8
 _MOST_FIELDS = 4096
 _MOST_DIMS = 64
@@ -112,3 +115,20 @@ def values_are_valid(array: np.ndarray[Any, Any]) -> bool:
         np.ascontiguousarray(array).tobytes(), dtype=np.dtype(np.uint32).newbyteorder(dtype.byteorder)
     )
     return bool(codes.max() <= 0x10FFFF)
+
+
+def bytes_of(array: np.ndarray[Any, Any]) -> bytes:
+    """The values of ``array`` in C order; the gaps between a record's fields are zero, whatever memory held there."""
+    if array.dtype.names is None:
+        return array.tobytes(order="C")
+    clean = np.zeros(array.shape, array.dtype)
+    _copy_fields(clean, array)
+    return clean.tobytes(order="C")
+
+
+def _copy_fields(into: np.ndarray[Any, Any], array: np.ndarray[Any, Any]) -> None:
+    for name in array.dtype.names or ():
+        if array.dtype[name].base.names is None:
+            into[name] = array[name]
+        else:
+            _copy_fields(into[name], array[name])

@@ -17,7 +17,7 @@ import msgpack
 import numpy as np
 
 from lakeckpt.errors import LimitExceeded, UnsupportedValue
-from lakeckpt.wire.dtypes import DtypeSpec, spec_of
+from lakeckpt.wire.dtypes import DtypeSpec, bytes_of, spec_of
 from lakeckpt.wire.values import INT_MAX, INT_MIN, Limits, Tag, TensorRef
 
 __all__ = ["encode_payload"]
@@ -168,7 +168,7 @@ class _Encoder:
                 f"{self.where()}: an array of {value.nbytes} bytes, more than the {self.limits.total_bytes} "
                 "that a document may have: make it a tensor"
             )
-        return self._extension(Tag.NUMPY_ARRAY, spec, list(value.shape), value.tobytes(order="C"))
+        return self._extension(Tag.NUMPY_ARRAY, spec, list(value.shape), bytes_of(value))
 
     def _spec(self, dtype: np.dtype[Any]) -> DtypeSpec:
         spec = spec_of(dtype)

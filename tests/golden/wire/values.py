@@ -29,7 +29,7 @@ GOLDEN: dict[str, Any] = {
         "bytes": [b"", b"\x00\xff", b"y" * 300],
         "order": {"z": 1, "a": 2, "": 3},
         "nested": [[[], {}], [{"k": [1, [2, [3]]]}]],
-        "many": list(range(70_000)),
+        "many": list(range(70_000, 70_020)) + [0] * 65_536,
     },
     "tagged": {
         "tuples": ((), (1,), (1, (2, "x"), [3])),
