@@ -1,0 +1,173 @@
+"""What does the footer of a Parquet file say, and is it the footer that was pinned?
+
+The tail of each file is read once (64 KiB, twice only where the footer is larger), many files at a time in threads, and
+parsed alone: the rest of the file is not touched. `summarize` keeps only what a table's index needs. A file that is
+empty, cut, encrypted or no Parquet at all is refused as `DataFileDamaged`, by name.
+
+Threads live in `summarize_all` only: it starts and joins them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lakeckpt.errors import DataFileDamaged, ObjectMissing, SchemaError
+from lakeckpt.lake.storage import ObjectInfo, Storage
+
+__all__ = [
+    "DIGEST_BYTES",
+    "FileSummary",
+    "Footer",
+    "Int64Array",
+    "Progress",
+    "read_footer",
+    "summarize",
+    "summarize_all",
+]
+
+Int64Array = np.ndarray[tuple[int], np.dtype[np.int64]]
+Progress = Callable[[int, int], None]
+DIGEST_BYTES = 16
+TAIL_BYTES = 64 * 1024
+MAX_FOOTER_BYTES = 512 * 1024 * 1024
+_MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
+_REPAIR = "restore it from a good copy, write it again, or leave it out of the table"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footer:
+    """A parsed footer; ``digest`` is the BLAKE2b-128 of its bytes (without the length and magic that follow them)."""
+
+    metadata: pq.FileMetaData
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FileSummary:
+    """What a table's index keeps of a file: rows and uncompressed bytes of each row group (int64), and the schema."""
+
+    digest: bytes
+    schema: pa.Schema
+    group_rows: Int64Array
+    group_bytes: Int64Array
+
+
+def read_footer(storage: Storage, path: str, size_bytes: int) -> Footer:
+    """Read and parse the footer of a file whose listed size is ``size_bytes``. `DataFileDamaged`, `StorageError`."""
+    if size_bytes < 12:
+        what = "is empty (0 bytes)" if size_bytes == 0 else f"has only {size_bytes} bytes"
+        raise _damaged(path, f"{what}, too few for a Parquet file: {_REPAIR}")
+    tail = _read_exactly(storage, path, max(0, size_bytes - TAIL_BYTES), size_bytes)
+    if tail[-4:] == _ENCRYPTED:
+        raise _damaged(path, "has an encrypted footer, which cannot be read: decrypt it, or leave it out of the table")
+    if tail[-4:] != _MAGIC:
+        raise _damaged(
+            path,
+            f"does not end as a Parquet file does (it is truncated or something else, {size_bytes} bytes): {_REPAIR}",
+        )
+    (length,) = struct.unpack("<I", tail[-8:-4])
+    if length > min(size_bytes - 12, MAX_FOOTER_BYTES):
+        raise _damaged(path, f"claims a footer of {length} bytes in a file of {size_bytes}: {_REPAIR}")
+    if length + 8 > len(tail):
+        tail = _read_exactly(storage, path, size_bytes - length - 8, size_bytes)
+    body = tail[-8 - length : -8]
+    try:
+        metadata = pq.read_metadata(pa.BufferReader(b"".join((_MAGIC, body, tail[-8:]))))
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, f"has a footer that cannot be parsed ({_one_line(error)}): {_REPAIR}") from error
+    return Footer(metadata=metadata, digest=blake2b(body, digest_size=DIGEST_BYTES).digest())
+
+
+def summarize(storage: Storage, path: str, size_bytes: int) -> FileSummary:
+    """Read a footer, check that its parts agree, and keep what an index needs."""
+    footer = read_footer(storage, path, size_bytes)
+    metadata = footer.metadata
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    group_rows = np.array([group.num_rows for group in groups], dtype=np.int64)
+    group_bytes = np.array([group.total_byte_size for group in groups], dtype=np.int64)
+    for ordinal in np.flatnonzero(group_rows < 0).tolist():
+        raise _damaged(path, f"has row group {ordinal} with {group_rows[ordinal]} rows: {_REPAIR}", ordinal)
+    if int(group_rows.sum()) != metadata.num_rows:
+        raise _damaged(
+            path, f"has {group_rows.sum()} rows in its row groups, but claims {metadata.num_rows}: {_REPAIR}"
+        )
+    if groups and metadata.num_columns:
+        _check_extent(path, groups[-1], len(groups) - 1, metadata.num_columns, size_bytes)
+    return FileSummary(
+        digest=footer.digest,
+        schema=_arrow_schema(path, metadata),
+        group_rows=group_rows,
+        group_bytes=np.maximum(group_bytes, 0),
+    )
+
+
+def summarize_all(
+    storage: Storage, files: Sequence[ObjectInfo], *, threads: int, progress: Progress | None
+) -> list[FileSummary]:
+    """Summaries of all files, in their order, read by ``threads`` threads; ``progress(done, total)`` as they arrive."""
+    found: list[FileSummary | None] = [None] * len(files)
+    with ThreadPoolExecutor(max_workers=max(1, min(threads, len(files))), thread_name_prefix="lakeckpt-footer") as pool:
+        futures = {pool.submit(summarize, storage, f.path, f.size_bytes): i for i, f in enumerate(files)}
+        try:
+            for done, future in enumerate(as_completed(futures), start=1):
+                found[futures[future]] = future.result()
+                if progress is not None:
+                    progress(done, len(files))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [summary for summary in found if summary is not None]
+
+
+def _read_exactly(storage: Storage, path: str, start: int, stop: int) -> bytes:
+    try:
+        data = storage.read(path, start, stop)
+    except ObjectMissing as error:
+        raise _damaged(path, "was listed, but is not there any more: open the table again") from error
+    if len(data) != stop - start:
+        raise _damaged(
+            path, f"was listed with {stop} bytes, but ends before (it is being rewritten?): open the table again"
+        )
+    return data
+
+
+def _check_extent(path: str, group: Any, ordinal: int, num_columns: int, size_bytes: int) -> None:
+    """The last column of the last row group must lie inside of the file: else bytes are missing before the footer."""
+    column = group.column(num_columns - 1)
+    start = column.data_page_offset
+    if column.dictionary_page_offset is not None:
+        start = min(start, column.dictionary_page_offset)
+    end = start + column.total_compressed_size
+    if start < 0 or end > size_bytes - 8:
+        raise _damaged(
+            path, f"has a footer that places data at [{start}, {end}) of {size_bytes} bytes: {_REPAIR}", ordinal
+        )
+
+
+def _arrow_schema(path: str, metadata: pq.FileMetaData) -> pa.Schema:
+    try:
+        schema = metadata.schema.to_arrow_schema()
+    except (pa.ArrowException, OSError) as error:
+        raise SchemaError(f"{path!r} has a schema that pyarrow cannot read ({_one_line(error)})") from error
+    names = schema.names
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise SchemaError(f"{path!r} has more than one column named {', '.join(map(repr, twice))}: rename them")
+    return schema
+
+
+def _damaged(path: str, what: str, row_group: int | None = None) -> DataFileDamaged:
+    return DataFileDamaged(f"the data file {path!r} {what}", file=path, row_group=row_group)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,262 @@
+"""Which files and row groups make up the pinned table, and how is that told in a few arrays and one digest?
+
+`TableIndex` holds a column per property (paths, sizes, rows of every row group, …) rather than an object per row group:
+a million row groups are a few megabytes. Its digest depends on the content alone: relative paths, sizes, footer
+digests, partition values and row counts, not on the place, the machine or modification times. It is written once per
+run; what is read back is checked, and its paths are confined to the table that the user opened.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+
+from lakeckpt.errors import StorageError, WireDamaged
+from lakeckpt.lake.footer import DIGEST_BYTES, Int64Array
+from lakeckpt.lake.partitions import PartitionColumn, Value
+from lakeckpt.lake.storage import check_key
+from lakeckpt.wire.codec import Limits, dumps, loads
+
+__all__ = ["DataFile", "Files", "TableIndex"]
+
+KIND, VERSION = "table-index", (1, 0)
+LIMITS = Limits(total_bytes=2**30)
+_NO_TIME = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """One file of the pinned listing.
+
+    ``path`` is relative to the table's root; ``footer_digest`` the BLAKE2b-128 of its footer; ``group_rows`` the rows
+    of its row groups (int64, read-only); ``partition`` its (column, value) pairs. ``mtime_ns`` is a hint only.
+    """
+
+    path: str
+    size_bytes: int
+    etag: str | None
+    mtime_ns: int | None
+    footer_digest: bytes
+    first_group: int
+    group_rows: Int64Array = field(compare=False, repr=False)
+    partition: tuple[tuple[str, Value], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TableIndex:
+    """The files of a table in the bytewise order of their paths, F of them, with G row groups.
+
+    ``size_bytes``, ``mtime_ns`` (-1: unknown): int64[F]; ``footer_digests``: 16 bytes each, joined; ``first_group``:
+    int64[F + 1], the row groups of file ``i`` are ``[first_group[i], first_group[i + 1])``; ``group_rows`` and
+    ``group_bytes`` (uncompressed): int64[G], row groups without rows included. Arrays are read-only.
+    Two indexes are equal if their digests are.
+    """
+
+    paths: tuple[str, ...]
+    size_bytes: Int64Array
+    etags: tuple[str | None, ...]
+    mtime_ns: Int64Array
+    footer_digests: bytes
+    first_group: Int64Array
+    group_rows: Int64Array
+    group_bytes: Int64Array
+    partitions: tuple[PartitionColumn, ...]
+    schema: pa.Schema
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("size_bytes", "mtime_ns", "first_group", "group_rows", "group_bytes"):
+            array = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
+            if array.flags.writeable:
+                array = array.view()
+                array.flags.writeable = False
+            object.__setattr__(self, name, array)
+        self._check()
+        object.__setattr__(self, "digest", self._content_digest())
+
+    def __eq__(self, other: object) -> bool:
+        return self.digest == other.digest if isinstance(other, TableIndex) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return (
+            f"TableIndex(files={len(self.paths)}, row_groups={len(self.group_rows)}, rows={self.num_rows}, "
+            f"digest={self.digest!r})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (TableIndex.loads, (self.dumps(),))
+
+    @property
+    def files(self) -> Files:
+        """The files, as a sequence of `DataFile` that are made when asked for."""
+        return Files(self)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.group_rows.sum())
+
+    def group(self, ordinal: int) -> tuple[int, int]:
+        """The (file, row group in that file) of a row group of the table, ``0 <= ordinal < G``. ``IndexError``."""
+        if not 0 <= ordinal < len(self.group_rows):
+            raise IndexError(f"row group {ordinal} of a table of {len(self.group_rows)}")
+        file = int(self.first_group.searchsorted(ordinal, side="right")) - 1
+        return file, ordinal - int(self.first_group[file])
+
+    def dumps(self) -> bytes:
+        """The index as a versioned, checksummed document (`docs/reference/formats.md`)."""
+        value = {
+            "paths": "\0".join(self.paths),
+            "files": len(self.paths),
+            "sizes": _narrow(self.size_bytes),
+            "etags": "\0".join(etag or "" for etag in self.etags),
+            "mtimes": self.mtime_ns,
+            "footer_digests": self.footer_digests,
+            "groups_per_file": _narrow(np.diff(self.first_group)),
+            "group_rows": _narrow(self.group_rows),
+            "group_bytes": _narrow(self.group_bytes),
+            "partitions": [{"name": p.name, "values": list(p.values), "codes": p.codes} for p in self.partitions],
+            "schema": self.schema.serialize().to_pybytes(),
+            "digest": self.digest,
+        }
+        return dumps(value, kind=KIND, version=VERSION, limits=LIMITS)
+
+    @classmethod
+    def loads(cls, data: bytes) -> TableIndex:
+        """Read what `dumps` wrote. `WireError` where it is damaged, newer, or not an index; nothing else."""
+        value = loads(data, kind=KIND, supported=VERSION, limits=LIMITS).value
+        try:
+            index = cls._of_document(value)
+        except (KeyError, TypeError, ValueError, AttributeError, StorageError, pa.ArrowException, OSError) as error:
+            raise WireDamaged(f"this table index is malformed: {type(error).__name__}: {error}") from error
+        if index.digest != value["digest"]:
+            raise WireDamaged(f"this table index says its digest is {value['digest']!r}, but it is {index.digest!r}")
+        return index
+
+    @classmethod
+    def _of_document(cls, value: dict[str, Any]) -> TableIndex:
+        count = operator.index(value["files"])
+        per_file = _array(value["groups_per_file"])
+        return cls(
+            paths=_split(value["paths"], count),
+            size_bytes=_array(value["sizes"]),
+            etags=tuple(etag or None for etag in _split(value["etags"], count)),
+            mtime_ns=_array(value["mtimes"]),
+            footer_digests=bytes(value["footer_digests"]),
+            first_group=np.concatenate([np.zeros(1, np.int64), np.cumsum(per_file)]),
+            group_rows=_array(value["group_rows"]),
+            group_bytes=_array(value["group_bytes"]),
+            partitions=tuple(
+                PartitionColumn(
+                    name=str(p["name"]), values=tuple(p["values"]), codes=_array(p["codes"]).astype(np.int32)
+                )
+                for p in value["partitions"]
+            ),
+            schema=pa.ipc.read_schema(pa.py_buffer(value["schema"])),
+        )
+
+    def _check(self) -> None:
+        count, groups = len(self.paths), len(self.group_rows)
+        lengths = {
+            "size_bytes": (len(self.size_bytes), count),
+            "etags": (len(self.etags), count),
+            "mtime_ns": (len(self.mtime_ns), count),
+            "footer_digests": (len(self.footer_digests), DIGEST_BYTES * count),
+            "first_group": (len(self.first_group), count + 1),
+            "group_bytes": (len(self.group_bytes), groups),
+            **{f"partition {p.name!r}": (len(p.codes), count) for p in self.partitions},
+        }
+        for name, (got, wanted) in lengths.items():
+            if got != wanted:
+                raise ValueError(f"{name} of an index of {count} files and {groups} row groups has {got} entries")
+        if any(a >= b for a, b in zip(self.paths, self.paths[1:], strict=False)):
+            raise ValueError("the paths of an index must be sorted, each once")
+        for path in self.paths:
+            check_key(path)
+        bounds = self.first_group
+        if bounds[0] != 0 or bounds[-1] != groups or bool((np.diff(bounds) < 0).any()):
+            raise ValueError(f"the row groups of the files do not add up to {groups}")
+        if any(len(array) and int(array.min()) < 0 for array in (self.size_bytes, self.group_rows, self.group_bytes)):
+            raise ValueError("sizes and row counts of an index must not be negative")
+        if float(self.group_rows.sum(dtype=np.float64)) >= 2.0**62:
+            raise ValueError("a table has fewer than 2**62 rows")
+
+    def _content_digest(self) -> str:
+        """BLAKE2b-128 over each part of the content, led by its length; numbers are little-endian int64."""
+        parts = [
+            b"lakeckpt table index 1",
+            "\0".join(self.paths).encode(),
+            self.size_bytes.astype("<i8").tobytes(),
+            self.footer_digests,
+            self.first_group.astype("<i8").tobytes(),
+            self.group_rows.astype("<i8").tobytes(),
+        ]
+        for column in self.partitions:
+            values = [b"n" if v is None else f"{type(v).__name__[0]}{v}".encode() for v in column.values]
+            parts += [column.name.encode(), *values, column.codes.astype("<i4").tobytes()]
+        digest = blake2b(digest_size=DIGEST_BYTES)
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.hexdigest()
+
+
+class Files(Sequence[DataFile]):
+    """The files of an index; each `DataFile` is made when it is asked for."""
+
+    __slots__ = ("_index",)
+
+    def __init__(self, index: TableIndex) -> None:
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self._index.paths)
+
+    @overload
+    def __getitem__(self, which: int) -> DataFile: ...
+    @overload
+    def __getitem__(self, which: slice) -> tuple[DataFile, ...]: ...
+    def __getitem__(self, which: int | slice) -> DataFile | tuple[DataFile, ...]:
+        if isinstance(which, slice):
+            return tuple(self[i] for i in range(*which.indices(len(self))))
+        index, ordinal = self._index, range(len(self))[which]
+        first, end = int(index.first_group[ordinal]), int(index.first_group[ordinal + 1])
+        mtime_ns = int(index.mtime_ns[ordinal])
+        return DataFile(
+            path=index.paths[ordinal],
+            size_bytes=int(index.size_bytes[ordinal]),
+            etag=index.etags[ordinal],
+            mtime_ns=None if mtime_ns == _NO_TIME else mtime_ns,
+            footer_digest=index.footer_digests[DIGEST_BYTES * ordinal : DIGEST_BYTES * (ordinal + 1)],
+            first_group=first,
+            group_rows=index.group_rows[first:end],
+            partition=tuple((p.name, p.values[p.codes[ordinal]]) for p in index.partitions),
+        )
+
+
+def _narrow(array: Int64Array) -> np.ndarray[Any, Any]:
+    """The same numbers in four bytes each where they fit."""
+    return array.astype("<u4") if not len(array) or int(array.max()) < 2**32 else array.astype("<i8")
+
+
+def _array(value: Any) -> Int64Array:
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu":
+        raise TypeError("an array of integers was expected")
+    return value.astype(np.int64)
+
+
+def _split(text: Any, count: int) -> tuple[str, ...]:
+    if not isinstance(text, str):
+        raise TypeError("joined text was expected")
+    parts = tuple(text.split("\0")) if count else ()
+    if len(parts) != count or (not count and text):
+        raise ValueError(f"{len(parts)} texts where {count} were expected")
+    return parts

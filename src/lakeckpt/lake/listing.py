@@ -1,0 +1,244 @@
+"""Which files does the user mean, by a folder, a glob, a file or a list of files?
+
+`find_files` answers with a storage and the objects in it, sorted bytewise by their path relative to its root:
+
+- a folder: all Parquet files in it at any depth; names that begin with ``.`` or ``_`` are left out (``_x=1`` is kept:
+  it is a partition), and so are names that do not end like a Parquet file's;
+- a glob (``*``, ``?``, ``[…]`` within a name, ``**`` for any folders), one file, or a list of files: just those.
+
+The root is the folder, or the deepest folder that holds all files, raised above folders named ``key=value``, so that
+these become columns. A Delta, Iceberg or Hudi table is refused as a folder: its files alone are not its rows. Listings
+come from the storage each time. Nothing is opened here.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from lakeckpt.errors import ConfigError, TableNotFound
+from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.partitions import is_partition_folder
+from lakeckpt.lake.storage import ObjectInfo, Storage, check_key, open_storage, redact_uri, split_uri
+
+__all__ = ["Found", "Source", "find_files", "list_exactly"]
+
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
+MAX_SINGLE_LISTINGS = 64
+_MAGIC = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A storage, a name for it without credentials, and the table's files in it, sorted by path."""
+
+    storage: Storage
+    uri: str
+    files: tuple[ObjectInfo, ...]
+
+
+def find_files(source: Source, *, storage_options: Mapping[str, Any] | None, threads: int) -> Found:
+    """Find the files of a table, or raise `TableNotFound` or `ConfigError` that says what was looked for."""
+    if isinstance(source, str | os.PathLike):
+        text = _text(source)
+        if _MAGIC.search(text) and not _is_local_path(text):
+            return _of_glob(text, storage_options, threads)
+        return _of_place(text, storage_options)
+    if not isinstance(source, Sequence) or isinstance(source, bytes | bytearray):
+        raise ConfigError(f"a table is a path, a URL or a list of them, not {type(source).__name__}")
+    if not source:
+        raise ConfigError("a table cannot be an empty list of files")
+    return _of_list([_text(item) for item in source], storage_options, threads)
+
+
+def list_exactly(storage: Storage, paths: Sequence[str], *, threads: int) -> dict[str, ObjectInfo]:
+    """What the storage lists for these paths now; paths that are gone are left out."""
+    if isinstance(storage, LocalStorage) or len(paths) <= MAX_SINGLE_LISTINGS:
+        with ThreadPoolExecutor(max_workers=max(1, min(threads, len(paths)))) as pool:
+            found = [info for infos in pool.map(storage.list, paths) for info in infos]
+    else:
+        found = storage.list(_common_folder(paths))
+    wanted = set(paths)
+    return {info.path: info for info in found if info.path in wanted}
+
+
+def _of_place(text: str, storage_options: Mapping[str, Any] | None) -> Found:
+    """A folder or one file."""
+    folder, name = _split_last(text)
+    if name:
+        check_key(name)
+        parent = _open(folder, storage_options)
+        infos = parent.list(name)
+        if [info.path for info in infos] == [name]:
+            return _of_list([text], storage_options, 1)
+    storage = _open(text, storage_options)
+    uri = redact_uri(text)
+    infos = storage.list("")
+    files = [info for info in infos if _is_data_file(info.path)]
+    _refuse_table_formats(uri, infos)
+    if not files:
+        raise TableNotFound(_nothing_in_folder(uri, infos))
+    return _found(storage, uri, files)
+
+
+def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int) -> Found:
+    scheme, rest = split_uri(text)
+    if scheme == "file":
+        names = sorted(glob.glob(os.path.expanduser(rest), recursive=True))
+        names = [os.path.abspath(name) for name in names if not os.path.isdir(name)]
+    else:
+        steady = rest[: _MAGIC.search(rest).start()].rpartition("/")[0]  # type: ignore[union-attr]
+        if not steady:
+            raise ConfigError(f"the glob {redact_uri(text)!r} needs a bucket without wildcards")
+        base = f"{text[: len(text) - len(rest)]}{steady}"
+        matches = re.compile(_glob_pattern(rest[len(steady) + 1 :])).fullmatch
+        names = [f"{base}/{info.path}" for info in _open(base, storage_options).list("") if matches(info.path)]
+    if not names:
+        raise TableNotFound(f"no file matches the glob {redact_uri(text)!r}: check the path, or pass the folder")
+    return _of_list(names, storage_options, threads)
+
+
+def _of_list(texts: Sequence[str], storage_options: Mapping[str, Any] | None, threads: int) -> Found:
+    texts = [_absolute(text) for text in texts]
+    if len(set(texts)) != len(texts):
+        twice = next(text for text, count in Counter(texts).items() if count > 1)
+        raise ConfigError(f"the file {redact_uri(twice)!r} is listed twice: its rows would count twice")
+    root = _common_root(texts)
+    storage = _open(root, storage_options)
+    paths = [text[len(root) :].lstrip("/") for text in texts]
+    for path in paths:
+        check_key(path)
+    found = list_exactly(storage, paths, threads=threads)
+    for path, text in zip(paths, texts, strict=True):
+        if path not in found:
+            raise TableNotFound(f"there is no file {redact_uri(text)!r}: a list names files, not folders or globs")
+    return _found(storage, redact_uri(root), list(found.values()))
+
+
+def _found(storage: Storage, uri: str, files: list[ObjectInfo]) -> Found:
+    for info in files:
+        check_key(info.path)
+    return Found(storage=storage, uri=uri, files=tuple(sorted(files, key=lambda info: info.path)))
+
+
+def _open(text: str, storage_options: Mapping[str, Any] | None) -> Storage:
+    storage = open_storage(text, storage_options=storage_options)
+    return LocalStorage(storage.name, follow_file_links=True) if isinstance(storage, LocalStorage) else storage
+
+
+def _text(source: str | os.PathLike[str]) -> str:
+    text = os.fspath(source)
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"a table needs a path or a URL, not {source!r}")
+    return text
+
+
+def _is_local_path(text: str) -> bool:
+    scheme, rest = split_uri(text)
+    return scheme == "file" and os.path.exists(os.path.expanduser(rest))
+
+
+def _absolute(text: str) -> str:
+    """A local path without detours, a URL without a slash at its end."""
+    scheme, rest = split_uri(text)
+    return os.path.abspath(os.path.expanduser(rest)) if scheme == "file" else text.rstrip("/")
+
+
+def _split_last(text: str) -> tuple[str, str]:
+    """The folder and the last part of a place; no last part where that is a bucket or the root of a disk."""
+    text = _absolute(text)
+    scheme, rest = split_uri(text)
+    folder, slash, name = rest.rpartition("/")
+    if not slash or (scheme != "file" and not folder):
+        return text, ""
+    return text[: len(text) - len(name) - 1] or "/", name
+
+
+def _common_root(texts: Sequence[str]) -> str:
+    schemes = {split_uri(text)[0] for text in texts}
+    if len(schemes) > 1:
+        raise ConfigError(f"the files of a table must lie in one store, not in {', '.join(sorted(schemes))}")
+    scheme, first = split_uri(texts[0])
+    head = texts[0][: len(texts[0]) - len(first)]
+    folder = _common_folder([split_uri(text)[1] for text in texts])
+    while is_partition_folder(folder.rpartition("/")[2]):
+        folder = folder.rpartition("/")[0]
+    if not folder.strip("/") and scheme != "file":
+        raise ConfigError(f"the files of a table must lie in one bucket: {redact_uri(texts[0])!r} and others do not")
+    return head + folder if folder or scheme != "file" else "/"
+
+
+def _common_folder(paths: Sequence[str]) -> str:
+    """The deepest folder that holds all of these paths; ``""`` for the root."""
+    low, high = min(paths).split("/")[:-1], max(paths).split("/")[:-1]
+    count = 0
+    while count < min(len(low), len(high)) and low[count] == high[count]:
+        count += 1
+    return "/".join(low[:count])
+
+
+def _is_data_file(path: str) -> bool:
+    if any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in path.split("/")):
+        return False
+    return path.lower().endswith(PARQUET_SUFFIXES)
+
+
+def _refuse_table_formats(uri: str, infos: Sequence[ObjectInfo]) -> None:
+    for info in infos:
+        top, _, below = info.path.partition("/")
+        name = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}.get(top) if below else None
+        if top == "metadata" and below.endswith(".metadata.json"):
+            name = "an Iceberg table"
+        if name:
+            raise ConfigError(
+                f"{uri!r} is {name} (it holds {info.path!r}): reading its Parquet files by path would bring deleted rows "
+                "back. Pass a list of the files that its current version consists of, or a plain copy"
+            )
+
+
+def _nothing_in_folder(uri: str, infos: Sequence[ObjectInfo]) -> str:
+    looked = (
+        f"looked for files named *{', *'.join(PARQUET_SUFFIXES)} at any depth, without names that begin with . or _"
+    )
+    if not infos:
+        return f"there is no table at {uri!r}: nothing is there ({looked}). Check the path and the credentials"
+    some = ", ".join(repr(info.path) for info in infos[:3])
+    return (
+        f"there is no table at {uri!r}: {looked}; found {len(infos)} other files ({some}). "
+        "Files with other names can be passed as a glob or a list"
+    )
+
+
+def _glob_pattern(text: str) -> str:
+    """A glob as a regular expression over paths with ``/``: wildcards stay within a name, and skip hidden ones."""
+    pattern, i = [], 0
+    while i < len(text):
+        at_start = i == 0 or text[i - 1] == "/"
+        visible = r"(?!\.)" if at_start else ""
+        if at_start and text.startswith("**/", i):
+            pattern.append(r"(?:(?!\.)[^/]+/)*")
+            i += 3
+        elif at_start and text[i:] == "**":
+            pattern.append(r"(?:(?!\.)[^/]+/)*(?!\.)[^/]+")
+            i += 2
+        elif text[i] == "*":
+            pattern.append(visible + "[^/]*")
+            i += 1
+        elif text[i] == "?":
+            pattern.append(visible + "[^/]")
+            i += 1
+        elif text[i] == "[" and (end := text.find("]", i + 2)) > 0:
+            inside = text[i + 1 : end].replace("\\", "\\\\")
+            pattern.append(f"{visible}(?!/)[{'^' + inside[1:] if inside[0] in '!^' else inside}]")
+            i = end + 1
+        else:
+            pattern.append(re.escape(text[i]))
+            i += 1
+    return "".join(pattern)

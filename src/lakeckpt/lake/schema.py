@@ -1,0 +1,77 @@
+"""Which schema does a table have whose files were written at different times?
+
+The types of all files are unified permissively (widened, columns added), in the order of the files; a column that some
+file lacks is nullable; partition columns come last, and stand for a file's own column of that name. What only an
+encoding is, is dropped: dictionaries become their values, extension types what they are stored as. Files that cannot
+agree are named, both of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from lakeckpt.errors import SchemaError
+from lakeckpt.lake.partitions import PartitionColumn
+
+__all__ = ["plain_type", "table_schema"]
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type of the values, at any depth, without dictionaries and extension types."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([_plain_field(kind.field(i)) for i in range(kind.num_fields)])
+    if pa.types.is_map(kind):
+        return pa.map_(_plain_field(kind.key_field), _plain_field(kind.item_field), keys_sorted=kind.keys_sorted)
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain_field(kind.value_field), kind.list_size)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain_field(kind.value_field))
+    if pa.types.is_list(kind):
+        return pa.list_(_plain_field(kind.value_field))
+    return kind
+
+
+def table_schema(files: Sequence[tuple[str, pa.Schema]], partitions: Sequence[PartitionColumn]) -> pa.Schema:
+    """The schema of a table whose files have these paths and schemas. `SchemaError` where they cannot agree."""
+    distinct: dict[pa.Schema, str] = {}
+    for path, schema in files:
+        distinct.setdefault(schema.remove_metadata(), path)
+    names = {column.name for column in partitions}
+    plain = [
+        (path, pa.schema([_plain_field(field) for field in schema if field.name not in names]))
+        for schema, path in distinct.items()
+    ]
+    try:
+        unified = pa.unify_schemas([schema for _, schema in plain], promote_options="permissive")
+    except (pa.ArrowException, TypeError) as error:
+        raise _disagreement(plain) or SchemaError(f"the files' schemas cannot be unified: {error}") from error
+    everywhere = set(unified.names).intersection(*(schema.names for _, schema in plain))
+    fields = [field if field.name in everywhere else field.with_nullable(True) for field in unified]
+    return pa.schema([*fields, *(column.field for column in partitions)])
+
+
+def _plain_field(field: pa.Field) -> pa.Field:
+    return pa.field(field.name, plain_type(field.type), nullable=field.nullable)
+
+
+def _disagreement(files: Sequence[tuple[str, pa.Schema]]) -> SchemaError | None:
+    """The first column that two files cannot agree about."""
+    agreed: dict[str, tuple[str, pa.Field]] = {}
+    for path, schema in files:
+        for field in schema:
+            other, known = agreed.setdefault(field.name, (path, field))
+            try:
+                both = pa.unify_schemas([pa.schema([known]), pa.schema([field])], promote_options="permissive")
+            except (pa.ArrowException, TypeError):
+                return SchemaError(
+                    f"the column {field.name!r} is {known.type} in {other!r}, but {field.type} in {path!r}: "
+                    "write one of them again, or open tables of files that agree"
+                )
+            agreed[field.name] = (other, both.field(0))
+    return None

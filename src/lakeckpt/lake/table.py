@@ -1,0 +1,197 @@
+"""What is a table, once opened: a storage, and an index that pins which files and row groups it consists of.
+
+`open_table` lists the files, reads all footers in parallel and pins them. From then on, files are named by their
+ordinal in the index and row groups by theirs in the table. Opening a file compares its size, and `Table.footer` its
+footer's digest, with what was pinned; `Table.verify` compares the whole listing. Decodes no rows.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, ObjectMissing
+from lakeckpt.lake.footer import FileSummary, Progress, read_footer, summarize_all
+from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.listing import Source, find_files, list_exactly
+from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.partitions import partition_columns
+from lakeckpt.lake.schema import table_schema
+from lakeckpt.lake.storage import ObjectInfo, Storage
+
+__all__ = ["Table", "open_table"]
+
+_ADVICE = "open the table again to start on its new state, or put the pinned files back to go on with a run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Table:
+    """A pinned table. ``uri`` names its root, without credentials. Can be pickled, and used by several threads."""
+
+    uri: str
+    storage: Storage
+    index: TableIndex
+
+    def __repr__(self) -> str:
+        return f"Table({self.uri!r}, files={len(self.index.paths)}, rows={self.num_rows})"
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of the whole table, partition columns last; dictionaries are told as their values."""
+        return self.index.schema
+
+    @property
+    def num_rows(self) -> int:
+        return self.index.num_rows
+
+    def open_file(self, ordinal: int) -> pa.NativeFile:
+        """Open a file of the index for random access; the caller closes it. `DataFileChanged` if it is not as pinned."""
+        file = self.index.files[ordinal]
+        if isinstance(self.storage, LocalStorage):
+            try:
+                opened = pa.OSFile(self.storage.local_path(file.path))
+            except (ObjectMissing, FileNotFoundError) as error:
+                raise _changed(self.uri, [f"{file.path!r} is gone"]) from error
+            if opened.size() != file.size_bytes:
+                size = opened.size()
+                opened.close()
+                raise _changed(self.uri, [f"{file.path!r} has {size} bytes, not {file.size_bytes}"])
+            return opened
+        return pa.PythonFile(_RangeFile(self.storage, self.uri, file.path, file.size_bytes), mode="r")
+
+    def footer(self, ordinal: int) -> pq.FileMetaData:
+        """Read the footer of a file of the index again. `DataFileChanged` if it is not the pinned one."""
+        file = self.index.files[ordinal]
+        try:
+            footer = read_footer(self.storage, file.path, file.size_bytes)
+        except DataFileDamaged as error:
+            raise _changed(self.uri, [f"{file.path!r} no longer ends as it did ({error})"]) from error
+        if footer.digest != file.footer_digest:
+            raise _changed(self.uri, [f"{file.path!r} has another footer: it was written again"])
+        return footer.metadata
+
+    def verify(self, *, threads: int = 16) -> None:
+        """Compare the pinned listing with the storage as it is now; `DataFileChanged` lists the files that differ.
+
+        Sizes and ETags decide; a file of the same size that has no ETag and another modification time has its footer
+        read again. Files that were added since are no part of the pinned table, and no difference.
+        """
+        now = list_exactly(self.storage, self.index.paths, threads=threads)
+        differences: list[str] = []
+        for ordinal, path in enumerate(self.index.paths):
+            difference = self._difference(ordinal, path, now.get(path))
+            if difference:
+                differences.append(difference)
+        if differences:
+            raise _changed(self.uri, differences)
+
+    def _difference(self, ordinal: int, path: str, info: ObjectInfo | None) -> str | None:
+        file = self.index.files[ordinal]
+        if info is None:
+            return f"{path!r} is gone"
+        if info.size_bytes != file.size_bytes:
+            return f"{path!r} has {info.size_bytes} bytes, not {file.size_bytes}"
+        if info.etag != file.etag and info.etag is not None and file.etag is not None:
+            return f"{path!r} has the ETag {info.etag}, not {file.etag}"
+        if (info.etag is None or file.etag is None) and info.mtime_ns != file.mtime_ns:
+            try:
+                self.footer(ordinal)
+            except DataFileChanged:
+                return f"{path!r} was written again"
+        return None
+
+
+def open_table(
+    source: Source,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    threads: int = 16,
+    progress: Progress | None = None,
+) -> Table:
+    """Open the Parquet table at ``source`` and pin the files that it consists of.
+
+    ``source`` is a folder (searched at any depth; ``key=value`` folders become columns), a glob, one file, or a list of
+    files, local or at any URL that fsspec knows; ``storage_options`` go to the fsspec filesystem. Footers are read by
+    ``threads`` threads; ``progress(files_done, files)`` is called as they arrive.
+
+    Raises `TableNotFound` (nothing there), `DataFileDamaged` (a file that is no readable Parquet), `SchemaError` (files
+    that disagree), `StorageError` (the store failed) and `ConfigError`.
+    """
+    if threads < 1:
+        raise ConfigError(f"threads must be at least 1, not {threads}")
+    found = find_files(source, storage_options=storage_options, threads=threads)
+    summaries = summarize_all(found.storage, found.files, threads=threads, progress=progress)
+    return Table(uri=found.uri, storage=found.storage, index=_index_of(found.files, summaries))
+
+
+def _index_of(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) -> TableIndex:
+    paths = tuple(info.path for info in files)
+    partitions = partition_columns(paths)
+    per_file = [len(summary.group_rows) for summary in summaries]
+    return TableIndex(
+        paths=paths,
+        size_bytes=np.array([info.size_bytes for info in files], dtype=np.int64),
+        etags=tuple(info.etag for info in files),
+        mtime_ns=np.array([-1 if info.mtime_ns is None else info.mtime_ns for info in files], dtype=np.int64),
+        footer_digests=b"".join(summary.digest for summary in summaries),
+        first_group=np.concatenate([[0], np.cumsum(per_file, dtype=np.int64)]),
+        group_rows=np.concatenate([summary.group_rows for summary in summaries]),
+        group_bytes=np.concatenate([summary.group_bytes for summary in summaries]),
+        partitions=partitions,
+        schema=table_schema([(path, s.schema) for path, s in zip(paths, summaries, strict=True)], partitions),
+    )
+
+
+def _changed(uri: str, differences: Sequence[str]) -> DataFileChanged:
+    some = "; ".join(differences[:20]) + (f"; and {len(differences) - 20} more" if len(differences) > 20 else "")
+    return DataFileChanged(f"the table {uri!r} is not as it was pinned: {some}. {_ADVICE[0].upper()}{_ADVICE[1:]}")
+
+
+class _RangeFile(io.RawIOBase):
+    """An object of a storage as a file that pyarrow can seek and read in; each read is one ranged read."""
+
+    def __init__(self, storage: Storage, uri: str, path: str, size_bytes: int) -> None:
+        super().__init__()
+        self._storage, self._uri, self._path, self._size = storage, uri, path, size_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        return self._size
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        stop = self._size if size is None or size < 0 else min(self._size, self._position + size)
+        if stop <= self._position:
+            return b""
+        try:
+            data = self._storage.read(self._path, self._position, stop)
+        except ObjectMissing as error:
+            raise _changed(self._uri, [f"{self._path!r} is gone"]) from error
+        if len(data) != stop - self._position:
+            raise _changed(self._uri, [f"{self._path!r} ends at {self._position + len(data)}, not at {self._size}"])
+        self._position = stop
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
