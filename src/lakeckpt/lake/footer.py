@@ -30,7 +30,6 @@ __all__ = [
     "Int64Array",
     "Progress",
     "read_footer",
-    "summarize",
     "summarize_all",
 ]
 
@@ -71,8 +70,7 @@ def read_footer(storage: Storage, path: str, size_bytes: int) -> Footer:
         raise _damaged(path, "has an encrypted footer, which cannot be read: decrypt it, or leave it out of the table")
     if tail[-4:] != _MAGIC:
         raise _damaged(
-            path,
-            f"does not end as a Parquet file does (it is truncated or something else, {size_bytes} bytes): {_REPAIR}",
+            path, f"has {size_bytes} bytes and does not end as Parquet does (truncated, or something else): {_REPAIR}"
         )
     (length,) = struct.unpack("<I", tail[-8:-4])
     if length > min(size_bytes - 12, MAX_FOOTER_BYTES):

@@ -198,8 +198,8 @@ def _refuse_table_formats(uri: str, infos: Sequence[ObjectInfo]) -> None:
             name = "an Iceberg table"
         if name:
             raise ConfigError(
-                f"{uri!r} is {name} (it holds {info.path!r}): reading its Parquet files by path would bring deleted rows "
-                "back. Pass a list of the files that its current version consists of, or a plain copy"
+                f"{uri!r} is {name} (it holds {info.path!r}): reading its Parquet files by path would bring "
+                "deleted rows back. Pass a list of the files that its current version consists of, or a plain copy"
             )
 
 

@@ -37,7 +37,7 @@ class PartitionColumn:
     def __post_init__(self) -> None:
         if len({type(value) for value in self.values if value is not None}) > 1:
             raise ValueError(f"the partition column {self.name!r} mixes types: {self.values[:8]!r}")
-        if len(self.codes) and not (0 <= int(self.codes.min()) and int(self.codes.max()) < len(self.values)):
+        if len(self.codes) and (int(self.codes.min()) < 0 or int(self.codes.max()) >= len(self.values)):
             raise ValueError(f"the partition column {self.name!r} has codes outside of its {len(self.values)} values")
 
     @property

@@ -51,7 +51,7 @@ class Table:
         return self.index.num_rows
 
     def open_file(self, ordinal: int) -> pa.NativeFile:
-        """Open a file of the index for random access; the caller closes it. `DataFileChanged` if it is not as pinned."""
+        """Open a file of the index for random access; the caller closes it. `DataFileChanged` if its size changed."""
         file = self.index.files[ordinal]
         if isinstance(self.storage, LocalStorage):
             try:
