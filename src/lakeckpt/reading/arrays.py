@@ -1,0 +1,185 @@
+"""Which Arrow array holds the same values in a layout that we can address?  Forms, joins and views of Arrow arrays.
+
+*Canonical*: extension arrays become their storage; dictionary and run-end-encoded arrays their values; views of text,
+bytes and lists their offset-based forms. *Joined*: a chunked array becomes one array, with 64-bit offsets where 32 bits
+would overflow. *Viewed*: an Arrow buffer becomes a numpy array over the same memory, which keeps the buffer alive.
+
+Views are writable although Arrow means its buffers to be constant: whoever asks for one must be the only user of those
+rows. Nothing here knows of columns' names, nulls policy or files.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+__all__ = ["bits", "canonical", "canonical_type", "is_listlike", "join", "plain", "plain_type", "view", "wide"]
+
+MAX_NARROW_BYTES = 2**31 - 1
+"""What 32-bit offsets can address."""
+
+
+def canonical_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type that `canonical` turns arrays of ``kind`` into: of nested types their own level, if that will do."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return canonical_type(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return plain_type(kind.value_type)
+    if _is_view(kind, "is_string_view"):
+        return pa.large_string()
+    if _is_view(kind, "is_binary_view"):
+        return pa.large_binary()
+    if _is_list_view(kind):
+        return pa.large_list(_plain_field(kind.value_field))
+    return kind
+
+
+def canonical(array: pa.Array) -> pa.Array:
+    """Return ``array`` in its canonical form: no copy where it already is, else a copy (of the rows it shows)."""
+    while isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if pa.types.is_dictionary(array.type):
+        return plain(array.dictionary).take(array.indices)  # views cannot be gathered from: hence plain
+    if pa.types.is_run_end_encoded(array.type):
+        return plain(pc.run_end_decode(array))
+    if _is_list_view(array.type):
+        return _from_list_view(array)
+    kind = canonical_type(array.type)
+    return array if kind == array.type else array.cast(kind)
+
+
+def _from_list_view(array: pa.Array) -> pa.Array:
+    """Return a list view as a large list: Arrow 26 casts those without nulls to lists that lack their last offset."""
+    null = array.is_null().to_numpy(zero_copy_only=False)
+    starts = array.offsets.to_numpy().astype(np.int64)
+    sizes = np.where(null, 0, array.sizes.to_numpy())
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    places = np.repeat(starts - begins, sizes) + np.arange(ends[-1] if len(ends) else 0)
+    offsets = np.concatenate([np.zeros(1, np.int64), ends])
+    elements = plain(array.values).take(pa.array(places))
+    kind = canonical_type(array.type)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), elements, type=kind, mask=pa.array(null))
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return ``kind`` with every level of it canonical: the type in which decoded columns are delivered."""
+    kind = canonical_type(kind)
+    if pa.types.is_struct(kind):
+        return pa.struct([_plain_field(kind.field(i)) for i in range(kind.num_fields)])
+    if pa.types.is_map(kind):
+        return pa.map_(_plain_field(kind.key_field), _plain_field(kind.item_field))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain_field(kind.value_field), kind.list_size)
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain_field(kind.value_field))
+    if pa.types.is_list(kind):
+        return pa.list_(_plain_field(kind.value_field))
+    return kind
+
+
+def _plain_field(field: pa.Field) -> pa.Field:
+    return field.with_type(plain_type(field.type))
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """Return ``array`` in its `plain_type`: no copy of what has it already."""
+    array = canonical(array)
+    kind = plain_type(array.type)
+    if kind == array.type:
+        return array
+    if pa.types.is_struct(kind):
+        children = [plain(array.field(i)) for i in range(kind.num_fields)]
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null())
+    own = array.buffers()[: 1 if pa.types.is_fixed_size_list(kind) else 2]
+    children = [plain(array.values)]
+    return pa.Array.from_buffers(kind, len(array), own, array.null_count, array.offset, children=children)
+
+
+def wide(kind: pa.DataType) -> pa.DataType:
+    """Return ``kind`` with 64-bit offsets at every level that has offsets, save maps: Arrow has no wide ones."""
+    if pa.types.is_string(kind):
+        return pa.large_string()
+    if pa.types.is_binary(kind):
+        return pa.large_binary()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.large_list(_wide_field(kind.value_field))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_wide_field(kind.value_field), kind.list_size)
+    if pa.types.is_struct(kind):
+        return pa.struct([_wide_field(kind.field(i)) for i in range(kind.num_fields)])
+    return kind
+
+
+def _wide_field(field: pa.Field) -> pa.Field:
+    return field.with_type(wide(field.type))
+
+
+def join(column: pa.ChunkedArray) -> pa.Array:
+    """Return the rows of ``column`` as one array: no copy where it has one chunk, else one copy.
+
+    The type is that of ``column``, or its `wide` form where the bytes would not fit 32-bit offsets.
+    """
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    if column.num_chunks == 0:
+        return pa.nulls(0, column.type)
+    if column.nbytes > MAX_NARROW_BYTES:
+        column = column.cast(wide(column.type))
+    return pa.concat_arrays(column.chunks)
+
+
+def is_listlike(kind: pa.DataType) -> bool:
+    """Tell whether arrays of ``kind`` hold offsets into one child array: list, large_list and map."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind))
+
+
+def _is_list_view(kind: pa.DataType) -> bool:
+    return _is_view(kind, "is_list_view") or _is_view(kind, "is_large_list_view")
+
+
+def _is_view(kind: pa.DataType, test: str) -> bool:
+    found = getattr(pa.types, test, None)  # not every pyarrow that we support can name every view type
+    return found is not None and bool(found(kind))
+
+
+class _Exposed:
+    """What numpy needs to know to look at a buffer's memory; it holds the buffer."""
+
+    __slots__ = ("__array_interface__", "buffer")
+
+    def __init__(self, buffer: pa.Buffer, dtype: np.dtype[Any], count: int, start_bytes: int) -> None:
+        self.buffer = buffer
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": dtype.str,
+            "shape": (count,),
+            "data": (buffer.address + start_bytes, False),
+        }
+
+
+def view(buffer: pa.Buffer | None, dtype: npt.DTypeLike, start: int, stop: int) -> npt.NDArray[Any]:
+    """Return elements [start, stop) of ``buffer`` seen as ``dtype``: a writable array over the same memory, shape (n,).
+
+    The array keeps the buffer alive. Writing to it writes to the Arrow array: only for rows that nobody else will read.
+    """
+    dtype = np.dtype(dtype)
+    if start == stop or buffer is None:
+        assert start == stop, "a buffer is missing where there are rows"
+        return np.empty(0, dtype)
+    assert 0 <= start < stop and stop * dtype.itemsize <= buffer.size, "rows lie outside of the buffer"
+    return np.asarray(_Exposed(buffer, dtype, stop - start, start * dtype.itemsize))
+
+
+def bits(buffer: pa.Buffer, start: int, stop: int) -> npt.NDArray[np.bool_]:
+    """Return bits [start, stop) of ``buffer``, least significant first, as a new bool array of shape (n,)."""
+    if start == stop:
+        return np.empty(0, np.bool_)
+    octets = view(buffer, np.uint8, start // 8, (stop + 7) // 8)
+    skipped = start % 8
+    return np.unpackbits(octets, count=skipped + stop - start, bitorder="little")[skipped:].view(np.bool_)
