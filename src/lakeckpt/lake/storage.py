@@ -65,7 +65,7 @@ class Storage(Protocol):
     """
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
-        """The object named ``prefix`` (if any) and all objects in the folder ``prefix``, at any depth, sorted by path.
+        """All objects in the folder ``prefix``, at any depth, or else the one object of that name; sorted by path.
 
         ``""`` is everything. Files only; objects that are not yet complete are hidden; never from a cache. Nothing
         there: ``[]``.

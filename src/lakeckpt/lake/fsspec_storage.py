@@ -1,0 +1,329 @@
+"""How do the five methods of `Storage` hold over any fsspec filesystem, above all over S3?
+
+Listings never come from a cache. Small objects are put in one request, large ones as a multipart upload that becomes an
+object only by its last request; filesystems that show a file while it is written get it under a temporary name first.
+``put_new`` is a conditional put (If-None-Match on S3), trusted only once the store has refused a second one to the same
+key: some stores ignore the condition. Where the answer to it was lost, the object is read back.
+
+Credentials stay in the filesystem's own objects: not in ``repr``, names or messages. The filesystem is made when first
+used, once in each process (its threads do not survive a fork); fsspec runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import inspect
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+import fsspec
+
+from lakeckpt.errors import ConditionalPutUnsupported, ConfigError, ObjectExists, ObjectMissing, StorageError
+from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, is_temporary
+from lakeckpt.lake.storage import Buffer, ObjectInfo, check_key, check_prefix, redact_uri, split_uri
+
+__all__ = ["FsspecStorage"]
+
+SINGLE_PUT_BYTES = 32 * 1024 * 1024
+MAX_ATTEMPTS = 3
+_UPLOADS = frozenset({"s3", "s3a", "gs", "gcs"})
+_CONDITIONAL = frozenset({*_UPLOADS, "az", "abfs", "abfss"})
+_MEMORY_LOCK = threading.Lock()
+
+
+class FsspecStorage:
+    """A `Storage` under a URL that fsspec knows; ``storage_options`` go to its filesystem as they are."""
+
+    __slots__ = ("_conditional", "_filesystem", "_lock", "_options", "_pid", "_scheme", "_uri", "name")
+
+    def __init__(self, uri: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._uri = uri.rstrip("/")
+        self._scheme = split_uri(uri)[0]
+        self._options = dict(storage_options or {})
+        self._lock = threading.Lock()
+        self._filesystem: tuple[Any, str] | None = None
+        self._pid = 0
+        self._conditional = False
+        self.name = redact_uri(self._uri)
+
+    def __repr__(self) -> str:
+        return f"FsspecStorage({self.name!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (self._uri, self._options))
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        folder = check_prefix(prefix)
+        with self._explaining("list", folder):
+            filesystem, root = self._open()
+            place = f"{root}/{folder}" if folder else root
+            try:
+                filesystem.invalidate_cache()
+                entries = filesystem.find(place or "/", detail=True)
+            except FileNotFoundError:
+                return []
+        below = f"{root}/"
+        found = [_info(entry, name[len(below) :]) for name, entry in entries.items() if name.startswith(below)]
+        return sorted((info for info in found if info is not None), key=lambda info: info.path)
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        check_key(path)
+        if start < 0 or (stop is not None and stop < 0):
+            raise StorageError(f"cannot read bytes [{start}, {stop}) of {path!r}: bounds must not be negative")
+        if stop is not None and stop <= start:
+            return b""
+        with self._explaining("read", path):
+            filesystem, root = self._open()
+            if start == 0 and stop is None:
+                return bytes(filesystem.cat_file(f"{root}/{path}"))
+            try:
+                return bytes(filesystem.cat_file(f"{root}/{path}", start=start, end=stop))
+            except Exception:
+                if start >= self._size_bytes(path):  # stores refuse a range that begins at the end
+                    return b""
+                raise
+
+    def put(self, path: str, chunks: Iterable[Buffer]) -> int:
+        check_key(path)
+        head, rest, size = _take(iter(chunks), SINGLE_PUT_BYTES)
+        with self._explaining("write", path):
+            if rest is None:
+                self._pipe(path, b"".join(head))
+                return size
+        return self._upload(path, _joined(head, rest))
+
+    def put_new(self, path: str, data: bytes) -> None:
+        check_key(path)
+        self._require_conditional_put()
+        failure: Exception | None = None
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                self._create(path, data)
+                return
+            except Exception as error:
+                failure = error
+            with contextlib.suppress(ObjectMissing):
+                if self.read(path, 0, len(data) + 1) == data:
+                    return  # the answer was lost, or the client repeated what had succeeded
+                raise ObjectExists(f"there is an object at {path!r} in {self.name} already")
+            if isinstance(failure, PermissionError | TypeError | ValueError):
+                break
+        with self._explaining("write", path):
+            assert failure is not None
+            raise failure
+
+    def delete(self, path: str) -> None:
+        check_key(path)
+        with self._explaining("delete", path), contextlib.suppress(FileNotFoundError):
+            filesystem, root = self._open()
+            filesystem.rm_file(f"{root}/{path}")
+
+    # -- puts ------------------------------------------------------------------------------------------------------
+
+    def _pipe(self, path: str, data: bytes) -> None:
+        filesystem, root = self._open()
+        target = f"{root}/{path}"
+        if self._scheme in _UPLOADS or self._scheme in _CONDITIONAL or self._scheme == "memory":
+            filesystem.pipe_file(target, data)
+            return
+        with self._moved_into_place(path) as temporary:
+            filesystem.pipe_file(temporary, data)
+
+    def _upload(self, path: str, chunks: Iterator[Buffer]) -> int:
+        """Write an object larger than one request, visible only once it is whole."""
+        with self._explaining("open", path):
+            filesystem, root = self._open()
+        if self._scheme in _UPLOADS:
+            with self._explaining("write", path):
+                file = filesystem.open(f"{root}/{path}", "wb", autocommit=False)
+            return self._stream(path, file, chunks)
+        if self._scheme == "memory" or self._scheme in _CONDITIONAL:
+            data = b"".join(chunks)
+            with self._explaining("write", path):
+                filesystem.pipe_file(f"{root}/{path}", data)
+            return len(data)
+        with self._explaining("write", path), self._moved_into_place(path) as temporary:
+            size = 0
+            with filesystem.open(temporary, "wb") as file:
+                for chunk in chunks:
+                    size += file.write(chunk)
+        return size
+
+    def _stream(self, path: str, file: Any, chunks: Iterator[Buffer]) -> int:
+        """Write the chunks and commit; on any failure the upload is discarded and never becomes an object."""
+        size = 0
+        try:
+            for chunk in chunks:
+                with self._explaining("write", path):
+                    size += file.write(chunk)
+            with self._explaining("write", path):
+                file.close()
+                file.commit()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                file.discard()
+            file.closed = True
+            raise
+        return size
+
+    @contextlib.contextmanager
+    def _moved_into_place(self, path: str) -> Iterator[str]:
+        filesystem, root = self._open()
+        folder, _, _ = f"{root}/{path}".rpartition("/")
+        temporary = f"{folder}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+        filesystem.makedirs(folder, exist_ok=True)
+        try:
+            yield temporary
+            filesystem.mv(temporary, f"{root}/{path}")
+        except BaseException:
+            with contextlib.suppress(Exception):
+                filesystem.rm_file(temporary)
+            raise
+
+    def _create(self, path: str, data: bytes) -> None:
+        filesystem, root = self._open()
+        if self._scheme == "memory":
+            with _MEMORY_LOCK:
+                filesystem.pipe_file(f"{root}/{path}", data, mode="create")
+        else:
+            filesystem.pipe_file(f"{root}/{path}", data, mode="create")
+
+    def _require_conditional_put(self) -> None:
+        """Make sure, once, that the store refuses to put where an object is."""
+        if self._conditional:
+            return
+        with self._explaining("open", ""):
+            filesystem, _ = self._open()
+            pipe = getattr(filesystem, "_pipe_file", filesystem.pipe_file)
+            known = self._scheme == "memory" or self._scheme in _CONDITIONAL
+            if not known or "mode" not in inspect.signature(pipe).parameters:
+                raise self._unsupported("fsspec has no conditional put for it")
+        if self._scheme != "memory":
+            self._prove_conditional_put()
+        self._conditional = True
+
+    def _prove_conditional_put(self) -> None:
+        probe = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+        try:
+            with self._explaining("write", probe):
+                self._create(probe, b"1")
+            try:
+                self._create(probe, b"2")
+            except FileExistsError:
+                return
+            raise self._unsupported("it replaced an object that a conditional put must not touch")
+        except StorageError as error:
+            if "NotImplemented" in str(error):
+                raise self._unsupported("it does not implement conditional puts") from error
+            raise
+        finally:
+            with contextlib.suppress(StorageError):
+                self.delete(probe)
+
+    def _unsupported(self, why: str) -> ConditionalPutUnsupported:
+        return ConditionalPutUnsupported(
+            f"{self.name} cannot put an object only where there is none ({why}), so two writers could both commit: "
+            "keep the run on S3 (or a store that honours If-None-Match), or on a local or shared file system"
+        )
+
+    # -- the filesystem --------------------------------------------------------------------------------------------
+
+    def _open(self) -> tuple[Any, str]:
+        """The filesystem of this process, and the root's path in it, without a slash at its end."""
+        with self._lock:
+            if self._filesystem is None or self._pid != os.getpid():
+                options = {**self._options, "use_listings_cache": False, "skip_instance_cache": True}
+                try:
+                    filesystem, root = fsspec.core.url_to_fs(self._uri, **options)
+                except (ImportError, ValueError, TypeError) as error:
+                    raise ConfigError(f"cannot open {self.name}: {self._redacted(error)}") from None
+                self._filesystem, self._pid = (filesystem, root.rstrip("/")), os.getpid()
+            return self._filesystem
+
+    def _size_bytes(self, path: str) -> int:
+        filesystem, root = self._open()
+        return int(filesystem.info(f"{root}/{path}")["size"])
+
+    @contextlib.contextmanager
+    def _explaining(self, verb: str, path: str) -> Iterator[None]:
+        """Turn whatever the filesystem's client raises into ours, without the credentials it may show."""
+        where = f"{path!r} in {self.name}" if path else self.name
+        try:
+            yield
+        except (StorageError, ConfigError):
+            raise
+        except FileNotFoundError as error:
+            if verb == "read":
+                raise ObjectMissing(f"there is no object {where}") from None
+            wrapped = StorageError(f"cannot {verb} {where}: its bucket or folder is not there")
+            wrapped.errno = error.errno or errno.ENOENT
+            raise wrapped from None
+        except Exception as error:
+            wrapped = StorageError(f"cannot {verb} {where}: {type(error).__name__}: {self._redacted(error)}")
+            wrapped.errno = getattr(error, "errno", None) or errno.EIO
+            raise wrapped from None
+
+    def _redacted(self, error: BaseException) -> str:
+        text = " ".join(str(error).split())[:500]
+        for secret in sorted(_secrets(self._options), key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return text.replace(self._uri, self.name)
+
+
+def _rebuild(uri: str, options: dict[str, Any]) -> FsspecStorage:
+    return FsspecStorage(uri, storage_options=options)
+
+
+def _info(entry: Mapping[str, Any], path: str) -> ObjectInfo | None:
+    """What one entry of an fsspec listing says; None for folders, their placeholders and unfinished objects."""
+    if entry.get("type", "file") != "file" or not path or path.endswith("/") or is_temporary(path):
+        return None
+    etag = next((str(entry[key]).strip('"') for key in ("ETag", "etag") if entry.get(key)), None)
+    times = (entry.get(key) for key in ("LastModified", "last_modified", "mtime", "updated", "created"))
+    time = next((value for value in times if value is not None), None)
+    return ObjectInfo(path=path, size_bytes=int(entry["size"]), etag=etag, mtime_ns=_nanoseconds(time))
+
+
+def _nanoseconds(time: Any) -> int | None:
+    if isinstance(time, str):
+        try:
+            time = datetime.fromisoformat(time)
+        except ValueError:
+            return None
+    if isinstance(time, datetime):
+        return int(time.timestamp() * 1_000_000) * 1000
+    return int(time * 1_000_000_000) if isinstance(time, int | float) else None
+
+
+def _take(chunks: Iterator[Buffer], limit: int) -> tuple[list[bytes], Iterator[Buffer] | None, int]:
+    """Copies of the first chunks, up to ``limit`` bytes and one; the rest, or None if that was all; bytes so far."""
+    head: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        head.append(bytes(memoryview(chunk).cast("B")))
+        size += len(head[-1])
+        if size > limit:
+            return head, chunks, size
+    return head, None, size
+
+
+def _joined(head: Iterable[Buffer], rest: Iterator[Buffer]) -> Iterator[Buffer]:
+    yield from head
+    for chunk in rest:
+        yield memoryview(chunk).cast("B")
+
+
+def _secrets(value: Any) -> set[str]:
+    """All texts among the options that could be credentials: whatever is not obviously harmless."""
+    if isinstance(value, Mapping):
+        return set().union(
+            *(_secrets(item) for key, item in value.items() if key not in ("endpoint_url", "region_name"))
+        )
+    if isinstance(value, list | tuple | set):
+        return set().union(*(_secrets(item) for item in value))
+    return {value} if isinstance(value, str) and len(value) >= 4 else set()
