@@ -46,6 +46,8 @@ class Assignment:
     layouts: tuple[LayoutKey, ...]
     owner: int
     """Which of this rank's lanes it comes from, counted from 0: the worker that owns the lane reads it."""
+    lanes: int
+    """How many lanes this rank has."""
 
 
 def fit_lanes(wanted: int | None, stored: int | None, world_size: int, workers: int) -> int:
@@ -116,7 +118,8 @@ class Plan:
         for epoch in dict.fromkeys(span.epoch for span in spans):
             num_lanes, rotation = self.deal.layout(epoch)
             keys.append(LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation))
-        return Assignment(receipt=receipt, layouts=tuple(keys), owner=max(lane, 0) // world_size)
+        lanes = self.segment.num_lanes // world_size
+        return Assignment(receipt=receipt, layouts=tuple(keys), owner=max(lane, 0) // world_size, lanes=lanes)
 
     def step_rows(self, step: int) -> int:
         """Return how many rows all ranks get in ``step``."""

@@ -1,0 +1,1 @@
+"""The torch side of reading: `LakeDataset`, `LakeLoader` and what they yield."""

@@ -1,0 +1,336 @@
+"""What does a user swap in?  `LakeDataset`, a torch IterableDataset over a table.
+
+Iterated in the main process, or by a `lakeckpt.LakeLoader`, it keeps one reader state for the whole job. Inside of the
+workers of somebody else's DataLoader each worker w of n yields every n-th micro-batch of its rank (steps w, w + n, …), so
+that torch's round robin over workers restores the order of micro-batches whatever n is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from lakeckpt.core.ends import Tail
+from lakeckpt.core.order import OrderSpec
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.data.epoch_file import EpochFile
+from lakeckpt.data.progress import Progress
+from lakeckpt.data.source import BatchSource, Output, split_rows
+from lakeckpt.data.topology import check_topology, resolve_topology
+from lakeckpt.data.transform import Transform, bind_transform
+from lakeckpt.data.worker_place import WORKER_FORMAT, WorkerPlace
+from lakeckpt.errors import ConfigError, SchemaError, StateUnavailable
+from lakeckpt.lake.table import Table, open_table
+
+__all__ = ["DEFAULT_BLOCK_SIZE", "DEFAULT_WINDOW", "LakeDataset", "items_of"]
+
+DEFAULT_BLOCK_SIZE = 1024
+"""Rows that are read per visit to a lane in row-wise use."""
+
+DEFAULT_WINDOW = 4
+"""Row groups whose rows are permuted together."""
+
+
+class LakeDataset(IterableDataset[Any]):
+    """Rows of a table in a pure, deterministic order, micro-batch by micro-batch.
+
+    Args:
+        table: a `lakeckpt.Table`, or what `lakeckpt.open_table` takes.
+        batch_size: rows per micro-batch; None yields single rows, for a DataLoader that batches them itself.
+        columns: names of the columns to read, in the order wanted; None: all.
+        shuffle: whether to permute row groups, and rows inside of windows, anew for every epoch.
+        shuffle_window: row groups whose rows are permuted together. All lanes' windows are in memory at once.
+        seed: any integer of 64 bits.
+        num_lanes: lanes of an epoch (rounded up to a multiple of the ranks); None: ranks times max(1, workers) at the
+            first start, then as the state has it. Micro-batches are the same for all numbers of ranks that divide it.
+        tail: ``"short"``: every row counts, last micro-batches of a lane are smaller, every rank has the same number of
+            steps. ``"drop"``: only full micro-batches (row-wise: ranks get equally many rows); the rest is dropped.
+        endless: one iteration that never ends, over epoch borders, always full micro-batches.
+        transform: called with each `Batch` (row-wise: each row; ``output="arrow"``: each pyarrow.Table) where it is read,
+            in a worker if there are any; with a `lakeckpt.TransformContext` as well if it takes two arguments.
+        output: ``"torch"`` (tensors), ``"numpy"`` (arrays) or ``"arrow"`` (pyarrow.Table). Columns of varying length are
+            `lakeckpt.Ragged`.
+        nulls: ``"error"`` raises NullValueError on a null; ``"mask"`` puts a bool column ``<name>.is_null`` beside every
+            nullable column. A null is never a silent zero.
+        jagged: give lists of numbers as jagged nested tensors (torch output only).
+        rank, world_size: the data-parallel rank and size; both or neither.
+        dp_group: the data-parallel ProcessGroup or DeviceMesh, if it is not the default group.
+        block_size: row-wise use: rows read per visit to a lane, so that decoding stays sequential.
+        accept_changes: differences between a loaded state and this dataset to accept, of ``table`` (another listing of
+            equally many rows), ``selection``, ``tail``.
+        storage_options: passed to the store, where ``table`` is not a `lakeckpt.Table`.
+
+    Raises ConfigError and SchemaError for arguments that cannot be; nothing is read before the first iteration.
+    """
+
+    def __init__(
+        self,
+        table: Table | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        batch_size: int | None,
+        columns: Sequence[str] | None = None,
+        shuffle: bool = False,
+        shuffle_window: int = DEFAULT_WINDOW,
+        seed: int = 0,
+        num_lanes: int | None = None,
+        tail: Literal["short", "drop"] = "short",
+        endless: bool = False,
+        transform: Transform | None = None,
+        output: Output = "torch",
+        nulls: Literal["error", "mask"] = "error",
+        jagged: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        dp_group: Any = None,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        accept_changes: Collection[str] = (),
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("batch_size", batch_size), ("num_lanes", num_lanes)):
+            _positive(name, value, optional=True)
+        _positive("block_size", block_size)
+        _positive("shuffle_window", shuffle_window)
+        _one_of("tail", tail, ("short", "drop"))
+        _one_of("output", output, ("torch", "numpy", "arrow"))
+        _one_of("nulls", nulls, ("error", "mask"))
+        check_topology(rank, world_size)
+        if jagged and output != "torch":
+            raise ConfigError(f'jagged=True gives nested tensors and needs output="torch", got output={output!r}')
+        self.table = table if isinstance(table, Table) else open_table(table, storage_options=storage_options)
+        self.batch_size = batch_size
+        self.columns = _chosen(self.table, columns)
+        self.row_wise = batch_size is None
+        self.block_size = block_size if batch_size is None else batch_size
+        self._explicit_rank = (rank, world_size)
+        self._dp_group = dp_group
+        self._pickled_topology: tuple[int, int] | None = None
+        try:
+            spec = OrderSpec(seed=seed, shuffle=shuffle, window=shuffle_window if shuffle else 1)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        index = self.table.index
+        if endless and not index.num_rows:
+            raise ConfigError("endless=True needs a table with at least one row, and this one has none")
+        kind: Tail = "even" if self.row_wise and tail == "drop" else tail
+        identity = Identity(
+            table=index.digest, selection="", rows=index.num_rows, spec=spec, tail=kind, endless=endless
+        )
+        self._source = BatchSource(
+            self.table,
+            columns=self.columns,
+            spec=spec,
+            output=output,
+            nulls=nulls,
+            jagged=jagged,
+            transform=bind_transform(transform),
+            row_wise=self.row_wise,
+        )
+        self._progress = Progress(
+            identity,
+            batch_size=self.block_size,
+            num_lanes=num_lanes,
+            row_wise=self.row_wise,
+            accept_changes=accept_changes,
+        )
+        self._epochs = EpochFile()
+        self._worker_state: Mapping[str, Any] | None = None
+        self._worker_place: WorkerPlace | None = None
+        self._iteration = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is spawned can ask neither torch.distributed nor the group, so it is told.
+        state = dict(self.__dict__)
+        if get_worker_info() is None:
+            state["_pickled_topology"] = self.topology
+        state["_dp_group"] = None
+        return state
+
+    @property
+    def topology(self) -> tuple[int, int]:
+        """(data-parallel rank, number of data-parallel ranks); ConfigError where it cannot be known."""
+        if get_worker_info() is not None and self._pickled_topology is not None:
+            return self._pickled_topology
+        return resolve_topology(*self._explicit_rank, self._dp_group)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch at hand."""
+        return self._progress.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle."""
+        if epoch != self._progress.epoch:
+            self._go_to(epoch)
+
+    def rewind(self) -> None:
+        """Begin the epoch at hand again."""
+        self._go_to(self._progress.epoch)
+
+    def _go_to(self, epoch: int) -> None:
+        self._progress.begin_epoch(epoch)
+        self._epochs.clear(self.topology[0])
+
+    # --- iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        if worker is not None:
+            return self._iterate_as_worker(worker.id, worker.num_workers, worker.seed - worker.id)
+        rank, world_size = self.topology
+        self._progress.settle(world_size, 0)
+        return self._iterate(rank)
+
+    def _iterate(self, rank: int) -> Iterator[Any]:
+        progress, source = self._progress, self._source
+        self._iteration += 1
+        iteration = self._iteration
+        source.clear()
+        skip = progress.state.row
+        for assignment in progress.assignments(rank):
+            for item, receipt in items_of(source.read(assignment), assignment.receipt, self.row_wise, skip):
+                if iteration != self._iteration:
+                    raise StateUnavailable("a newer iterator of this dataset has taken over: go on with that one")
+                progress.delivered(receipt)
+                yield item
+            skip = 0
+        progress.finish()
+
+    def _iterate_as_worker(self, worker: int, workers: int, base_seed: int) -> Iterator[Any]:
+        rank, world_size = self.topology
+        progress = self._progress
+        loaded, self._worker_state = self._worker_state, None
+        mine = None if loaded is None else WorkerPlace.from_plain(loaded)
+        epoch, is_first = self._epochs.join(
+            rank, worker, base_seed, first=progress.epoch, loaded=None if mine is None else mine.state.epoch
+        )
+        if mine is None:
+            mine = self._place_of_worker(epoch, is_first, world_size, worker, workers)
+        else:
+            progress.load(mine.state)
+        mine.check(worker, workers, world_size)
+        self._worker_place = mine
+        return self._steps_of_worker(mine, rank)
+
+    def _place_of_worker(
+        self, epoch: int, is_first: bool, world_size: int, worker: int, workers: int
+    ) -> WorkerPlace:
+        progress = self._progress
+        if not is_first and progress.identity.endless:
+            raise StateUnavailable(
+                "an endless stream is one iteration, and the workers of a torch DataLoader cannot go on with one that was "
+                "broken off: use lakeckpt.LakeLoader"
+            )
+        if not is_first or progress.epoch != epoch:
+            progress.begin_epoch(epoch)
+        progress.settle(world_size, workers)
+        return WorkerPlace(state=progress.state, worker=worker, workers=workers, origin=progress.state.step)
+
+    def _steps_of_worker(self, place: WorkerPlace, rank: int) -> Iterator[Any]:
+        plan, source, workers = Plan(place.state), self._source, place.workers
+        source.clear()
+        step, skip = place.next_step, place.skip
+        while plan.steps is None or step < plan.steps:
+            assignment = plan.assignment(step, rank)
+            for item, receipt in items_of(source.read(assignment), assignment.receipt, self.row_wise, skip):
+                ended = receipt.row is None or receipt.row + 1 == receipt.rows
+                self._worker_place = place.at(step + workers, 0) if ended else place.at(step, (receipt.row or 0) + 1)
+                yield item
+            skip = 0
+            step += workers
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the reader state of all that was yielded (plain types).
+
+        In a worker of somebody else's DataLoader (torchdata's StatefulDataLoader asks there) it is that worker's part.
+        Raises StateUnavailable in the main process where workers have read ahead: what the loop received is not known
+        there. Use `lakeckpt.LakeLoader`, or torchdata's StatefulDataLoader.
+        """
+        if get_worker_info() is not None:
+            return self._worker_state_dict()
+        if self._epochs.used(self.topology[0]):
+            raise StateUnavailable(
+                "this dataset is read by worker processes of a torch DataLoader, which read ahead of the loop: the main "
+                "process does not know what the loop received. Use lakeckpt.LakeLoader(dataset, num_workers=…) or "
+                "torchdata's StatefulDataLoader, and call state_dict() of the loader."
+            )
+        self._progress.settle(self.topology[1], 0)
+        return self._progress.state.to_plain()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state`` at the next iteration; StateError, without a change, where it does not fit."""
+        if isinstance(state, Mapping) and state.get("format") == WORKER_FORMAT:
+            self._worker_state = state
+            return
+        self._progress.load(ReaderState.from_plain(state))
+        self._worker_state = None
+        self._epochs.clear(self.topology[0])
+
+    def _worker_state_dict(self) -> dict[str, Any]:
+        if self._worker_place is None:
+            raise StateUnavailable("this worker has not begun to iterate")
+        return self._worker_place.to_plain()
+
+    def __len__(self) -> int:
+        """Return the number of items of this rank in the epoch at hand: micro-batches, or rows in row-wise use."""
+        rank, world_size = self.topology
+        if self._progress.identity.endless:
+            raise TypeError("an endless stream has no length")
+        self._progress.settle(world_size, 0)
+        if not self.row_wise:
+            steps = self._progress.plan.steps
+            assert steps is not None
+            return steps
+        rows, lanes = self._progress.identity.rows, self._progress.state.segment.num_lanes
+        if self._progress.identity.tail == "even":
+            return rows // lanes * (lanes // world_size)
+        return rows // world_size + (rank < rows % world_size)
+
+
+def items_of(found: Any, receipt: Receipt, row_wise: bool, skip: int) -> Iterator[tuple[Any, Receipt]]:
+    """Yield what the loop gets of one micro-batch, with receipts; of rows, all but the first ``skip``."""
+    if not row_wise:
+        yield found, receipt
+        return
+    rows = found if isinstance(found, list) else split_rows(found)
+    for number in range(skip, receipt.rows):
+        mine = replace(receipt, row=number)
+        row = rows[number]
+        if hasattr(row, "receipt"):
+            row.receipt = mine
+        yield row, mine
+
+
+def _chosen(table: Table, columns: Sequence[str] | None) -> list[str] | None:
+    if columns is None:
+        return None
+    if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
+        raise ConfigError(f"columns must be a list of names, got {columns!r}")
+    names = list(columns)
+    if len(set(names)) != len(names):
+        raise ConfigError(f"columns are named twice: {sorted({name for name in names if names.count(name) > 1})}")
+    missing = [name for name in names if name not in table.schema.names]
+    if missing:
+        raise SchemaError(f"the table has no column {', '.join(map(repr, missing))}; it has {table.schema.names}")
+    return names
+
+
+def _positive(name: str, value: Any, *, optional: bool = False) -> None:
+    if (value is None and optional) or (type(value) is int and value >= 1):
+        return
+    raise ConfigError(f"{name} must be a positive integer{' or None' if optional else ''}, got {value!r}")
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+

@@ -1,0 +1,185 @@
+"""What does the training loop iterate?  `LakeLoader`: batches, receipts, and a state that says what the loop received.
+
+The main process plans: it deals assignments to this rank's loader workers, and counts a batch when the loop gets it.
+Workers (if any) only read. So the state is exact whatever has been read ahead, the order does not depend on the number
+of workers, and a loader saved with four workers goes on with none.
+
+Worker processes are started, watched and joined by torch's DataLoader machinery (`lakeckpt.data.routing`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lakeckpt.core.plan import Assignment
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.data.dataset import LakeDataset, items_of
+from lakeckpt.data.routing import Reads, RoutedLoader
+from lakeckpt.errors import ConfigError, StateUnavailable
+from lakeckpt.lake.table import Table
+
+__all__ = ["LakeLoader"]
+
+
+class LakeLoader(DataLoader[Any]):
+    """Iterates a `LakeDataset`, exactly: a torch DataLoader with ``state_dict`` and ``load_state_dict``.
+
+    Args:
+        dataset: what to read. Its ``batch_size`` is the loader's.
+        num_workers: worker processes. Decoding releases the GIL, so 0 is right unless a transform costs much Python.
+        pin_memory: copy tensors into pinned memory (needs an accelerator).
+        prefetch_factor: micro-batches read ahead per worker (2 if there are workers).
+        persistent_workers: keep workers from one iteration to the next.
+        multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: Python's default.
+        timeout: seconds to wait for a worker; 0: for ever.
+        worker_init_fn: called in each worker with its number before it reads.
+        generator: draws torch's base seed of the workers (it never changes the order of rows).
+
+    One iteration is one epoch, the next one the next epoch. After a ``break`` the next iteration goes on with what had
+    not been delivered; `rewind` begins the epoch again.
+    """
+
+    dataset: LakeDataset
+
+    def __init__(
+        self,
+        dataset: LakeDataset,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        multiprocessing_context: Any = None,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if not isinstance(dataset, LakeDataset):
+            raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
+        if type(num_workers) is not int or num_workers < 0:
+            raise ConfigError(f"num_workers must be an integer of at least 0, got {num_workers!r}")
+        options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "multiprocessing_context": multiprocessing_context,
+            "timeout": timeout,
+            "worker_init_fn": worker_init_fn,
+            "generator": generator,
+        }
+        try:
+            super().__init__(dataset, batch_size=None, **options)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(str(error)) from error
+        self._progress = dataset._progress
+        self._row_wise = dataset.row_wise
+        self._iteration = 0
+        self._rank = 0
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="This DataLoader will create")  # said once, by the outer loader
+            self._routed = RoutedLoader(Reads(dataset._source), self._assignments, **options)
+
+    # --- what is asked
+
+    @property
+    def table(self) -> Table:
+        """The table that is read."""
+        return self.dataset.table
+
+    @property
+    def identity(self) -> Identity:
+        """What the order of rows is a function of."""
+        return self._progress.identity
+
+    @property
+    def topology(self) -> tuple[int, int]:
+        """(data-parallel rank, number of data-parallel ranks)."""
+        return self.dataset.topology
+
+    @property
+    def epoch(self) -> int:
+        """The epoch at hand: where `restore` or the last complete iteration left off."""
+        return self._progress.epoch
+
+    @property
+    def last_receipt(self) -> Receipt | None:
+        """The receipt of what the loop received last; None before the first batch and after loading a state."""
+        return self._progress.last_receipt
+
+    def __len__(self) -> int:
+        """Return the number of steps of this rank in the epoch at hand (row-wise: rows)."""
+        self._settle()
+        return len(self.dataset)
+
+    # --- iteration
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._settle()
+        self._rank = self.topology[0]
+        self._iteration += 1
+        self.dataset._iteration += 1
+        if self.num_workers == 0:
+            self.dataset._source.clear()
+        return self._deliver(self._iteration, iter(self._routed))
+
+    def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]]) -> Iterator[Any]:
+        progress, skip = self._progress, self._progress.state.row
+        for receipt, batch in found:
+            for item, mine in items_of(batch, receipt, self._row_wise, skip):
+                if iteration != self._iteration:
+                    raise StateUnavailable("a newer iterator of this loader has taken over: go on with that one")
+                progress.delivered(mine)
+                yield item
+            skip = 0
+        progress.finish()
+
+    def _assignments(self) -> Iterator[Assignment]:
+        return self._progress.assignments(self._rank)
+
+    def _settle(self) -> None:
+        self._progress.settle(self.topology[1], self.num_workers)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle."""
+        self.dataset.set_epoch(epoch)
+
+    def rewind(self) -> None:
+        """Begin the epoch at hand again. The rows of its first part then count twice, and `lakeckpt audit` says so."""
+        self.dataset.rewind()
+
+    # --- state
+
+    def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
+        """Return the state of all that the loop has received, or of all up to the receipt ``at``.
+
+        Plain types, the same on every rank in lockstep, without communication; valid before the first batch, after the
+        last, and as often as wanted. Raises StateUnavailable for a receipt from before the last checkpoint.
+        """
+        self._settle()
+        return self._progress.at(at).to_plain()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state`` at the next iteration.
+
+        Raises StateMismatch, without a change, where the state is of another order of rows; it says what differs.
+        """
+        self._progress.load(ReaderState.from_plain(state))
+        self._iteration += 1
+
+    def mark(self, at: Receipt | None = None) -> None:
+        """Forget what was consumed up to ``at``: a checkpoint has recorded it."""
+        self._settle()
+        self._progress.mark(at)
+
+    def stretches(self, at: Receipt | None = None) -> list[tuple[ReaderState, ReaderState]]:
+        """Return what was consumed since the mark up to ``at``, as (from, to) pairs of states of one epoch each."""
+        self._settle()
+        return self._progress.stretches(at)
+

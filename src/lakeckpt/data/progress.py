@@ -1,0 +1,219 @@
+"""Where is this process in the data?  The bookkeeping behind a dataset or loader: states, receipts, stretches.
+
+`Progress` plans an epoch for a topology, hands out assignments, and moves on as the training loop receives them. It
+remembers the *runs* (stretches of unbroken progress) since the last checkpoint, so that what the ledger records is what
+the loop really got: where a state was not loaded, or an epoch was begun again, that shows.
+
+It reads no rows and talks to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from lakeckpt.core.plan import Assignment, Plan, fit_lanes, replan, start
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
+
+__all__ = ["OVERRIDABLE", "Progress"]
+
+OVERRIDABLE = frozenset({"table", "selection", "tail"})
+"""The differences between a state and a dataset that a user may accept: positions keep a meaning."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Unbroken progress through one epoch (or one endless stream)."""
+
+    start: ReaderState
+    end: ReaderState
+
+
+class Progress:
+    """The place of one rank; every rank of a job in lockstep has an equal one."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        batch_size: int,
+        num_lanes: int | None,
+        row_wise: bool,
+        accept_changes: Collection[str] = (),
+    ) -> None:
+        self.identity = identity
+        self.last_receipt: Receipt | None = None
+        self.over = False
+        """Whether the loop has seen the end of the epoch at hand."""
+        self._batch_size = batch_size
+        self._num_lanes = num_lanes
+        self._row_wise = row_wise
+        self._accept = frozenset(accept_changes)
+        if self._accept - OVERRIDABLE:
+            raise ConfigError(
+                f"accept_changes may name {', '.join(sorted(OVERRIDABLE))}, got {sorted(self._accept - OVERRIDABLE)}: "
+                "any other change gives positions another meaning, and the rest of the epoch could not be read exactly"
+            )
+        self._first_epoch = 0
+        self._state: ReaderState | None = None
+        self._settled: tuple[int, int] | None = None
+        self._plan: Plan | None = None
+        self._runs: list[_Run] = []
+
+    # --- what is asked
+
+    @property
+    def epoch(self) -> int:
+        """The epoch at hand: the next one once the loop has seen the end."""
+        return self._first_epoch if self._state is None else self._state.epoch + self.over
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the segment at hand; `settle` first."""
+        assert self._state is not None
+        if self._plan is None or self._plan.segment != self._state.segment or self._plan.state.epoch != self._state.epoch:
+            self._plan = Plan(self._state)
+        return self._plan
+
+    @property
+    def state(self) -> ReaderState:
+        """The state of all that was delivered; `settle` first."""
+        assert self._state is not None
+        return self._next_epoch(self._state.epoch + 1) if self.over else self._state
+
+    def at(self, receipt: Receipt | None) -> ReaderState:
+        """Return the state of all up to ``receipt``, or of all that was delivered.
+
+        Raises StateUnavailable for a receipt that is not one of this process's recent ones.
+        """
+        if receipt is None:
+            return self.state
+        return self._after(self._run_of(receipt).end, receipt)
+
+    # --- what changes the place
+
+    def settle(self, world_size: int, workers: int) -> None:
+        """Plan for a topology: from the start, or going on from the state that was loaded or reached."""
+        if self._state is not None and self._settled == (world_size, workers) and not self.over:
+            return
+        stored = None if self._state is None else self._state.segment.num_lanes
+        num_lanes = fit_lanes(self._num_lanes, stored, world_size, workers)
+        topology = {"num_lanes": num_lanes, "batch_size": self._batch_size, "world_size": world_size}
+        epoch = self.epoch
+        if self._state is None or self.over:
+            self._set(start(self.identity, epoch=epoch, **topology))
+        else:
+            changed = replan(self._state, **topology)
+            if changed is not self._state:
+                self._set(changed)
+        self._settled = (world_size, workers)
+
+    def load(self, state: ReaderState) -> None:
+        """Go on from ``state``; StateMismatch, without a change, where it is of another order of rows."""
+        differences = self.identity.differences(state.identity)
+        rejected = [line for line in differences if line.split(":")[0] not in self._accept]
+        if rejected:
+            raise StateMismatch(
+                "the reader state is of another order of rows (this dataset's value first): " + "; ".join(rejected) + ". "
+                "Open the dataset as the state names it, or list the fields to override in accept_changes=."
+            )
+        if state.identity.rows != self.identity.rows:
+            raise StateMismatch(
+                f"the state counts positions of {state.identity.rows} rows and the table has {self.identity.rows}: "
+                "no place in one is a place in the other, and accept_changes= cannot make it one"
+            )
+        if not self._row_wise and state.row:
+            raise StateMismatch(
+                f"the state lies {state.row} rows inside of a micro-batch (it was made with batch_size=None): "
+                "load it into a dataset with batch_size=None, or convert it with lakeckpt.convert_state"
+            )
+        self.last_receipt = None
+        self._set(replace(state, identity=self.identity))
+        self._settled = None
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch``."""
+        if self.identity.endless:
+            raise ConfigError("an endless stream has no epoch to go to; load a state, or make a new dataset")
+        if epoch < 0:
+            raise ConfigError(f"epochs are counted from 0, got {epoch}")
+        self.last_receipt = None
+        if self._state is None:
+            self._first_epoch = epoch
+        else:
+            self._set(self._next_epoch(epoch))
+
+    def delivered(self, receipt: Receipt) -> None:
+        """Note that the loop got what ``receipt`` is of."""
+        assert self._state is not None
+        self._state = self._after(self._state, receipt)
+        self._runs[-1].end = self._state
+        self.last_receipt = receipt
+
+    def finish(self) -> None:
+        """Note that the loop saw the end of the epoch at hand."""
+        self.over = True
+
+    def assignments(self, rank: int) -> Iterator[Assignment]:
+        """Yield what ``rank`` gets in the steps that are left of the epoch."""
+        plan = self.plan
+        step = self.state.step
+        while plan.steps is None or step < plan.steps:
+            yield plan.assignment(step, rank)
+            step += 1
+
+    # --- what a checkpoint asks
+
+    def mark(self, receipt: Receipt | None) -> None:
+        """Forget what was consumed up to ``receipt`` (None: all that was delivered): it has been recorded."""
+        if receipt is None:
+            self._runs = [_Run(start=run.end, end=run.end) for run in self._runs[-1:]]
+            return
+        run = self._run_of(receipt)
+        run.start = self._after(run.end, receipt)
+        self._runs = self._runs[self._runs.index(run) :]
+
+    def stretches(self, receipt: Receipt | None) -> list[tuple[ReaderState, ReaderState]]:
+        """Return (from, to) for what was consumed since the mark, up to ``receipt``."""
+        runs = self._runs
+        if receipt is not None:
+            last = self._run_of(receipt)
+            runs = [*runs[: runs.index(last)], _Run(start=last.start, end=self._after(last.end, receipt))]
+        pairs = [(run.start, run.end) for run in runs]
+        return [(begin, end) for begin, end in pairs if (begin.step, begin.row) != (end.step, end.row)]
+
+    # --- inside
+
+    def _set(self, state: ReaderState) -> None:
+        self._state, self._plan, self.over = state, None, False
+        # A run without progress says nothing, so it gives way; else it is kept until a mark.
+        if self._runs and self._runs[-1].start == self._runs[-1].end:
+            self._runs.pop()
+        self._runs.append(_Run(start=state, end=state))
+
+    def _next_epoch(self, epoch: int) -> ReaderState:
+        assert self._state is not None
+        num_lanes, batch_size, world_size = self._state.segment.topology
+        return start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
+
+    def _after(self, state: ReaderState, receipt: Receipt) -> ReaderState:
+        if receipt.row is not None and receipt.row + 1 < receipt.rows:
+            return replace(state, step=receipt.step, row=receipt.row + 1)
+        return replace(state, step=receipt.step + 1, row=0)
+
+    def _run_of(self, receipt: Receipt) -> _Run:
+        for run in reversed(self._runs):
+            if run.end.epoch != receipt.epoch or run.end.segment.world_size != receipt.world_size:
+                continue
+            after = (receipt.step, receipt.row + 1) if receipt.row is not None else (receipt.step + 1, 0)
+            before, reached = (run.start.step, run.start.row), (run.end.step, run.end.row)
+            # In row-wise use the last row of a micro-batch is the first place of the next step.
+            ended = receipt.row is not None and receipt.row + 1 == receipt.rows and (receipt.step + 1, 0) <= reached
+            if before <= after and (after <= reached or ended):
+                return run
+        raise StateUnavailable(
+            f"epoch {receipt.epoch}, step {receipt.step} is not among what this loader has delivered since the last "
+            "checkpoint: pass the receipt of a batch that the loop received since then"
+        )

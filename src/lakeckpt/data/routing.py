@@ -1,0 +1,81 @@
+"""How do assignments reach the worker that owns their lane?  A torch DataLoader that routes instead of dealing in turn.
+
+torch's multi-process iterator hands tasks to workers in turn. A lane must be read by one worker (its window is decoded
+once), lanes may be owned unequally, and a lane may end earlier than another, so each task goes to the owner of its lane.
+Results come back in the order of tasks, as torch guarantees. Everything else (start methods, pinning, time-outs, error
+reports, persistent workers, shutdown) is torch's own.
+
+The one method that is replaced, ``_try_put_index``, is private to torch: the tests of `LakeLoader` hold it for the
+versions that are supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+
+from lakeckpt.core.plan import Assignment
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.data.source import BatchSource
+
+__all__ = ["Reads", "RoutedLoader"]
+
+
+class Reads(Dataset[tuple[Receipt, Any]]):
+    """A map from assignments to what the loop gets for them."""
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+
+    def __getitem__(self, assignment: Assignment) -> tuple[Receipt, Any]:
+        return assignment.receipt, self._source.read(assignment)
+
+
+class _Assignments(Sampler[Assignment]):
+    """What is left of the epoch, asked anew for each iteration."""
+
+    def __init__(self, assignments: Callable[[], Iterator[Assignment]]) -> None:
+        self._assignments = assignments
+
+    def __iter__(self) -> Iterator[Assignment]:
+        return self._assignments()
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+class _RoutedIterator(_MultiProcessingDataLoaderIter):
+    def _try_put_index(self) -> None:
+        try:
+            assignment: Assignment = self._next_index()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            return
+        worker = assignment.owner % self._num_workers
+        self._index_queues[worker].put((self._send_idx, assignment))
+        self._task_info[self._send_idx] = (worker,)
+        self._workers_num_tasks[worker] += 1
+        self._tasks_outstanding += 1
+        self._send_idx += 1
+
+
+class RoutedLoader(DataLoader[tuple[Receipt, Any]]):
+    """Yields (receipt, what the loop gets) for each assignment, in their order."""
+
+    def __init__(self, reads: Reads, assignments: Callable[[], Iterator[Assignment]], **options: Any) -> None:
+        super().__init__(
+            reads,
+            batch_size=None,
+            sampler=_Assignments(assignments),
+            collate_fn=_as_it_is,
+            **options,
+        )
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        if self.num_workers == 0:
+            return super()._get_iterator()
+        self.check_worker_number_rationality()
+        return _RoutedIterator(self)

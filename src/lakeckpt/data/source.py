@@ -1,0 +1,123 @@
+"""How does an assignment become a batch?  Read, convert, transform: the same in the main process and in workers.
+
+A source is a pure function of assignments, with a cache of decoded windows: it holds no place in the data, so that any
+worker can serve any assignment, in any order. It is picklable; what is decoded is not part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from lakeckpt.core.order import EpochLayout, OrderSpec
+from lakeckpt.core.plan import Assignment, LayoutKey
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.data.batch import Batch
+from lakeckpt.data.tensors import to_tensors
+from lakeckpt.data.transform import TransformContext
+from lakeckpt.lake.table import Table
+from lakeckpt.reading.convert import convert
+from lakeckpt.reading.positions import PositionReader
+
+__all__ = ["BatchSource", "Output", "split_rows"]
+
+Output = Literal["torch", "numpy", "arrow"]
+_LAYOUTS_KEPT = 4
+
+
+class BatchSource:
+    """Reads the rows of assignments of one table. Not safe for use by several threads."""
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        columns: list[str] | None,
+        spec: OrderSpec,
+        output: Output,
+        nulls: Literal["error", "mask"],
+        jagged: bool,
+        transform: Callable[[Any, TransformContext], Any] | None,
+        row_wise: bool,
+    ) -> None:
+        self._table = table
+        self._columns = columns
+        self._spec = spec
+        self._output = output
+        self._nulls: Literal["error", "mask"] = nulls
+        self._jagged = jagged
+        self._transform = transform
+        self._row_wise = row_wise
+        self._reader: PositionReader | None = None
+        self._lanes = 0
+        self._layouts: dict[LayoutKey, EpochLayout] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None, "_layouts": {}}
+
+    def clear(self) -> None:
+        """Forget what was decoded: delivered arrays are the loop's to write to, so none is served twice."""
+        if self._reader is not None:
+            self._reader.clear()
+
+    def read(self, assignment: Assignment) -> Any:
+        """Return what the loop gets for ``assignment``: a batch; in row-wise use with a transform, a list of rows."""
+        receipt = assignment.receipt
+        table = self._arrow(assignment)
+        if self._output == "arrow":
+            return table if self._transform is None else self._transformed(table, receipt)
+        columns = convert(table, nulls=self._nulls)
+        found: dict[str, Any] = to_tensors(columns, nested=self._jagged) if self._output == "torch" else dict(columns)
+        if self._transform is None:
+            return Batch(found, receipt)
+        if self._row_wise:
+            rows = split_rows(Batch(found, receipt))
+            return [self._transformed(row, receipt, index) for index, row in enumerate(rows)]
+        return self._transformed(Batch(found, receipt), receipt)
+
+    def _transformed(self, batch: Any, receipt: Receipt, row: int | None = None) -> Any:
+        assert self._transform is not None
+        result = self._transform(batch, TransformContext(seed=self._spec.seed, receipt=receipt, row=row))
+        if type(result) is dict:
+            return Batch(result, receipt)
+        return result
+
+    def _arrow(self, assignment: Assignment) -> pa.Table:
+        if self._reader is None or assignment.lanes != self._lanes:
+            # Every lane has one window open at a time.
+            self._reader = PositionReader(self._table, self._columns, self._spec, max_windows=assignment.lanes)
+            self._lanes = assignment.lanes
+        layouts = {key.epoch: self._layout(key) for key in assignment.layouts}
+        return self._reader.read([(layouts[s.epoch], s.start, s.stop) for s in assignment.receipt.spans])
+
+    def _layout(self, key: LayoutKey) -> EpochLayout:
+        layout = self._layouts.get(key)
+        if layout is None:
+            rows = self._table.index.group_rows
+            layout = EpochLayout.build(rows, self._spec, key.epoch, key.num_lanes, key.rotation)
+            while len(self._layouts) >= _LAYOUTS_KEPT:
+                self._layouts.pop(next(iter(self._layouts)))
+            self._layouts[key] = layout
+        return layout
+
+
+def split_rows(batch: Any) -> list[Any]:
+    """Return the rows of a micro-batch: of a `Batch` one `Batch` a row, of an Arrow table one table a row.
+
+    Fixed-width columns give one element each (torch: a tensor without the first dimension), others what
+    `lakeckpt.Ragged` gives for a row.
+    """
+    if isinstance(batch, pa.Table):
+        return [batch.slice(row, 1) for row in range(batch.num_rows)]
+    rows = batch.receipt.rows
+    return [Batch({name: _row_of(column, row) for name, column in batch.items()}, batch.receipt) for row in range(rows)]
+
+
+def _row_of(column: Any, row: int) -> Any:
+    if isinstance(column, dict):
+        return {name: _row_of(child, row) for name, child in column.items()}
+    return column[row]
+
+

@@ -1,0 +1,47 @@
+"""Which data-parallel rank is this, of how many?  Asked once, in the main process, and frozen into workers.
+
+It takes the first answer of: the arguments, the group, torch.distributed. It never guesses: in a job of several
+processes with no answer it raises.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from lakeckpt.errors import ConfigError
+
+__all__ = ["check_topology", "resolve_topology"]
+
+
+def check_topology(rank: int | None, world_size: int | None) -> None:
+    """Refuse a rank without a world size, or outside of it."""
+    if (rank is None) != (world_size is None):
+        raise ConfigError(f"rank and world_size go together, got rank={rank} and world_size={world_size}")
+    if rank is not None and world_size is not None and not 0 <= rank < world_size:
+        raise ConfigError(f"rank must be in [0, world_size), got rank={rank} and world_size={world_size}")
+
+
+def resolve_topology(rank: int | None, world_size: int | None, dp_group: Any) -> tuple[int, int]:
+    """Return (data-parallel rank, number of data-parallel ranks).
+
+    ``dp_group`` is a ProcessGroup or a one-dimensional DeviceMesh. Raises ConfigError where the environment says that
+    there are several processes (WORLD_SIZE > 1) and nothing says which of them read the same rows.
+    """
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if dp_group is not None:
+        group = dp_group.get_group() if hasattr(dp_group, "get_group") else dp_group
+        return dist.get_rank(group), dist.get_world_size(group)
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes not in ("", "1"):
+        raise ConfigError(
+            f"this job has WORLD_SIZE={processes} processes, but torch.distributed is not initialized: every process would "
+            "read all rows. Call torch.distributed.init_process_group() before the first iteration, or pass rank= and "
+            "world_size= (of the data-parallel group), or dp_group=."
+        )
+    return 0, 1
