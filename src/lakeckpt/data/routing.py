@@ -77,5 +77,4 @@ class RoutedLoader(DataLoader[tuple[Receipt, Any]]):
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:
             return super()._get_iterator()
-        self.check_worker_number_rationality()
         return _RoutedIterator(self)
