@@ -235,7 +235,7 @@ def test_timestamps_with_a_zone_are_utc_in_their_own_unit() -> None:
 
 
 @pytest.mark.parametrize("kind", [pa.decimal128(38, 10), pa.decimal256(76, 10)], ids=str)
-def test_decimals_become_the_float_nearest_to_them_or_its_neighbour(kind: pa.DataType) -> None:
+def test_decimals_of_many_digits_become_a_float_near_to_them(kind: pa.DataType) -> None:
     exact = [decimal.Decimal(text) for text in ("0", "-1.5", "123456789012345678.0123456789", "1E+20", "0.1")]
     found = convert(table_of(pa.array(exact, kind)))["x"]
     assert np.allclose(found, [float(value) for value in exact], rtol=4e-16, atol=0)

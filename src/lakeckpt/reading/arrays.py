@@ -17,14 +17,27 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["bits", "canonical", "canonical_type", "is_listlike", "join", "plain", "plain_type", "view", "wide"]
+__all__ = ["bits", "canonical", "join", "narrowed", "plain", "plain_type", "view", "wide"]
 
 MAX_NARROW_BYTES = 2**31 - 1
 """What 32-bit offsets can address."""
 
 
+_CANONICAL = frozenset(
+    kind.id
+    for kind in (
+        *(pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
+        *(pa.float16(), pa.float32(), pa.float64(), pa.bool_(), pa.null(), pa.decimal128(1), pa.decimal256(1)),
+        *(pa.timestamp("s"), pa.duration("s"), pa.date32(), pa.date64(), pa.time32("s"), pa.time64("us")),
+        *(pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.binary(1), pa.struct([])),
+        *(pa.list_(pa.int8()), pa.large_list(pa.int8()), pa.list_(pa.int8(), 1), pa.map_(pa.int8(), pa.int8())),
+    )
+)
+"""The ids of types that stay as they are: looked up for every column of every batch."""
+
+
 def canonical_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type that `canonical` turns arrays of ``kind`` into: of nested types their own level, if that will do."""
+    """Return what `canonical` turns arrays of ``kind`` into; of nested types their own level, if that will do."""
     if isinstance(kind, pa.BaseExtensionType):
         return canonical_type(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
@@ -40,6 +53,8 @@ def canonical_type(kind: pa.DataType) -> pa.DataType:
 
 def canonical(array: pa.Array) -> pa.Array:
     """Return ``array`` in its canonical form: no copy where it already is, else a copy (of the rows it shows)."""
+    if array.type.id in _CANONICAL:
+        return array
     while isinstance(array, pa.ExtensionArray):
         array = array.storage
     if pa.types.is_dictionary(array.type):
@@ -134,9 +149,15 @@ def join(column: pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays(column.chunks)
 
 
-def is_listlike(kind: pa.DataType) -> bool:
-    """Tell whether arrays of ``kind`` hold offsets into one child array: list, large_list and map."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind))
+def narrowed(array: pa.Array, kind: pa.DataType) -> pa.ChunkedArray:
+    """Return ``array``, which may be in the `wide` form of ``kind``, as ``kind``: in as many chunks as that needs."""
+    if array.type == kind:
+        return pa.chunked_array([array])
+    if array.nbytes <= MAX_NARROW_BYTES or len(array) <= 1:
+        return pa.chunked_array([array.cast(kind)])
+    half = len(array) // 2
+    halves = (array.take(pa.array(np.arange(a, b))) for a, b in ((0, half), (half, len(array))))
+    return pa.chunked_array([chunk for part in halves for chunk in narrowed(part, kind).chunks], kind)
 
 
 def _is_list_view(kind: pa.DataType) -> bool:

@@ -7,7 +7,7 @@ int8 … int64, uint8 … uint64, float16 … float64        array of the same d
 bool                                                   bool (unpacked)
 timestamp (any zone: UTC), duration, time64, date64    int64, in the unit of the type (date64: milliseconds since 1970)
 date32, time32                                         int32, in the unit of the type (date32: days since 1970)
-decimal                                                float64, the nearest that Arrow's cast finds
+decimal                                                float64: the nearest (beyond 15 digits, to an ulp or so)
 fixed_size_binary(k)                                   uint8, shape (rows, k)
 string, binary (large, view)                           `Ragged` of uint8, kind "str" or "bytes"
 list (large, view)                                     `Ragged` of the elements' column
@@ -30,7 +30,6 @@ It does no I/O, runs no Python per row, and never changes what it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -39,7 +38,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lakeckpt.errors import NullValueError, SchemaError
-from lakeckpt.reading.arrays import bits, canonical, is_listlike, join, plain, view
+from lakeckpt.reading.arrays import bits, canonical, join, plain, view
 from lakeckpt.reading.ragged import MASK, Column, Namespace, Ragged
 
 __all__ = ["Nulls", "check_convertible", "convert"]
@@ -48,15 +47,24 @@ Array: TypeAlias = npt.NDArray[Any]
 Nulls: TypeAlias = Literal["error", "mask"]
 """What to do with nulls: raise, or say where they are in a mask beside the column."""
 
-_FIXED: tuple[tuple[Callable[[pa.DataType], bool], np.dtype[Any]], ...] = (
-    (pa.types.is_timestamp, np.dtype(np.int64)),
-    (pa.types.is_duration, np.dtype(np.int64)),
-    (pa.types.is_date32, np.dtype(np.int32)),
-    (pa.types.is_date64, np.dtype(np.int64)),
-    (pa.types.is_time32, np.dtype(np.int32)),
-    (pa.types.is_time64, np.dtype(np.int64)),
-    (pa.types.is_float16, np.dtype(np.float16)),
-)
+_DTYPES: dict[int, np.dtype[Any]] = {
+    kind.id: np.dtype(dtype)
+    for kind, dtype in (
+        *((pa.from_numpy_dtype(name), name) for name in ("int8", "int16", "int32", "int64")),
+        *((pa.from_numpy_dtype(name), name) for name in ("uint8", "uint16", "uint32", "uint64")),
+        *((pa.from_numpy_dtype(name), name) for name in ("float16", "float32", "float64", "bool")),
+        *((pa.timestamp("s"), "int64"), (pa.duration("s"), "int64"), (pa.time64("us"), "int64")),
+        *((pa.date64(), "int64"), (pa.date32(), "int32"), (pa.time32("s"), "int32")),
+        *((pa.decimal128(1), "float64"), (pa.decimal256(1), "float64")),
+        *((pa.binary(1), "uint8"), (pa.null(), "bool")),
+    )
+}
+"""The dtype of the column of each type of fixed width, by the type's id."""
+
+_TEXT = {pa.string().id, pa.large_string().id, pa.binary().id, pa.large_binary().id}
+_LISTS = {pa.list_(pa.null()).id, pa.large_list(pa.null()).id, pa.map_(pa.int8(), pa.int8()).id}
+_FIXED_SIZE_LIST, _STRUCT = pa.list_(pa.null(), 1).id, pa.struct([]).id
+_BITS, _OCTETS, _NULL = pa.bool_().id, pa.binary(1).id, pa.null().id
 
 
 def convert(table: pa.Table, *, nulls: Nulls = "error") -> Namespace[Array]:
@@ -102,18 +110,19 @@ def _column(array: pa.Array, path: str, *, nullable: bool, nulls: Nulls) -> tupl
         array = canonical(array)
     except pa.ArrowNotImplementedError as error:
         raise _unsupported(path, kind) from error
+    form = array.type.id
     null = _nulls_of(array, path, nullable=nullable, nulls=nulls)
     masks: dict[str, Array] = {}
     column: Column[Array]
-    if (dtype := _fixed_dtype(array.type)) is not None:
+    if (dtype := _DTYPES.get(form)) is not None:
         column = _zeroed(_fixed_width(array, dtype), null)
-    elif _is_text(array.type):
+    elif form in _TEXT:
         column = _text(array, null)
-    elif is_listlike(array.type):
+    elif form in _LISTS:
         column = _list(array, null, path, nulls)
-    elif pa.types.is_fixed_size_list(array.type):
+    elif form == _FIXED_SIZE_LIST:
         column, masks = _fixed_size_list(array, null, path, nullable, nulls)
-    elif pa.types.is_struct(array.type):
+    elif form == _STRUCT:
         column = _struct(array, path, nullable, nulls)
     else:
         raise _unsupported(path, kind)
@@ -147,36 +156,29 @@ def _nulls_of(array: pa.Array, path: str, *, nullable: bool, nulls: Nulls) -> Ar
     return ~bits(validity, array.offset, array.offset + len(array))
 
 
-def _fixed_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
-    """Return the dtype of the column of a type of fixed width; None for other types."""
-    if pa.types.is_boolean(kind) or pa.types.is_null(kind):
-        return np.dtype(np.bool_)
-    if pa.types.is_decimal(kind):
-        return np.dtype(np.float64)
-    if pa.types.is_integer(kind) or pa.types.is_float32(kind) or pa.types.is_float64(kind):
-        dtype: np.dtype[Any] = np.dtype(kind.to_pandas_dtype())
-        return dtype
-    if pa.types.is_fixed_size_binary(kind):
-        return np.dtype(np.uint8)
-    for test, dtype in _FIXED:
-        if test(kind):
-            return dtype
-    return None
-
-
 def _fixed_width(array: pa.Array, dtype: np.dtype[Any]) -> Array:
-    start, stop = array.offset, array.offset + len(array)
-    if pa.types.is_null(array.type):
-        return np.zeros(len(array), np.bool_)
-    if pa.types.is_decimal(array.type):
-        return _fixed_width(pc.cast(array, pa.float64()), dtype)
+    form, start, stop = array.type.id, array.offset, array.offset + len(array)
+    if form == _NULL:
+        return np.zeros(len(array), dtype)
     values = array.buffers()[1]
-    if pa.types.is_boolean(array.type):
+    if form == _BITS:
         return bits(values, start, stop)
-    if pa.types.is_fixed_size_binary(array.type):
+    if form == _OCTETS:
         width = array.type.byte_width
         return view(values, dtype, start * width, stop * width).reshape(len(array), width)
+    if dtype == np.float64 and pa.types.is_decimal(array.type):
+        return _decimal(array)
     return view(values, dtype, start, stop)
+
+
+def _decimal(array: pa.Array) -> Array:
+    kind = array.type
+    if kind.precision <= 15 and 0 <= kind.scale <= 22:
+        # Both the unscaled integer and the power of ten are exact in float64: one division rounds once, to the nearest.
+        words = kind.byte_width // 8
+        low = view(array.buffers()[1], np.int64, array.offset * words, (array.offset + len(array)) * words)[::words]
+        return np.divide(low, float(10**kind.scale))
+    return _fixed_width(pc.cast(array, pa.float64()), np.dtype(np.float64))
 
 
 def _zeroed(values: Array, null: Array | None) -> Array:
@@ -186,15 +188,6 @@ def _zeroed(values: Array, null: Array | None) -> Array:
     values = values.copy()
     values[null] = 0
     return values
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_binary(kind)
-        or pa.types.is_large_binary(kind)
-    )
 
 
 def _offsets(array: pa.Array, buffer: pa.Buffer | None, *, wide: bool) -> tuple[Array, int, int]:

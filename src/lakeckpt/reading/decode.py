@@ -1,0 +1,184 @@
+"""What are the rows [start, stop) of a row group?  An Arrow table of the columns asked for, in the table's own types.
+
+The row group is the unit of decode: its column chunks of those columns (and no others) are read, their pages' checksums
+verified where the file has them, and the rows cut out. What a file lacks is null; what it stores otherwise is cast to
+the table's type; partition columns are constants. A file is opened once, when first needed, and its footer must be the
+pinned one; the files used last stay open.
+
+It never caches rows: every call decodes anew, so the memory that it returns is the caller's alone. One decoder is for
+one thread.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, LakeckptError, SchemaError, StorageError
+from lakeckpt.lake.table import Table
+from lakeckpt.reading.arrays import plain, plain_type
+
+__all__ = ["RowGroupDecoder", "select_columns"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OpenFile:
+    source: pa.NativeFile
+    reader: pq.ParquetFile
+    names: frozenset[str]
+
+    def close(self) -> None:
+        self.reader.close()
+        self.source.close()
+
+
+def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    """Return the schema of ``columns`` in the order asked for (None: all), in the types that are delivered.
+
+    These are the table's, save that views, dictionaries and extension types become the types of their values. Raises
+    `ConfigError` for a name given twice, `SchemaError` for one that the table does not have.
+    """
+    if isinstance(columns, str):
+        raise ConfigError(f"columns must be a list of names, got the text {columns!r}: write [{columns!r}]")
+    names = schema.names if columns is None else list(columns)
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ConfigError(f"columns asked for more than once: {', '.join(map(repr, twice))}")
+    known = set(schema.names)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, schema.names, n=3) or schema.names[:10]
+            raise SchemaError(f"the table has no column {name!r}; it has {', '.join(map(repr, near))}, …")
+    fields = [schema.field(name) for name in names]
+    return pa.schema([pa.field(field.name, plain_type(field.type), field.nullable) for field in fields])
+
+
+class RowGroupDecoder:
+    """Decodes row groups of ``table``, ``columns`` of them (None: all), keeping at most ``open_files`` files open."""
+
+    def __init__(
+        self, table: Table, columns: Sequence[str] | None = None, *, open_files: int = 16, use_threads: bool = True
+    ) -> None:
+        if open_files < 1:
+            raise ConfigError(f"open_files must be at least 1, got {open_files}")
+        self.table = table
+        self.schema = select_columns(table.schema, columns)
+        """What `decode` returns: the columns in the order asked for."""
+        self._max_open = open_files
+        self._use_threads = use_threads
+        self._open: OrderedDict[int, _OpenFile] = OrderedDict()
+
+    def decode(self, group: int, start: int, stop: int) -> pa.Table:
+        """Return rows [start, stop) of row group ``group`` (its ordinal in the table).
+
+        The memory is shared with nothing else that this returns. Raises `DataFileDamaged` (file and row group named),
+        `DataFileChanged` (the file is not the pinned one), `SchemaError` (values do not fit the table's type),
+        `StorageError` (the store failed), `ValueError` (no such rows).
+        """
+        rows = int(self.table.index.group_rows[group])
+        if not 0 <= start <= stop <= rows:
+            raise ValueError(f"rows [{start}, {stop}) of row group {group}, which has {rows} rows")
+        ordinal, inside = self.table.index.group(group)
+        path = self.table.index.files[ordinal].path
+        try:
+            found = self._read(ordinal, inside, rows, path) if rows else {}
+        except MemoryError as error:
+            error.add_note(f"while decoding row group {inside} of {path!r} ({rows} rows)")
+            raise
+        columns = [self._fitted(field, found.get(field.name), rows, ordinal, inside) for field in self.schema]
+        if not columns:
+            raise ConfigError("no columns were asked for: name at least one")
+        return pa.Table.from_arrays(columns, schema=self.schema).slice(start, stop - start)
+
+    def close(self) -> None:
+        """Close the files that are open; a later `decode` opens them again."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _read(self, ordinal: int, inside: int, rows: int, path: str) -> dict[str, pa.ChunkedArray]:
+        try:
+            file = self._file(ordinal)
+            wanted = [name for name in self.schema.names if name in file.names]
+            if not wanted:
+                return {}
+            found = file.reader.read_row_group(inside, columns=wanted, use_threads=self._use_threads)
+        except (LakeckptError, MemoryError):
+            raise
+        except (pa.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise StorageError(f"row group {inside} of {path!r} could not be read: {error}") from error
+            raise _damaged(path, inside, str(error)) from error
+        if found.num_rows != rows:
+            raise _damaged(path, inside, f"it holds {found.num_rows} rows, but its footer says {rows}")
+        # By name: a column called "a.b" also selects the field b of a struct a.
+        return {name: found.column(name) for name in wanted}
+
+    def _file(self, ordinal: int) -> _OpenFile:
+        file = self._open.pop(ordinal, None)
+        if file is None:
+            while len(self._open) >= self._max_open:
+                self._open.popitem(last=False)[1].close()
+            file = self._opened(ordinal)
+        self._open[ordinal] = file
+        return file
+
+    def _opened(self, ordinal: int) -> _OpenFile:
+        index = self.table.index
+        metadata = self.table.footer(ordinal)
+        groups = int(index.first_group[ordinal + 1] - index.first_group[ordinal])
+        if metadata.num_row_groups != groups:
+            path = index.files[ordinal].path
+            raise DataFileChanged(
+                f"{path!r} has {metadata.num_row_groups} row groups, not the {groups} that were pinned"
+            )
+        source = self.table.open_file(ordinal)
+        try:
+            reader = pq.ParquetFile(source, metadata=metadata, pre_buffer=True, page_checksum_verification=True)
+            partitions = {column.name for column in index.partitions}
+            return _OpenFile(source=source, reader=reader, names=frozenset(reader.schema_arrow.names) - partitions)
+        except BaseException:
+            source.close()
+            raise
+
+    def _fitted(self, field: pa.Field, found: Any, rows: int, ordinal: int, inside: int) -> Any:
+        """Return the column of ``field``: what was ``found`` in the table's type, a partition's constant, or nulls."""
+        if rows == 0:
+            return pa.chunked_array([], field.type)
+        if found is None:
+            return _constant(field, self._partition_value(ordinal, field.name), rows)
+        if found.type == field.type:
+            return found
+        try:
+            chunks = [plain(chunk) for chunk in found.chunks]
+            return pa.chunked_array([c if c.type == field.type else c.cast(field.type) for c in chunks], field.type)
+        except (pa.ArrowException, ValueError) as error:
+            path = self.table.index.files[ordinal].path
+            raise SchemaError(
+                f"column {field.name!r} of row group {inside} of {path!r} is {found.type} and does not fit the "
+                f"table's {field.type} ({error}): write that file again, or leave the column out"
+            ) from error
+
+    def _partition_value(self, ordinal: int, name: str) -> str | int | None:
+        for partition in self.table.index.partitions:
+            if partition.name == name:
+                return partition.values[int(partition.codes[ordinal])]
+        return None
+
+
+def _constant(field: pa.Field, value: str | int | None, rows: int) -> pa.Array:
+    return pa.nulls(rows, field.type) if value is None else pa.repeat(pa.scalar(value, field.type), rows)
+
+
+def _damaged(path: str, inside: int, what: str) -> DataFileDamaged:
+    return DataFileDamaged(
+        f"row group {inside} of the data file {path!r} cannot be decoded ({' '.join(what.split())[:300]}): "
+        "restore the file from a good copy, or open the table without it",
+        file=path,
+        row_group=inside,
+    )
