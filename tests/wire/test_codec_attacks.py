@@ -125,7 +125,7 @@ def test_depth_bombs_of_extensions_are_refused() -> None:
 def test_lengths_that_are_not_there_cost_nothing(head: bytes, declared: int) -> None:
     length = declared.to_bytes(4, "big")
     for payload in (head + length, head + length + b"\x01", pack([1, 2])[:-1] + head + length + b"\x01"):
-        with pytest.raises(WireDamaged, match="declared|missing"):
+        with pytest.raises(WireDamaged, match=r"declared|missing"):
             read(payload)
 
 

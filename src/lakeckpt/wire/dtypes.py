@@ -63,7 +63,10 @@ def _spec(dtype: np.dtype[Any]) -> DtypeSpec | None:
 
 
 def dtype_from(spec: object, nested: int = _MOST_NESTED) -> np.dtype[Any]:
-    """The dtype that ``spec`` names. Raises `WireDamaged` for what is no name, `UnsupportedValue` for one unknown here."""
+    """The dtype that ``spec`` names. Raises `WireDamaged` for what is no name, `UnsupportedValue` for one unknown.
+
+    ``nested`` is how many dtypes may still lie inside this one.
+    """
     if nested < 0:
         raise WireDamaged("a numpy dtype nested deeper than we write")
     if type(spec) is str and _PLAIN.fullmatch(spec):

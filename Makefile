@@ -1,0 +1,78 @@
+# Every target works in a fresh clone with Python >= 3.11, pip and make; all that it makes lies inside the clone.
+# `make demo` trains and is killed; `make test` is the gate; `make test-system` needs root and Debian packages.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+JOBS ?= 2
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := requirements/constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+
+.PHONY: help demo test test-system lint types pytest format bench docs clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+# -- environments: one folder, a stamp for each set of extras, so that a second run starts at once --------------------
+
+$(VENV)/made:
+	@test -n "$(PYTHON)" || { echo "no python3.11 and no python3 on the PATH: install Python >= 3.11" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}; 3.11 or newer is needed: set PYTHON=...") if sys.version_info < (3, 11) else None'
+	@echo "making $(VENV) with $(PYTHON)"
+	@"$(PYTHON)" -m venv --clear $(VENV) 2>/dev/null || { \
+	    "$(PYTHON)" -m venv --clear --without-pip $(VENV); \
+	    "$(PYTHON)" -m pip --python $(BIN)/python install --quiet --disable-pip-version-check pip; }
+	@touch $@
+
+$(VENV)/torch: $(VENV)/made $(CONSTRAINTS)
+	@echo "installing torch, as pinned by $(CONSTRAINTS)"
+	@$(INSTALL) "$$(grep '^torch==' $(CONSTRAINTS))"
+	@touch $@
+
+$(VENV)/demo: $(VENV)/torch pyproject.toml
+	@echo "installing lakeckpt[demo]"
+	@$(INSTALL) -e '.[demo]'
+	@touch $@
+
+$(VENV)/dev: $(VENV)/torch pyproject.toml
+	@echo "installing lakeckpt[dev]"
+	@$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/demo
+
+# -- what people run ---------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/demo  ## train on a real lake, kill ranks, resume, prove that every row counted once
+	$(BIN)/lakeckpt demo $(ARGS)
+
+test: lint types pytest  ## the gate: ruff, mypy, pytest (ARGS goes to pytest)
+
+pytest: $(VENV)/dev
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(VENV)/dev  ## ruff, rules and form
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev  ## mypy, strict
+	$(BIN)/mypy
+
+format: $(VENV)/dev  ## let ruff put files into form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; installs Debian packages
+	tests/system/install.sh
+	$(BIN)/python -m pytest -m system -n 0 $(ARGS)
+
+bench: $(VENV)/dev  ## every benchmark, one after the other
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove everything that the targets made
+	rm -rf $(VENV) .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

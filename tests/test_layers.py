@@ -1,0 +1,111 @@
+"""The layers of the design hold; and the checker that says so can say otherwise."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lakeckpt
+from tests.layering import NEVER_LOADS_TORCH, modules_of, violations
+
+SOURCE = Path(lakeckpt.__file__).parents[1]
+PUBLIC = {"open_table": "lakeckpt.lake.table", "LakeLoader": "lakeckpt.data.loader"}
+
+
+def test_imports_run_downward_only_and_torch_stays_where_it_belongs() -> None:
+    assert violations(SOURCE, lakeckpt._PUBLIC) == []
+
+
+@pytest.mark.parametrize(
+    "module", ["lakeckpt", "lakeckpt.errors", "lakeckpt.lake.table", "lakeckpt.reading.positions", *NEVER_LOADS_TORCH]
+)
+def test_the_layers_below_and_the_commit_path_load_without_torch(module: str) -> None:
+    script = f"import sys; sys.modules['torch'] = None; import {module}"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_walk_reaches_every_module() -> None:
+    assert len(modules_of(SOURCE)) == len(list(SOURCE.rglob("*.py")))
+
+
+def tree(root: Path, **sources: str) -> Path:
+    """A package of the same name, with the given sources; ``__`` in a name separates folders."""
+    for name, source in {"__init__": "", **sources}.items():
+        path = root / "lakeckpt" / f"{name.replace('__', '/') if name != '__init__' else name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    for folder in (root / "lakeckpt").rglob("*"):
+        if folder.is_dir():
+            (folder / "__init__.py").touch()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("core__order", "import numpy as np\nimport math\nfrom lakeckpt.errors import StateError\n"),
+        ("core__order", "from lakeckpt.core import hashing\nfrom . import hashing\nfrom .hashing import x\n"),
+        ("lake__table", "import pyarrow.parquet as pq\nfrom lakeckpt.wire.codec import dumps\n"),
+        ("data__loader", "import torch\nfrom lakeckpt import __version__, open_table\n"),
+        ("checkpoint__manager", "import torch.distributed\nfrom lakeckpt.tracking.tally import Tally\n"),
+        ("checkpoint__log", "def later():\n    import torch\n"),
+        ("checkpoint__log", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"),
+        ("cli__main", "import importlib\nimport lakeckpt\nimportlib.import_module(f'lakeckpt.cli.{1}')\n"),
+        ("integrations__x", "from lakeckpt import LakeLoader\nimport lightning\n"),
+    ],
+)
+def test_imports_downward_pass(tmp_path: Path, module: str, source: str) -> None:
+    root = tree(tmp_path, **{module: source, "core__hashing": ""})
+    assert violations(root, PUBLIC) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "wrong"),
+    [
+        ("core__order", "import pyarrow", "neither the standard library"),
+        ("core__order", "import torch", "without torch"),
+        ("core__order", "from lakeckpt.wire.codec import dumps", "not below it"),
+        ("core__order", "from lakeckpt import wire", "whole package|not below it"),
+        ("core__order", "from lakeckpt import LakeLoader", r"core imports lakeckpt\.data\.loader"),
+        ("core__order", "from ..lake import table", "not below it"),
+        ("core__order", "from ..lake.table import x", "not below it"),
+        ("core__order", "def f():\n    def g():\n        from lakeckpt.lake import table", "not below it"),
+        ("core__order", "class A:\n    def f(self):\n        import torch.nn", "without torch"),
+        ("core__order", "if TYPE_CHECKING:\n    from lakeckpt.lake.table import Table", "not below it"),
+        ("core__order", "try:\n    import lakeckpt.data.loader\nexcept ImportError: pass", "not below it"),
+        ("core__order", "import importlib\nx = importlib.import_module('lakeckpt.data.loader')", "not below it"),
+        ("core__order", "from importlib import import_module as _\nimport_module('torch')", "without torch"),
+        ("core__order", "__import__('torch')", "without torch"),
+        ("core__order", "f = lambda: __import__('pyarrow')", "neither the standard library"),
+        ("core__order", "import importlib\nimportlib.import_module('lakeckpt.' + 'data')", "computed"),
+        ("core__order", "import lakeckpt\nlakeckpt.open_table('x')", "whole package"),
+        ("errors", "from lakeckpt.core import order", "not below it"),
+        ("wire__codec", "import pyarrow", "neither the standard library"),
+        ("lake__table", "import torch", "without torch"),
+        ("lake__table", "from lakeckpt.reading import decode", "not below it"),
+        ("reading__decode", "from torch import Tensor", "without torch"),
+        ("data__loader", "from lakeckpt.checkpoint import log", "not below it"),
+        ("tracking__tally", "from lakeckpt.checkpoint import log", "not below it"),
+        ("watch__x", "import torch", "without torch"),
+        ("watch__x", "from lakeckpt.recovery import y", "not below it"),
+        ("testing__x", "from lakeckpt.cli import main", "not below it"),
+        ("extras__x", "import math", "not one that the design names"),
+        ("checkpoint__log", "import torch", r"lakeckpt\.checkpoint\.log loads torch"),
+        ("checkpoint__log", "from lakeckpt.data import loader", "loads torch: .*data.loader > torch"),
+        ("checkpoint__log", "import lakeckpt.data.loader as l", "loads torch: .*data.loader > torch"),
+        ("checkpoint____init__", "import torch", r"lakeckpt\.checkpoint\.log loads torch"),
+    ],
+)
+def test_imports_upward_sideways_or_of_torch_are_found(tmp_path: Path, module: str, source: str, wrong: str) -> None:
+    sources = dict.fromkeys(("core__hashing", "wire__codec", "lake__table", "reading__decode", "cli__main"), "")
+    sources |= {"data__loader": "import torch", "checkpoint__log": "", "recovery__y": "", module: source}
+    root = tree(tmp_path, **sources)
+    if module.endswith("__init__"):
+        (root / "lakeckpt" / "checkpoint" / "__init__.py").write_text(source)
+    found = violations(root, PUBLIC)
+    assert re.search(wrong, "\n".join(found)), found
