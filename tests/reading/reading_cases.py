@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import decimal
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from hypothesis import strategies as st
+
+from lakeckpt.lake.storage import ObjectInfo, Storage
+from lakeckpt.lake.table import Table, open_table
 
 INTEGERS = {
     pa.int8(): (-(2**7), 2**7 - 1),
@@ -138,3 +144,65 @@ def has_null(rows: list[Any]) -> bool:
         if has_null(inner):
             return True
     return False
+
+
+class CountingStorage:
+    """A storage that records what is read: (path, start, stop); ``fail`` is raised by the reads that come."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+        self.reads: list[tuple[str, int, int | None]] = []
+        self.fail: Exception | None = None
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        return self.inner.list(prefix)
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        if self.fail is not None:
+            raise self.fail
+        self.reads.append((path, start, stop))
+        return self.inner.read(path, start, stop)
+
+    def put(self, path: str, chunks: Any) -> int:
+        raise NotImplementedError
+
+    def put_new(self, path: str, data: bytes) -> None:
+        raise NotImplementedError
+
+    def delete(self, path: str) -> None:
+        raise NotImplementedError
+
+
+def counted(table: Table) -> tuple[Table, CountingStorage]:
+    """Return ``table`` read through a storage that counts."""
+    storage = CountingStorage(table.storage)
+    return Table(uri=table.uri, storage=storage, index=table.index), storage
+
+
+def write_file(path: Path, groups: list[pa.Table], **options: Any) -> Path:
+    """Write a Parquet file with one row group for each of ``groups``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pq.ParquetWriter(path, groups[0].schema, **options) as writer:
+        for group in groups:
+            writer.write_table(group, row_group_size=max(1, group.num_rows))
+    return path
+
+
+def write_ids(folder: Path, layout: list[list[int]]) -> Table:
+    """Write a table whose files have row groups of these sizes; rows are numbered in table order (``id``, ``text``)."""
+    begin = 0
+    for ordinal, sizes in enumerate(layout):
+        groups = []
+        for size in sizes:
+            ids = np.arange(begin, begin + size)
+            text = pa.array([f"row {i}" for i in ids], pa.string())
+            groups.append(
+                pa.table({"id": ids, "text": text, "pair": pa.array(np.stack([ids, -ids], 1).tolist(), PAIR)})
+            )
+            begin += size
+        write_file(folder / f"{ordinal:04d}.parquet", groups or [IDS.empty_table()])
+    return open_table(folder)
+
+
+PAIR = pa.list_(pa.int64(), 2)
+IDS = pa.schema([("id", pa.int64()), ("text", pa.string()), ("pair", PAIR)])

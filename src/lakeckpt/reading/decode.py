@@ -50,6 +50,8 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schem
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise ConfigError(f"columns asked for more than once: {', '.join(map(repr, twice))}")
+    if not names:
+        raise ConfigError("no columns were asked for: name at least one")
     known = set(schema.names)
     for name in names:
         if name not in known:
@@ -70,6 +72,8 @@ class RowGroupDecoder:
         self.table = table
         self.schema = select_columns(table.schema, columns)
         """What `decode` returns: the columns in the order asked for."""
+        partitions = {column.name for column in table.index.partitions}
+        self._stored = [name for name in self.schema.names if name not in partitions]
         self._max_open = open_files
         self._use_threads = use_threads
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
@@ -87,13 +91,11 @@ class RowGroupDecoder:
         ordinal, inside = self.table.index.group(group)
         path = self.table.index.files[ordinal].path
         try:
-            found = self._read(ordinal, inside, rows, path) if rows else {}
+            found = self._read(ordinal, inside, rows, path) if rows and self._stored else {}
         except MemoryError as error:
             error.add_note(f"while decoding row group {inside} of {path!r} ({rows} rows)")
             raise
         columns = [self._fitted(field, found.get(field.name), rows, ordinal, inside) for field in self.schema]
-        if not columns:
-            raise ConfigError("no columns were asked for: name at least one")
         return pa.Table.from_arrays(columns, schema=self.schema).slice(start, stop - start)
 
     def close(self) -> None:
@@ -104,7 +106,7 @@ class RowGroupDecoder:
     def _read(self, ordinal: int, inside: int, rows: int, path: str) -> dict[str, pa.ChunkedArray]:
         try:
             file = self._file(ordinal)
-            wanted = [name for name in self.schema.names if name in file.names]
+            wanted = [name for name in self._stored if name in file.names]
             if not wanted:
                 return {}
             found = file.reader.read_row_group(inside, columns=wanted, use_threads=self._use_threads)
@@ -140,8 +142,7 @@ class RowGroupDecoder:
         source = self.table.open_file(ordinal)
         try:
             reader = pq.ParquetFile(source, metadata=metadata, pre_buffer=True, page_checksum_verification=True)
-            partitions = {column.name for column in index.partitions}
-            return _OpenFile(source=source, reader=reader, names=frozenset(reader.schema_arrow.names) - partitions)
+            return _OpenFile(source=source, reader=reader, names=frozenset(reader.schema_arrow.names))
         except BaseException:
             source.close()
             raise

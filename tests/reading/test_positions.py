@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reading_cases import IDS, write_ids
+
+from lakeckpt.core.order import EpochLayout, OrderSpec
+from lakeckpt.errors import ConfigError, DataFileDamaged
+from lakeckpt.lake.table import Table
+from lakeckpt.reading import arrays
+from lakeckpt.reading.convert import convert
+from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.reading.positions import PositionReader, parts_of
+
+LAYOUTS = st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4)
+ORDERED = OrderSpec(seed=0, shuffle=False, window=1)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> OrderSpec:
+    shuffle = draw(st.booleans())
+    return OrderSpec(seed=draw(st.integers(0, 3)), shuffle=shuffle, window=draw(st.integers(1, 4)) if shuffle else 1)
+
+
+def ids_at(table: Table, layout: EpochLayout, start: int, stop: int) -> list[int]:
+    """The model: the ids at these positions, by the core's own `locate`."""
+    begins = np.concatenate([[0], np.cumsum(table.index.group_rows)])
+    groups, rows = layout.locate(np.arange(start, stop))
+    return (begins[groups] + rows).tolist()
+
+
+def rows_of(ids: list[int]) -> dict[str, list[Any]]:
+    return {"id": ids, "text": [f"row {i}" for i in ids], "pair": [[i, -i] for i in ids]}
+
+
+def lane_steps(layout: EpochLayout, batch: int) -> list[tuple[EpochLayout, int, int]]:
+    """Micro-batches of an epoch as one process of one rank reads them: lane after lane, in turn."""
+    bounds = layout.lane_bounds.tolist()
+    steps = []
+    for offset in range(0, max(np.diff(bounds)), batch):
+        for begin, end in itertools.pairwise(bounds):
+            if begin + offset < end:
+                steps.append((layout, begin + offset, min(end, begin + offset + batch)))
+    return steps
+
+
+@given(LAYOUTS, specs(), st.integers(1, 5), st.integers(1, 3), st.data())
+@settings(deadline=None)
+def test_any_spans_in_any_order_are_the_rows_that_the_model_says_and_nobody_elses_memory(
+    files: list[list[int]], spec: OrderSpec, lanes: int, max_windows: int, data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        table = write_ids(Path(folder), files)
+        reader = PositionReader(table, None, spec, max_windows=max_windows)
+        layouts = [EpochLayout.build(table.index.group_rows, spec, epoch, lanes) for epoch in range(2)]
+        delivered: list[tuple[dict[str, Any], dict[str, list[Any]]]] = []
+        for _ in range(data.draw(st.integers(1, 6))):
+            pieces = []
+            for _ in range(data.draw(st.integers(0, 3))):
+                layout = data.draw(st.sampled_from(layouts))
+                start = data.draw(st.integers(0, layout.rows))
+                pieces.append((layout, start, data.draw(st.integers(start, layout.rows))))
+            batch = reader.read(pieces)
+            assert batch.schema == reader.schema == IDS
+            expected = rows_of([i for piece in pieces for i in ids_at(table, *piece)])
+            columns = convert(batch)
+            assert {name: column.tolist() for name, column in columns.items()} == expected
+            if data.draw(st.booleans()):
+                columns["id"][...] = -1
+                columns["pair"][...] = -1
+                columns["text"].values[...] = ord("?")
+            else:
+                delivered.append((columns, expected))
+            assert reader.windows_held <= max_windows
+        for columns, expected in delivered:
+            assert {name: column.tolist() for name, column in columns.items()} == expected
+
+
+@given(LAYOUTS, specs(), st.integers(1, 5), st.integers(1, 7))
+@settings(deadline=None)
+def test_windows_are_decoded_once_while_lanes_advance_and_let_go_when_served(
+    files: list[list[int]], spec: OrderSpec, lanes: int, batch: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        table = write_ids(Path(folder), files)
+        reader = PositionReader(table, ["id"], spec, max_windows=lanes)
+        layout = EpochLayout.build(table.index.group_rows, spec, 0, lanes)
+        seen: list[int] = []
+        for step in lane_steps(layout, batch):
+            seen += reader.read([step]).column("id").to_pylist()
+            assert reader.windows_held <= lanes
+        assert sorted(seen) == list(range(table.num_rows))
+        bounds = layout.lane_bounds.tolist()
+        windows = sum(len(layout.windows(a, b)) for a, b in itertools.pairwise(bounds))
+        assert reader.windows_decoded == windows
+        assert reader.windows_held == 0
+
+
+class Spying(RowGroupDecoder):
+    """Counts decodes, and what the reader holds in the meantime."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table, ["id"])
+        self.decoded: list[tuple[int, int, int]] = []
+        self.held: list[int] = []
+        self.reader: PositionReader | None = None
+
+    def decode(self, group: int, start: int, stop: int) -> pa.Table:
+        assert self.reader is not None
+        self.decoded.append((group, start, stop))
+        self.held.append(self.reader.windows_held)
+        return super().decode(group, start, stop)
+
+
+def spied(table: Table, spec: OrderSpec, max_windows: int) -> tuple[PositionReader, Spying]:
+    spying = Spying(table)
+    spying.reader = PositionReader(table, ["id"], spec, max_windows=max_windows, decoder=spying)
+    return spying.reader, spying
+
+
+def test_a_window_entered_in_its_middle_is_decoded_once_and_alone(tmp_path: Path) -> None:
+    spec = OrderSpec(seed=5, shuffle=True, window=2)
+    table = write_ids(tmp_path, [[4, 4], [4, 4]])
+    layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
+    reader, spying = spied(table, spec, 1)
+    for start in range(11, 16):
+        assert reader.read([(layout, start, start + 1)]).column("id").to_pylist() == ids_at(
+            table, layout, start, start + 1
+        )
+    second = layout.window_at(11).fragments
+    assert spying.decoded == [(f.group, f.start, f.stop) for f in second]
+
+
+def test_no_more_windows_are_held_than_allowed_not_even_while_one_is_decoded(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[3] * 6])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 3)
+    reader, spying = spied(table, ORDERED, 2)
+    for step in lane_steps(layout, 1):
+        reader.read([step])
+    assert max(spying.held) == 1
+    assert reader.windows_held <= 2
+
+
+def test_the_window_unused_for_longest_makes_room(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[3, 3, 3]])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader, spying = spied(table, ORDERED, 2)
+    for start in (0, 3, 1, 6, 2, 4):  # windows 0, 1, 0, 2 (drops 1), 0 (served: let go), 1 (again)
+        reader.read([(layout, start, start + 1)])
+    assert [group for group, _, _ in spying.decoded] == [0, 1, 2, 1]
+
+
+def test_two_lanes_of_a_recut_advance_in_one_window_that_is_decoded_once(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[12]])
+    for spec in (ORDERED, OrderSpec(seed=1, shuffle=True, window=1)):
+        layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
+        reader, spying = spied(table, spec, 1)
+        for start in (6, 0, 8, 2, 10, 4):
+            rows = reader.read([(layout, start, start + 2)]).column("id").to_pylist()
+            assert rows == ids_at(table, layout, start, start + 2)
+        assert spying.decoded == [(0, 0, 12)]
+
+
+def test_rows_already_delivered_are_decoded_again_unless_they_were_copies(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[12]])
+    for spec, decodes in ((ORDERED, 2), (OrderSpec(seed=1, shuffle=True, window=1), 1)):
+        layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
+        reader, spying = spied(table, spec, 1)
+        first = convert(reader.read([(layout, 2, 6)]))["id"]
+        first[...] = -1
+        again = reader.read([(layout, 0, 11)]).column("id").to_pylist()
+        assert again == ids_at(table, layout, 0, 11)
+        assert len(spying.decoded) == decodes
+
+
+def test_clear_forgets_windows_and_reading_goes_on(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[6]])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader, spying = spied(table, ORDERED, 4)
+    convert(reader.read([(layout, 0, 3)]))["id"][...] = -1
+    reader.clear()
+    assert reader.windows_held == 0
+    assert reader.read([(layout, 0, 6)]).column("id").to_pylist() == list(range(6))
+    assert len(spying.decoded) == 2
+
+
+def test_unshuffled_rows_are_slices_of_what_was_decoded(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[6]])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader = PositionReader(table, ["id"], ORDERED, max_windows=1)
+    left, right = (convert(reader.read([(layout, a, a + 3)]))["id"] for a in (0, 3))
+    assert right.ctypes.data - left.ctypes.data == 3 * 8
+
+
+def test_an_endless_stream_crosses_from_one_epoch_into_the_next(tmp_path: Path) -> None:
+    spec = OrderSpec(seed=2, shuffle=True, window=2)
+    table = write_ids(tmp_path, [[3, 0, 2], [4]])
+    first, second = (EpochLayout.build(table.index.group_rows, spec, epoch, 1) for epoch in (0, 1))
+    reader = PositionReader(table, ["id"], spec, max_windows=2)
+    rows = reader.read([(first, 7, 9), (second, 0, 4)]).column("id").to_pylist()
+    assert rows == ids_at(table, first, 7, 9) + ids_at(table, second, 0, 4)
+
+
+def test_no_pieces_or_empty_ones_are_no_rows_of_the_right_schema(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[2]])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader = PositionReader(table, ["pair", "id"], ORDERED, max_windows=1)
+    for pieces in ([], [(layout, 1, 1)]):
+        batch = reader.read(pieces)
+        assert (batch.num_rows, batch.schema) == (0, reader.schema)
+        assert convert(batch)["pair"].shape == (0, 2)
+    assert reader.windows_decoded == 0
+
+
+def test_text_too_large_for_32_bit_offsets_is_gathered_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "MAX_NARROW_BYTES", 100)
+    spec = OrderSpec(seed=1, shuffle=True, window=3)
+    table = write_ids(tmp_path, [[10, 10], [10]])
+    layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
+    reader = PositionReader(table, ["text"], spec, max_windows=1)
+    batch = reader.read([(layout, 0, 30)])
+    assert batch.schema == reader.schema
+    assert batch.column("text").num_chunks > 1
+    assert convert(batch)["text"].tolist() == rows_of(ids_at(table, layout, 0, 30))["text"]
+
+
+def test_a_damaged_row_group_is_named_and_other_windows_still_read(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[50], [50]])
+    path = tmp_path / "0001.parquet"
+    content = bytearray(path.read_bytes())
+    content[4:400] = bytes(396)
+    path.write_bytes(content)
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader = PositionReader(table, ["id"], ORDERED, max_windows=1)
+    with pytest.raises(DataFileDamaged) as e:
+        reader.read([(layout, 40, 60)])
+    assert (e.value.file, e.value.row_group) == ("0001.parquet", 0)
+    assert reader.read([(layout, 40, 50)]).column("id").to_pylist() == list(range(40, 50))
+
+
+def test_positions_and_layouts_that_are_not_the_tables_are_refused(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[2]])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    with pytest.raises(ConfigError, match="max_windows must be at least 1, got 0"):
+        PositionReader(table, None, ORDERED, max_windows=0)
+    with pytest.raises(ValueError, match=r"positions \[1, 3\) of epoch 0, which has 2 rows"):
+        parts_of([(layout, 1, 3)])
+    other = PositionReader(table, None, OrderSpec(seed=1, shuffle=True, window=1), max_windows=1)
+    with pytest.raises(ValueError, match="was given to a reader of"):
+        other.read([(layout, 0, 1)])
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5)), max_size=12))
+def test_what_was_served_is_a_set(spans: list[tuple[int, int]]) -> None:
+    from lakeckpt.reading.positions import _Served
+
+    served, model = _Served(), set()
+    for start, size in spans:
+        rows = set(range(start, start + size))
+        assert served.add(start, start + size) == model.isdisjoint(rows)
+        model |= rows
+        assert served.size == len(model)
+        runs = list(zip(served.starts, served.stops, strict=True))
+        assert set().union(*(range(a, b) for a, b in runs)) == model
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(runs))
