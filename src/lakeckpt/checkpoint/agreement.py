@@ -1,0 +1,141 @@
+"""At this cut, do all ranks say the same, and which rank writes what?
+
+One exchange settles the facts (step, attempt, the readers' states: they must be equal on all ranks) and whether all
+units are the same everywhere, by a single digest. Only if they are not, a second exchange finds who holds which
+content of which unit. Every rank then knows, without a further word, the same shares: a unit is written once per
+content, by one of the ranks that hold it, spread by size.
+
+Never touches storage. Imports without torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.checkpoint.fields import Ranks
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.tracking.tally import Tally
+
+__all__ = ["Agreement", "Talk", "Unit", "agree", "everyone"]
+
+_UNITS = "the units"
+_PREFIX = "unit "
+
+
+class Talk(Protocol):
+    """What is needed of a `lakeckpt.tracking.exchange.Exchange` here."""
+
+    rank: int
+    world_size: int
+
+    def combine(self, data: bytes, merge: Merge, /) -> bytes:
+        """The merge of the data of all ranks."""
+        ...
+
+
+class Merge(Protocol):
+    """An associative, commutative merge of messages."""
+
+    def __call__(self, messages: Sequence[bytes], /) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A tensor or a tree, by the digest and size of its content on this rank."""
+
+    name: str
+    digest: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What all ranks know after the exchange."""
+
+    cut: bytes
+    """Digest of all that was agreed on."""
+    told: Mapping[str, str]
+    """What rank 0 told all."""
+    owners: Mapping[tuple[str, bytes], tuple[int, Ranks]]
+    """(unit, digest) → the rank that writes it, and the ranks that hold it."""
+
+    def share(self, rank: int) -> dict[tuple[str, bytes], Ranks]:
+        """What ``rank`` writes, with the ranks that hold it."""
+        return {what: ranks for what, (owner, ranks) in self.owners.items() if owner == rank}
+
+
+def _merge(messages: Sequence[bytes]) -> bytes:
+    first, *others = [Tally.from_bytes(message) for message in messages]
+    return first.merge(*others).to_bytes()
+
+
+def everyone(talk: Talk, facts: Mapping[str, str]) -> Tally:
+    """The facts of all ranks; `MissingRanksError` where one does not answer."""
+    mine = Tally.of_rank(talk.rank, world_size=talk.world_size, facts=facts)
+    tally = Tally.from_bytes(talk.combine(mine.to_bytes(), _merge))
+    tally.settle()
+    return tally
+
+
+def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: Mapping[str, str]) -> Agreement:
+    """Settle the ``facts`` and the shares. ``tell`` is what this rank tells all others: rank 0 only.
+
+    Raises `DisagreementError` naming the ranks and the fact, `MissingRanksError` naming the ranks.
+    """
+    ordered = sorted(units, key=lambda unit: unit.name)
+    mine = short_digest(*(part for unit in ordered for part in (unit.name.encode(), unit.digest)))
+    told = {f"told {name}": value for name, value in tell.items()}
+    tally = everyone(talk, {**facts, _UNITS: mine.hex(), **told})
+    tally.settle(agreed=sorted(facts))
+    if len(tally.facts[_UNITS]) == 1:
+        whole = Intervals.whole(talk.world_size)
+        held = {(unit.name, unit.digest): (unit.size_bytes, whole) for unit in ordered}
+    else:
+        held = _held(
+            everyone(talk, {_PREFIX + unit.name: f"{unit.digest.hex()}:{unit.size_bytes}" for unit in ordered})
+        )
+    texts = [f"{name}={value}" for name, value in sorted(facts.items())]
+    contents = [part for name, digest in sorted(held) for part in (name.encode(), digest)]
+    return Agreement(
+        cut=short_digest(*(text.encode() for text in texts), *contents),
+        told={
+            name.removeprefix("told "): next(iter(values))
+            for name, values in tally.facts.items()
+            if name[:5] == "told "
+        },
+        owners=_spread(held, talk.world_size),
+    )
+
+
+def _held(tally: Tally) -> dict[tuple[str, bytes], tuple[int, Intervals]]:
+    held = {}
+    for name, values in tally.facts.items():
+        for value, ranks in values.items():
+            digest, _, size = value.partition(":")
+            held[name.removeprefix(_PREFIX), bytes.fromhex(digest)] = (int(size), ranks)
+    return held
+
+
+def _spread(
+    held: Mapping[tuple[str, bytes], tuple[int, Intervals]], world_size: int
+) -> dict[tuple[str, bytes], tuple[int, Ranks]]:
+    """Give each content to the least loaded of the ranks that hold it: the largest first, ties to the lowest rank."""
+    loads = [0] * world_size
+    heap = [(0, rank) for rank in range(world_size)]
+    owners = {}
+    for what, (size, ranks) in sorted(held.items(), key=lambda item: (-item[1][0], item[0])):
+        if ranks.size == world_size:
+            load, owner = heapq.heappop(heap)
+            while load != loads[owner]:  # an old entry: the rank has been given more since
+                load, owner = heapq.heappop(heap)
+        else:
+            holders = (rank for start, stop in ranks for rank in range(start, stop))
+            owner = min(holders, key=lambda rank: (loads[rank], rank))
+        loads[owner] += size
+        heapq.heappush(heap, (loads[owner], owner))
+        owners[what] = (owner, tuple(ranks.pairs()))
+    return owners

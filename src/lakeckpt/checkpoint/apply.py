@@ -1,0 +1,175 @@
+"""Does a loaded state fit the live objects, and how is it put into them?  First all is compared, then all is applied.
+
+`differences` lists every missing, extra and mis-shaped entry before anything is touched. `apply` then loads: readers
+and small objects first, with a copy of their old state to go back to if a later one refuses after all; optimizers and
+modules, whose entries were compared one by one, last. Types come from the live objects, so that nothing in a file can
+name code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.load import Loaded
+from lakeckpt.checkpoint.manifest import ReaderRecord
+from lakeckpt.checkpoint.tensors import spec_of
+from lakeckpt.checkpoint.tree import flatten, rebuild
+from lakeckpt.errors import CheckpointMismatch, StateError
+from lakeckpt.tracking.readers import TrackedReader
+from lakeckpt.wire.codec import TensorRef
+
+__all__ = ["apply", "differences", "refuse"]
+
+_SHAPED_AS_PARAMETER = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"}
+)
+_MOST_LINES = 40
+
+
+def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> list[str]:
+    """One line for each thing in which the checkpoint does not fit ``objects``; empty where it fits."""
+    lines = []
+    tracked = {name for name, one in objects.items() if isinstance(one, TrackedReader)}
+    for name in sorted({*objects, *loaded.trees, *readers}):
+        saved_as_reader = name in readers
+        if name not in objects:
+            lines.append(f"{name!r} is in the checkpoint and not among the objects given")
+        elif not saved_as_reader and name not in loaded.trees:
+            lines.append(f"{name!r} is among the objects given and not in the checkpoint")
+        elif saved_as_reader != (name in tracked):
+            lines.append(f"{name!r} was {'' if saved_as_reader else 'not '}a tracked reader when it was saved")
+        elif not saved_as_reader:
+            lines += _differences(name, objects[name], loaded.trees[name], loaded.specs)
+    return lines
+
+
+def _differences(name: str, one: Any, tree: Any, specs: Mapping[str, TensorSpec]) -> list[str]:
+    if isinstance(one, torch.nn.Module):
+        return _of_module(name, one, tree, specs)
+    if isinstance(one, torch.optim.Optimizer):
+        return _of_optimizer(name, one, tree, specs)
+    return []
+
+
+def _of_module(name: str, module: torch.nn.Module, tree: Any, specs: Mapping[str, TensorSpec]) -> list[str]:
+    flat = flatten(name, module.state_dict())
+    if type(tree) is not dict:
+        return [f"{name}: the checkpoint holds a {type(tree).__name__}, not the state of a module"]
+    lines = [f"{name}: {key} is missing from the checkpoint" for key in flat.tree if key not in tree]
+    lines += [f"{name}: {key} is in the checkpoint and not in the module" for key in tree if key not in flat.tree]
+    for key, live in flat.tree.items():
+        saved = tree.get(key)
+        if key not in tree or not (isinstance(live, TensorRef) or isinstance(saved, TensorRef)):
+            continue
+        if not (isinstance(live, TensorRef) and isinstance(saved, TensorRef)):
+            lines.append(f"{name}: {key} is a tensor on one side only")
+        else:
+            lines += _of_tensors(f"{name}: {key}", spec_of(live.key, flat.tensors[live.key]), specs.get(saved.key))
+    return lines
+
+
+def _of_tensors(what: str, live: TensorSpec, saved: TensorSpec | None) -> list[str]:
+    if saved is None:
+        return [f"{what} is named and not stored"]
+    if (live.dtype, live.shape) == (saved.dtype, saved.shape):
+        return []
+    return [
+        f"{what} is {saved.dtype} {list(saved.shape)} in the checkpoint and {live.dtype} {list(live.shape)} in the "
+        "module"
+    ]
+
+
+def _of_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, specs: Mapping[str, TensorSpec]) -> list[str]:
+    try:
+        saved = [list(group["params"]) for group in tree["param_groups"]]
+        states = dict(tree["state"])
+    except (KeyError, TypeError, ValueError):
+        return [f"{name}: the checkpoint does not hold the state of an optimizer"]
+    live = [list(group["params"]) for group in optimizer.param_groups]
+    if [len(group) for group in saved] != [len(group) for group in live]:
+        return [f"{name}: parameter groups of {[*map(len, saved)]} in the checkpoint, of {[*map(len, live)]} here"]
+    lines = []
+    for number, parameter in zip(chain(*saved), chain(*live), strict=True):
+        for key, leaf in dict(states.get(number, {})).items():
+            spec = specs.get(leaf.key) if isinstance(leaf, TensorRef) else None
+            if spec is not None and key in _SHAPED_AS_PARAMETER and spec.shape != tuple(parameter.shape):
+                lines.append(
+                    f"{name}: {key} of parameter {number} is {list(spec.shape)} in the checkpoint and the parameter is "
+                    f"{list(parameter.shape)}"
+                )
+    return lines
+
+
+def refuse(lines: list[str], *, slot: int) -> CheckpointMismatch:
+    """The error for a checkpoint that does not fit."""
+    shown = "\n  ".join(lines[:_MOST_LINES])
+    more = f"\n  … and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+    return CheckpointMismatch(
+        f"the checkpoint in slot {slot} does not fit the live objects; nothing was changed:\n  {shown}{more}\n"
+        "Build the same objects as when it was saved, or start a run at another place"
+    )
+
+
+def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> Callable[[], None]:
+    """Load the state into ``objects``; returns what undoes it for readers and small objects.
+
+    Raises `CheckpointMismatch` naming the object that refused; readers and small objects are then as they were.
+    """
+    undo: list[Callable[[], None]] = []
+
+    def go_back() -> None:
+        for step in reversed(undo):
+            step()
+
+    for name in sorted(objects, key=lambda name: _turn(objects[name])):
+        one = objects[name]
+        try:
+            if name in readers:
+                undo.append(_undo(one, one.state_dict()))
+                one.load_state_dict(dict(readers[name].state))
+            else:
+                _load_one(one, loaded.trees[name], loaded.tensors, undo)
+        except StateError:
+            go_back()
+            raise
+        except Exception as error:
+            go_back()
+            raise CheckpointMismatch(f"{name!r} refused its state from the checkpoint: {error!r}") from error
+    return go_back
+
+
+def _turn(one: Any) -> int:
+    if isinstance(one, torch.nn.Module):
+        return 2
+    return 1 if isinstance(one, torch.optim.Optimizer) else 0
+
+
+def _undo(one: Any, state: Any) -> Callable[[], None]:
+    return lambda: one.load_state_dict(state)
+
+
+def _load_one(one: Any, tree: Any, tensors: Mapping[str, torch.Tensor], undo: list[Callable[[], None]]) -> None:
+    live = one.state_dict()
+    if not _turn(one):
+        undo.append(_undo(one, copy.deepcopy(live)))
+    state = rebuild(tree, tensors, live)
+    one.load_state_dict(state)
+    if isinstance(one, torch.optim.Optimizer):
+        _keep_dtypes(one, state)
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Undo the cast to the parameter's dtype that torch does on loading: a float32 moment of a bfloat16 parameter."""
+    saved = chain(*(group["params"] for group in state["param_groups"]))
+    live = chain(*(group["params"] for group in optimizer.param_groups))
+    for number, parameter in zip(saved, live, strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            now = optimizer.state[parameter].get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(now.device)

@@ -1,0 +1,174 @@
+"""When does a set of parts become a checkpoint?  When the committer has verified all of them and put the manifest.
+
+Rank 0 waits for every rank's part, reads and checks each against what the ranks agreed on at the cut, checks that every
+object that they name is there with its size (or reads and hashes all of it: ``verify="bytes"``), and puts the manifest
+into the log. The other ranks watch that slot. Nobody takes part in a collective; a rank that cannot deliver leaves a
+note, and one that is silent is named when the deadline has passed.
+
+Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.checkpoint.fetch import fetch_file
+from lakeckpt.checkpoint.log import SlotTaken, put_entry, read_entry
+from lakeckpt.checkpoint.manifest import Manifest, PartRef
+from lakeckpt.checkpoint.parts import OBJECTS, PARTS, PartRecord, SaveId
+from lakeckpt.checkpoint.waiting import Waiter, poll
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.errors import (
+    AttemptSuperseded,
+    CheckpointDamaged,
+    CheckpointIncomplete,
+    ObjectMissing,
+    SaveFailed,
+    StorageError,
+    WireError,
+)
+from lakeckpt.lake.storage import Storage, describe
+from lakeckpt.tracking.tally import name_ranks
+
+__all__ = ["Verify", "await_commit", "collect_parts", "commit", "publish_failure", "verify_objects"]
+
+Verify = Literal["sizes", "bytes"]
+Expected = Mapping[int, frozenset[tuple[str, bytes]]]
+"""rank → the units (name, digest) that it must have written; an empty digest: whatever it is."""
+
+
+def publish_failure(storage: Storage, save: SaveId, rank: int, reason: str) -> None:
+    """Tell the other ranks that this one will not deliver. If that fails too, the deadline tells them."""
+    try:
+        storage.put(save.failure_path(rank), [reason.encode("utf-8", "replace")[:4000]])
+    except StorageError:
+        return
+
+
+def collect_parts(
+    storage: Storage, save: SaveId, *, world_size: int, expected: Expected, waiter: Waiter, timeout_s: float
+) -> tuple[list[PartRef], list[PartRecord]]:
+    """Wait for the parts of all ranks; each is read and checked as it comes.
+
+    Raises `CheckpointIncomplete` naming the ranks whose part did not come in time, `SaveFailed` naming a rank that gave
+    up or wrote other than was agreed.
+    """
+    folder = f"{PARTS}/{save.folder}"
+    found: dict[int, tuple[PartRef, PartRecord]] = {}
+
+    def look() -> bool | None:
+        for info in storage.list(folder):
+            name = info.path.removeprefix(folder + "/")
+            rank = int(name[:5]) if name[:5].isdigit() else -1
+            if name == f"{rank:05d}.failed":
+                raise SaveFailed(_gave_up(storage, info.path, rank))
+            if name == f"{rank:05d}.lkc" and rank not in found:
+                found[rank] = _checked_part(storage, info.path, rank, save, expected)
+        return True if len(found) == world_size else None
+
+    if poll(look, waiter=waiter, timeout_s=timeout_s) is None:
+        missing = Intervals.of([(rank, rank + 1) for rank in found]).complement(world_size)
+        raise CheckpointIncomplete(
+            f"the checkpoint of step {save.step} was given up: {name_ranks(missing)} of {world_size} did not publish "
+            f"a part within {timeout_s:g} s; see their logs. Nothing was committed"
+        )
+    parts = [found[rank] for rank in sorted(found)]
+    return [ref for ref, _ in parts], [part for _, part in parts]
+
+
+def _gave_up(storage: Storage, path: str, rank: int) -> str:
+    try:
+        reason = storage.read(path).decode("utf-8", "replace")
+    except StorageError as error:
+        reason = f"its note cannot be read: {error}"
+    return f"rank {rank} could not write its part: {reason}. Nothing was committed"
+
+
+def _checked_part(
+    storage: Storage, path: str, rank: int, save: SaveId, expected: Expected
+) -> tuple[PartRef, PartRecord]:
+    data = storage.read(path)
+    try:
+        part = PartRecord.from_bytes(data)
+    except WireError as error:
+        raise SaveFailed(f"{path}: the part of rank {rank} does not read back as it was written: {error}") from error
+    wrote = {(f"tensor:{one.spec.key}", one.digest) for one in part.tensors}
+    wrote |= {(f"tree:{one.item}", one.digest) for one in part.trees}
+    wanted = expected[rank]
+    loose = {name for name, digest in wanted if not digest}
+    if part.save != save or part.rank != rank or {(n, b"" if n in loose else d) for n, d in wrote} != wanted:
+        raise SaveFailed(f"{path}: the part of rank {rank} does not hold what the ranks agreed on at the cut")
+    return PartRef(rank=rank, path=path, size_bytes=len(data), digest=short_digest(data)), part
+
+
+def verify_objects(storage: Storage, save: SaveId, parts: Sequence[PartRecord], *, verify: Verify) -> None:
+    """Check that every object that the parts name is there whole. Raises `SaveFailed` naming those that are not."""
+    listed = {info.path: info.size_bytes for info in storage.list(f"{OBJECTS}/{save.folder}")}
+    for part in parts:
+        for index, file in enumerate(part.files):
+            if listed.get(file.path) != file.size_bytes:
+                raise SaveFailed(
+                    f"{file.path}: rank {part.rank} wrote {file.size_bytes} bytes and {describe(storage)} lists "
+                    f"{listed.get(file.path, 'nothing')}. Nothing was committed"
+                )
+            if verify == "bytes":
+                try:
+                    fetch_file(storage, part, index, into={})
+                except CheckpointDamaged as error:
+                    raise SaveFailed(f"what rank {part.rank} wrote does not read back: {error}") from error
+
+
+def commit(storage: Storage, manifest: Manifest) -> None:
+    """Put the manifest into its slot. Raises `AttemptSuperseded` where another attempt has it, `SaveFailed` where the
+    store failed: then it is not known whether it is there, and must be looked up before the next commit."""
+    try:
+        put_entry(storage, manifest)
+    except SlotTaken as taken:
+        if isinstance(taken.found, Manifest) and taken.found.attempt == manifest.attempt:
+            raise SaveFailed(
+                f"slot {manifest.slot} holds an earlier commit of this attempt (step {taken.found.step}) whose answer "
+                "was lost: it counts, and the next save builds on it"
+            ) from None
+        raise AttemptSuperseded(superseded(manifest.attempt, taken)) from None
+    except StorageError as error:
+        raise SaveFailed(f"the manifest of step {manifest.step} could not be put: {error}") from error
+
+
+def superseded(attempt: int, taken: SlotTaken) -> str:
+    """The message for an attempt that lost the log."""
+    by = "an entry that cannot be read" if taken.found is None else f"attempt {taken.found.attempt}"
+    return (
+        f"attempt {attempt} is superseded: slot {taken.slot} of the log was taken by {by}. "
+        "Another job has restored from this run and owns it now: stop this one"
+    )
+
+
+def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, timeout_s: float) -> Manifest:
+    """Wait until rank 0 has committed ``save`` into ``slot``.
+
+    Raises `AttemptSuperseded`, `SaveFailed` (rank 0 gave up) or `CheckpointIncomplete` (it was silent).
+    """
+
+    def look() -> Manifest | None:
+        try:
+            entry = read_entry(storage, slot)
+        except ObjectMissing:
+            entry = None
+        except WireError as error:
+            raise SaveFailed(f"slot {slot} cannot be read back: {error}") from error
+        if entry is None:
+            if any(info.path == save.failure_path(0) for info in storage.list(f"{PARTS}/{save.folder}")):
+                raise SaveFailed(_gave_up(storage, save.failure_path(0), 0))
+            return None
+        if isinstance(entry, Manifest) and entry.save == save:
+            return entry
+        raise AttemptSuperseded(superseded(save.attempt, SlotTaken(slot, entry)))
+
+    manifest = poll(look, waiter=waiter, timeout_s=timeout_s)
+    if manifest is None:
+        raise CheckpointIncomplete(
+            f"rank 0 did not commit the checkpoint of step {save.step} within {timeout_s:g} s: see its log"
+        )
+    return manifest

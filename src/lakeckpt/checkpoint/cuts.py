@@ -1,0 +1,99 @@
+"""Where are the readers at this cut?  The bookkeeping of receipts between optimizer steps, one line of work per step.
+
+At each cut every tracked reader has been consumed up to a receipt: the one that the user names, else the last that was
+delivered. `ReaderTrack` remembers it, notes the frontier for the record of steps, and gives states and records of what
+was consumed as of the cut, whatever has been delivered since. It never communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lakeckpt.checkpoint.manifest import ReaderRecord, Stretch
+from lakeckpt.core.plan import consumption
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.errors import ConfigError
+from lakeckpt.tracking.readers import TrackedReader, index_of
+from lakeckpt.tracking.steps import StepRecorder, frontier_after
+
+__all__ = ["Place", "ReaderTrack", "by_reader"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a reader is at a cut."""
+
+    receipt: Receipt | None
+    """Up to where it has been consumed; None: nothing since the state was loaded."""
+    state: Mapping[str, Any]
+    """Its plain state (where consumption depends on the data: this rank's part)."""
+
+
+class ReaderTrack:
+    """One tracked reader, from a restore on."""
+
+    __slots__ = ("_at", "_first", "_ignored", "_recorder", "name", "reader")
+
+    def __init__(self, name: str, reader: TrackedReader) -> None:
+        self.name = name
+        self.reader = reader
+        self._ignored = reader.last_receipt  # delivered before the run began: not of it
+        self._first = reader.state_dict()
+        self._recorder = StepRecorder()
+        self._at: Receipt | None = None
+
+    def cut(self, step: int, consumed: Receipt | None) -> None:
+        """Note that optimizer step ``step`` is done, with all up to ``consumed`` (None: up to the last delivered)."""
+        at = self.reader.last_receipt if consumed is None else consumed
+        if at is None or at is self._ignored:
+            at = self._at  # nothing new was delivered
+        self._at = at
+        if at is not None:
+            self._recorder.note(step, frontier_after(at))
+
+    def place(self) -> Place:
+        """The place at the last cut."""
+        if self._at is None:
+            return Place(receipt=None, state=self._first)
+        return Place(receipt=self._at, state=self.reader.state_dict(self._at))
+
+    def record(self, place: Place, *, step: int, state: Mapping[str, Any]) -> ReaderRecord:
+        """What the manifest of a save at ``place`` says; ``state`` is that of the whole job."""
+        stretches = () if place.receipt is None else self.reader.stretches(place.receipt)
+        index = index_of(self.reader)
+        return ReaderRecord(
+            state=state,
+            stretches=tuple(
+                Stretch(begin=begin.to_plain(), end=end.to_plain(), consumed=consumption(begin, end))
+                for begin, end in stretches
+            ),
+            steps=self._recorder.record(step),
+            index=None if index is None else str(index.digest),
+        )
+
+    def committed(self, receipt: Receipt | None, *, step: int) -> None:
+        """A commit has recorded all up to ``receipt`` and ``step``."""
+        if receipt is not None:
+            self.reader.mark(receipt)
+        self._recorder.forget(step)
+
+
+def by_reader(
+    consumed: Receipt | Mapping[str, Receipt] | None, tracks: Mapping[str, ReaderTrack]
+) -> Mapping[str, Receipt]:
+    """reader → the receipt that the user named for it."""
+    if consumed is None:
+        return {}
+    if isinstance(consumed, Receipt):
+        if len(tracks) != 1:
+            raise ConfigError(
+                f"consumed= is one receipt and there are {len(tracks)} tracked readers ({', '.join(tracks)}): "
+                "give a mapping of names to receipts"
+            )
+        return {next(iter(tracks)): consumed}
+    unknown = sorted(set(consumed) - set(tracks))
+    if unknown:
+        raise ConfigError(f"consumed= names {unknown}, which are no tracked readers; these are {sorted(tracks)}")
+    return consumed

@@ -1,0 +1,264 @@
+"""What does a training loop call?  `CheckpointManager`: restore, step, save, wait, latest, close.
+
+All ranks make one and call it alike. Nothing but a save or a restore talks to other ranks, except for the few notes by
+which rank 0 announces saves that fall by the clock. Saves are synchronous: when `step` or `save` returns, the
+checkpoint is committed. No thread outlives a call.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from os import PathLike
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+
+from lakeckpt.checkpoint.commit import Verify
+from lakeckpt.checkpoint.cuts import ReaderTrack, by_reader
+from lakeckpt.checkpoint.log import list_slots, read_entry
+from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.policy import Policy, policy_of
+from lakeckpt.checkpoint.random_states import RANDOM
+from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport, SaveWarning
+from lakeckpt.checkpoint.restorer import Restorer
+from lakeckpt.checkpoint.saver import Saver, Settings
+from lakeckpt.checkpoint.schedule import Schedule
+from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, WireError
+from lakeckpt.lake.storage import Storage, describe, open_storage
+from lakeckpt.tracking.exchange import Exchange, GlooExchange, Solo
+from lakeckpt.tracking.readers import TrackedReader
+
+__all__ = ["CheckpointManager"]
+
+
+class CheckpointManager:
+    """Checkpoints of a run at ``uri``: a local folder or any URL that fsspec knows, or a `Storage`.
+
+    Args:
+        uri: where the run lies. One run, one place; every attempt at it uses the same.
+        state: name → object with ``state_dict`` and ``load_state_dict``. Readers such as `lakeckpt.LakeLoader` are
+            recognised: their states are taken as of what was consumed. Random states are always saved.
+        every: save after so many optimizer steps (int), or so much time (timedelta). Default: every 10 minutes.
+        policy: when to save, instead of ``every``.
+        keep: how many checkpoints keep their data. The record of all of them stays.
+        group: the torch process group (or one-dimensional DeviceMesh) whose ranks hold replicas; default: all ranks.
+        rank, world_size: checked against the group's, where given.
+        storage_options: for fsspec.
+        verify: what rank 0 looks at before it commits: that all objects are there with their ``"sizes"``, or all
+            their ``"bytes"``, read again.
+        timeout_s: how long a rank waits for another one in a save or restore, in seconds.
+        on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails. A superseded attempt, a
+            disagreement of the ranks and a state that cannot be written always raise.
+
+    Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
+    falls.
+    """
+
+    def __init__(
+        self,
+        uri: str | PathLike[str] | Storage,
+        state: Mapping[str, Any],
+        *,
+        every: int | timedelta | None = None,
+        policy: Policy | None = None,
+        keep: int = 3,
+        group: Any = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        verify: Verify = "sizes",
+        timeout_s: float = 600.0,
+        on_save_failure: Literal["raise", "warn"] = "raise",
+        exchange: Exchange | None = None,
+        waiter: Waiter | None = None,
+    ) -> None:
+        self._objects = _checked(state)
+        if type(keep) is not int or keep < 1:
+            raise ConfigError(f"keep is how many checkpoints keep their data, at least 1, got {keep!r}")
+        if verify not in ("sizes", "bytes") or on_save_failure not in ("raise", "warn") or not timeout_s > 0:
+            raise ConfigError(
+                f"verify is 'sizes' or 'bytes', on_save_failure 'raise' or 'warn', timeout_s positive; got {verify!r}, "
+                f"{on_save_failure!r}, {timeout_s!r}"
+            )
+        chosen = policy_of(every, policy)
+        self._storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
+        self._waiter = SystemWaiter() if waiter is None else waiter
+        self._exchange = _exchange(group, timeout_s) if exchange is None else exchange
+        _check_topology(self._exchange, rank, world_size)
+        self._settings = Settings(keep=keep, verify=verify, timeout_s=timeout_s)
+        self._warn_only = on_save_failure == "warn"
+        self._schedule = Schedule(chosen, self._exchange, self._waiter)
+        self._tracks: dict[str, ReaderTrack] = {}
+        self._saver: Saver | None = None
+        self._step = 0
+        self._saved_step = 0
+        self._report: RestoreReport | None = None
+        self._closed = False
+
+    # --- what is asked
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps done so far, over all attempts in this history."""
+        return self._step
+
+    @property
+    def restore_report(self) -> RestoreReport | None:
+        """What `restore` found; None before it."""
+        return self._report
+
+    def latest(self) -> CheckpointInfo | None:
+        """The newest commit in the log that can be read, or None. It does not verify the data."""
+        for slot in reversed(list_slots(self._storage)):
+            try:
+                entry = read_entry(self._storage, slot)
+            except WireError:
+                continue
+            if isinstance(entry, Manifest):
+                return CheckpointInfo.of(entry)
+        return None
+
+    # --- what a training loop calls
+
+    def restore(self) -> int:
+        """Restore the newest checkpoint that is whole, and begin an attempt; call it once, before the first step.
+
+        Returns the optimizer steps done so far: 0 on a fresh place. Damaged checkpoints are passed over with a
+        `DamageWarning` and told in `restore_report`.
+
+        Raises `CheckpointMismatch` listing all that does not fit, `CheckpointDamaged` where there are checkpoints and
+        none is whole, `StateError` where a reader refuses its state; on every rank, with nothing changed on any.
+        """
+        self._refuse_closed()
+        if self._saver is not None:
+            raise ConfigError("this manager has restored already: make another one to restore again")
+        step, attempt, self._report = Restorer(self._storage, self._exchange, self._objects).restore()
+        self._step = self._saved_step = step
+        self._tracks.update(
+            (name, ReaderTrack(name, one)) for name, one in self._objects.items() if isinstance(one, TrackedReader)
+        )
+        self._saver = Saver(
+            self._storage,
+            self._exchange,
+            attempt,
+            objects={name: one for name, one in self._objects.items() if name not in self._tracks},
+            tracks=self._tracks,
+            settings=self._settings,
+            waiter=self._waiter,
+        )
+        self._schedule.start(step)
+        return step
+
+    def step(self, consumed: Receipt | Mapping[str, Receipt] | None = None) -> CheckpointInfo | None:
+        """A cut: call it on every rank after each optimizer step, when schedulers, scaler and averages are updated,
+        too.
+
+        ``consumed`` says up to which receipt the data of this and all earlier steps goes, where the loop fetches ahead
+        of training; by default, all that the readers have delivered. Saves if the policy says so, and returns what was
+        committed, else None. Errors as for `save`.
+        """
+        saver = self._ready()
+        receipts = by_reader(consumed, self._tracks)
+        self._step += 1
+        for name, track in self._tracks.items():
+            track.cut(self._step, receipts.get(name))
+        if not self._schedule.is_due(self._step):
+            return None
+        try:
+            return self._save(saver)
+        except (SaveFailed, CheckpointIncomplete) as error:
+            if not self._warn_only:
+                raise
+            warnings.warn(
+                f"training goes on without a checkpoint of step {self._step}: {error}", SaveWarning, stacklevel=2
+            )
+            return None
+
+    def save(self) -> CheckpointInfo:
+        """Save the last cut now, whatever the policy says; call it on every rank, right after `step`.
+
+        Raises `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
+        `AttemptSuperseded` (stop), `DisagreementError` (the ranks are not at one cut) and `UnsupportedValue` (a state
+        that cannot be written, with its path).
+        """
+        return self._save(self._ready())
+
+    def wait(self) -> None:
+        """Return when everything that was saved is committed. Saves are synchronous: at once."""
+        self._refuse_closed()
+
+    def close(self) -> None:
+        """Let go of what the manager holds; saves nothing, may be called again."""
+        if not self._closed:
+            self._closed = True
+            self._exchange.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Save the last cut if the body ended well and it is not saved yet; after an exception, save nothing."""
+        try:
+            if kind is None and not self._closed and self._saver is not None and self._saved_step != self._step:
+                self._save(self._saver)
+        finally:
+            self.close()
+
+    # --- inside
+
+    def _save(self, saver: Saver) -> CheckpointInfo:
+        info = CheckpointInfo.of(saver.save(self._step))
+        self._saved_step = self._step
+        self._schedule.saved()
+        return info
+
+    def _ready(self) -> Saver:
+        self._refuse_closed()
+        if self._saver is None:
+            raise ConfigError(
+                "call restore() before the first step: it begins the attempt, and returns 0 on a fresh start"
+            )
+        return self._saver
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ConfigError("this manager is closed: make another one")
+
+    def __repr__(self) -> str:
+        return f"CheckpointManager({describe(self._storage)!r}, {sorted(self._objects)}, step={self._step})"
+
+
+def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
+    for name, one in state.items():
+        if not isinstance(name, str) or not name or "/" in name or name == RANDOM:
+            raise ConfigError(f"names of state are non-empty strings without '/', and not {RANDOM!r}; got {name!r}")
+        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+            raise ConfigError(f"{name!r} is a {type(one).__name__} without state_dict and load_state_dict")
+    return dict(state)
+
+
+def _exchange(group: Any, timeout_s: float) -> Exchange:
+    if dist.is_available() and dist.is_initialized():
+        group = group.get_group() if hasattr(group, "get_group") else group
+        size = dist.get_world_size(group)
+        return Solo() if size == 1 else GlooExchange(group, timeout_s=timeout_s)
+    if group is not None:
+        raise ConfigError("a group was given and torch.distributed is not initialized: call init_process_group first")
+    return Solo()
+
+
+def _check_topology(exchange: Exchange, rank: int | None, world_size: int | None) -> None:
+    found = (exchange.rank, exchange.world_size)
+    asked = (found[0] if rank is None else rank, found[1] if world_size is None else world_size)
+    if asked != found:
+        raise ConfigError(
+            f"rank {asked[0]} of {asked[1]} was asked for, and this process is rank {found[0]} of {found[1]}: "
+            "initialize torch.distributed, or give the group of these ranks"
+        )

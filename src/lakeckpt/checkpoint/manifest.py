@@ -1,0 +1,268 @@
+"""What does the log of a run hold?  Two kinds of entries: an attempt begins, and a checkpoint is committed.
+
+A `Begin` opens an attempt; its slot is the attempt's number and fencing token. A `Manifest` is the commit of a
+checkpoint: whose parts it is made of, its parent, and for every reader its state and what was consumed since the
+parent, so that the record of a run outlives the data of its checkpoints. Both are values with one document each.
+
+Imports without torch. Never touches storage: `lakeckpt.checkpoint.log` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lakeckpt.checkpoint.digests import DIGEST_BYTES
+from lakeckpt.checkpoint.fields import confined, fields_of, number, taken
+from lakeckpt.checkpoint.parts import PARTS, SaveId
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.errors import WireDamaged
+from lakeckpt.tracking.steps import StepRecord
+from lakeckpt.wire.codec import dumps, loads
+from lakeckpt.wire.varint import pack_intervals, unpack_intervals
+
+__all__ = ["Begin", "Entry", "Manifest", "PartRef", "ReaderRecord", "Stretch", "entry_from_bytes", "entry_to_bytes"]
+
+_KIND = "log"
+_VERSION = (1, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRef:
+    """A part of a checkpoint: ``digest`` is the BLAKE2b-128 (`short_digest`) of the record's ``size_bytes`` bytes."""
+
+    rank: int
+    path: str
+    size_bytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """What a reader consumed going from one state to another, both of one order and epoch (or endless stream)."""
+
+    begin: Mapping[str, Any]
+    """The plain `lakeckpt.core.state.ReaderState` that it began with."""
+    end: Mapping[str, Any]
+    consumed: Mapping[int, Intervals]
+    """epoch → positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderRecord:
+    """One reader at the cut."""
+
+    state: Mapping[str, Any]
+    """The plain state of the whole job."""
+    stretches: tuple[Stretch, ...] = ()
+    """What was consumed since the parent, in order."""
+    steps: StepRecord = field(default_factory=StepRecord)
+    """The frontiers after each optimizer step since the parent."""
+    index: str | None = None
+    """Digest (hex) of the footer index of its table: ``index/<digest>.lkc``."""
+
+    def consumed(self) -> dict[int, Intervals]:
+        """epoch → the positions consumed since the parent."""
+        found: dict[int, Intervals] = {}
+        for stretch in self.stretches:
+            for epoch, positions in stretch.consumed.items():
+                found[epoch] = found[epoch].union(positions) if epoch in found else positions
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """An attempt begins."""
+
+    run: str
+    slot: int
+    restored: int | None
+    """The slot of the checkpoint that the attempt went on from, or None."""
+    world_size: int
+    library: str
+    created_s: float
+    """When, in seconds since 1970, by the clock of rank 0's machine."""
+    write_id: str
+    """Unique to this put: tells our entry from another's where the answer of a store was lost."""
+
+    @property
+    def attempt(self) -> int:
+        """The attempt's number: its slot."""
+        return self.slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint is committed."""
+
+    run: str
+    slot: int
+    attempt: int
+    parent: int | None
+    """The slot of the checkpoint before it in its history, or None."""
+    step: int
+    """Optimizer steps done."""
+    number: int
+    """How many saves the attempt had begun before this one."""
+    world_size: int
+    cut: bytes
+    parts: tuple[PartRef, ...]
+    readers: Mapping[str, ReaderRecord]
+    seed: int
+    """What random states of ranks that are new after a change of the world size are derived from."""
+    library: str
+    created_s: float
+    write_id: str
+
+    def __post_init__(self) -> None:
+        if [part.rank for part in self.parts] != list(range(self.world_size)):
+            raise WireDamaged(
+                f"the manifest of slot {self.slot} does not have one part for each of {self.world_size} ranks"
+            )
+        if not self.attempt < self.slot or (self.parent is not None and not self.parent < self.slot):
+            raise WireDamaged(f"slot {self.slot} names attempt {self.attempt} and parent {self.parent}, not before it")
+
+    @property
+    def save(self) -> SaveId:
+        """Where its parts and objects lie."""
+        return SaveId(attempt=self.attempt, step=self.step, number=self.number)
+
+
+Entry = Begin | Manifest
+
+
+def entry_to_bytes(entry: Entry) -> bytes:
+    """The document of an entry."""
+    plain = _begin_to_plain(entry) if isinstance(entry, Begin) else _manifest_to_plain(entry)
+    return dumps(plain, kind=_KIND, version=_VERSION)
+
+
+def entry_from_bytes(data: bytes) -> Entry:
+    """The entry that `entry_to_bytes` made ``data`` of; `WireError` where it is none."""
+    plain = fields_of(loads(data, kind=_KIND, supported=_VERSION).value, "an entry of the log")
+    kind = taken(plain, "entry", str)
+    if kind == "begin":
+        return _begin_from_plain(plain)
+    if kind == "commit":
+        return _manifest_from_plain(plain)
+    raise WireDamaged(f"an entry of the log is a begin or a commit, got {kind!r:.40}")
+
+
+def _begin_to_plain(entry: Begin) -> dict[str, object]:
+    return {
+        "entry": "begin",
+        "run": entry.run,
+        "slot": entry.slot,
+        "restored": entry.restored,
+        "world_size": entry.world_size,
+        "library": entry.library,
+        "created_s": entry.created_s,
+        "write_id": entry.write_id,
+    }
+
+
+def _begin_from_plain(plain: Mapping[str, object]) -> Begin:
+    return Begin(
+        run=taken(plain, "run", str),
+        slot=number(plain, "slot"),
+        restored=None if plain.get("restored") is None else number(plain, "restored"),
+        world_size=number(plain, "world_size", least=1),
+        library=taken(plain, "library", str),
+        created_s=taken(plain, "created_s", float),
+        write_id=taken(plain, "write_id", str),
+    )
+
+
+def _manifest_to_plain(entry: Manifest) -> dict[str, object]:
+    return {
+        "entry": "commit",
+        "run": entry.run,
+        "slot": entry.slot,
+        "attempt": entry.attempt,
+        "parent": entry.parent,
+        "step": entry.step,
+        "number": entry.number,
+        "world_size": entry.world_size,
+        "cut": entry.cut,
+        "parts": [[part.rank, part.path, part.size_bytes, part.digest] for part in entry.parts],
+        "readers": {name: _reader_to_plain(reader) for name, reader in entry.readers.items()},
+        "seed": entry.seed,
+        "library": entry.library,
+        "created_s": entry.created_s,
+        "write_id": entry.write_id,
+    }
+
+
+def _manifest_from_plain(plain: Mapping[str, object]) -> Manifest:
+    parent = plain.get("parent")
+    return Manifest(
+        run=taken(plain, "run", str),
+        slot=number(plain, "slot"),
+        attempt=number(plain, "attempt"),
+        parent=None if parent is None else number(plain, "parent"),
+        step=number(plain, "step"),
+        number=number(plain, "number"),
+        world_size=number(plain, "world_size", least=1),
+        cut=taken(plain, "cut", bytes),
+        parts=tuple(_part_ref(row) for row in taken(plain, "parts", list)),
+        readers={
+            str(name): _reader_from_plain(fields_of(reader, "the record of a reader"))
+            for name, reader in taken(plain, "readers", dict).items()
+        },
+        seed=taken(plain, "seed", int),
+        library=taken(plain, "library", str),
+        created_s=taken(plain, "created_s", float),
+        write_id=taken(plain, "write_id", str),
+    )
+
+
+def _part_ref(row: object) -> PartRef:
+    if not isinstance(row, list) or [type(value) for value in row] != [int, str, int, bytes]:
+        raise WireDamaged(f"a part in a manifest is [rank, path, size, digest], got {row!r:.80}")
+    rank, path, size_bytes, digest = row
+    if len(digest) != DIGEST_BYTES or size_bytes < 0:
+        raise WireDamaged(f"the part of rank {rank} has {size_bytes} bytes and a digest of {len(digest)}")
+    return PartRef(rank=rank, path=confined(path, below=PARTS), size_bytes=size_bytes, digest=digest)
+
+
+def _reader_to_plain(reader: ReaderRecord) -> dict[str, object]:
+    stretches = [
+        [
+            dict(one.begin),
+            dict(one.end),
+            [[epoch, pack_intervals(rows.pairs())] for epoch, rows in one.consumed.items()],
+        ]
+        for one in reader.stretches
+    ]
+    return {
+        "state": dict(reader.state),
+        "stretches": stretches,
+        "steps": reader.steps.to_plain(),
+        "index": reader.index,
+    }
+
+
+def _reader_from_plain(plain: Mapping[str, object]) -> ReaderRecord:
+    try:
+        steps = StepRecord.from_plain(taken(plain, "steps", list))
+    except (TypeError, ValueError) as error:
+        raise WireDamaged(f"the record of steps is malformed: {error}") from None
+    return ReaderRecord(
+        state=taken(plain, "state", dict),
+        stretches=tuple(_stretch(row) for row in taken(plain, "stretches", list)),
+        steps=steps,
+        index=None if plain.get("index") is None else taken(plain, "index", str),
+    )
+
+
+def _stretch(row: object) -> Stretch:
+    if not isinstance(row, list) or [type(value) for value in row] != [dict, dict, list]:
+        raise WireDamaged(f"a stretch is [state, state, consumed], got {row!r:.80}")
+    begin, end, consumed = row
+    found = {}
+    for pair in consumed:
+        if not isinstance(pair, list) or [type(value) for value in pair] != [int, bytes]:
+            raise WireDamaged(f"what was consumed is [epoch, intervals], got {pair!r:.80}")
+        found[pair[0]] = Intervals.of(unpack_intervals(pair[1]))
+    return Stretch(begin=begin, end=end, consumed=found)

@@ -1,0 +1,194 @@
+"""What did one rank write for a checkpoint?  Its part: an immutable record, and the objects that it names.
+
+A part lists the units that its rank wrote. A unit is a tensor, or the tree of an item (its state without the tensors,
+as a document), with the ranks whose state it is: replicas that agree are written once, by one of them. A tensor's bytes
+are covered by its own digest, the head of its file by another; the record itself by its checksum and, in the manifest,
+its digest: no byte of a checkpoint is uncovered.
+
+Imports without torch, and never reads or writes by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lakeckpt.checkpoint.digests import DIGEST_BYTES, short_digest
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.fields import Ranks, confined, fields_of, number, ranks_of, taken
+from lakeckpt.errors import WireDamaged
+from lakeckpt.wire.codec import dumps, loads
+
+__all__ = ["OBJECTS", "PARTS", "FileRecord", "PartRecord", "SaveId", "TensorRecord", "TreeRecord"]
+
+PARTS = "parts"
+OBJECTS = "objects"
+_KIND = "part"
+_VERSION = (1, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveId:
+    """One attempt's one save: where its parts and objects lie. Never used twice."""
+
+    attempt: int
+    step: int
+    """Optimizer steps done at its cut."""
+    number: int
+    """How many saves the attempt had begun before it."""
+
+    @property
+    def folder(self) -> str:
+        """The folder below ``parts/`` and ``objects/``."""
+        return f"{self.attempt:010d}/{self.step:012d}-{self.number:06d}"
+
+    def part_path(self, rank: int) -> str:
+        """Where ``rank`` publishes its part."""
+        return f"{PARTS}/{self.folder}/{rank:05d}.lkc"
+
+    def failure_path(self, rank: int) -> str:
+        """Where ``rank`` says that it will not publish its part."""
+        return f"{PARTS}/{self.folder}/{rank:05d}.failed"
+
+    def object_path(self, rank: int, index: int, digest: bytes) -> str:
+        """Where ``rank`` puts its ``index``-th file of tensors."""
+        return f"{OBJECTS}/{self.folder}/{rank:05d}-{index:04d}-{digest.hex()}.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """A file of tensors."""
+
+    path: str
+    size_bytes: int
+    head_digest: bytes
+    """`short_digest` of its first bytes: length and head."""
+    digest: bytes
+    """`short_digest` of ``head_digest`` and the digests of its tensors, in the order of their bytes."""
+
+    def __post_init__(self) -> None:
+        _check_digests(self.head_digest, self.digest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord:
+    """A tensor: what it is, where it lies, and whose state it is."""
+
+    spec: TensorSpec
+    digest: bytes
+    """Of its bytes: `lakeckpt.checkpoint.digests.content_digest`."""
+    file: int
+    """Which of the part's files holds it."""
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        _check_digests(self.digest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeRecord:
+    """The state of an item without its tensors (``TensorRef`` stands for each), as a document of kind ``tree``."""
+
+    item: str
+    document: bytes
+    digest: bytes
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        _check_digests(self.digest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRecord:
+    """All that a rank wrote for one save."""
+
+    run: str
+    save: SaveId
+    rank: int
+    world_size: int
+    cut: bytes
+    """Digest of what all ranks agreed on at the cut."""
+    files: tuple[FileRecord, ...]
+    tensors: tuple[TensorRecord, ...]
+    trees: tuple[TreeRecord, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise WireDamaged(f"a part of rank {self.rank} of {self.world_size}")
+        if any(not 0 <= tensor.file < len(self.files) for tensor in self.tensors):
+            raise WireDamaged(f"the part of rank {self.rank} places a tensor in a file that it does not have")
+
+    def to_bytes(self) -> bytes:
+        """The part as a document."""
+        plain = {
+            "run": self.run,
+            "attempt": self.save.attempt,
+            "step": self.save.step,
+            "number": self.save.number,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "cut": self.cut,
+            "files": [[file.path, file.size_bytes, file.head_digest, file.digest] for file in self.files],
+            "tensors": [
+                [one.spec.key, one.spec.dtype, list(one.spec.shape), one.digest, one.file, _lists(one.ranks)]
+                for one in self.tensors
+            ],
+            "trees": [[one.item, one.document, one.digest, _lists(one.ranks)] for one in self.trees],
+        }
+        return dumps(plain, kind=_KIND, version=_VERSION)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PartRecord:
+        """The part that `to_bytes` made ``data`` of; `WireError` where it is none."""
+        plain = fields_of(loads(data, kind=_KIND, supported=_VERSION).value, "a part")
+        save = SaveId(attempt=number(plain, "attempt"), step=number(plain, "step"), number=number(plain, "number"))
+        return cls(
+            run=taken(plain, "run", str),
+            save=save,
+            rank=number(plain, "rank"),
+            world_size=number(plain, "world_size", least=1),
+            cut=taken(plain, "cut", bytes),
+            files=tuple(_file(row) for row in _rows(plain, "files", (str, int, bytes, bytes))),
+            tensors=tuple(_tensor(row) for row in _rows(plain, "tensors", (str, str, list, bytes, int, list))),
+            trees=tuple(
+                TreeRecord(item=item, document=document, digest=digest, ranks=ranks_of(ranks))
+                for item, document, digest, ranks in _rows(plain, "trees", (str, bytes, bytes, list))
+            ),
+        )
+
+
+def file_digest(head_digest: bytes, tensor_digests: list[bytes]) -> bytes:
+    """The digest of a file of tensors, which also names it."""
+    return short_digest(head_digest, *tensor_digests)
+
+
+def _rows(plain: Any, name: str, kinds: tuple[type, ...]) -> list[list[Any]]:
+    rows = taken(plain, name, list)
+    for row in rows:
+        if type(row) is not list or tuple(map(type, row)) != kinds:
+            raise WireDamaged(f"field {name!r} of a part holds {row!r:.80}")
+    return rows
+
+
+def _file(row: list[Any]) -> FileRecord:
+    path, size_bytes, head_digest, digest = row
+    if not 8 <= size_bytes < 2**63:
+        raise WireDamaged(f"a file of tensors of {size_bytes} bytes")
+    return FileRecord(path=confined(path, below=OBJECTS), size_bytes=size_bytes, head_digest=head_digest, digest=digest)
+
+
+def _tensor(row: list[Any]) -> TensorRecord:
+    key, dtype, shape, digest, file, ranks = row
+    if not all(type(size) is int for size in shape):
+        raise WireDamaged(f"tensor {key!r} has the shape {shape!r:.80}")
+    spec = TensorSpec(key=key, dtype=dtype, shape=tuple(shape))
+    return TensorRecord(spec=spec, digest=digest, file=file, ranks=ranks_of(ranks))
+
+
+def _lists(ranks: Ranks) -> list[list[int]]:
+    return [list(pair) for pair in ranks]
+
+
+def _check_digests(*digests: bytes) -> None:
+    if any(len(digest) != DIGEST_BYTES for digest in digests):
+        raise WireDamaged(f"a digest has {DIGEST_BYTES} bytes, got {[len(digest) for digest in digests]}")

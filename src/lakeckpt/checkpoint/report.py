@@ -1,0 +1,58 @@
+"""What did a restore find, and what do a checkpoint's users get told?  Small values, and the warning for damage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lakeckpt.checkpoint.log import Damage
+from lakeckpt.checkpoint.manifest import Manifest
+
+__all__ = ["CheckpointInfo", "DamageWarning", "RestoreReport", "SaveWarning"]
+
+
+class DamageWarning(UserWarning):
+    """Something of the run is not as it was written; an older checkpoint was taken, or it was not needed."""
+
+
+class SaveWarning(UserWarning):
+    """A save failed and training goes on; nothing was committed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """A committed checkpoint."""
+
+    slot: int
+    """Its slot in the log."""
+    step: int
+    """Optimizer steps done."""
+    attempt: int
+    world_size: int
+    created_s: float
+    """Seconds since 1970."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> CheckpointInfo:
+        """What a user is told of a manifest."""
+        return cls(
+            slot=manifest.slot,
+            step=manifest.step,
+            attempt=manifest.attempt,
+            world_size=manifest.world_size,
+            created_s=manifest.created_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What `CheckpointManager.restore` did."""
+
+    restored: CheckpointInfo | None
+    """The checkpoint taken; None on a fresh start."""
+    attempt: int
+    """The attempt that began."""
+    damaged: tuple[Damage, ...]
+    """All that was found not to be as it was written, the newer checkpoints passed over included."""
+    per_rank: tuple[str, ...]
+    """Units (``tensor:…``, ``tree:…``) of which the ranks had different contents. After a change of the world size,
+    rank r has those of the old rank r, and a new rank those of the old rank r mod W."""

@@ -1,0 +1,280 @@
+"""How does a run go on?  The newest checkpoint that is whole is chosen, verified, agreed on, and applied on every rank.
+
+Rank 0 reads the log and chooses; every rank reads and verifies what it needs and compares it with its live objects;
+they vote. Damage anywhere: the one before is tried. A misfit anywhere: all raise, nothing was changed. Else rank 0
+begins the attempt, in the slot right after the last one it has seen, so that no commit can slip in between; then all
+apply.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+import lakeckpt
+from lakeckpt import errors
+from lakeckpt.checkpoint.agreement import everyone
+from lakeckpt.checkpoint.apply import apply, differences, refuse
+from lakeckpt.checkpoint.fetch import read_object
+from lakeckpt.checkpoint.ledger import index_path
+from lakeckpt.checkpoint.load import Loaded, load
+from lakeckpt.checkpoint.log import Damage, LogView, SlotTaken, list_slots, put_entry, read_entry, read_log, slot_path
+from lakeckpt.checkpoint.manifest import Begin, Manifest
+from lakeckpt.checkpoint.random_states import derive_random, restore_random
+from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
+from lakeckpt.checkpoint.saver import Attempt
+from lakeckpt.errors import (
+    AttemptSuperseded,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    LakeckptError,
+    WireError,
+)
+from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.storage import Storage
+from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.readers import index_of
+
+__all__ = ["Restorer"]
+
+_MOST_ENTRIES = 4096
+_POLITE_ROUNDS = 3
+_MOST_ROUNDS = 100
+_KINDS: dict[str, type[LakeckptError]] = {
+    one.kind: one
+    for one in vars(errors).values()
+    if isinstance(one, type) and issubclass(one, LakeckptError) and one is not errors.DataFileDamaged
+}
+
+
+class _Refused(Exception):
+    """The verdict of a rank that cannot take the checkpoint; ``damaged`` tells whether an older one may do."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.damaged = isinstance(error, CheckpointDamaged)
+
+
+class Restorer:
+    """Restores ``objects`` (tracked readers included) and begins an attempt."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        exchange: Exchange,
+        objects: Mapping[str, Any],
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._storage = storage
+        self._exchange = exchange
+        self._objects = objects
+        self._clock = clock
+        self._damaged: dict[str, Damage] = {}
+        self._rejected: set[int] = set()
+        self._view = LogView(entries={}, damaged=(), last=-1)
+
+    def restore(self) -> tuple[int, Attempt, RestoreReport]:
+        """Restore, collectively. Returns the optimizer steps done, the attempt that began and the report."""
+        loaded: tuple[int, Loaded] | None = None
+        for round_ in range(_MOST_ROUNDS):
+            told = self._told_by_rank_0(partial(self._choose, fence=round_ >= _POLITE_ROUNDS))
+            if told["slot"] == "none":
+                manifest = None
+            else:
+                manifest = self._read(int(told["slot"]))
+                if loaded is None or loaded[0] != manifest.slot:
+                    loaded = None
+                    found = self._load_and_vote(manifest)
+                    if found is None:
+                        continue
+                    loaded = (manifest.slot, found)
+            begun = self._told_by_rank_0(partial(self._begin, told, manifest))
+            if begun["begun"] == "no":
+                continue
+            begin = read_entry(self._storage, int(begun["begun"]))
+            assert isinstance(begin, Begin)
+            return self._finish(begin, manifest, None if loaded is None else loaded[1])
+        raise AttemptSuperseded(f"other jobs kept writing to this run through {_MOST_ROUNDS} tries: stop them first")
+
+    # --- choosing, on rank 0
+
+    def _choose(self, *, fence: bool) -> dict[str, str]:
+        listed = list_slots(self._storage)
+        view = read_log(self._storage) if len(listed) <= _MOST_ENTRIES else None
+        self._view = view or read_log(self._storage, slots=listed[-_MOST_ENTRIES:])
+        for damage in self._view.damaged:
+            self._report(damage)
+        manifests = self._view.manifests
+        chosen = next((one for one in manifests if one.slot not in self._rejected), None)
+        if chosen is None and (manifests or self._view.damaged):
+            listing = "\n  ".join(str(one) for one in self._damaged.values())
+            raise CheckpointDamaged(
+                f"no checkpoint of this run is whole, and starting anew would hide that:\n  {listing}\n"
+                "Mend the storage, or start a run at another place"
+            )
+        run = self._view.run or uuid.uuid4().hex
+        last = self._view.last
+        if fence:  # another job commits faster than we can verify: shut it out first, then look again
+            last = self._fence(run, chosen, last)
+        return {"slot": "none" if chosen is None else str(chosen.slot), "last": str(last), "run": run}
+
+    def _fence(self, run: str, chosen: Manifest | None, last: int) -> int:
+        for slot in range(last + 1, last + 1 + _MOST_ROUNDS):
+            try:
+                put_entry(self._storage, self._entry(run, slot, chosen))
+            except SlotTaken:
+                continue
+            return slot
+        raise AttemptSuperseded(f"other jobs took {_MOST_ROUNDS} slots of the log in a row: stop them first")
+
+    def _begin(self, told: Mapping[str, str], manifest: Manifest | None) -> dict[str, str]:
+        slot = int(told["last"]) + 1
+        try:
+            put_entry(self._storage, self._entry(told["run"], slot, manifest))
+        except SlotTaken:
+            return {"begun": "no"}
+        return {"begun": str(slot)}
+
+    def _entry(self, run: str, slot: int, restored: Manifest | None) -> Begin:
+        return Begin(
+            run=run,
+            slot=slot,
+            restored=None if restored is None else restored.slot,
+            world_size=self._exchange.world_size,
+            library=lakeckpt.__version__,
+            created_s=float(self._clock()),
+            write_id=uuid.uuid4().hex,
+        )
+
+    def _report(self, damage: Damage) -> None:
+        if damage.path not in self._damaged:
+            self._damaged[damage.path] = damage
+            if self._exchange.rank == 0:
+                warnings.warn(f"damage in the run: {damage}", DamageWarning, stacklevel=5)
+
+    # --- verifying, on every rank
+
+    def _read(self, slot: int) -> Manifest:
+        entry = read_entry(self._storage, slot)
+        if not isinstance(entry, Manifest):
+            raise CheckpointDamaged(f"{slot_path(slot)}: expected a commit")
+        return entry
+
+    def _load_and_vote(self, manifest: Manifest) -> Loaded | None:
+        """This rank's verified state, or None where it is damaged on any rank."""
+        loaded, refused = None, None
+        try:
+            loaded = load(self._storage, manifest, rank=self._exchange.rank, world_size=self._exchange.world_size)
+            lines = differences(self._objects, loaded, manifest.readers)
+            if lines:
+                raise refuse(lines, slot=manifest.slot)
+        except Exception as error:
+            refused = _Refused(error)
+        votes = {} if refused is None else {"damaged" if refused.damaged else "refused": _said(refused.error)}
+        tally = everyone(self._exchange, votes)
+        if "refused" in tally.facts:
+            if refused is not None and not refused.damaged:
+                raise refused.error
+            _raise_said(next(iter(tally.facts["refused"])), tally.describe("refused"))
+        if "damaged" in tally.facts:
+            self._rejected.add(manifest.slot)
+            for said in tally.facts["damaged"]:
+                text = said.partition(": ")[2]
+                self._report(Damage(path=slot_path(manifest.slot), reason=f"this checkpoint is not whole: {text}"))
+            return None
+        return loaded
+
+    # --- applying, on every rank
+
+    def _finish(
+        self, begin: Begin, manifest: Manifest | None, loaded: Loaded | None
+    ) -> tuple[int, Attempt, RestoreReport]:
+        seed, step = torch.initial_seed() % 2**63, 0
+        per_rank: tuple[str, ...] = ()
+        if manifest is not None:
+            assert loaded is not None
+            self._apply(manifest, loaded)
+            self._check_indexes(manifest)
+            seed, step, per_rank = manifest.seed, manifest.step, loaded.per_rank
+        attempt = Attempt(begin=begin, last=begin.slot, parent=None if manifest is None else manifest.slot, seed=seed)
+        report = RestoreReport(
+            restored=None if manifest is None else CheckpointInfo.of(manifest),
+            attempt=begin.attempt,
+            damaged=tuple(self._damaged.values()),
+            per_rank=per_rank,
+        )
+        return step, attempt, report
+
+    def _apply(self, manifest: Manifest, loaded: Loaded) -> None:
+        failure: Exception | None = None
+        go_back: Callable[[], None] = lambda: None  # noqa: E731
+        try:
+            go_back = apply(self._objects, loaded, manifest.readers)
+        except Exception as error:
+            failure = error
+        tally = everyone(self._exchange, {} if failure is None else {"refused": _said(failure)})
+        if failure is not None:
+            raise failure
+        if "refused" in tally.facts:
+            go_back()
+            raise CheckpointMismatch(f"other ranks could not apply slot {manifest.slot}: {tally.describe('refused')}")
+        if loaded.random is None:
+            derive_random(manifest.seed, manifest.step, self._exchange.rank)
+        else:
+            restore_random(loaded.random)
+
+    def _check_indexes(self, manifest: Manifest) -> None:
+        """Verify the saved footer indexes; a damaged one is written anew if the live reader still has the same."""
+        if self._exchange.rank:
+            return
+        for name, reader in manifest.readers.items():
+            if reader.index is None:
+                continue
+            path = index_path(reader.index)
+            live = index_of(self._objects[name])
+            try:
+                data = read_object(self._storage, path)
+                found = TableIndex.loads(data).digest
+                if found != reader.index:
+                    raise WireError(f"the index of {name!r} has the digest {found}, not {reader.index}")
+            except (CheckpointDamaged, WireError) as error:
+                self._report(Damage(path=path, reason=str(error)))
+                if live is not None and live.digest == reader.index:
+                    self._storage.put(path, [live.dumps()])
+
+    # --- talking
+
+    def _told_by_rank_0(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """What ``work`` says on rank 0, on every rank; what it raises there is raised everywhere."""
+        said: dict[str, str] = {}
+        failure: Exception | None = None
+        if self._exchange.rank == 0:
+            try:
+                said = work()
+            except Exception as error:
+                failure, said = error, {"failed": _said(error)}
+        tally = everyone(self._exchange, said)
+        if failure is not None:
+            raise failure
+        told = {name: next(iter(values)) for name, values in tally.facts.items()}
+        if "failed" in told:
+            _raise_said(told["failed"], f"rank 0 could not restore: {told['failed']}")
+        return told
+
+
+def _said(error: Exception) -> str:
+    kind = error.kind if isinstance(error, LakeckptError) else type(error).__name__
+    return f"{kind}: {error}"
+
+
+def _raise_said(said: str, text: str) -> NoReturn:
+    raise _KINDS.get(said.partition(":")[0], CheckpointError)(text)

@@ -1,0 +1,316 @@
+"""How does a cut become a checkpoint?  The four stages of a save, one after the other, and what is settled between
+them.
+
+capture → stage → (agree) → persist → commit. All ranks call `Saver.save` for the same cut. They talk once, when they
+agree; from then on each writes its share, rank 0 commits and the others watch the log. A save that fails leaves the
+newest checkpoint as it was. Where the answer to a commit was lost and cannot be looked up, the next save looks first.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lakeckpt
+from lakeckpt.checkpoint.agreement import Agreement, Unit, agree
+from lakeckpt.checkpoint.capture import Staged, capture, stage
+from lakeckpt.checkpoint.commit import (
+    Verify,
+    await_commit,
+    collect_parts,
+    commit,
+    publish_failure,
+    superseded,
+    verify_objects,
+)
+from lakeckpt.checkpoint.cuts import Place, ReaderTrack
+from lakeckpt.checkpoint.ledger import index_path
+from lakeckpt.checkpoint.log import SlotTaken, read_entry
+from lakeckpt.checkpoint.manifest import Begin, Manifest
+from lakeckpt.checkpoint.parts import SaveId, TreeRecord
+from lakeckpt.checkpoint.persist import OwnedTensor, persist
+from lakeckpt.checkpoint.random_states import RANDOM
+from lakeckpt.checkpoint.retention import prune
+from lakeckpt.checkpoint.waiting import Waiter
+from lakeckpt.errors import (
+    AttemptSuperseded,
+    CheckpointIncomplete,
+    LakeckptError,
+    MissingRanksError,
+    ObjectMissing,
+    SaveFailed,
+    StorageError,
+    WireError,
+)
+from lakeckpt.lake.storage import Storage
+from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.merge import is_part, merge_states
+from lakeckpt.tracking.readers import index_of
+from lakeckpt.wire.codec import dumps, loads
+
+__all__ = ["Attempt", "Saver", "Settings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a manager saves."""
+
+    keep: int
+    """How many checkpoints keep their data."""
+    verify: Verify
+    """How the committer looks at what was written: its ``"sizes"``, or all ``"bytes"`` again."""
+    timeout_s: float
+    """How long a rank waits for another's part or commit."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """The attempt that this process is part of, as far as it knows the log."""
+
+    begin: Begin
+    last: int
+    """The last slot that this attempt knows to be taken: its own."""
+    parent: int | None
+    seed: int
+    saves: int = 0
+    """How many saves have begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    step: int
+    places: Mapping[str, Place]
+
+
+class Saver:
+    """Saves cuts for one attempt. ``objects`` are all but the tracked readers, ``tracks`` those."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        exchange: Exchange,
+        attempt: Attempt,
+        *,
+        objects: Mapping[str, Any],
+        tracks: Mapping[str, ReaderTrack],
+        settings: Settings,
+        waiter: Waiter,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.attempt = attempt
+        self._storage = storage
+        self._exchange = exchange
+        self._objects = objects
+        self._tracks = tracks
+        self._settings = settings
+        self._waiter = waiter
+        self._clock = clock
+        self._doubtful: tuple[Manifest, _Cut] | None = None
+        self._indexes: set[str] = set()
+
+    def save(self, step: int) -> Manifest:
+        """Save the cut after optimizer step ``step``; collective. Returns what was committed.
+
+        Raises `SaveFailed`, `CheckpointIncomplete` and `AttemptSuperseded`; `DisagreementError` where the ranks are not
+        at one cut; `UnsupportedValue` for a state that cannot be written.
+        """
+        cut = _Cut(step=step, places={name: track.place() for name, track in self._tracks.items()})
+        save = SaveId(attempt=self.attempt.begin.attempt, step=step, number=self.attempt.saves)
+        self.attempt.saves += 1
+        staged, agreement, states = self._agree(cut, save)
+        rank = self._exchange.rank
+        slot = int(agreement.told["slot"])
+        try:
+            self._persist(save, staged, agreement)
+        except (StorageError, LakeckptError) as error:
+            publish_failure(self._storage, save, rank, str(error))
+            raise SaveFailed(f"rank {rank} could not write its part of step {step}: {error}") from error
+        if rank == 0:
+            manifest = self._commit(cut, save, agreement, states, slot)
+        else:
+            timeout_s = 2 * self._settings.timeout_s  # rank 0 may wait as long for a part before it commits
+            manifest = await_commit(self._storage, save, slot, waiter=self._waiter, timeout_s=timeout_s)
+        self._adopt(manifest, cut)
+        if rank == 0:
+            self._prune(manifest)
+        return manifest
+
+    # --- capture, stage, agree
+
+    def _agree(self, cut: _Cut, save: SaveId) -> tuple[Staged, Agreement, dict[str, Any]]:
+        """Capture and stage, and settle with all ranks what is where. What fails on one rank fails on all."""
+        facts = {"optimizer step": str(cut.step), "attempt": str(save.attempt), "save": str(save.number)}
+        for name, place in cut.places.items():
+            if not is_part(place.state):
+                facts[f"state of reader {name!r}"] = _digest(place.state)
+        staged, tell, failure = None, {}, None
+        try:
+            staged = stage(capture(self._objects))
+            if self._exchange.rank == 0:
+                tell["slot"] = str(self._next_slot())
+        except Exception as error:
+            failure = error
+            tell[f"failure of rank {self._exchange.rank}"] = str(error)
+        try:
+            agreement = agree(self._exchange, facts=facts, units=_units(staged), tell=tell)
+        except MissingRanksError as error:
+            raise failure or CheckpointIncomplete(f"the checkpoint of step {cut.step}: {error}") from error
+        failures = sorted(f"{name}: {text}" for name, text in agreement.told.items() if name.startswith("failure"))
+        if failures:
+            raise failure or SaveFailed(f"nothing was saved at step {cut.step}. {'; '.join(failures)}")
+        assert staged is not None
+        states = {name: self._joined(name, place) for name, place in cut.places.items()}
+        return staged, agreement, states
+
+    def _joined(self, name: str, place: Place) -> Any:
+        """The state of the whole job, from this rank's state of a reader."""
+        if not is_part(place.state):
+            return place.state
+        mine = _packed([dict(place.state)])
+        every = self._exchange.combine(mine, lambda messages: _packed([one for m in messages for one in _unpacked(m)]))
+        return merge_states(_unpacked(every))
+
+    def _next_slot(self) -> int:
+        """The slot for the next commit; settles first whether one whose answer was lost has happened."""
+        if self._doubtful is not None:
+            manifest, cut = self._doubtful
+            try:
+                found = read_entry(self._storage, manifest.slot)
+            except ObjectMissing:
+                self._doubtful = None
+                return self.attempt.last + 1
+            except (WireError, StorageError) as error:
+                raise SaveFailed(f"whether step {manifest.step} was committed cannot be looked up: {error}") from error
+            if found != manifest and found.write_id != manifest.write_id:
+                raise AttemptSuperseded(superseded(manifest.attempt, SlotTaken(manifest.slot, found)))
+            self._adopt(manifest, cut)
+        return self.attempt.last + 1
+
+    # --- persist
+
+    def _persist(self, save: SaveId, staged: Staged, agreement: Agreement) -> None:
+        rank, world_size = self._exchange.rank, self._exchange.world_size
+        share = agreement.share(rank)
+        tensors = [
+            OwnedTensor(spec=one.spec, data=one.data, digest=one.digest, ranks=share[f"tensor:{key}", one.digest])
+            for key, one in sorted(staged.tensors.items())
+            if (f"tensor:{key}", one.digest) in share
+        ]
+        ranks = {**share, (f"tree:{RANDOM}", staged.trees[RANDOM].digest): ((rank, rank + 1),)}
+        trees = [
+            TreeRecord(item=item, document=one.document, digest=one.digest, ranks=ranks[f"tree:{item}", one.digest])
+            for item, one in sorted(staged.trees.items())
+            if (f"tree:{item}", one.digest) in ranks
+        ]
+        persist(
+            self._storage,
+            run=self.attempt.begin.run,
+            save=save,
+            rank=rank,
+            world_size=world_size,
+            cut=agreement.cut,
+            tensors=tensors,
+            trees=trees,
+        )
+
+    # --- commit
+
+    def _commit(self, cut: _Cut, save: SaveId, agreement: Agreement, states: Mapping[str, Any], slot: int) -> Manifest:
+        manifest = None
+        try:
+            world_size = self._exchange.world_size
+            expected = {
+                rank: frozenset({*agreement.share(rank), (f"tree:{RANDOM}", b"")}) for rank in range(world_size)
+            }
+            refs, parts = collect_parts(
+                self._storage,
+                save,
+                world_size=world_size,
+                expected=expected,
+                waiter=self._waiter,
+                timeout_s=self._settings.timeout_s,
+            )
+            verify_objects(self._storage, save, parts, verify=self._settings.verify)
+            self._write_indexes()
+            manifest = Manifest(
+                run=self.attempt.begin.run,
+                slot=slot,
+                attempt=save.attempt,
+                parent=self.attempt.parent,
+                step=cut.step,
+                number=save.number,
+                world_size=world_size,
+                cut=agreement.cut,
+                parts=tuple(refs),
+                readers={
+                    name: track.record(cut.places[name], step=cut.step, state=states[name])
+                    for name, track in self._tracks.items()
+                },
+                seed=self.attempt.seed,
+                library=lakeckpt.__version__,
+                created_s=float(self._clock()),
+                write_id=uuid.uuid4().hex,
+            )
+            commit(self._storage, manifest)
+        except (StorageError, LakeckptError) as error:
+            if manifest is not None and isinstance(error, SaveFailed):
+                self._doubtful = (manifest, cut)
+            publish_failure(self._storage, save, 0, str(error))
+            if isinstance(error, StorageError):
+                raise SaveFailed(f"the checkpoint of step {cut.step} could not be committed: {error}") from error
+            raise
+        return manifest
+
+    def _write_indexes(self) -> None:
+        for track in self._tracks.values():
+            index = index_of(track.reader)
+            if index is None or index.digest in self._indexes:
+                continue
+            path = index_path(index.digest)
+            if not self._storage.list(path):
+                self._storage.put(path, [index.dumps()])
+            self._indexes.add(index.digest)
+
+    def _adopt(self, manifest: Manifest, cut: _Cut) -> None:
+        """The manifest is committed: what follows builds on it."""
+        self._doubtful = None
+        self.attempt.last = self.attempt.parent = manifest.slot
+        for name, place in cut.places.items():
+            self._tracks[name].committed(place.receipt, step=cut.step)
+
+    def _prune(self, manifest: Manifest) -> None:
+        try:
+            prune(self._storage, manifest, keep=self._settings.keep)
+        except StorageError:
+            return  # the checkpoint is committed; what should have gone goes after the next one
+
+
+def _units(staged: Staged | None) -> list[Unit]:
+    if staged is None:
+        return []
+    tensors = [
+        Unit(name=f"tensor:{key}", digest=one.digest, size_bytes=one.spec.size_bytes)
+        for key, one in staged.tensors.items()
+    ]
+    trees = [
+        Unit(name=f"tree:{item}", digest=one.digest, size_bytes=len(one.document))
+        for item, one in staged.trees.items()
+        if item != RANDOM
+    ]
+    return tensors + trees
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return dumps(dict(state), kind="value", version=(1, 0))[-16:].hex()
+
+
+def _packed(states: list[dict[str, Any]]) -> bytes:
+    return dumps(states, kind="states", version=(1, 0))
+
+
+def _unpacked(data: bytes) -> list[dict[str, Any]]:
+    states: list[dict[str, Any]] = loads(data, kind="states", supported=(1, 0)).value
+    return states

@@ -1,0 +1,68 @@
+"""How do torch's tensors become bytes, and bytes tensors, without a change of a single bit?
+
+What cannot be stored as it is (a tensor without data, sharded, sparse, quantized or nested) is refused by its path.
+Tensors that are one memory with one shape (tied weights) are recognised by `tied_key`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.errors import UnsupportedValue
+
+__all__ = ["empty_for", "host_bytes", "on_host", "spec_of", "tied_key"]
+
+
+def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
+    """The name, dtype and shape of a tensor that can be stored. Raises `UnsupportedValue` naming ``key``."""
+    kind = type(tensor).__name__
+    if hasattr(tensor, "placements") or hasattr(tensor, "to_local"):
+        raise UnsupportedValue(
+            f"{key}: a {kind} is spread over ranks, which needs torch.distributed.checkpoint: "
+            "gather it (full_state_dict) before it is saved here"
+        )
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise UnsupportedValue(
+            f"{key}: a {kind} of layout {tensor.layout} and dtype {tensor.dtype} on {tensor.device} cannot be stored: "
+            "give a plain dense tensor"
+        )
+    return TensorSpec(key=key, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+
+
+def tied_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """What is equal for two tensors that are the same memory seen the same way; None for empty ones."""
+    if not tensor.numel():
+        return None
+    return (tensor.data_ptr(), str(tensor.device), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in host memory with the same values; the same memory where it is that already."""
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, not copied."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def empty_for(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:
+    """A new tensor in host memory, and its bytes to be filled."""
+    if not prod(spec.shape):
+        return torch.empty(spec.shape, dtype=_dtype(spec)), memoryview(bytearray())
+    raw = torch.empty(spec.size_bytes, dtype=torch.uint8)
+    return raw.view(_dtype(spec)).reshape(spec.shape), raw.numpy().data
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedValue(
+            f"tensor {spec.key!r}: this torch has no dtype {spec.dtype!r}: use the one that saved it"
+        )
+    return dtype

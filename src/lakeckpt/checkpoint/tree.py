@@ -1,0 +1,134 @@
+"""How does a state dict come apart into a tree of plain values and its tensors, and together again?
+
+`flatten` walks dicts, lists and tuples, puts each tensor aside under a key (``item/path``, tied ones once) and leaves a
+`TensorRef` in its place; string keys become canonical (see ``names``). `rebuild` puts tensors back, and gives every
+container the type, and every name the spelling, that the live object's own state has at that place: types come from the
+live object, never from a file. Leaves of other types stay for the wire codec to take or to refuse.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lakeckpt.checkpoint.names import canonical_names
+from lakeckpt.checkpoint.tensors import tied_key
+from lakeckpt.errors import CheckpointDamaged, LimitExceeded
+from lakeckpt.wire.codec import TensorRef, dumps, loads
+
+__all__ = ["Flat", "flatten", "rebuild", "tree_from_bytes", "tree_to_bytes"]
+
+_KIND = "tree"
+_VERSION = (1, 0)
+_DEEPEST = 64
+_DICTS = (dict, OrderedDict, Counter, defaultdict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """The state of an item: its tree with a `TensorRef` for each tensor, and the tensors by key."""
+
+    item: str
+    tree: Any
+    tensors: dict[str, torch.Tensor]
+
+
+def flatten(item: str, state: object) -> Flat:
+    """Take the state of ``item`` apart. Tensors are referred to, not copied."""
+    walk = _Walk(item)
+    tree = walk.plain(state, item, _DEEPEST)
+    return Flat(item=item, tree=tree, tensors=walk.tensors)
+
+
+class _Walk:
+    __slots__ = ("item", "tensors", "tied")
+
+    def __init__(self, item: str) -> None:
+        self.item = item
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.tied: dict[tuple[object, ...], str] = {}
+
+    def plain(self, value: Any, path: str, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.reference(value, path)
+        kind = type(value)
+        if not depth and kind in (*_DICTS, list, tuple, torch.Size):
+            raise LimitExceeded(
+                f"{path}: more than {_DEEPEST} containers lie inside one another: see if it holds itself"
+            )
+        if kind in _DICTS:
+            names = canonical_names(key for key in value if type(key) is str)
+            return {
+                (names[key] if type(key) is str else key): self.plain(
+                    one, f"{path}/{names[key] if type(key) is str else key}", depth - 1
+                )
+                for key, one in value.items()
+            }
+        if kind is list:
+            return [self.plain(one, f"{path}/{at}", depth - 1) for at, one in enumerate(value)]
+        if kind is tuple or kind is torch.Size:
+            return tuple(self.plain(one, f"{path}/{at}", depth - 1) for at, one in enumerate(value))
+        return value
+
+    def reference(self, tensor: torch.Tensor, path: str) -> TensorRef:
+        same = tied_key(tensor)
+        if same is not None and same in self.tied:
+            return TensorRef(key=self.tied[same])
+        key = path
+        while key in self.tensors:  # 0 and "0" may both be keys of one dict
+            key += "~"
+        self.tensors[key] = tensor
+        if same is not None:
+            self.tied[same] = key
+        return TensorRef(key=key)
+
+
+def tree_to_bytes(flat: Flat) -> bytes:
+    """The document of a tree. Raises `UnsupportedValue` naming the path of a value that cannot be written."""
+    return dumps(flat.tree, kind=_KIND, version=_VERSION, root=flat.item)
+
+
+def tree_from_bytes(document: bytes) -> Any:
+    """The tree of a document; `WireError` where it is none."""
+    return loads(document, kind=_KIND, supported=_VERSION).value
+
+
+def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], like: Any = None) -> Any:
+    """Put ``tensors`` back into ``tree``, shaped ``like`` the state of the live object where that has the same
+    place."""
+    if isinstance(tree, TensorRef):
+        if tree.key not in tensors:
+            raise CheckpointDamaged(f"its tree refers to the tensor {tree.key!r}, which no part holds")
+        return tensors[tree.key]
+    if type(tree) is dict:
+        return _dict(tree, tensors, like)
+    if type(tree) is list:
+        return [rebuild(one, tensors, _at(like, at)) for at, one in enumerate(tree)]
+    if type(tree) is tuple:
+        built = tuple(rebuild(one, tensors, _at(like, at)) for at, one in enumerate(tree))
+        return torch.Size(built) if type(like) is torch.Size else built
+    return tree
+
+
+def _dict(tree: dict[Any, Any], tensors: Mapping[str, torch.Tensor], like: Any) -> Any:
+    if type(like) not in _DICTS:
+        return {key: rebuild(one, tensors) for key, one in tree.items()}
+    live = {short: name for name, short in canonical_names(key for key in like if type(key) is str).items()}
+    names = {key: live.get(key, key) if type(key) is str else key for key in tree}
+    built = {names[key]: rebuild(one, tensors, like.get(names[key])) for key, one in tree.items()}
+    if type(like) is OrderedDict:
+        ordered = OrderedDict(built)
+        if hasattr(like, "_metadata"):
+            ordered._metadata = like._metadata  # type: ignore[attr-defined]
+        return ordered
+    if type(like) is defaultdict:
+        return defaultdict(like.default_factory, built)
+    return Counter(built) if type(like) is Counter else built
+
+
+def _at(like: Any, at: int) -> Any:
+    return like[at] if isinstance(like, (list, tuple)) and at < len(like) else None

@@ -1,0 +1,56 @@
+"""How does one rank wait for what another writes?  By looking again, ever less often, until a deadline.
+
+The clock and the wait are one seam, so that tests wait for events, and nothing else in the package sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+__all__ = ["SystemWaiter", "Waiter", "poll"]
+
+_FIRST_S = 0.005
+_LONGEST_S = 1.0
+
+_T = TypeVar("_T")
+
+
+class Waiter(Protocol):
+    """A clock that one can wait on."""
+
+    def now(self) -> float:
+        """Seconds on a clock that never goes back."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Return after at most about ``seconds``."""
+        ...
+
+
+class SystemWaiter:
+    """The machine's clock."""
+
+    def now(self) -> float:
+        """See `Waiter`."""
+        return time.monotonic()
+
+    def wait(self, seconds: float) -> None:
+        """See `Waiter`."""
+        time.sleep(seconds)
+
+
+def poll(look: Callable[[], _T | None], *, waiter: Waiter, timeout_s: float) -> _T | None:
+    """What ``look`` returns, as soon as that is not None; None when ``timeout_s`` have passed.
+
+    It looks at least once, and once more after the deadline's last wait.
+    """
+    deadline, pause = waiter.now() + timeout_s, _FIRST_S
+    while (found := look()) is None:
+        left = deadline - waiter.now()
+        if left <= 0:
+            return None
+        waiter.wait(min(pause, left))
+        pause = min(2 * pause, _LONGEST_S)
+    return found

@@ -1,0 +1,283 @@
+"""How do the ranks of a job tell each other small things, without pickle and without touching the GPU?
+
+`Exchange` is the seam: combine one message of every rank (a tally), and publish a note that others fetch. `Solo` is a
+job of one; `GlooExchange` sends bytes over a gloo group of its own through node leaders: a node's ranks send to their
+leader, leaders to the first of them, and the result goes back the same way. A rank that is gone is named to all the
+others, and so is what a merge refused, so that every rank raises the same error.
+
+It knows nothing of checkpoints, and its messages are never larger than a tally.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lakeckpt import errors
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.errors import MissingRanksError, TrackingError
+from lakeckpt.tracking.tally import name_ranks
+from lakeckpt.wire.codec import dumps, loads
+
+__all__ = ["Exchange", "GlooExchange", "Merge", "Solo", "this_node"]
+
+Merge = Callable[[Sequence[bytes]], bytes]
+_VERSION = (1, 0)
+_LARGEST_BYTES = 2**30
+_KINDS: dict[str, type[TrackingError]] = {
+    one.kind: one
+    for one in (
+        errors.TrackingError,
+        errors.OverlapError,
+        errors.GapError,
+        errors.MissingRanksError,
+        errors.DisagreementError,
+    )
+}
+
+
+class Exchange(Protocol):
+    """Messages between the ranks of a job. Called by one thread of each rank, in the same order on every rank."""
+
+    rank: int
+    world_size: int
+
+    def combine(self, data: bytes, merge: Merge) -> bytes:
+        """The ``merge`` of the data of all ranks, on every rank; ``merge`` is associative and commutative.
+
+        Raises on every rank what ``merge`` raised on one (`TrackingError` only), and `MissingRanksError` naming the
+        ranks that are gone or did not call within the deadline.
+        """
+        ...
+
+    def publish(self, key: str, data: bytes) -> None:
+        """Leave a note that every rank can fetch; never waits for anyone."""
+        ...
+
+    def fetch(self, key: str) -> bytes:
+        """The note of that key, waiting for it; `MissingRanksError` if it does not come within the deadline."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the exchange holds; never communicates."""
+        ...
+
+
+class Solo:
+    """The exchange of a job of one rank."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self) -> None:
+        self._notes: dict[str, bytes] = {}
+
+    def combine(self, data: bytes, merge: Merge) -> bytes:
+        """See `Exchange`."""
+        return merge([data])
+
+    def publish(self, key: str, data: bytes) -> None:
+        """See `Exchange`."""
+        self._notes = {key: data}
+
+    def fetch(self, key: str) -> bytes:
+        """See `Exchange`."""
+        return self._notes[key]
+
+    def close(self) -> None:
+        """See `Exchange`."""
+        self._notes = {}
+
+
+def this_node() -> bytes:
+    """16 bytes that tell this machine (since its last start) from others."""
+    boot = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read()
+    return blake2b(f"{socket.gethostname()}\0{boot}".encode(), digest_size=16).digest()
+
+
+class GlooExchange:
+    """Messages over a gloo group that has the ranks of ``group`` (None: all), whatever backend that one has.
+
+    Made by all of these ranks together; ``timeout_s`` is how long a rank waits for another one. ``node`` (16 bytes,
+    by default `this_node`) tells which ranks share a node.
+    """
+
+    _made = 0
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0, node: bytes | None = None
+    ) -> None:
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        self._timeout_s = timeout_s
+        self._group: Any = dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=4 * timeout_s),
+            backend="gloo",
+            use_local_synchronization=ranks is not None,
+        )
+        self.rank = dist.get_rank(self._group)
+        self.world_size = dist.get_world_size(self._group)
+        self._nodes = self._find_nodes(this_node() if node is None else node)
+        self._mine = next(members for members in self._nodes if self.rank in members)
+        self._store = dist.distributed_c10d.PrefixStore(self._prefix(ranks), dist.distributed_c10d._get_default_store())
+
+    @classmethod
+    def _prefix(cls, ranks: list[int] | None) -> str:
+        cls._made += 1
+        return f"lakeckpt/{'all' if ranks is None else '.'.join(map(str, ranks))}/{cls._made}"
+
+    def _find_nodes(self, node: bytes) -> list[list[int]]:
+        """The ranks of each node, in order; the first of each leads it."""
+        mine = torch.frombuffer(bytearray(node), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(every, mine, group=self._group)
+        nodes: dict[bytes, list[int]] = {}
+        for rank, found in enumerate(every):
+            nodes.setdefault(bytes(found.tolist()), []).append(rank)
+        return list(nodes.values())
+
+    def combine(self, data: bytes, merge: Merge) -> bytes:
+        """See `Exchange`. A leader waits for its node once the deadline, the first leader twice, and so on down."""
+        if self.rank != self._mine[0]:
+            self._send(self._mine[0], _Message(data=data).pack())
+            answer = self._receive(self._mine[0], 4)
+            if answer is None:
+                leader = Intervals.of([(self._mine[0], self._mine[0] + 1)])
+                raise MissingRanksError(_gone(leader, self._timeout_s))
+            return _Message.unpack(answer).result(self._timeout_s)
+        message = self._gather([[rank] for rank in self._mine], data, merge, 1)
+        message = self._across_nodes(message, merge)
+        for rank in self._mine[1:]:
+            self._send(rank, message.pack())
+        return message.result(self._timeout_s)
+
+    def _across_nodes(self, message: _Message, merge: Merge) -> _Message:
+        first = self._nodes[0][0]
+        if self.rank != first:
+            self._send(first, message.pack())
+            answer = self._receive(first, 3)
+            return _Message(missing=tuple(self._nodes[0])) if answer is None else _Message.unpack(answer)
+        message = self._gather(self._nodes, message.data, merge, 2, mine=message)
+        for members in self._nodes[1:]:
+            self._send(members[0], message.pack())
+        return message
+
+    def _gather(
+        self, groups: list[list[int]], data: bytes, merge: Merge, patience: int, mine: _Message | None = None
+    ) -> _Message:
+        """Merge my message with one of the first rank of each of the other ``groups``."""
+        messages = [_Message(data=data) if mine is None else mine]
+        for members in groups[1:]:
+            received = self._receive(members[0], patience)
+            messages.append(_Message(missing=tuple(members)) if received is None else _Message.unpack(received))
+        return _merged(messages, merge)
+
+    def _send(self, rank: int, data: bytes) -> None:
+        """Send; a rank that is gone is noticed by who waits for its answer."""
+        size = torch.tensor([len(data)], dtype=torch.int64)
+        with contextlib.suppress(RuntimeError):
+            for tensor in (size, torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+                work = dist.isend(tensor, group=self._group, group_dst=rank)
+                assert work is not None
+                work.wait(timedelta(seconds=self._timeout_s))
+
+    def _receive(self, rank: int, patience: int) -> bytes | None:
+        """A message of ``rank``, or None if it is gone or silent for ``patience`` deadlines."""
+        size = torch.zeros(1, dtype=torch.int64)
+        try:
+            self._wait_for(size, rank, patience)
+            if not 0 <= int(size) <= _LARGEST_BYTES:
+                raise TrackingError(
+                    f"rank {rank} announces a message of {int(size)} bytes: that is no lakeckpt message"
+                )
+            data = torch.empty(int(size), dtype=torch.uint8)
+            self._wait_for(data, rank, 1)
+        except TrackingError:
+            raise
+        except RuntimeError:
+            return None
+        return data.numpy().tobytes()
+
+    def _wait_for(self, tensor: torch.Tensor, rank: int, patience: int) -> None:
+        work = dist.irecv(tensor, group=self._group, group_src=rank)
+        assert work is not None
+        work.wait(timedelta(seconds=patience * self._timeout_s))
+
+    def publish(self, key: str, data: bytes) -> None:
+        """See `Exchange`."""
+        self._store.set(key, data.hex())
+
+    def fetch(self, key: str) -> bytes:
+        """See `Exchange`."""
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout_s))
+            return bytes.fromhex(self._store.get(key).decode("ascii"))
+        except RuntimeError as error:
+            raise MissingRanksError(
+                f"rank 0 did not announce {key!r} within {self._timeout_s:g} s: see its log ({error})"
+            ) from error
+
+    def close(self) -> None:
+        """See `Exchange`."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+
+
+class _Message:
+    """What goes up and down: merged data, or why there is none."""
+
+    __slots__ = ("data", "error", "missing")
+
+    def __init__(
+        self, *, data: bytes = b"", missing: tuple[int, ...] = (), error: tuple[str, str] | None = None
+    ) -> None:
+        self.data = data
+        self.missing = missing
+        self.error = error
+
+    def pack(self) -> bytes:
+        plain = {"data": self.data, "missing": list(self.missing), "error": list(self.error) if self.error else None}
+        return dumps(plain, kind="message", version=_VERSION)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> _Message:
+        plain: dict[str, Any] = loads(data, kind="message", supported=_VERSION).value
+        error = plain["error"]
+        return cls(data=plain["data"], missing=tuple(plain["missing"]), error=tuple(error) if error else None)
+
+    def result(self, timeout_s: float) -> bytes:
+        if self.missing:
+            raise MissingRanksError(_gone(Intervals.of([(rank, rank + 1) for rank in self.missing]), timeout_s))
+        if self.error is not None:
+            kind, text = self.error
+            raise _KINDS.get(kind, TrackingError)(text)
+        return self.data
+
+
+def _merged(messages: list[_Message], merge: Merge) -> _Message:
+    missing = tuple(rank for message in messages for rank in message.missing)
+    failed = next((message.error for message in messages if message.error is not None), None)
+    if missing or failed:
+        return _Message(missing=missing, error=failed)
+    try:
+        return _Message(data=merge([message.data for message in messages]))
+    except TrackingError as error:
+        return _Message(error=(error.kind, str(error)))
+
+
+def _gone(ranks: Intervals, timeout_s: float) -> str:
+    return (
+        f"{name_ranks(ranks)} did not report for this cut (gone, or silent for {timeout_s:g} s): see their logs; "
+        "nothing was committed"
+    )

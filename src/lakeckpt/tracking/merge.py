@@ -1,0 +1,106 @@
+"""How do the ranks' parts of a reader state become the state of the job?
+
+In lockstep every rank's state is already the whole job's: `merge_states` then only proves that all say the same. Where
+consumption depends on the data, a rank knows the frontiers of its own lanes alone, and marks its state as its part::
+
+    {…, "part": {"rank": 1, "world_size": 2, "num_lanes": 4, "lanes": [[1, epoch, position, offset], [3, …]]}}
+
+The parts join into one state with ``"lanes"`` of all, each lane exactly once. Never
+guesses: a missing rank, a lane that two report or none, and any other field that differs are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.plain import integer, integers, listing
+from lakeckpt.errors import ConfigError, GapError, OverlapError, StateInvalid
+from lakeckpt.tracking.tally import Tally
+from lakeckpt.wire.codec import dumps
+
+__all__ = ["is_part", "merge_states"]
+
+
+def is_part(state: object) -> bool:
+    """Whether a state is one rank's part of the job's state."""
+    return isinstance(state, Mapping) and "part" in state
+
+
+def merge_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the states that the ranks of one job gave at one cut, in any order, into the state of the job.
+
+    Whole states (not marked as parts) must all be equal, and give themselves; rank ``i`` is then ``parts[i]``.
+
+    Raises `MissingRanksError`, `OverlapError` (a rank or a lane twice), `GapError` (a lane of nobody),
+    `DisagreementError` (any other field differs), `StateInvalid` (a malformed part) and `ConfigError` (nothing, or
+    parts and whole states mixed).
+    """
+    if not parts:
+        raise ConfigError("merge_states needs the states of all ranks, got none")
+    marked = [is_part(state) for state in parts]
+    if not any(marked):
+        _agree([(rank, state) for rank, state in enumerate(parts)], world_size=len(parts))
+        return dict(parts[0])
+    if not all(marked):
+        raise ConfigError(
+            f"state {marked.index(False)} is of the whole job and state {marked.index(True)} is a rank's part: "
+            "give the states that the ranks of one job gave at one cut"
+        )
+    owners = [_Part(state["part"]) for state in parts]
+    common = [{name: value for name, value in state.items() if name != "part"} for state in parts]
+    _agree(list(zip([owner.rank for owner in owners], common, strict=True)), world_size=owners[0].world_size)
+    lanes = _all_lanes(owners)
+    return {**common[0], "num_lanes": owners[0].num_lanes, "lanes": [list(lane) for lane in lanes]}
+
+
+class _Part:
+    """The checked mark of a part."""
+
+    __slots__ = ("lanes", "num_lanes", "rank", "world_size")
+
+    def __init__(self, mark: object) -> None:
+        if not isinstance(mark, Mapping):
+            raise StateInvalid(f"'part' must be a mapping, got {type(mark).__name__}")
+        self.rank = integer(mark, "rank")
+        self.world_size = integer(mark, "world_size", least=1)
+        self.num_lanes = integer(mark, "num_lanes", least=1)
+        self.lanes = [integers(entry, "lanes", count=4) for entry in listing(mark, "lanes")]
+        if self.rank >= self.world_size or any(lane[0] >= self.num_lanes for lane in self.lanes):
+            raise StateInvalid(
+                f"a part of rank {self.rank} of {self.world_size} and of {self.num_lanes} lanes holds lanes "
+                f"{[lane[0] for lane in self.lanes]}"
+            )
+
+
+def _agree(states: list[tuple[int, Mapping[str, Any]]], *, world_size: int) -> None:
+    tallies = []
+    for rank, state in states:
+        facts = {f"'{name}'": dumps(value, kind="value", version=(1, 0)).hex() for name, value in state.items()}
+        shown = {name: _short(state[name.strip("'")], text) for name, text in facts.items()}
+        shown["fields"] = ", ".join(sorted(state))
+        tallies.append(Tally.of_rank(rank, world_size=max(world_size, rank + 1), facts=shown))
+    job = tallies[0].merge(*tallies[1:])
+    job.settle(agreed=sorted(job.facts))
+
+
+def _short(value: object, text: str) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:40]}… (digest {text[-16:]})"
+
+
+def _all_lanes(owners: list[_Part]) -> list[tuple[int, ...]]:
+    num_lanes = owners[0].num_lanes
+    seen: dict[int, int] = {}
+    for owner in owners:
+        if owner.num_lanes != num_lanes:
+            raise GapError(f"rank {owner.rank} has {owner.num_lanes} lanes and rank {owners[0].rank} {num_lanes}")
+        for lane, *_ in owner.lanes:
+            if lane in seen:
+                raise OverlapError(f"lane {lane} is reported by ranks {seen[lane]} and {owner.rank}")
+            seen[lane] = owner.rank
+    gap = Intervals.of([(lane, lane + 1) for lane in seen]).complement(num_lanes)
+    if gap:
+        raise GapError(f"of {num_lanes} lanes, no rank reports {gap}")
+    return sorted(lane for owner in owners for lane in owner.lanes)

@@ -1,0 +1,54 @@
+"""What does a checkpoint ask of a reader that can say what was consumed?
+
+Anything with ``state_dict`` and ``load_state_dict`` can be checkpointed. What also has the three other members is
+recognised as a tracked reader, `lakeckpt.LakeLoader` being one: its state is taken as of a receipt, must agree on all
+ranks, and its consumption enters the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.state import ReaderState
+
+__all__ = ["TrackedReader", "index_of"]
+
+
+@runtime_checkable
+class TrackedReader(Protocol):
+    """A reader of a whole job, as one rank sees it. Called by the training thread only; never communicates.
+
+    The state is plain (JSON-able) and, in lockstep, the same on every rank. States and receipts are values: none is
+    changed after it was handed out.
+    """
+
+    def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
+        """The state when all up to ``at`` had been consumed (None: all that was delivered)."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Go on from ``state`` at the next iteration. Raises `StateError` without a change where it does not fit."""
+        ...
+
+    @property
+    def last_receipt(self) -> Receipt | None:
+        """The receipt of what was delivered last; None where nothing was since the state was loaded."""
+        ...
+
+    def mark(self, at: Receipt | None = None) -> None:
+        """Remember the frontier of ``at`` (None: of all that was delivered): a checkpoint has recorded it."""
+        ...
+
+    def stretches(self, at: Receipt | None = None) -> Sequence[tuple[ReaderState, ReaderState]]:
+        """What was consumed from the mark (or from where the state was loaded) up to ``at``, as pairs of states.
+
+        Each pair is of one order and one epoch (or one endless stream), in the order of consumption.
+        """
+        ...
+
+
+def index_of(reader: object) -> Any | None:
+    """The footer index of the table that ``reader`` reads (with ``digest`` and ``dumps()``), where it names one."""
+    return getattr(getattr(reader, "table", None), "index", None)

@@ -1,0 +1,286 @@
+"""Ranks as threads, a storage in memory, a reader without a table: what the tests of checkpoints stand on.
+
+Ranks wait for one another by events only: `Hub` is their exchange, and `EventWaiter` wakes when the storage changes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from lakeckpt.checkpoint.manager import CheckpointManager
+from lakeckpt.core.order import OrderSpec
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.data.progress import Progress
+from lakeckpt.errors import MissingRanksError, ObjectExists, ObjectMissing, TrackingError
+from lakeckpt.lake.storage import ObjectInfo
+
+PATIENCE_S = 60.0
+
+
+class MemoryStorage:
+    """A `Storage` in a dict. ``changed`` is notified at every put."""
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+        self.count = 0
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        folder = prefix.rstrip("/")
+        with self.changed:
+            return [
+                ObjectInfo(path=path, size_bytes=len(data))
+                for path, data in sorted(self.objects.items())
+                if not folder or path == folder or path.startswith(folder + "/")
+            ]
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        with self.changed:
+            if path not in self.objects:
+                raise ObjectMissing(f"{path} is not there")
+            return self.objects[path][start:stop]
+
+    def put(self, path: str, chunks: Iterable[Any]) -> int:
+        data = b"".join(bytes(chunk) for chunk in chunks)
+        with self.changed:
+            self.objects[path] = data
+            self._notify()
+        return len(data)
+
+    def put_new(self, path: str, data: bytes) -> None:
+        with self.changed:
+            if path in self.objects:
+                raise ObjectExists(f"{path} is there")
+            self.objects[path] = bytes(data)
+            self._notify()
+
+    def delete(self, path: str) -> None:
+        with self.changed:
+            self.objects.pop(path, None)
+            self._notify()
+
+    def _notify(self) -> None:
+        self.count += 1
+        self.changed.notify_all()
+
+
+class EventWaiter:
+    """A clock that stands still while ranks work, and jumps when a rank has gone: no real time passes in a test."""
+
+    def __init__(self, storage: MemoryStorage) -> None:
+        self._storage = storage
+        self._seen = -1
+        self.time_s = 0.0
+        self.someone_died = threading.Event()
+
+    def now(self) -> float:
+        return self.time_s
+
+    def wait(self, seconds: float) -> None:
+        with self._storage.changed:
+            self._storage.changed.wait_for(
+                lambda: self._storage.count != self._seen or self.someone_died.is_set(), PATIENCE_S
+            )
+            if self._storage.count == self._seen:
+                self.time_s += seconds  # nothing will come any more: let the deadline pass
+            self._seen = self._storage.count
+
+
+class Hub:
+    """The meeting place of ranks that are threads."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.gone: set[int] = set()
+        self.changed = threading.Condition()
+        self.rounds: dict[int, dict[int, bytes]] = {}
+        self.results: dict[int, bytes | TrackingError] = {}
+        self.notes: dict[str, bytes] = {}
+        self.combined = 0
+
+    def leave(self, rank: int) -> None:
+        with self.changed:
+            self.gone.add(rank)
+            self.changed.notify_all()
+
+    def of(self, rank: int) -> HubExchange:
+        return HubExchange(self, rank)
+
+
+class HubExchange:
+    """An `Exchange` of one rank."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.world_size = hub.world_size
+        self.round = 0
+        self.fetched: list[str] = []
+
+    def combine(self, data: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
+        hub, self.round = self.hub, self.round + 1
+        with hub.changed:
+            mine = hub.rounds.setdefault(self.round, {})
+            mine[self.rank] = data
+            hub.changed.notify_all()
+            assert hub.changed.wait_for(lambda: len(mine.keys() | hub.gone) == hub.world_size, PATIENCE_S)
+            if len(mine) < hub.world_size:
+                raise MissingRanksError(f"rank {sorted(set(range(hub.world_size)) - set(mine))} is gone")
+            if self.round not in hub.results:
+                hub.combined += 1
+                try:
+                    hub.results[self.round] = merge([mine[rank] for rank in sorted(mine)])
+                except TrackingError as error:
+                    hub.results[self.round] = error
+            result = hub.results[self.round]
+        if isinstance(result, TrackingError):
+            raise type(result)(str(result))
+        return result
+
+    def publish(self, key: str, data: bytes) -> None:
+        with self.hub.changed:
+            self.hub.notes[key] = data
+            self.hub.changed.notify_all()
+
+    def fetch(self, key: str) -> bytes:
+        self.fetched.append(key)
+        with self.hub.changed:
+            assert self.hub.changed.wait_for(lambda: key in self.hub.notes, PATIENCE_S)
+            return self.hub.notes[key]
+
+    def close(self) -> None:
+        pass
+
+
+class Gone(BaseException):
+    """This rank dies here."""
+
+
+def run_ranks(world_size: int, body: Callable[[int, HubExchange], Any], *, waiters: Sequence[EventWaiter] = ()) -> list:
+    """Run ``body(rank, exchange)`` on threads; what each returned or raised (`Gone` counts as dying: None)."""
+    hub = Hub(world_size)
+    results: list[Any] = [None] * world_size
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = body(rank, hub.of(rank))
+        except Gone:
+            hub.leave(rank)
+            for waiter in waiters:
+                waiter.someone_died.set()
+                with waiter._storage.changed:
+                    waiter._storage.changed.notify_all()
+        except BaseException as error:
+            results[rank] = error
+            hub.leave(rank)
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def good(results: list[Any]) -> list[Any]:
+    """The results, if no rank raised."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+class Reader:
+    """A tracked reader of 1000 rows that delivers receipts and no rows."""
+
+    def __init__(
+        self, *, rank: int = 0, world_size: int = 1, batch_size: int = 10, rows: int = 1000, seed: int = 3
+    ) -> None:
+        spec = OrderSpec(seed=seed, shuffle=True, window=2)
+        identity = Identity(table="t", selection="", rows=rows, spec=spec, tail="short", endless=False)
+        self.progress = Progress(identity, batch_size=batch_size, num_lanes=None, row_wise=False)
+        self.rank, self.world_size = rank, world_size
+        self.lie = 0
+
+    def __iter__(self) -> Any:
+        self._settle()
+        for assignment in self.progress.assignments(self.rank):
+            self.progress.delivered(assignment.receipt)
+            yield assignment.receipt
+        self.progress.finish()
+
+    def _settle(self) -> None:
+        self.progress.settle(self.world_size, 0)
+
+    @property
+    def epoch(self) -> int:
+        return self.progress.epoch
+
+    @property
+    def last_receipt(self) -> Receipt | None:
+        return self.progress.last_receipt
+
+    def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
+        self._settle()
+        state = self.progress.at(at).to_plain()
+        return state | {"epoch": state["epoch"] + self.lie} if self.lie else state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.progress.load(ReaderState.from_plain(state))
+
+    def mark(self, at: Receipt | None = None) -> None:
+        self._settle()
+        self.progress.mark(at)
+
+    def stretches(self, at: Receipt | None = None) -> list[tuple[ReaderState, ReaderState]]:
+        self._settle()
+        return self.progress.stretches(at)
+
+
+class Counter:
+    """A small object with a state."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def training(*, seed: int = 0, width: int = 8) -> dict[str, Any]:
+    """A model, an optimizer and a scheduler."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1)
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6])
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train_step(objects: dict[str, Any], data: torch.Tensor | None = None) -> float:
+    """One step on random data (or ``data``); the loss."""
+    model, optimizer = objects["model"], objects["optimizer"]
+    loss = model(torch.randn(16, 8) if data is None else data).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    objects["scheduler"].step()
+    return loss.item()
+
+
+def manager(storage: Any, state: dict[str, Any], **options: Any) -> CheckpointManager:
+    """A manager that saves when told to."""
+    return CheckpointManager(storage, state, **{"every": 10**9, **options})
