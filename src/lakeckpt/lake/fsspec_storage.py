@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import itertools
 import os
 import secrets
 import threading
@@ -24,6 +25,7 @@ from typing import Any
 import fsspec
 
 from lakeckpt.errors import ConditionalPutUnsupported, ConfigError, ObjectExists, ObjectMissing, StorageError
+from lakeckpt.lake.chunks import CallersError, guarded, unwrapping
 from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, is_temporary
 from lakeckpt.lake.storage import Buffer, ObjectInfo, check_key, check_prefix, redact_uri, split_uri
 
@@ -90,12 +92,12 @@ class FsspecStorage:
 
     def put(self, path: str, chunks: Iterable[Buffer]) -> int:
         check_key(path)
-        head, rest, size = _take(iter(chunks), SINGLE_PUT_BYTES)
-        with self._explaining("write", path):
-            if rest is None:
-                self._pipe(path, b"".join(head))
-                return size
-        return self._upload(path, _joined(head, rest))
+        with unwrapping(), self._explaining("write", path):
+            head, rest, size = _take(guarded(chunks), SINGLE_PUT_BYTES)
+            if rest is not None:
+                return self._upload(path, itertools.chain(head, rest))
+            self._pipe(path, b"".join(head))
+            return size
 
     def put_new(self, path: str, data: bytes) -> None:
         check_key(path)
@@ -134,36 +136,29 @@ class FsspecStorage:
         with self._moved_into_place(path) as temporary:
             filesystem.pipe_file(temporary, data)
 
-    def _upload(self, path: str, chunks: Iterator[Buffer]) -> int:
+    def _upload(self, path: str, chunks: Iterable[Buffer]) -> int:
         """Write an object larger than one request, visible only once it is whole."""
-        with self._explaining("open", path):
-            filesystem, root = self._open()
+        filesystem, root = self._open()
         if self._scheme in _UPLOADS:
-            with self._explaining("write", path):
-                file = filesystem.open(f"{root}/{path}", "wb", autocommit=False)
-            return self._stream(path, file, chunks)
+            return self._stream(filesystem.open(f"{root}/{path}", "wb", autocommit=False), chunks)
         if self._scheme == "memory" or self._scheme in _CONDITIONAL:
             data = b"".join(chunks)
-            with self._explaining("write", path):
-                filesystem.pipe_file(f"{root}/{path}", data)
+            filesystem.pipe_file(f"{root}/{path}", data)
             return len(data)
-        with self._explaining("write", path), self._moved_into_place(path) as temporary:
-            size = 0
-            with filesystem.open(temporary, "wb") as file:
-                for chunk in chunks:
-                    size += file.write(chunk)
+        size = 0
+        with self._moved_into_place(path) as temporary, filesystem.open(temporary, "wb") as file:
+            for chunk in chunks:
+                size += file.write(chunk)
         return size
 
-    def _stream(self, path: str, file: Any, chunks: Iterator[Buffer]) -> int:
+    def _stream(self, file: Any, chunks: Iterable[Buffer]) -> int:
         """Write the chunks and commit; on any failure the upload is discarded and never becomes an object."""
         size = 0
         try:
             for chunk in chunks:
-                with self._explaining("write", path):
-                    size += file.write(chunk)
-            with self._explaining("write", path):
-                file.close()
-                file.commit()
+                size += file.write(chunk)
+            file.close()
+            file.commit()
         except BaseException:
             with contextlib.suppress(Exception):
                 file.discard()
@@ -255,7 +250,7 @@ class FsspecStorage:
         where = f"{path!r} in {self.name}" if path else self.name
         try:
             yield
-        except (StorageError, ConfigError):
+        except (StorageError, ConfigError, CallersError):
             raise
         except FileNotFoundError as error:
             if verb == "read":
@@ -300,22 +295,16 @@ def _nanoseconds(time: Any) -> int | None:
     return int(time * 1_000_000_000) if isinstance(time, int | float) else None
 
 
-def _take(chunks: Iterator[Buffer], limit: int) -> tuple[list[bytes], Iterator[Buffer] | None, int]:
+def _take(chunks: Iterator[memoryview], limit: int) -> tuple[list[bytes], Iterator[memoryview] | None, int]:
     """Copies of the first chunks, up to ``limit`` bytes and one; the rest, or None if that was all; bytes so far."""
     head: list[bytes] = []
     size = 0
     for chunk in chunks:
-        head.append(bytes(memoryview(chunk).cast("B")))
+        head.append(bytes(chunk))
         size += len(head[-1])
         if size > limit:
             return head, chunks, size
     return head, None, size
-
-
-def _joined(head: Iterable[Buffer], rest: Iterator[Buffer]) -> Iterator[Buffer]:
-    yield from head
-    for chunk in rest:
-        yield memoryview(chunk).cast("B")
 
 
 def _secrets(value: Any) -> set[str]:

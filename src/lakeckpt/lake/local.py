@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from lakeckpt.errors import ConditionalPutUnsupported, ObjectExists, ObjectMissing, StorageError
+from lakeckpt.lake.chunks import guarded, unwrapping
 from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, Folders, TryAnew
 from lakeckpt.lake.oscalls import OsCalls
 from lakeckpt.lake.storage import Buffer, ObjectInfo, check_key, check_prefix
@@ -26,14 +27,6 @@ __all__ = ["LocalStorage"]
 
 MAX_ATTEMPTS = 4
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
-
-
-class _CallersError(Exception):
-    """What the caller's iterable of chunks raised, on its way past our own handlers."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class _Temporary:
@@ -105,13 +98,11 @@ class LocalStorage:
         repeatable = not isinstance(chunks, Iterator)
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                with self._explaining("write", path):
+                with unwrapping(), self._explaining("write", path):
                     return self._put_once(parts, chunks)
             except TryAnew as failure:
                 if attempt == MAX_ATTEMPTS or (failure.chunks_used and not repeatable):
                     self._give_up(path, attempt, failure)
-            except _CallersError as failure:
-                raise failure.error from None
         raise AssertionError("the loop returns or raises")
 
     def put_new(self, path: str, data: bytes) -> None:
@@ -198,8 +189,8 @@ class LocalStorage:
         try:
             with contextlib.suppress(OSError):  # without locks, leftovers are just never cleared
                 self._calls.lock(temporary.descriptor)
-            for chunk in _guarded(chunks):
-                temporary.size_bytes += self._write_all(temporary.descriptor, memoryview(chunk).cast("B"))
+            for chunk in guarded(chunks):
+                temporary.size_bytes += self._write_all(temporary.descriptor, chunk)
             self._sync(temporary.descriptor)
             yield temporary
         finally:
@@ -256,14 +247,6 @@ class LocalStorage:
             wrapped = StorageError(f"cannot {verb} {where}: {error.strerror or error}")
             wrapped.errno = error.errno
             raise wrapped from error
-
-
-def _guarded(chunks: Iterable[Buffer]) -> Iterator[Buffer]:
-    """The chunks; what the caller's own iterable raises is told apart from the system's errors."""
-    try:
-        yield from chunks
-    except Exception as error:
-        raise _CallersError(error) from error
 
 
 def _rebuild(root: str, follow_file_links: bool) -> LocalStorage:

@@ -33,6 +33,7 @@ __all__ = [
 
 Buffer = bytes | bytearray | memoryview
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
+_CHAIN = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]*(::.*://|://.*::)")
 MAX_KEY_BYTES = 4096
 
 
@@ -142,7 +143,14 @@ def split_uri(uri: str) -> tuple[str, str]:
 
     >>> split_uri("s3://bucket/a b"), split_uri("/data/x"), split_uri("file:///data/x%20y")
     (('s3', 'bucket/a b'), ('file', '/data/x'), ('file', '/data/x y'))
+
+    `ConfigError` for chained URLs and for ``file://`` URLs of another host.
     """
+    if _CHAIN.match(uri):
+        first = redact_uri(uri.partition("::")[0])
+        raise ConfigError(
+            f"the URL '{first}::…' is chained: that caches or rewrites what a store says, open it directly"
+        )
     match = _SCHEME.match(uri)
     if match is None:
         return "file", uri

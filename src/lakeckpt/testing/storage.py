@@ -49,7 +49,7 @@ class FaultyStorage:
 
     ``fail_at`` maps (method, n) to a `Fault`: the n-th call (from 1) of that method, ``"*"`` counting all methods
     together. ``before(method, path)`` is called ahead of each call, to force an interleaving. ``calls`` lists
-    (method, path) of all calls so far; for ``list`` the path is the prefix.
+    (method, path) of all calls so far; for ``list`` the path is the prefix. ``inner`` is the storage that is wrapped.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class FaultyStorage:
         fail_at: Mapping[tuple[str, int], Fault] | None = None,
         before: Callable[[str, str], None] | None = None,
     ) -> None:
-        self._inner = inner
+        self.inner = inner
         self._faults = dict(fail_at or {})
         for (method, n), fault in self._faults.items():
             if method not in (*METHODS, "*") or n < 1 or not isinstance(fault, Fault):
@@ -73,17 +73,17 @@ class FaultyStorage:
 
     @property
     def name(self) -> str:
-        return describe(self._inner)
+        return describe(self.inner)
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         fault = self._enter("list", prefix)
-        found = self._inner.list(prefix)
+        found = self.inner.list(prefix)
         self._leave(fault, "list", prefix)
         return found
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         fault = self._enter("read", path)
-        data = self._inner.read(path, start, stop)
+        data = self.inner.read(path, start, stop)
         self._leave(fault, "read", path)
         if fault is Fault.FLIPPED and data:
             middle = len(data) // 2
@@ -94,21 +94,21 @@ class FaultyStorage:
         fault = self._enter("put", path)
         if fault in (Fault.TORN, Fault.SILENT_TEAR, Fault.KILL_TORN):
             data = b"".join(chunks)
-            self._inner.put(path, [data[: len(data) // 2]])
+            self.inner.put(path, [data[: len(data) // 2]])
             self._leave(fault, "put", path)
             return len(data)
-        size = self._inner.put(path, chunks)
+        size = self.inner.put(path, chunks)
         self._leave(fault, "put", path)
         return size
 
     def put_new(self, path: str, data: bytes) -> None:
         fault = self._enter("put_new", path)
-        self._inner.put_new(path, data)
+        self.inner.put_new(path, data)
         self._leave(fault, "put_new", path)
 
     def delete(self, path: str) -> None:
         fault = self._enter("delete", path)
-        self._inner.delete(path)
+        self.inner.delete(path)
         self._leave(fault, "delete", path)
 
     def _enter(self, method: str, path: str) -> Fault | None:
