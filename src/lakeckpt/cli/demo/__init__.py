@@ -10,7 +10,10 @@ Never: it takes nothing from the network, and touches nothing outside of its out
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
+
+from lakeckpt.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
@@ -21,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``lakeckpt demo``."""
     parser.add_argument("--out", default=DEFAULT_OUT, metavar="FOLDER", help="where to write (default: ./%(default)s)")
     parser.add_argument("--short", action="store_true", help="three kills instead of five, on a small part of the text")
-    parser.add_argument("--rows", type=int, metavar="N", help="use only the first N rows (of 2,048 bytes) of the text")
+    parser.add_argument("--rows", type=int, metavar="N", help="use only the first N rows (of 3 KiB) of the text")
     parser.add_argument("--batch-size", type=int, metavar="B", help="rows per micro-batch")
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="optimizer steps between checkpoints")
     parser.add_argument("--seed", type=int, default=7, help="of weights and order (default: %(default)s)")
@@ -31,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if the verdict is green, 1 if it is red."""
-    from lakeckpt.cli.demo.demo import DemoSize, run_demo  # rich, pyarrow and the rest only when asked for
+    for name in ("rich", "matplotlib"):
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"the demo shows its results with {name}, which is missing: pip install 'lakeckpt[demo]'")
+    from lakeckpt.cli.demo.demo import DemoSize, run_demo  # pyarrow and the rest only when asked for
 
     size = DemoSize.short() if args.short else DemoSize.full()
     size = size.but(rows=args.rows, batch_size=args.batch_size, save_every=args.save_every)

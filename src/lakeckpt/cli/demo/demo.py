@@ -6,7 +6,6 @@ and only if it is empty or was made by an earlier demo.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import time
@@ -37,16 +36,20 @@ _EPOCHS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSize:
-    """How much is trained on, and how many faults strike; ``rows`` None means all the text there is."""
+    """How much is trained on, and how many faults strike.
+
+    ``rows`` None means all the text there is, in rows of ``block`` bytes.
+    """
 
     rows: int | None
+    block: int = 3072
     batch_size: int
     save_every: int
     kills: int = MOST_KILLS
 
     @classmethod
     def full(cls) -> Self:
-        return cls(rows=None, batch_size=8, save_every=40)
+        return cls(rows=None, batch_size=8, save_every=32)
 
     @classmethod
     def short(cls) -> Self:
@@ -67,14 +70,12 @@ def run_demo(
 ) -> Verdict | None:
     """Run it all below ``out``; None where a run did not come to its end, which is as red as can be.
 
-    Raises `ConfigError` where ``out`` holds something else, or matplotlib is missing.
+    Raises `ConfigError` where ``out`` holds something that no demo made.
     """
     began = time.monotonic()
     console = console if console is not None else Console()
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the demo draws with matplotlib, which is not installed: pip install 'lakeckpt[demo]'")
     _make_folder(out)
-    lake = build_lake(out / "lake", max_rows=size.rows)
+    lake = build_lake(out / "lake", block=size.block, max_rows=size.rows)
     console.print(
         f"[bold]Lake[/] {lake.rows:,} rows, {lake.text_bytes / 1e6:.1f} MB of Python's own source text, "
         f"in {lake.files} Parquet files with {lake.row_groups} row groups",

@@ -34,7 +34,8 @@ h2 { font-size: 19px; margin: 44px 0 12px; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; margin: 28px 0 0; }
 .figure, .card { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; }
 .figure { padding: 16px 18px; }
-.figure b { display: block; font-size: 32px; line-height: 1.15; font-variant-numeric: tabular-nums; }
+.figure b { display: block; font-size: 28px; line-height: 1.25;
+            white-space: nowrap; font-variant-numeric: tabular-nums; }
 .figure span { color: var(--soft); font-size: 14px; }
 .card { padding: 18px; overflow-x: auto; }
 .card img, .card svg { display: block; width: 100%; height: auto; }
@@ -99,14 +100,15 @@ def _table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> 
 def _faults(costs: Sequence[FaultCost]) -> str:
     heads = [
         *(("", False), ("killed", False), ("at step", True), ("where", False), ("came back as", False)),
-        *(("from step", True), ("steps again", True), ("noticed", True), ("restored", True), ("there again", True)),
+        *(("steps again", True), ("noticed", True), ("restored", True), ("there again", True)),
         ("time lost", True),
     ]
     rows = [
         [
             f'<span class="dot">{cost.number}</span>',
             f'<span class="w">{escape(cost.who)}</span>',
-            *map(escape, (f"{cost.step:,}", cost.where, cost.after, f"{cost.restored:,}")),
+            *map(escape, (f"{cost.step:,}", cost.where)),
+            f'<span class="w">{escape(cost.after)}</span>',
             str(cost.recomputed_steps),
             *(f"{seconds:.1f} s" for seconds in (cost.notice_s, cost.restart_s, cost.recompute_s)),
             f"<b>{cost.lost_s:.1f} s</b>",

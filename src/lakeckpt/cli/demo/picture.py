@@ -92,23 +92,30 @@ def _draw_faults(
 
 
 def _draw_difference(axes: Any, calm: Sequence[Step], rough: Sequence[Step], rows: int) -> None:
-    """|loss - loss of the fault-free run| at the same rows counted; bitwise equal steps lie on the floor."""
-    ours, theirs = _places(rough, rows), _places(calm, rows)
-    by_place = np.interp(ours, theirs, np.array([step.loss for step in calm]))
-    gap = np.array([abs(step.loss - value) for step, value in zip(rough, by_place, strict=True)])
-    exact = {step.step: step for step in calm}
+    """|loss - loss of the fault-free run|: of the same step where it had the same rows, else of the smoothed curves."""
+    width = max(1, len(calm) // 60)
+    ours = _places(rough, rows)
+    theirs = np.interp(ours, _places(calm, rows), _smooth(np.array([step.loss for step in calm]), width))
+    gap = np.abs(_smooth(np.array([step.loss for step in rough]), width) - theirs)
+    twins = {step.step: step for step in calm}
+    same = np.zeros(len(rough), dtype=bool)
     for number, step in enumerate(rough):
-        twin = exact.get(step.step)
+        twin = twins.get(step.step)
         if twin is not None and sorted(twin.ids) == sorted(step.ids):
-            gap[number] = abs(step.loss - twin.loss)
-    floor = 1e-9
-    equal = gap == 0
+            gap[number], same[number] = abs(step.loss - twin.loss), True
+    floor, equal = 1e-9, gap == 0
     axes.set_yscale("log")
     axes.set_ylim(floor / 4, 10)
-    axes.scatter(ours[~equal], np.maximum(gap[~equal], floor), s=5, color=_ROUGH, lw=0, zorder=4)
-    axes.scatter(ours[equal], np.full(int(equal.sum()), floor), s=5, color="#14804a", lw=0, zorder=4)
-    if equal.any():
-        axes.text(float(ours[equal].mean()), floor * 4, "0: bitwise equal", color="#14804a", fontsize=9.5, ha="center")
+    for where, height, colour, words in (
+        (equal, np.full(len(gap), floor), "#14804a", "0: bitwise equal"),
+        (same & ~equal, gap, _ROUGH, "same rows in each step, other order of sums"),
+        (~same & ~equal, gap, "#7a4fd0", "other batches: the curves' distance"),
+    ):
+        if where.any():
+            axes.scatter(ours[where], np.maximum(height[where], floor), s=5, color=colour, lw=0, zorder=4)
+            above = 12 * float(np.maximum(height[where], floor).max())
+            place = float(np.median(ours[where]))
+            axes.text(place, min(above, 1.5), words, color=colour, fontsize=9.5, ha="center", va="center")
     axes.set_yticks([floor, 1e-6, 1e-3, 1], ["0", "1e-6", "1e-3", "1"])
     axes.minorticks_off()
 
@@ -148,7 +155,9 @@ def draw(path: Path, reference: JobFacts, faulted: JobFacts, costs: Sequence[Fau
     lower.set_ylabel("difference", color=_SOFT, fontsize=10)
     lower.set_xlabel("rows counted (epochs)", color=_SOFT, fontsize=10)
     upper.plot([], [], color=_LOST, alpha=0.25, lw=7, label="work lost with a fault, made again")
-    upper.legend(loc="upper right", frameon=False, fontsize=10, labelcolor=_INK)
+    figure.legend(
+        loc="upper right", ncols=3, frameon=False, fontsize=10, labelcolor=_INK, bbox_to_anchor=(0.995, 0.995)
+    )
     title = f"The same training twice: never interrupted, and through {len(costs)} kills"
     figure.suptitle(title, x=0.015, ha="left", fontsize=15, fontweight="bold", color=_INK)
     figure.savefig(path)

@@ -1,0 +1,88 @@
+"""The demo's lake: real text, every byte of it, cut unevenly, the same each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from lakeckpt.cli.demo.lake import build_lake, lake_ids, sample_rows, source_files
+from lakeckpt.errors import ConfigError
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    root = tmp_path / "library"
+    for name, size in (("b.py", 3000), ("a/x.py", 7777), ("a/empty.py", 0), ("a.txt", 50), ("site-packages/c.py", 999)):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(32 + (len(name) * 7 + i * 13) % 90 for i in range(size)))
+    return root
+
+
+def test_the_lake_holds_the_joined_text_of_the_sources_in_the_order_of_their_paths(
+    library: Path, tmp_path: Path
+) -> None:
+    facts = build_lake(tmp_path / "lake", block=64, source=library)
+    table = pq.ParquetDataset(tmp_path / "lake").read()
+    text = (library / "a/x.py").read_bytes() + (library / "b.py").read_bytes()
+    held = b"".join(bytes(row) for row in table.column("tokens").to_pylist())
+    assert held == text.ljust(len(held), b"\n")
+    assert facts.rows == len(table) == -(-len(text) // 64)
+    assert (facts.sources, facts.text_bytes) == (2, len(text))
+
+
+def test_ids_count_the_rows_and_sources_say_where_each_block_begins(library: Path, tmp_path: Path) -> None:
+    build_lake(tmp_path / "lake", block=64, source=library)
+    table = pq.ParquetDataset(tmp_path / "lake").read()
+    assert table.column("id").to_pylist() == list(range(len(table)))
+    assert table.column("source").to_pylist() == ["a/x.py" if 64 * row < 7777 else "b.py" for row in range(len(table))]
+    assert np.array_equal(lake_ids(tmp_path / "lake"), np.arange(len(table)))
+
+
+def test_files_and_row_groups_are_several_and_uneven(library: Path, tmp_path: Path) -> None:
+    facts = build_lake(tmp_path / "lake", block=64, source=library)
+    groups = [
+        pq.read_metadata(path).row_group(group).num_rows
+        for path in sorted((tmp_path / "lake").iterdir())
+        for group in range(pq.read_metadata(path).num_row_groups)
+    ]
+    assert facts.files >= 5
+    assert len(groups) == facts.row_groups > facts.files
+    assert sum(groups) == facts.rows
+    assert min(groups) == facts.smallest_group < facts.largest_group == max(groups)
+
+
+def test_one_library_gives_one_lake_byte_for_byte(library: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        build_lake(tmp_path / name, block=64, source=library)
+    for path in sorted((tmp_path / "one").iterdir()):
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+
+
+def test_max_rows_takes_the_first_rows(library: Path, tmp_path: Path) -> None:
+    build_lake(tmp_path / "all", block=64, source=library)
+    assert build_lake(tmp_path / "some", block=64, source=library, max_rows=100).rows == 100
+    everything = pq.ParquetDataset(tmp_path / "all").read()
+    assert pq.ParquetDataset(tmp_path / "some").read().equals(everything.slice(0, 100))
+
+
+def test_a_sample_is_spread_over_the_whole_lake(library: Path, tmp_path: Path) -> None:
+    facts = build_lake(tmp_path / "lake", block=64, source=library)
+    sample = sample_rows(tmp_path / "lake", 3)
+    table = pq.ParquetDataset(tmp_path / "lake").read()
+    places = [0, (facts.rows - 1) // 2, facts.rows - 1]
+    assert sample.tolist() == [table.column("tokens")[place].as_py() for place in places]
+
+
+def test_installed_packages_are_no_part_of_the_text(library: Path) -> None:
+    names = [path.relative_to(library).as_posix() for path in source_files(library)]
+    assert names == ["a/empty.py", "a/x.py", "b.py"]
+
+
+def test_a_python_without_its_source_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match="at least 64 are needed"):
+        build_lake(tmp_path / "lake", source=tmp_path / "none")
