@@ -20,10 +20,16 @@ from lakeckpt.core.plain import integer, integers, listing, mapping, text
 from lakeckpt.core.rest import Left, Rest
 from lakeckpt.errors import StateInvalid
 
-__all__ = ["FORMAT", "Identity", "ReaderState", "Segment"]
+__all__ = ["FORMAT", "MAX_LANES", "MAX_ROWS", "Identity", "ReaderState", "Segment"]
 
 FORMAT = "lakeckpt.reader/1"
 """The name and major version of a plain state."""
+
+MAX_LANES = 1 << 20
+"""The most lanes of an epoch: planning takes time and memory in proportion to them."""
+
+MAX_ROWS = 1 << 56
+"""The most rows of an epoch, and of all micro-batches of a state together: below it no product overflows 64 bits."""
 
 _TAILS: tuple[Tail, ...] = ("short", "drop", "even")
 
@@ -46,6 +52,10 @@ class Identity:
     def __post_init__(self) -> None:
         if self.tail not in _TAILS:
             raise ValueError(f"tail must be one of {', '.join(_TAILS)}, got {self.tail!r}")
+        if not 0 <= self.rows <= MAX_ROWS:
+            raise ValueError(f"an epoch has 0 to {MAX_ROWS} rows, got {self.rows}")
+        if self.endless and not self.rows:
+            raise ValueError("an endless stream has epochs of at least one row, got 0")
 
     def to_plain(self) -> dict[str, object]:
         """Return JSON-able values."""
@@ -108,6 +118,8 @@ class Segment:
             least = 0 if one.name in ("micro_batch", "step") else 1
             if getattr(self, one.name) < least:
                 raise ValueError(f"a segment's {one.name} is at least {least}, got {getattr(self, one.name)}")
+        if self.num_lanes > MAX_LANES:
+            raise ValueError(f"an epoch has at most {MAX_LANES} lanes, got {self.num_lanes}")
         if self.num_lanes % self.world_size:
             raise ValueError(f"{self.world_size} ranks do not divide {self.num_lanes} lanes")
 
@@ -125,9 +137,7 @@ class Segment:
         """Return what `to_plain` made ``value`` of; StateInvalid where it is none."""
         first, step, num_lanes, batch_size, world_size = integers(value, "segments", count=5)
         try:
-            return cls(
-                micro_batch=first, step=step, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size
-            )
+            return cls(micro_batch=first, step=step, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
         except ValueError as error:
             raise StateInvalid(f"not a segment: {error}") from error
 
@@ -151,19 +161,35 @@ class ReaderState:
     def __post_init__(self) -> None:
         if not self.segments:
             raise ValueError("a reader state has at least one segment")
+        if self.epoch < 0 or not 0 <= self.row <= self.segment.batch_size:
+            raise ValueError(f"epoch {self.epoch}, row {self.row} of micro-batches of {self.segment.batch_size} rows")
+        if self.identity.endless and self.epoch:
+            raise ValueError(f"an endless stream counts its epochs itself, got epoch {self.epoch}")
+        self._check_segments()
+        if self.base is not None:
+            self._check_base(self.base)
+
+    def _check_segments(self) -> None:
         starts = [(segment.step, segment.micro_batch) for segment in self.segments]
-        if starts != sorted(starts) or self.step < starts[-1][0]:
+        steps, numbers = [step for step, _ in starts], [number for _, number in starts]
+        if steps != sorted(steps) or numbers != sorted(numbers) or self.step < steps[-1]:
             raise ValueError(f"segments begin at (step, micro-batch) {starts} and step {self.step} is at hand")
         if self.base is None and starts[0] != (0, 0):
             raise ValueError(f"the first segment of a whole epoch begins at step 0, not at {starts[0]}")
-        if self.base is not None:
-            epochs = [left.epoch for left in self.base.begun]
-            if not self.identity.endless and epochs != [self.epoch]:
-                raise ValueError(f"the rest of epoch {self.epoch} cannot be that of epochs {epochs}")
-            if any(left.positions and left.positions.stops[-1] > self.identity.rows for left in self.base.begun):
-                raise ValueError(f"the rest names positions outside of an epoch of {self.identity.rows} rows")
-        if self.epoch < 0 or self.row < 0:
-            raise ValueError(f"epoch {self.epoch} and row {self.row} cannot be negative")
+        reached = numbers[-1] + (self.step + 1 - steps[-1]) * self.segment.world_size
+        if reached * max(segment.batch_size for segment in self.segments) > MAX_ROWS:
+            raise ValueError(
+                f"{reached} micro-batches of up to {self.segment.batch_size} rows are more than {MAX_ROWS}"
+            )
+
+    def _check_base(self, base: Rest) -> None:
+        epochs = [left.epoch for left in base.begun]
+        if not self.identity.endless and (epochs != [self.epoch] or base.next_epoch != self.epoch + 1):
+            raise ValueError(f"epochs {epochs} before {base.next_epoch} cannot be the rest of epoch {self.epoch}")
+        if any(left.positions and left.positions.stops[-1] > self.identity.rows for left in base.begun):
+            raise ValueError(f"the rest names positions outside of an epoch of {self.identity.rows} rows")
+        if any(left.num_lanes > MAX_LANES for left in base.begun):
+            raise ValueError(f"an epoch has at most {MAX_LANES} lanes")
 
     @property
     def segment(self) -> Segment:

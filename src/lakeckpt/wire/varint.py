@@ -1,4 +1,4 @@
-"""How is a list of intervals of positions written in few bytes?
+"""How are intervals of positions, and other small numbers, written in few bytes?
 
 Intervals are half-open, sorted and disjoint. Each is written as two unsigned LEB128 numbers: the gap since the stop of
 the one before (the first: since 0), and the length. There is no count: the list ends with the bytes. Positions are
@@ -8,13 +8,14 @@ The bytes of a list are unique: a longer spelling of a number is refused on read
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lakeckpt.errors import LimitExceeded, UnsupportedValue, WireDamaged
 
-__all__ = ["POSITION_LIMIT", "pack_intervals", "unpack_intervals"]
+__all__ = ["NUMBER_LIMIT", "POSITION_LIMIT", "pack_intervals", "pack_numbers", "unpack_intervals", "unpack_numbers"]
 
 POSITION_LIMIT = 2**56
+NUMBER_LIMIT = 2**63
 _MOST_INTERVALS = 8_000_000
 
 
@@ -62,6 +63,27 @@ def unpack_intervals(data: bytes, *, most: int = _MOST_INTERVALS) -> list[tuple[
     return found
 
 
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+    """The bytes of numbers from 0 to 2**63 - 1: one byte for each seven bits of each number.
+
+    Raises `UnsupportedValue` for any other number.
+    """
+    out = bytearray()
+    for number in numbers:
+        if not 0 <= number < NUMBER_LIMIT:
+            raise UnsupportedValue(f"{number} is not a number from 0 to {NUMBER_LIMIT - 1}")
+        _put(out, number)
+    return bytes(out)
+
+
+def unpack_numbers(data: bytes) -> Iterator[int]:
+    """The numbers of ``data``, one by one, as they were packed. Raises `WireDamaged` where `pack_numbers` wrote no such bytes."""
+    at = 0
+    while at < len(data):
+        number, at = _get(data, at)
+        yield number
+
+
 def _put(out: bytearray, number: int) -> None:
     while number >= 0x80:
         out.append(number & 0x7F | 0x80)
@@ -76,7 +98,7 @@ def _get(data: bytes, at: int) -> tuple[int, int]:
         number |= (byte & 0x7F) << shift
         if byte < 0x80:
             if not byte and shift:
-                raise WireDamaged(f"byte {at} of an interval list: a number is longer than it needs to be")
+                raise WireDamaged(f"byte {at} of a list of numbers: a number is longer than it needs to be")
             return number, at
         shift += 7
-    raise WireDamaged(f"byte {at} of an interval list: a number does not end")
+    raise WireDamaged(f"byte {at} of a list of numbers: a number does not end")
