@@ -144,7 +144,8 @@ def _rest(numbers: Iterator[int]) -> Rest:
     for _ in range(count):
         epochs, num_lanes, rotation, intervals = _take(numbers, 4)
         epoch += epochs
-        pairs, last = [], 0
+        pairs: list[tuple[int, int]] = []
+        last = 0
         for _ in range(intervals):
             gap, rows = _take(numbers, 2)
             if not rows or (pairs and not gap):

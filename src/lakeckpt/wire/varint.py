@@ -77,7 +77,7 @@ def pack_numbers(numbers: Iterable[int]) -> bytes:
 
 
 def unpack_numbers(data: bytes) -> Iterator[int]:
-    """The numbers of ``data``, one by one, as they were packed. Raises `WireDamaged` where `pack_numbers` wrote no such bytes."""
+    """The numbers of ``data``, one by one, as they were packed; `WireDamaged` where `pack_numbers` wrote none such."""
     at = 0
     while at < len(data):
         number, at = _get(data, at)
