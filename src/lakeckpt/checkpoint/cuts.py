@@ -57,7 +57,10 @@ class ReaderTrack:
         """The place at the last cut."""
         if self._at is None:
             return Place(receipt=None, state=self._first)
-        return Place(receipt=self._at, state=self.reader.state_dict(self._at))
+        # Where all that was delivered is consumed, the reader also says whether the loop has seen the epoch's end: what
+        # a script does there (a scheduler's step, say) is in the objects then, and must not be done again.
+        everything = self._at is self.reader.last_receipt
+        return Place(receipt=self._at, state=self.reader.state_dict(None if everything else self._at))
 
     def record(self, place: Place, *, step: int, state: Mapping[str, Any]) -> ReaderRecord:
         """What the manifest of a save at ``place`` says; ``state`` is that of the whole job."""
