@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.fields import Ranks
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.tracking.tally import Tally
 
-__all__ = ["Agreement", "Talk", "Unit", "agree", "everyone"]
+__all__ = ["Agreement", "Merge", "Talk", "Unit", "agree", "everyone"]
 
 _UNITS = "the units"
 _PREFIX = "unit "

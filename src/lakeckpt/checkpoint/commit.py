@@ -32,7 +32,7 @@ from lakeckpt.errors import (
 from lakeckpt.lake.storage import Storage, describe
 from lakeckpt.tracking.tally import name_ranks
 
-__all__ = ["Verify", "await_commit", "collect_parts", "commit", "publish_failure", "verify_objects"]
+__all__ = ["Verify", "await_commit", "collect_parts", "commit", "publish_failure", "superseded", "verify_objects"]
 
 Verify = Literal["sizes", "bytes"]
 Expected = Mapping[int, frozenset[tuple[str, bytes]]]

@@ -19,7 +19,7 @@ from lakeckpt.checkpoint.fields import Ranks, confined, fields_of, number, ranks
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.codec import dumps, loads
 
-__all__ = ["OBJECTS", "PARTS", "FileRecord", "PartRecord", "SaveId", "TensorRecord", "TreeRecord"]
+__all__ = ["OBJECTS", "PARTS", "FileRecord", "PartRecord", "SaveId", "TensorRecord", "TreeRecord", "file_digest"]
 
 PARTS = "parts"
 OBJECTS = "objects"

@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-import lakeckpt
-from lakeckpt import errors
+from lakeckpt import __version__, errors
 from lakeckpt.checkpoint.agreement import everyone
 from lakeckpt.checkpoint.apply import apply, differences, refuse
 from lakeckpt.checkpoint.fetch import read_object
@@ -150,7 +149,7 @@ class Restorer:
             slot=slot,
             restored=None if restored is None else restored.slot,
             world_size=self._exchange.world_size,
-            library=lakeckpt.__version__,
+            library=__version__,
             created_s=float(self._clock()),
             write_id=uuid.uuid4().hex,
         )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import lakeckpt
+from lakeckpt import __version__
 from lakeckpt.checkpoint.agreement import Agreement, Unit, agree
 from lakeckpt.checkpoint.capture import Staged, capture, stage
 from lakeckpt.checkpoint.commit import (
@@ -250,7 +250,7 @@ class Saver:
                     for name, track in self._tracks.items()
                 },
                 seed=self.attempt.seed,
-                library=lakeckpt.__version__,
+                library=__version__,
                 created_s=float(self._clock()),
                 write_id=uuid.uuid4().hex,
             )

@@ -16,7 +16,7 @@ from typing import Any
 
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plain import integer, integers, listing
-from lakeckpt.errors import ConfigError, GapError, OverlapError, StateInvalid
+from lakeckpt.errors import ConfigError, DisagreementError, GapError, OverlapError, StateInvalid
 from lakeckpt.tracking.tally import Tally
 from lakeckpt.wire.codec import dumps
 
@@ -49,6 +49,9 @@ def merge_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "give the states that the ranks of one job gave at one cut"
         )
     owners = [_Part(state["part"]) for state in parts]
+    sizes = {owner.world_size for owner in owners}
+    if len(sizes) > 1:
+        raise DisagreementError(f"these are parts of jobs of {sorted(sizes)} ranks: give the states of one job")
     common = [{name: value for name, value in state.items() if name != "part"} for state in parts]
     _agree(list(zip([owner.rank for owner in owners], common, strict=True)), world_size=owners[0].world_size)
     lanes = _all_lanes(owners)
@@ -75,19 +78,21 @@ class _Part:
 
 
 def _agree(states: list[tuple[int, Mapping[str, Any]]], *, world_size: int) -> None:
+    """Raise unless all ranks are there, once each, with equal states."""
     tallies = []
     for rank, state in states:
-        facts = {f"'{name}'": dumps(value, kind="value", version=(1, 0)).hex() for name, value in state.items()}
-        shown = {name: _short(state[name.strip("'")], text) for name, text in facts.items()}
-        shown["fields"] = ", ".join(sorted(state))
-        tallies.append(Tally.of_rank(rank, world_size=max(world_size, rank + 1), facts=shown))
+        facts = {f"{name!r}": _told(value) for name, value in state.items()}
+        facts["the fields"] = ", ".join(sorted(state))
+        tallies.append(Tally.of_rank(rank, world_size=world_size, facts=facts))
     job = tallies[0].merge(*tallies[1:])
     job.settle(agreed=sorted(job.facts))
 
 
-def _short(value: object, text: str) -> str:
+def _told(value: object) -> str:
+    """A short text that differs where values do."""
     shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:40]}… (digest {text[-16:]})"
+    digest = dumps(value, kind="value", version=(1, 0))[-16:].hex()
+    return shown if len(shown) <= 60 else f"{shown[:40]}… (digest {digest})"
 
 
 def _all_lanes(owners: list[_Part]) -> list[tuple[int, ...]]:

@@ -1,0 +1,25 @@
+"""Ranks as real processes, quickly: a fork server that has torch loaded, and never ran anything, forks them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch", "torch.distributed", "lakeckpt.checkpoint.manager"])
+PATIENCE_S = 120.0
+
+
+def run_processes(world_size: int, body: Callable[..., None], *args: Any) -> None:
+    """Run ``body(rank, *args)`` in a process per rank; an AssertionError where one ends with another status than 0."""
+    processes = [_FORKS.Process(target=body, args=(rank, *args)) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE_S)
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+    assert not hanging, f"ranks {hanging} hang"
+    assert [process.exitcode for process in processes] == [0] * world_size

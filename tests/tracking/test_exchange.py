@@ -1,0 +1,100 @@
+"""Messages between real processes over gloo, through node leaders; and what the others hear when a rank is gone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lakeckpt.errors import MissingRanksError, OverlapError, TrackingError
+from lakeckpt.tracking.exchange import GlooExchange, Solo, this_node
+from tests.tracking.processes import run_processes
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def union(messages: Sequence[bytes]) -> bytes:
+    return bytes(sorted(b"".join(messages)))
+
+
+def refuse_twins(messages: Sequence[bytes]) -> bytes:
+    joined = union(messages)
+    if len(set(joined)) != len(joined):
+        raise OverlapError("a number came twice")
+    return joined
+
+
+def talk(rank: int, world_size: int, folder: str, nodes: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size, timeout=TIMEOUT
+    )
+    exchange = GlooExchange(timeout_s=30, node=nodes[rank].encode() * 16)
+    found: list[Any] = [(exchange.rank, exchange.world_size), exchange.combine(bytes([10 + rank]), union)]
+    large = exchange.combine(bytes([rank]) * 3_000_000, union)
+    found.append(large == b"".join(bytes([one]) * 3_000_000 for one in range(world_size)))
+    try:
+        exchange.combine(bytes([min(rank, world_size - 2)]), refuse_twins)
+    except TrackingError as error:
+        found.append(f"{type(error).__name__}: {error}")
+    if rank == 0:
+        exchange.publish("note", b"\x00later")
+    found.append(exchange.fetch("note"))
+    exchange.close()
+    exchange.close()
+    Path(folder, f"{rank}.txt").write_text(repr(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("nodes", ["aaa", "aba", "aabb", "abcd"])
+def test_every_rank_hears_the_merge_the_refusal_and_the_note(nodes: str, tmp_path: Path) -> None:
+    world_size = len(nodes)
+    run_processes(world_size, talk, world_size, str(tmp_path), nodes)
+    every = bytes(range(10, 10 + world_size))
+    for rank in range(world_size):
+        told = [(rank, world_size), every, True, "OverlapError: a number came twice", b"\x00later"]
+        assert (tmp_path / f"{rank}.txt").read_text() == repr(told)
+
+
+def talk_with_a_dead_rank(rank: int, world_size: int, folder: str, nodes: str, dead: int) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size, timeout=TIMEOUT
+    )
+    exchange = GlooExchange(timeout_s=30, node=nodes[rank].encode() * 16)
+    exchange.combine(b"x", union)
+    if rank == dead:
+        os._exit(0)
+    try:
+        exchange.combine(b"x", union)
+    except MissingRanksError as error:
+        Path(folder, f"{rank}.txt").write_text(str(error))
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "dead", "named"), [("aab", 1, "rank 1 "), ("abb", 1, "ranks 1-2 "), ("aab", 2, "rank 2 ")]
+)
+def test_a_dead_rank_is_named_to_all_others(nodes: str, dead: int, named: str, tmp_path: Path) -> None:
+    """A leader that dies takes its node with it: its ranks cannot be heard."""
+    run_processes(3, talk_with_a_dead_rank, 3, str(tmp_path), nodes, dead)
+    for rank in {0, 1, 2} - {dead}:
+        told = (tmp_path / f"{rank}.txt").read_text()
+        its_leader_died = nodes[rank] == nodes[dead] and nodes.index(nodes[dead]) == dead
+        assert ("rank 1 " if its_leader_died else named) in told
+
+
+def test_a_job_of_one_talks_to_itself() -> None:
+    solo = Solo()
+    assert solo.combine(b"ab", union) == b"ab"
+    solo.publish("k", b"v")
+    assert solo.fetch("k") == b"v"
+    solo.close()
+
+
+def test_this_node_is_the_same_in_every_process_of_it() -> None:
+    assert len(this_node()) == 16
+    assert this_node() == this_node()

@@ -1,0 +1,68 @@
+"""The run-length record of frontiers gives back every one of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lakeckpt.core.receipts import Receipt, Span
+from lakeckpt.tracking.steps import Frontier, Run, StepRecord, StepRecorder, frontier_after
+
+FRONTIERS = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 6), st.sampled_from([0, 0, 0, 3])).map(lambda t: Frontier(*t)),
+    max_size=30,
+)
+
+
+@given(FRONTIERS, st.integers(0, 5), st.data())
+def test_every_frontier_comes_back_whatever_was_forgotten(
+    frontiers: list[Frontier], first: int, data: st.DataObject
+) -> None:
+    recorder = StepRecorder()
+    for at, frontier in enumerate(frontiers):
+        recorder.note(first + 1 + at, frontier)
+    forgotten = data.draw(st.integers(0, len(frontiers)))
+    upto = data.draw(st.integers(forgotten, len(frontiers)))
+    recorder.forget(first + forgotten)
+    record = recorder.record(first + upto)
+    assert StepRecord.from_plain(record.to_plain()) == record
+    for at, frontier in enumerate(frontiers):
+        inside = forgotten <= at < upto
+        assert record.frontier(first + 1 + at) == (frontier if inside else None)
+
+
+def test_thousands_of_steps_in_lockstep_are_one_run() -> None:
+    recorder = StepRecorder()
+    for step in range(1, 5001):
+        recorder.note(step, Frontier(0, 4 * step))
+    assert len(recorder.record(5000).runs) == 1
+    recorder.note(5001, Frontier(1, 4))
+    assert len(recorder.record(5001).runs) == 2
+    assert recorder.record(5001).frontier(4321) == Frontier(0, 4 * 4321)
+
+
+def test_a_frontier_lies_behind_its_receipt() -> None:
+    def receipt(row: int | None) -> Receipt:
+        span = Span(epoch=2, start=0, stop=8)
+        return Receipt(
+            epoch=2, micro_batch=5, lane=0, step=5, rank=0, world_size=1, spans=(span,), step_rows=8, row=row
+        )
+
+    assert frontier_after(receipt(None)) == Frontier(2, 6)
+    assert frontier_after(receipt(0)) == Frontier(2, 5, 1)
+    assert frontier_after(receipt(7)) == Frontier(2, 6)
+
+
+def test_malformed_records_are_refused() -> None:
+    with pytest.raises(ValueError, match="seven integers"):
+        StepRecord.from_plain([[1, 2, 3]])
+    with pytest.raises(ValueError, match="follow one another"):
+        StepRecord(
+            runs=(
+                Run(first=1, count=2, start=Frontier(0, 1), stride=1, row_stride=0),
+                Run(first=5, count=1, start=Frontier(0, 9), stride=0, row_stride=0),
+            )
+        )
+    with pytest.raises(ValueError, match="not a run"):
+        Run(first=0, count=1, start=Frontier(0, 0), stride=0, row_stride=0)
