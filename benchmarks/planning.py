@@ -1,4 +1,4 @@
-"""What does planning an epoch over a million row groups cost?  ``python benchmarks/planning.py [--json FILE]``
+"""What does planning an epoch over a million row groups cost?  ``python -m benchmarks.planning [--json FILE]``
 
 The limit is 1 s and 100 MB (DESIGN section 7). Beside it, in the same run: numpy's own shuffle of as many numbers, and
 the bare sort of as many random 64-bit words, which is the physical limit of ordering by hash.
@@ -7,8 +7,7 @@ the bare sort of as many random 64-bit words, which is the physical limit of ord
 from __future__ import annotations
 
 import numpy as np
-from _measure import measure, report
-
+from benchmarks.measure import measure, report
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Plan, start
 from lakeckpt.core.state import Identity

@@ -1,0 +1,137 @@
+"""Runs `train.py` as the ranks of a job, kills them, starts them anew, and counts the rows of the surviving history.
+
+Only processes that it started are ended, by their ids. A kill is placed by what the job has *done* (a number of lines in
+its notes) and then by a short random wait of the job's own making, so that it falls anywhere: in a step, in a save, in a
+commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).with_name("train.py")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the job. ``kill_after``: steps noted by rank 0, and seconds more, before all ranks are killed."""
+
+    ranks: int
+    workers: int = 0
+    kill_after: tuple[int, float] | None = None
+    options: tuple[str, ...] = ()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Job:
+    """A job in ``folder`` over ``table``; attempts share a run."""
+
+    def __init__(self, folder: Path, table: Path, options: Sequence[str]) -> None:
+        self.folder, self.table, self.options = folder, table, tuple(options)
+        self.notes = folder / "notes"
+        self.notes.mkdir(parents=True)
+        self.attempts = 0
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    def attempt(self, attempt: Attempt) -> None:
+        """Run one attempt: to its end, or until it is killed."""
+        number, self.attempts = self.attempts, self.attempts + 1
+        port = str(free_port())
+        command = [
+            *(sys.executable, str(SCRIPT), "--table", str(self.table), "--run", str(self.run)),
+            *("--notes", str(self.notes), "--attempt", str(number), "--workers", str(attempt.workers)),
+            *(*self.options, *attempt.options),
+        ]
+        log = (self.folder / f"log-{number:03d}.txt").open("w")
+        ranks = []
+        for rank in range(attempt.ranks):
+            job = {"RANK": str(rank), "WORLD_SIZE": str(attempt.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment = {**os.environ, **job, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
+            ranks.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            )
+        try:
+            if attempt.kill_after is not None:
+                self._wait_for_steps(number, attempt.kill_after, ranks)
+            else:
+                for process in ranks:
+                    process.wait(timeout=240)
+        finally:
+            for process in ranks:
+                if process.poll() is None or attempt.kill_after is not None:
+                    _kill_group(process)
+                process.wait()
+            log.close()
+        if attempt.kill_after is None:
+            codes = [process.returncode for process in ranks]
+            assert codes == [0] * attempt.ranks, f"exit codes {codes}:\n{(self.folder / log.name).read_text()[-4000:]}"
+
+    def _wait_for_steps(self, number: int, kill_after: tuple[int, float], ranks: list[subprocess.Popen[bytes]]) -> None:
+        steps, more_s = kill_after
+        for _ in range(2400):
+            if self._steps_noted(number) >= steps or any(process.poll() is not None for process in ranks):
+                break
+            _wait(ranks[0], 0.05)
+        _wait(ranks[0], more_s)
+
+    def _steps_noted(self, number: int) -> int:
+        path = self.notes / f"{number:03d}-0.jsonl"
+        return path.read_text().count('"step"') if path.exists() else 0
+
+    def surviving_rows(self) -> Counter[tuple[int, int]]:
+        """Count the (epoch, id) of the surviving history, from the notes alone."""
+        counts: Counter[tuple[int, int]] = Counter()
+        for number in range(self.attempts):
+            survives = min((self._restored(later) for later in range(number + 1, self.attempts)), default=10**9)
+            for path in sorted(self.notes.glob(f"{number:03d}-*.jsonl")):
+                for line in _lines(path):
+                    if "step" in line and line["step"] <= survives:
+                        counts.update((epoch, row) for epoch, row in line["ids"])
+        return counts
+
+    def _restored(self, number: int) -> int:
+        """The step that attempt ``number`` went on from; a later one counts where it died before saying so."""
+        for path in sorted(self.notes.glob(f"{number:03d}-*.jsonl")):
+            for line in _lines(path):
+                if "restored" in line:
+                    return int(line["restored"])
+        return 10**9
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of ``path``: a kill may cut the last one short."""
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        pass
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL a rank and the loader workers that it started (its session)."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

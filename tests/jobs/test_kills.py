@@ -1,0 +1,96 @@
+"""Real jobs on real tables, killed with SIGKILL at random moments and gone on with on other topologies."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from harness import Attempt, Job
+
+from lakeckpt.checkpoint.audit import audit
+from lakeckpt.lake.storage import open_storage
+
+ROWS = 1_900
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A table of uneven files and row groups."""
+    folder = tmp_path / "lake"
+    folder.mkdir()
+    done, generator = 0, np.random.default_rng(3)
+    for number, (rows, group) in enumerate([(1_000, 130), (1, 10), (0, 10), (899, 64)]):
+        columns = {"id": np.arange(done, done + rows), "x": generator.normal(size=rows).astype("float32")}
+        pq.write_table(pa.table(columns), folder / f"{number}.parquet", row_group_size=group)
+        done += rows
+    assert done == ROWS
+    return folder
+
+
+def history(seed: int, topologies: list[tuple[int, int]]) -> list[Attempt]:
+    """Attempts on ``topologies`` (ranks, workers); all but the last are killed somewhere."""
+    chance = random.Random(seed)
+    kills = [(chance.randrange(1, 9), chance.uniform(0.0, 0.25)) for _ in topologies[:-1]]
+    return [
+        Attempt(ranks=ranks, workers=workers, kill_after=kill)
+        for (ranks, workers), kill in zip(topologies, [*kills, None], strict=True)
+    ]
+
+
+CASES = {
+    "shuffled, short, from 1 x 0 over 4 x 3 to 3 x 1": (
+        ["--shuffle", "--every", "2"],
+        [(1, 0), (4, 3), (2, 1), (3, 1)],
+    ),
+    "in table order, batches change with the topology": (
+        ["--every", "1", "--batch-size", "24"],
+        [(2, 2), (2, 2), (1, 1)],
+    ),
+    "lanes fixed, accumulating two micro-batches a step": (
+        ["--shuffle", "--num-lanes", "12", "--accumulate", "2", "--every", "2"],
+        [(2, 0), (3, 0), (2, 2)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_row_counts_once_an_epoch_in_the_history_that_survives(case: str, table: Path, tmp_path: Path) -> None:
+    options, topologies = CASES[case]
+    job = Job(tmp_path / "job", table, options)
+    for attempt in history(len(case), topologies):
+        job.attempt(attempt)
+    counts = job.surviving_rows()
+    assert set(counts) == {(epoch, row) for epoch in range(2) for row in range(ROWS)}
+    assert set(counts.values()) == {1}
+    report = audit(open_storage(str(job.run)))
+    assert report.proved, report
+
+
+def test_what_drop_leaves_out_is_the_only_thing_that_does_not_count(table: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", table, ["--shuffle", "--tail", "drop", "--every", "2", "--epochs", "1"])
+    for attempt in history(11, [(2, 1), (1, 2), (2, 0)]):
+        job.attempt(attempt)
+    counts = job.surviving_rows()
+    assert set(counts.values()) == {1}
+    assert 0 <= ROWS - len(counts) < 4 * 16 + 4
+    assert audit(open_storage(str(job.run))).proved
+
+
+def test_an_endless_stream_repeats_no_row_before_all_have_counted(table: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", table, ["--shuffle", "--endless", "--every", "3"])
+    *killed, last = history(23, [(2, 0), (1, 1), (3, 0), (2, 1)])
+    for attempt in killed:
+        job.attempt(attempt)
+    job.attempt(Attempt(ranks=last.ranks, workers=last.workers, options=("--steps", "150")))
+    counts = job.surviving_rows()
+    assert set(counts.values()) == {1}
+    by_epoch = Counter(epoch for epoch, _ in counts)
+    # 150 steps of 16 to 48 rows: an epoch is complete before the one after the next begins.
+    assert max(by_epoch) >= 1
+    assert all(by_epoch[epoch] == ROWS for epoch in range(max(by_epoch) - 1))
+    assert audit(open_storage(str(job.run))).proved

@@ -1,0 +1,91 @@
+"""A training script such as a user writes: run by the tests as real processes, which are killed at any moment.
+
+Each rank appends what each optimizer step consumed to a file of its own, flushed line by line, so that what survives in
+the history can be counted without any of lakeckpt's bookkeeping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import lakeckpt
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for name in ("table", "run", "notes"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--every", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10**9)
+    parser.add_argument("--tail", default="short")
+    parser.add_argument("--num-lanes", type=int)
+    parser.add_argument("--shuffle", action="store_true")
+    parser.add_argument("--endless", action="store_true")
+    parser.add_argument("--accumulate", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    if world_size > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    dataset = lakeckpt.LakeDataset(
+        args.table,
+        batch_size=args.batch_size,
+        columns=["id", "x"],
+        shuffle=args.shuffle,
+        seed=5,
+        num_lanes=args.num_lanes,
+        tail=args.tail,
+        endless=args.endless,
+    )
+    loader = lakeckpt.LakeLoader(dataset, num_workers=args.workers)
+    state = {"model": model, "optimizer": optimizer, "reader": loader}
+    notes = Path(args.notes) / f"{args.attempt:03d}-{rank}.jsonl"
+    with notes.open("a") as file, lakeckpt.CheckpointManager(args.run, state, every=args.every) as manager:
+        done = manager.restore()
+        print(json.dumps({"restored": done}), file=file, flush=True)
+        used: list[tuple[int, int]] = []  # (epoch, id)
+        batches = 0
+        for _ in range(loader.epoch, 1 if args.endless else args.epochs):
+            for batch in loader:
+                rows = len(batch["id"])
+                outputs = model.eval()(batch["x"][:, None]) if rows < 2 else model.train()(batch["x"][:, None])
+                (outputs.sum() / max(1, rows) * batch.receipt.weight).backward()
+                epochs = [span.epoch for span in batch.receipt.spans for _ in range(span.rows)]
+                used += zip(epochs, batch["id"].tolist(), strict=True)
+                batches += 1
+                if batches % args.accumulate:
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+                print(json.dumps({"step": done, "ids": used}), file=file, flush=True)
+                used = []
+                manager.step()
+                if done >= args.steps:
+                    break
+        print(json.dumps({"finished": done}), file=file, flush=True)
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
