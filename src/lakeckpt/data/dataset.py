@@ -107,6 +107,9 @@ class LakeDataset(IterableDataset[Any]):
         self.batch_size = batch_size
         self.columns = _chosen(self.table, columns)
         self.row_wise = batch_size is None
+        self.output: Output = output
+        self.nulls: Literal["error", "mask"] = nulls
+        self.has_transform = transform is not None
         self.block_size = block_size if batch_size is None else batch_size
         self._explicit_rank = (rank, world_size)
         self._dp_group = dp_group
@@ -158,6 +161,11 @@ class LakeDataset(IterableDataset[Any]):
         if get_worker_info() is not None and self._pickled_topology is not None:
             return self._pickled_topology
         return resolve_topology(*self._explicit_rank, self._dp_group)
+
+    @property
+    def identity(self) -> Identity:
+        """What the order of rows is a function of."""
+        return self._progress.identity
 
     @property
     def epoch(self) -> int:
