@@ -83,8 +83,9 @@ class EverySeconds:
 
     def announce(self, step: int, *, elapsed_s: float, since_save_s: float, steps_done: int) -> Announcement:
         """See `Policy`."""
-        left_s = self.seconds - since_save_s
-        pace_s = elapsed_s / steps_done if steps_done else self.seconds
+        if not steps_done:  # no pace yet
+            return Announcement(save=None, check=step + 1)
+        left_s, pace_s = self.seconds - since_save_s, elapsed_s / steps_done
         if left_s <= pace_s:
             return Announcement(save=step + 1, check=step + 1)
         ahead = int(left_s / (2 * pace_s)) if pace_s > 0 else _MOST_STEPS_BETWEEN_CHECKS

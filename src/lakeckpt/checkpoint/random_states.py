@@ -40,7 +40,7 @@ def check_random(states: object) -> dict[str, Any]:
         np.random.RandomState().set_state(states["numpy"])
         torch.Generator().set_state(torch.from_numpy(states["torch"].copy()))
         assert all(isinstance(one, np.ndarray) and one.dtype == np.uint8 for one in states["cuda"])
-    except (AssertionError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except Exception as error:
         raise CheckpointDamaged(
             f"the random states cannot be used by this Python, numpy and torch: {error!r}"
         ) from error

@@ -1,0 +1,237 @@
+"""Files of tensors: what safetensors reads, what every flipped bit does, and heads that were made to deceive."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load
+
+from lakeckpt.checkpoint import fetch, persist
+from lakeckpt.checkpoint.digests import PIECE_BYTES, ContentDigest, content_digest, digest_all
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.fetch import fetch_file
+from lakeckpt.checkpoint.parts import PartRecord, SaveId
+from lakeckpt.checkpoint.persist import OwnedTensor
+from lakeckpt.checkpoint.tensor_file import layout, parse_head
+from lakeckpt.checkpoint.tensors import empty_for, host_bytes, on_host, spec_of
+from lakeckpt.errors import CheckpointDamaged, StorageError, UnsupportedValue
+from tests.checkpoint.rig import MemoryStorage
+
+SAVE = SaveId(attempt=1, step=2, number=3)
+ONE_BYTE = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"]
+PLAIN = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16"]
+ALL = [*PLAIN, "uint8", "bool", "complex64", "complex128", *ONE_BYTE]
+NATIVE = [*PLAIN, "uint8", "bool", "float8_e4m3fn", "float8_e5m2"]
+
+
+def example(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with arbitrary bits."""
+    target = getattr(torch, dtype)
+    size = torch.empty(shape, dtype=torch.uint8).numel()
+    if dtype == "bool":
+        return (torch.arange(size) % 3 == 0).reshape(shape)
+    raw = (torch.arange(size * target.itemsize) * 37 % 251).to(torch.uint8)
+    return raw.view(target).reshape(shape) if size else torch.empty(shape, dtype=target)
+
+
+def write(storage: MemoryStorage, tensors: dict[str, torch.Tensor]) -> PartRecord:
+    owned = []
+    for key, tensor in tensors.items():
+        data = host_bytes(on_host(tensor))
+        owned.append(OwnedTensor(spec=spec_of(key, tensor), data=data, digest=content_digest(data), ranks=((0, 1),)))
+    return persist.persist(storage, run="r", save=SAVE, rank=0, world_size=1, cut=b"c", tensors=owned, trees=[])
+
+
+def read(storage: MemoryStorage, part: PartRecord) -> dict[str, torch.Tensor]:
+    made = {one.spec.key: empty_for(one.spec) for one in part.tensors}
+    for index in range(len(part.files)):
+        fetch_file(storage, part, index, into={key: view for key, (_, view) in made.items()})
+    return {key: tensor for key, (tensor, _) in made.items()}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and host_bytes(on_host(one)) == host_bytes(
+        on_host(other)
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", ALL)
+def test_every_dtype_and_shape_comes_back_to_the_bit(dtype: str, shape: tuple[int, ...]) -> None:
+    storage = MemoryStorage()
+    tensor = example(dtype, shape)
+    part = PartRecord.from_bytes(write(storage, {"a": tensor, "b": torch.ones(3)}).to_bytes())
+    assert same_bits(read(storage, part)["a"], tensor)
+    by_the_library = load(storage.objects[part.files[0].path])["a"]
+    if dtype in NATIVE:
+        assert same_bits(by_the_library, tensor)
+    else:
+        assert host_bytes(by_the_library) == host_bytes(on_host(tensor))
+
+
+def test_views_are_saved_by_their_values() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    views = {"t": base.t(), "slice": base[:, 1:3], "conj": (base * 1j).conj(), "expanded": torch.ones(1).expand(4)}
+    storage = MemoryStorage()
+    found = read(storage, write(storage, views))
+    assert all(torch.equal(found[key], view.resolve_conj()) for key, view in views.items())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        torch.zeros(2, dtype=torch.uint8).view(torch.bits8),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_by_name(tensor: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedValue, match="model/w"):
+        spec_of("model/w", tensor)
+
+
+def test_many_and_large_tensors_are_packed_into_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persist, "FILE_BYTES", 100)
+    monkeypatch.setattr(fetch, "SPAN_BYTES", 13)
+    storage = MemoryStorage()
+    tensors = {f"t{n}": torch.arange(float(n)) for n in (0, 5, 60, 3, 4, 24)}
+    part = write(storage, tensors)
+    assert len(part.files) > 2
+    found = read(storage, part)
+    assert all(same_bits(found[key], tensor) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("span_bytes", [7, 2**20])
+def test_every_flipped_bit_truncation_and_addition_is_noticed(span_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "SPAN_BYTES", span_bytes)
+    storage = MemoryStorage()
+    part = write(storage, {"a": torch.arange(5.0), "b": torch.arange(4, dtype=torch.int8), "none": torch.empty(0)})
+    path = part.files[0].path
+    whole = storage.objects[path]
+    for at in range(len(whole)):
+        for bit in range(8):
+            storage.objects[path] = whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
+            with pytest.raises(CheckpointDamaged, match="safetensors"):
+                read(storage, part)
+        storage.objects[path] = whole[:at]
+        with pytest.raises(CheckpointDamaged, match="less"):
+            read(storage, part)
+    storage.objects[path] = whole + b"\0"
+    with pytest.raises(CheckpointDamaged, match="more than"):
+        read(storage, part)
+    del storage.objects[path]
+    with pytest.raises(CheckpointDamaged, match="missing"):
+        read(storage, part)
+
+
+def test_tensors_are_swapped_only_with_notice() -> None:
+    """Another file of the same size and the same tensors in another order is not ours."""
+    storage = MemoryStorage()
+    part = write(storage, {"a": torch.arange(4.0), "b": torch.arange(4.0) + 1})
+    other = write(storage, {"a": torch.arange(4.0) + 1, "b": torch.arange(4.0)})
+    storage.objects[part.files[0].path] = storage.objects[other.files[0].path]
+    with pytest.raises(CheckpointDamaged):
+        read(storage, part)
+    swapped = replace(part, files=other.files)
+    with pytest.raises(CheckpointDamaged):
+        read(storage, swapped)
+
+
+def test_a_store_that_fails_is_not_damage() -> None:
+    class Unreachable(MemoryStorage):
+        def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+            raise StorageError(110, "connection timed out")
+
+    class BadSector(MemoryStorage):
+        def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+            raise StorageError(5, "input/output error")
+
+    part = write(MemoryStorage(), {"a": torch.ones(1)})
+    with pytest.raises(StorageError, match="timed out"):
+        read(Unreachable(), part)
+    with pytest.raises(CheckpointDamaged, match="medium"):
+        read(BadSector(), part)
+
+
+def head_of(entries: Any) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def entry(start: int, stop: int, *, dtype: Any = "F32", shape: Any = None) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [(stop - start) // 4] if shape is None else shape, "data_offsets": [start, stop]}
+
+
+def test_a_head_of_the_library_is_read() -> None:
+    head = head_of({"__metadata__": {"x": "y"}, "b": entry(8, 12), "a": entry(0, 8)})
+    assert [slab.key for slab in parse_head(head, path="p", size_bytes=len(head) + 12).slabs] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"\1\0\0",
+        (2**40).to_bytes(8, "little"),
+        head_of(b""),
+        head_of(b"[1]"),
+        head_of(b"[" * 50_000),
+        head_of(b'{"a":' * 50_000),
+        head_of(b'{"a": {"dtype": "F32"}, "a": {"dtype": "F32"}}'),
+        head_of(b"\xff\xfe"),
+        head_of({"a": 3}),
+        head_of({"a": entry(0, 12) | {"more": 1}}),
+        head_of({"a": entry(0, 8), "b": entry(4, 12)}),
+        head_of({"a": entry(0, 4), "b": entry(8, 12)}),
+        head_of({"a": entry(4, 12)}),
+        head_of({"a": entry(0, 16)}),
+        head_of({"a": entry(0, 12, dtype="F128")}),
+        head_of({"a": entry(0, 12, dtype=["F32"])}),
+        head_of({"a": entry(0, 12, shape=[4])}),
+        head_of({"a": entry(0, 12, shape=[-3])}),
+        head_of({"a": entry(0, 12, shape=[3.0])}),
+        head_of({"a": entry(0, 12, shape=[True, 3])}),
+        head_of({"a": entry(0, 12, shape=[2**61, 2**61])}),
+        head_of({"a": entry(0, 12, shape=[3] + [1] * 100)}),
+        head_of({"a": entry(0, 12, shape="3")}),
+        head_of({"a": {"dtype": "F32", "shape": [3], "data_offsets": [12, 0]}}),
+        head_of({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12, 12]}}),
+    ],
+)
+def test_a_deceiving_head_is_refused(head: bytes) -> None:
+    with pytest.raises(CheckpointDamaged, match="p: "):
+        parse_head(head, path="p", size_bytes=len(head) + 12)
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=5))
+def test_a_digest_does_not_depend_on_how_the_bytes_come(data: bytes, cuts: list[int]) -> None:
+    stream = ContentDigest()
+    at = 0
+    for cut in [*sorted(cuts), len(data)]:
+        stream.update(data[at:cut])
+        at = max(at, cut)
+    assert stream.digest() == content_digest(data)
+
+
+def test_digests_on_threads_are_those_of_each_alone() -> None:
+    contents = [memoryview(bytes([n]) * (PIECE_BYTES // 2 * n)) for n in range(4)]
+    assert digest_all(contents, threads=3) == [content_digest(content) for content in contents]
+    assert len(set(digest_all(contents, threads=1))) == 4
+
+
+def test_larger_elements_come_first_so_that_all_are_aligned() -> None:
+    plan = layout(
+        [
+            TensorSpec(key=name, dtype=name, shape=(3,))
+            for name in ("int8", "float64", "bfloat16", "float32", "complex64")
+        ]
+    )
+    for slab, size in zip(plan.slabs, (8, 4, 4, 2, 1), strict=True):
+        assert slab.start % size == 0

@@ -1,0 +1,160 @@
+"""State dicts come apart and together again: names, ties, types; and what cannot be written is refused by its path."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lakeckpt.checkpoint.names import canonical_names
+from lakeckpt.checkpoint.random_states import capture_random, check_random, derive_random, restore_random
+from lakeckpt.checkpoint.tree import flatten, rebuild, tree_from_bytes, tree_to_bytes
+from lakeckpt.errors import CheckpointDamaged, LimitExceeded, UnsupportedValue
+
+
+def there_and_back(state: Any, like: Any = None) -> Any:
+    flat = flatten("item", state)
+    return rebuild(tree_from_bytes(tree_to_bytes(flat)), flat.tensors, like)
+
+
+def test_wrappers_leave_no_trace_in_names() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    bare = flatten("m", model.state_dict())
+    wrapped = torch.nn.DataParallel(torch.compile(model, backend="eager")).state_dict()
+    assert all("module._orig_mod." in name for name in wrapped)
+    found = flatten("m", wrapped)
+    assert found.tree == bare.tree and set(found.tensors) == set(bare.tensors)
+    back = rebuild(found.tree, found.tensors, wrapped)
+    assert list(back) == list(wrapped)
+    inner = torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2), backend="eager"), torch.nn.BatchNorm1d(2))
+    assert flatten("m", inner.state_dict()).tree == bare.tree
+
+
+def test_names_that_would_collide_keep_their_own() -> None:
+    names = ["module.a", "a", "module.b", "module", "x.module"]
+    assert canonical_names(names) == {
+        "module.a": "module.a",
+        "a": "a",
+        "module.b": "b",
+        "module": "module",
+        "x.module": "x",
+    }
+
+
+def test_tied_tensors_are_one() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    flat = flatten("m", {"embed": weight, "head": weight, "view": weight[0], "other": torch.ones(2, 3)})
+    assert set(flat.tensors) == {"m/embed", "m/view", "m/other"}
+    assert flat.tree["head"] == flat.tree["embed"]
+    empty = torch.empty(0)
+    assert len(flatten("m", {"a": empty, "b": empty.clone()}).tensors) == 2
+
+
+def test_keys_that_look_alike_stay_apart() -> None:
+    state = {
+        0: torch.zeros(1),
+        "0": torch.ones(1),
+        "a": {"b/c": torch.full((1,), 2.0)},
+        "a/b": {"c": torch.full((1,), 3.0)},
+    }
+    back = there_and_back(state)
+    assert [back[0], back["0"], back["a"]["b/c"], back["a/b"]["c"]] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_containers_get_the_types_of_the_live_object() -> None:
+    live = {
+        "counter": Counter({1: 2}),
+        "ordered": OrderedDict(a=1),
+        "default": defaultdict(list),
+        "size": torch.Size([1]),
+        "plain": {1: (2, [3])},
+    }
+    state = {
+        "counter": Counter({5: 1}),
+        "ordered": OrderedDict(b=torch.ones(1)),
+        "default": defaultdict(list, x=[1]),
+        "size": torch.Size([4, 5]),
+        "plain": {7: (8, [torch.ones(1)])},
+    }
+    back = there_and_back(state, live)
+    assert back == state
+    assert [type(one) for one in back.values()] == [type(one) for one in state.values()]
+    assert back["default"].default_factory is list
+    plain = there_and_back(state)
+    assert [type(one) for one in plain.values()] == [dict, dict, dict, tuple, dict]
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"a": [0, {"f": lambda: 0}]}, r"item\.a\[1\]\.f"),
+        ({"p": functools.partial(int)}, r"item\.p"),
+        ({"s": {1, 2}}, r"item\.s"),
+        ({"n": Pair(1, 2)}, r"item\.n"),
+        ({"d": torch.float32}, r"item\.d"),
+        ({"g": torch.Generator()}, r"item\.g"),
+        ({"o": object()}, r"item\.o"),
+    ],
+)
+def test_what_is_outside_the_closed_list_is_refused_by_its_path(value: Any, path: str) -> None:
+    with pytest.raises(UnsupportedValue, match=path):
+        tree_to_bytes(flatten("item", value))
+
+
+def test_a_state_that_holds_itself_is_refused() -> None:
+    state: dict[str, Any] = {}
+    state["me"] = [state]
+    with pytest.raises(LimitExceeded, match="inside one another"):
+        flatten("item", state)
+
+
+def test_a_reference_to_no_tensor_is_damage() -> None:
+    flat = flatten("m", {"a": torch.ones(1)})
+    with pytest.raises(CheckpointDamaged, match="m/a"):
+        rebuild(flat.tree, {})
+
+
+def draws() -> list[Any]:
+    return [random.random(), float(np.random.rand()), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()]
+
+
+def test_random_states_come_back_in_the_middle_of_a_pair() -> None:
+    random.gauss(0, 1), np.random.randn()  # both keep a second value for next time
+    flat = flatten("r", capture_random())
+    expected = draws()
+    restore_random(check_random(rebuild(tree_from_bytes(tree_to_bytes(flat)), flat.tensors)))
+    assert draws() == expected
+
+
+def test_derived_states_are_a_function_of_seed_step_and_rank() -> None:
+    before = capture_random()
+    try:
+        found = {}
+        for args in [(1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (1, 2, 3)]:
+            derive_random(*args)
+            found.setdefault(args, []).append(tuple(draws()))
+        assert found[1, 2, 3][0] == found[1, 2, 3][1]
+        assert len({draw for runs in found.values() for draw in runs}) == 4
+    finally:
+        restore_random(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("python", ()), ("python", "x"), ("numpy", None), ("torch", np.zeros(3, np.uint8)), ("torch", "x"), ("cuda", [7])],
+)
+def test_random_states_that_cannot_be_used_are_damage(name: str, bad: object) -> None:
+    states = capture_random()
+    with pytest.raises(CheckpointDamaged, match="random states"):
+        check_random({**states, name: bad})
+    with pytest.raises(CheckpointDamaged, match="random states"):
+        check_random(None)
+    assert capture_random()["python"] == states["python"]
