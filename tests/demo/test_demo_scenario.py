@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lakeckpt.cli.demo.scenario import MOST_KILLS, DemoConfig, Fault, Phase, scenario_for, steps_per_epoch
+from lakeckpt.errors import ConfigError
 
-SIZES = [(16, 4), (64, 8), (482, 40), (483, 1), (20, 3)]
+SIZES = [
+    (steps, save_every)
+    for save_every in (1, 2, 3, 4, 7, 32)
+    for steps in (max(8, 4 * save_every), 5 * save_every + 1, 482)
+]
 
 
 @pytest.mark.parametrize(("steps", "save_every"), SIZES)
@@ -38,8 +43,18 @@ def test_every_number_of_kills_ends_with_a_phase_that_is_left_alone() -> None:
         phases = scenario_for(482, 40, kills=kills)
         assert [phase.fault is None for phase in phases] == [False] * kills + [True]
         assert phases[-1].world_size != phases[0].world_size
-    with pytest.raises(ValueError, match="kills must be"):
+    with pytest.raises(ConfigError, match="kills must be"):
         scenario_for(482, 40, kills=0)
+
+
+def test_saves_that_are_too_rare_for_the_faults_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least every 4 steps"):
+        scenario_for(16, 5)
+
+
+def test_too_few_rows_for_the_faults_are_refused() -> None:
+    with pytest.raises(ConfigError, match="need 8"):
+        scenario_for(7, 1)
 
 
 def test_a_config_comes_back_from_json_as_it_was() -> None:

@@ -180,15 +180,15 @@ def an_audit_that_objects(facts: JobFacts) -> JobFacts:
 @pytest.mark.parametrize(
     ("damage", "claim"),
     [
-        (lost_a_row, "Ids that the training loop recorded"),
-        (repeated_a_row, "Ids that the training loop recorded"),
+        (lost_a_row, "Ids that the training loop itself recorded"),
+        (repeated_a_row, "Ids that the training loop itself recorded"),
         (other_weights, "bitwise"),
         (other_loss, "bitwise"),
         (other_rows_in_a_stable_step, "divide the lanes"),
-        (a_step_nobody_made, "Ids that the training loop recorded"),
+        (a_step_nobody_made, "Ids that the training loop itself recorded"),
         (a_fault_that_never_struck, "Every fault struck"),
         (an_end_that_never_came, "Every fault struck"),
-        (an_audit_that_objects, "audit"),
+        (an_audit_that_objects, "Audit of the ledger"),
     ],
 )
 def test_each_way_to_be_wrong_is_red_and_named(damage: Callable[[JobFacts], JobFacts], claim: str) -> None:

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``lakeckpt demo``."""
     parser.add_argument("--out", default=DEFAULT_OUT, metavar="FOLDER", help="where to write (default: ./%(default)s)")
     parser.add_argument("--short", action="store_true", help="three kills instead of five, on a small part of the text")
+    parser.add_argument("--kills", type=int, choices=range(1, 6), help="how many of the five faults strike")
     parser.add_argument("--rows", type=int, metavar="N", help="use only the first N rows (of 3 KiB) of the text")
     parser.add_argument("--batch-size", type=int, metavar="B", help="rows per micro-batch")
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="optimizer steps between checkpoints")
@@ -40,6 +41,6 @@ def run(args: argparse.Namespace) -> int:
     from lakeckpt.cli.demo.demo import DemoSize, run_demo  # pyarrow and the rest only when asked for
 
     size = DemoSize.short() if args.short else DemoSize.full()
-    size = size.but(rows=args.rows, batch_size=args.batch_size, save_every=args.save_every)
+    size = size.but(rows=args.rows, kills=args.kills, batch_size=args.batch_size, save_every=args.save_every)
     verdict = run_demo(Path(args.out), size=size, seed=args.seed, sabotage=args.sabotage)
     return 0 if verdict is not None and verdict.green else 1

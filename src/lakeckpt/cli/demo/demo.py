@@ -55,14 +55,9 @@ class DemoSize:
     def short(cls) -> Self:
         return cls(rows=512, batch_size=8, save_every=4, kills=3)
 
-    def but(self, *, rows: int | None = None, batch_size: int | None = None, save_every: int | None = None) -> Self:
-        """The same, with what is given."""
-        return replace(
-            self,
-            rows=self.rows if rows is None else rows,
-            batch_size=self.batch_size if batch_size is None else batch_size,
-            save_every=self.save_every if save_every is None else save_every,
-        )
+    def but(self, **changes: int | None) -> Self:
+        """The same, with the fields that are given and not None."""
+        return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
 
 def run_demo(

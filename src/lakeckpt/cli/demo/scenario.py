@@ -13,6 +13,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
+from lakeckpt.errors import ConfigError
+
 __all__ = ["MOST_KILLS", "DemoConfig", "Fault", "Phase", "Point", "scenario_for", "steps_per_epoch", "topology"]
 
 Point = Literal["before-update", "before-cut", "before-part", "before-commit"]
@@ -123,10 +125,17 @@ def scenario_for(steps: int, save_every: int, *, kills: int = MOST_KILLS) -> tup
     the lanes: the rest of the epoch is re-cut) to the end.
     """
     if not 1 <= kills <= MOST_KILLS:
-        raise ValueError(f"kills must be 1 to {MOST_KILLS}, got {kills}")
+        raise ConfigError(f"kills must be 1 to {MOST_KILLS}, got {kills}")
+    if steps < 8:
+        raise ConfigError(f"an epoch has {steps} steps, and the faults need 8 to fall apart: use more rows")
+    if not 1 <= save_every <= steps // 4:
+        raise ConfigError(
+            f"an epoch has {steps} steps, so saves must come at least every {steps // 4} steps for the faults to fall "
+            f"between them, got {save_every}: save more often, or use more rows"
+        )
 
     def between_saves(share: float) -> int:  # so that something must be made again
-        step = max(2, round(share * steps))
+        step = max(save_every + 1, round(share * steps))
         return step if step % save_every or save_every == 1 else step + max(1, save_every // 2)
 
     def at_save(share: float) -> int:
