@@ -164,6 +164,29 @@ def test_a_new_folder_whose_entry_cannot_be_synced_is_made_anew(tmp_path: Path, 
 
 
 @BOTH
+def test_a_folder_of_another_process_that_cannot_be_synced_is_an_error(tmp_path: Path, put: Put) -> None:
+    (tmp_path / "a").mkdir()
+    calls = TracedCalls(fail={("fsync", 2): io_error()})
+    storage = LocalStorage(tmp_path, calls=calls)
+    with pytest.raises(StorageError, match="Input/output error"):
+        put(storage, "a/x", b"abcd")
+    assert calls.of("mkdir", "rmdir", "create") == []
+    assert calls.left_open == []
+
+
+@BOTH
+def test_a_folder_that_we_removed_and_another_process_made_is_synced_again(tmp_path: Path, put: Put) -> None:
+    calls = TracedCalls()
+    storage = LocalStorage(tmp_path, calls=calls)
+    put(storage, "a/x", b"1")
+    storage.delete("a/x")
+    (tmp_path / "a").mkdir()
+    calls.events.clear()
+    put(storage, "a/x", b"1")
+    assert ("fsync", str(tmp_path)) in calls.events
+
+
+@BOTH
 def test_a_disk_that_never_syncs_ends_in_an_error_and_leaves_nothing(tmp_path: Path, put: Put) -> None:
     calls = TracedCalls(fail={("fsync", n): io_error() for n in range(2, 100)})
     storage = LocalStorage(tmp_path, calls=calls)

@@ -232,7 +232,7 @@ class FsspecStorage:
         """The filesystem of this process, and the root's path in it, without a slash at its end."""
         with self._lock:
             if self._filesystem is None or self._pid != os.getpid():
-                options = {**self._options, "use_listings_cache": False, "skip_instance_cache": True}
+                options = {**self._options, "use_listings_cache": False}
                 try:
                     filesystem, root = fsspec.core.url_to_fs(self._uri, **options)
                 except (ImportError, ValueError, TypeError) as error:

@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lakeckpt.errors import ConfigError, TableNotFound
@@ -33,6 +33,7 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
 MAX_SINGLE_LISTINGS = 64
 _MAGIC = re.compile(r"[*?\[]")
+_IN_A_SET, _ESCAPED = re.compile(r"([\\\[\]^&~|])"), r"\\\1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +72,19 @@ def list_exactly(storage: Storage, paths: Sequence[str], *, threads: int) -> dic
 
 def _of_place(text: str, storage_options: Mapping[str, Any] | None) -> Found:
     """A folder or one file."""
-    folder, name = _split_last(text)
-    if name:
-        check_key(name)
-        parent = _open(folder, storage_options)
-        infos = parent.list(name)
-        if [info.path for info in infos] == [name]:
-            return _of_list([text], storage_options, 1)
+    text = _absolute(text)
     storage = _open(text, storage_options)
+    if isinstance(storage, LocalStorage):
+        if os.path.isfile(storage.name):
+            return _of_list([text], storage_options, 1)
+        infos = storage.list()
+    else:
+        folder, name = _split_last(text)
+        infos = _open(folder, storage_options).list(name)  # one listing tells a file from a folder
+        if name and [info.path for info in infos] == [name]:
+            return _of_list([text], storage_options, 1)
+        infos = [replace(info, path=info.path[len(name) + 1 :]) for info in infos] if name else infos
     uri = redact_uri(text)
-    infos = storage.list("")
     files = [info for info in infos if _is_data_file(info.path)]
     _refuse_table_formats(uri, infos)
     if not files:
@@ -152,13 +156,9 @@ def _absolute(text: str) -> str:
 
 
 def _split_last(text: str) -> tuple[str, str]:
-    """The folder and the last part of a place; no last part where that is a bucket or the root of a disk."""
-    text = _absolute(text)
-    scheme, rest = split_uri(text)
-    folder, slash, name = rest.rpartition("/")
-    if not slash or (scheme != "file" and not folder):
-        return text, ""
-    return text[: len(text) - len(name) - 1] or "/", name
+    """The folder and the last part of a URL; no last part where that is a bucket."""
+    folder, _, name = split_uri(text)[1].rpartition("/")
+    return (text[: len(text) - len(name) - 1], name) if folder else (text, "")
 
 
 def _common_root(texts: Sequence[str]) -> str:
@@ -235,8 +235,9 @@ def _glob_pattern(text: str) -> str:
             pattern.append(visible + "[^/]")
             i += 1
         elif text[i] == "[" and (end := text.find("]", i + 2)) > 0:
-            inside = text[i + 1 : end].replace("\\", "\\\\")
-            pattern.append(f"{visible}(?!/)[{'^' + inside[1:] if inside[0] in '!^' else inside}]")
+            inside = text[i + 1 : end]
+            inside, negated = inside.removeprefix("!"), "^" if inside.startswith("!") else ""
+            pattern.append(f"{visible}(?!/)[{negated}{_IN_A_SET.sub(_ESCAPED, inside)}]")
             i = end + 1
         else:
             pattern.append(re.escape(text[i]))

@@ -1,0 +1,230 @@
+"""An index is a few arrays and a digest of the content; what is read back is checked."""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from lakeckpt.errors import NewerFormat, WireDamaged, WireError
+from lakeckpt.lake import index as module
+from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.partitions import partition_columns
+from lakeckpt.wire import codec
+
+
+def index_of(group_rows: dict[str, list[int]], /, **changes: Any) -> TableIndex:
+    """An index of these files and the rows of their row groups."""
+    paths = tuple(sorted(group_rows))
+    rows = [group_rows[path] for path in paths]
+    fields: dict[str, Any] = {
+        "paths": paths,
+        "size_bytes": np.array([100 + sum(r) for r in rows]),
+        "etags": tuple(f"etag-{n}" if n % 2 else None for n in range(len(paths))),
+        "mtime_ns": np.array([-1 if n % 3 == 2 else 10**18 + n for n in range(len(paths))]),
+        "footer_digests": b"".join(bytes([n]) * 16 for n in range(len(paths))),
+        "first_group": np.cumsum([0, *map(len, rows)]),
+        "group_rows": np.array([n for r in rows for n in r], np.int64),
+        "group_bytes": np.array([8 * n for r in rows for n in r], np.int64),
+        "partitions": partition_columns(paths),
+        "schema": pa.schema([("x", pa.int64()), ("ü", pa.list_(pa.string()))]),
+    }
+    return TableIndex(**{**fields, **changes})
+
+
+FILES = {"k=a/1": [3, 0, 2], "k=b/1": [], "k=b/2": [0], "k=c/ü": [5, 1]}
+
+
+def large(groups: int, per_file: int) -> TableIndex:
+    files = groups // per_file
+    return TableIndex(
+        paths=tuple(f"year={n % 7}/part-{n:07d}.parquet" for n in sorted(range(files), key=lambda n: (n % 7, n))),
+        size_bytes=np.full(files, 10**9),
+        etags=(None,) * files,
+        mtime_ns=np.full(files, -1),
+        footer_digests=bytes(16 * files),
+        first_group=np.arange(files + 1) * per_file,
+        group_rows=np.full(groups, 65_536),
+        group_bytes=np.full(groups, 10**8),
+        partitions=(),
+        schema=pa.schema([("x", pa.int64())]),
+    )
+
+
+def test_every_row_group_lies_in_one_file_in_order() -> None:
+    index = index_of(FILES)
+    expected = [(file, group) for file, path in enumerate(sorted(FILES)) for group in range(len(FILES[path]))]
+    assert [index.group(g) for g in range(len(index.group_rows))] == expected
+    assert index.num_rows == 11
+    for ordinal in (-1, 6):
+        with pytest.raises(IndexError, match="of a table of 6"):
+            index.group(ordinal)
+
+
+def test_a_file_tells_all_that_was_pinned_of_it() -> None:
+    files = index_of(FILES).files
+    assert len(files) == 4
+    assert [f.path for f in files] == sorted(FILES)
+    assert [f.group_rows.tolist() for f in files] == [[3, 0, 2], [], [0], [5, 1]]
+    assert [f.first_group for f in files] == [0, 3, 3, 4]
+    assert [f.size_bytes for f in files] == [105, 100, 100, 106]
+    assert [f.etag for f in files] == [None, "etag-1", None, "etag-3"]
+    assert [f.mtime_ns for f in files] == [10**18, 10**18 + 1, None, 10**18 + 3]
+    assert [f.partition for f in files] == [(("k", v),) for v in "abbc"]
+    assert files[-1].footer_digest == b"\3" * 16
+    assert [f.path for f in files[1:3]] == ["k=b/1", "k=b/2"]
+    with pytest.raises(IndexError):
+        files[4]
+    with pytest.raises(ValueError, match="read-only"):
+        files[0].group_rows[0] = 7
+
+
+@pytest.mark.parametrize("files", [FILES, {}, {"a": []}, {"a": [0, 0]}, {"a": [2**40]}])
+def test_what_was_written_is_read_back(files: dict[str, list[int]]) -> None:
+    index = index_of(files)
+    for again in (TableIndex.loads(index.dumps()), pickle.loads(pickle.dumps(index))):
+        assert again == index
+        assert again.digest == index.digest
+        assert hash(again) == hash(index)
+        assert again.schema == index.schema
+        assert list(again.files) == list(index.files)
+        assert again.group_rows.tolist() == index.group_rows.tolist()
+        assert again.group_bytes.tolist() == index.group_bytes.tolist()
+        assert again.dumps() == index.dumps()
+        assert not again.group_rows.flags.writeable
+
+
+def test_the_digest_depends_on_the_content_and_on_nothing_else() -> None:
+    index = index_of(FILES)
+    same = index_of(
+        FILES,
+        mtime_ns=np.full(4, -1),
+        etags=("other",) * 4,
+        group_bytes=np.zeros(6, np.int64),
+        size_bytes=index.size_bytes.astype(">i8"),
+        group_rows=index.group_rows.astype(np.uint32),
+    )
+    assert same.digest == index.digest
+    others = [
+        index_of(FILES, size_bytes=index.size_bytes + np.array([0, 0, 1, 0])),
+        index_of(FILES, footer_digests=bytes(63) + b"\4"),
+        index_of(FILES, first_group=np.array([0, 2, 3, 4, 6])),
+        index_of(FILES, partitions=()),
+        index_of({**FILES, "k=a/1": [3, 1, 1]}, size_bytes=index.size_bytes),
+        index_of({**{k: v for k, v in FILES.items() if k != "k=c/ü"}, "k=c/u": [5, 1]}),
+        index_of(FILES, partitions=partition_columns(["k=a/1", "k=b/1", "k=b/2", "k=d/1"])),
+        index_of(FILES, partitions=partition_columns(["j=a/1", "j=b/1", "j=b/2", "j=c/1"])),
+    ]
+    assert len({index.digest, *(other.digest for other in others)}) == 1 + len(others)
+    ints, texts = (partition_columns([f"k={v}/f", "k=2/g"]) for v in ("1", "x"))
+    assert index_of({"a": [1], "b": [1]}, partitions=ints) != index_of({"a": [1], "b": [1]}, partitions=texts)
+
+
+def test_the_digest_is_what_it_has_always_been() -> None:
+    assert index_of(FILES).digest == "b0e1979467e8a03ccddd62b6ab71957f"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"paths": ("a", "b", "b", "c")}, "sorted, each once"),
+        ({"paths": ("b", "a", "c", "d")}, "sorted, each once"),
+        ({"paths": ("../x", "a", "b", "c")}, "not confined"),
+        ({"paths": ("/x", "a", "b", "c")}, "not confined"),
+        ({"size_bytes": np.array([1, 2, 3])}, "size_bytes of an index of 4 files and 6 row groups has 3"),
+        ({"size_bytes": np.array([1, 2, 3, -1])}, "must not be negative"),
+        ({"group_rows": np.array([1, 1, 1, 1, 1, -1])}, "must not be negative"),
+        ({"group_rows": np.full(6, 2**62)}, r"fewer than 2\*\*62"),
+        ({"first_group": np.array([0, 4, 3, 4, 6])}, "do not add up"),
+        ({"first_group": np.array([0, 3, 3, 4, 5])}, "do not add up"),
+        ({"first_group": np.array([1, 3, 3, 4, 6])}, "do not add up"),
+        ({"footer_digests": bytes(63)}, "footer_digests"),
+    ],
+)
+def test_an_index_whose_parts_do_not_agree_is_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises((ValueError, OSError), match=why):
+        index_of(FILES, **changes)
+
+
+def rewritten(change: Callable[[dict[str, Any]], object]) -> bytes:
+    """A document that is intact as such, but says something else."""
+    value = codec.loads(index_of(FILES).dumps(), kind=module.KIND, supported=module.VERSION).value
+    change(value)
+    return codec.dumps(value, kind=module.KIND, version=module.VERSION)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v: v.update(paths="../x\0k=b/1\0k=b/2\0k=c/ü"),
+        lambda v: v.update(paths="/etc/passwd\0k=b/1\0k=b/2\0k=c/ü"),
+        lambda v: v.update(paths=["a"] * 4),
+        lambda v: v.update(files=5),
+        lambda v: v.update(files=10**12),
+        lambda v: v.update(sizes=np.array([1.5] * 4)),
+        lambda v: v.update(sizes=np.zeros((2, 2), np.int64)),
+        lambda v: v.update(group_rows=v["group_rows"] + 1),
+        lambda v: v.update(groups_per_file=np.array([2**63 - 1, 2**63 - 1, 2, 6])),
+        lambda v: v.update(schema=b"not a schema"),
+        lambda v: v.update(schema=v["schema"][:-9]),
+        lambda v: v.update(schema=7),
+        lambda v: v.update(digest="0" * 32),
+        lambda v: v.pop("digest"),
+        lambda v: v.pop("etags"),
+        lambda v: v["partitions"].append(7),
+        lambda v: v["partitions"][0].update(codes=np.array([0, 1, 2, 3])),
+        lambda v: v["partitions"][0].update(values=[1, "b", None]),
+        lambda v: v["partitions"][0].update(values=[[1], "b", "c"]),
+        lambda v: v.clear(),
+    ],
+)
+def test_a_document_that_says_what_no_index_can_is_damaged(change: Callable[[dict[str, Any]], object]) -> None:
+    with pytest.raises(WireDamaged, match="this table index"):
+        TableIndex.loads(rewritten(change))
+
+
+def test_a_document_that_is_not_a_mapping_is_damaged() -> None:
+    for value in (None, 7, [], "x"):
+        with pytest.raises(WireDamaged, match="malformed"):
+            TableIndex.loads(codec.dumps(value, kind=module.KIND, version=module.VERSION))
+
+
+def test_every_flipped_bit_and_truncation_is_noticed() -> None:
+    data = index_of(FILES).dumps()
+    for at in range(len(data)):
+        with pytest.raises(WireError):
+            TableIndex.loads(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
+        with pytest.raises(WireError):
+            TableIndex.loads(data[:at])
+
+
+def test_a_newer_major_version_is_refused_by_name() -> None:
+    with pytest.raises(NewerFormat):
+        TableIndex.loads(codec.dumps({}, kind=module.KIND, version=(2, 0)))
+
+
+def test_no_object_is_kept_or_made_per_row_group() -> None:
+    data = large(200_000, 2_000).dumps()
+    tracemalloc.start()
+    try:
+        index = TableIndex.loads(data)
+        kept, peak = tracemalloc.get_traced_memory()
+        assert [index.group(g) for g in (0, 1999, 2000, 199_999)] == [(0, 0), (0, 1999), (1, 0), (99, 1999)]
+        again = index.dumps()
+        _, peak_of_dumps = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert again == data
+    arrays = 2 * 8 * 200_000  # rows and bytes
+    assert kept < 1.5 * arrays  # an int object per row group alone would be 28 bytes each
+    assert peak < 6 * arrays
+    assert peak_of_dumps < 6 * arrays
+
+
+def test_an_index_of_many_row_groups_is_small() -> None:
+    assert len(large(200_000, 2_000).dumps()) < 9 * 200_000

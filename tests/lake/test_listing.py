@@ -1,0 +1,254 @@
+"""A folder, a glob, a file or a list of files, in any store: the same files, in the same order, or a plain refusal."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lakeckpt.errors import ConfigError, StorageError, TableNotFound
+from lakeckpt.lake.listing import Found, Source, find_files
+from lakeckpt.lake.storage import open_storage
+from tests.lake.conftest import S3
+
+Place = tuple[str, Callable[[Source], Found], Callable[[str], None]]
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """The URL of an empty place, how to find files, and how to put one below the place."""
+    options: dict[str, Any] | None = None
+    if request.param == "local":
+        root = str(tmp_path / "lake ü")
+    elif request.param == "memory":
+        root = f"memory://lake-{uuid.uuid4().hex}/in"
+    else:
+        bucket: S3 = request.getfixturevalue("s3")
+        root, options = f"s3://{bucket.bucket}/lake ü", bucket.options
+    storage = open_storage(root, storage_options=options)
+
+    def put(path: str) -> None:
+        storage.put(path, [b"content"])
+
+    return root, lambda source: find_files(source, storage_options=options, threads=4), put
+
+
+def paths(found: Found) -> list[str]:
+    return [info.path for info in found.files]
+
+
+def test_a_folder_is_all_parquet_files_at_any_depth_in_bytewise_order(place: Place) -> None:
+    root, find, put = place
+    wanted = [
+        "b.parquet",
+        "a/z.parq",
+        "a/b/c.snappy.PARQUET",
+        "a-b.pq",
+        "ü/日本 x.pqt",
+        "Z.parquet",
+        "a/_x=1/f.parquet",
+    ]
+    ignored = [
+        "_SUCCESS",
+        "_metadata",
+        "_tmp/x.parquet",
+        ".hidden.parquet",
+        "a/.h/x.parquet",
+        "x.crc",
+        "parquet",
+        "x.csv",
+    ]
+    for path in wanted + ignored:
+        put(path)
+    assert paths(find(root)) == sorted(wanted, key=lambda path: path.encode())
+    assert paths(find(root + "/")) == paths(find(root))
+    assert find(root).uri == root
+    assert {info.size_bytes for info in find(root).files} == {7}
+
+
+def test_a_folder_below_is_named_from_itself(place: Place) -> None:
+    root, find, put = place
+    put("year=2024/a.parquet")
+    put("year=2024-old/b.parquet")
+    assert paths(find(f"{root}/year=2024")) == ["a.parquet"]
+
+
+def test_a_single_file_may_have_any_name(place: Place) -> None:
+    root, find, put = place
+    for name in ("part-0000", "part-00001", "x/_hidden.dat"):
+        put(name)
+    assert paths(find(f"{root}/part-0000")) == ["part-0000"]
+    found = find(f"{root}/x/_hidden.dat")
+    assert paths(found) == ["_hidden.dat"]
+    assert found.uri == f"{root}/x"
+
+
+def test_files_of_partitions_are_named_from_above_them_however_they_are_chosen(place: Place) -> None:
+    root, find, put = place
+    put("t/year=2024/month=1/a.parquet")
+    put("t/year=2024/month=2/a.parquet")
+    one, two = "year=2024/month=1/a.parquet", "year=2024/month=2/a.parquet"
+    assert paths(find(f"{root}/t/{one}")) == [one]
+    assert paths(find([f"{root}/t/{two}", f"{root}/t/{one}"])) == [one, two]
+    assert paths(find(f"{root}/t/year=2024/month=?/*.parquet")) == [one, two]
+    assert find(f"{root}/t/{one}").uri == f"{root}/t"
+
+
+def test_a_list_is_sorted_and_rooted_where_all_its_files_meet(place: Place) -> None:
+    root, find, put = place
+    for name in ("t/b/x", "t/a/y", "t/a/x", "other/x"):
+        put(name)
+    found = find([f"{root}/t/b/x", f"{root}/t/a/y", f"{root}/t/a/x"])
+    assert found.uri == f"{root}/t"
+    assert paths(found) == ["a/x", "a/y", "b/x"]
+    assert paths(find([f"{root}/t/b/x"])) == ["x"]
+
+
+def test_a_long_list_is_found_too(place: Place) -> None:
+    root, find, put = place
+    names = [f"t/{n:03d}.parquet" for n in range(70)]
+    for name in [*names, "t/other.parquet", "t/deeper/000.parquet"]:
+        put(name)
+    assert paths(find([f"{root}/{name}" for name in reversed(names)])) == [name[2:] for name in names]
+
+
+def test_a_list_that_names_a_file_twice_or_none_is_refused(place: Place) -> None:
+    root, find, put = place
+    put("a.parquet")
+    put("folder/b.parquet")
+    with pytest.raises(ConfigError, match=r"a.parquet' is listed twice: its rows would count twice"):
+        find([f"{root}/a.parquet", f"{root}/folder/b.parquet", f"{root}/a.parquet"])
+    with pytest.raises(ConfigError, match="empty list"):
+        find([])
+    for missing in (f"{root}/folder", f"{root}/nowhere.parquet", f"{root}/*.parquet"):
+        with pytest.raises(TableNotFound, match=r"there is no file .*: a list names files"):
+            find([f"{root}/a.parquet", missing])
+
+
+GLOBS = {
+    "*": ["[x].parquet", "a.parquet", "ab.parquet", "b.parquet", "data.csv"],
+    "*.parquet": ["[x].parquet", "a.parquet", "ab.parquet", "b.parquet"],
+    "?.parquet": ["a.parquet", "b.parquet"],
+    "[ab].parquet": ["a.parquet", "b.parquet"],
+    "[!b]*.parquet": ["[x].parquet", "a.parquet", "ab.parquet"],
+    "[^a]*": ["a.parquet", "ab.parquet"],
+    "[a-a]*": ["a.parquet", "ab.parquet"],
+    "[[]x].parquet": ["[x].parquet"],
+    "*/*.parquet": ["a.parquet"],
+    "**/a.parquet": ["a.parquet", "d/a.parquet", "d/e/a.parquet"],
+    "d/**/*.parquet": ["a.parquet", "e/a.parquet"],
+    "d/**": ["a.parquet", "e/a.parquet"],
+    "**/e/*": ["a.parquet"],
+}
+
+
+@pytest.mark.parametrize("pattern", GLOBS)
+def test_globs_match_alike_in_every_store(place: Place, pattern: str) -> None:
+    root, find, put = place
+    for name in ("a.parquet", "b.parquet", "ab.parquet", "[x].parquet", "data.csv", ".hidden.parquet"):
+        put(name)
+    for name in ("d/a.parquet", "d/e/a.parquet", "d/.h/x.parquet"):
+        put(name)
+    assert paths(find(f"{root}/{pattern}")) == GLOBS[pattern]
+
+
+def test_a_glob_that_matches_nothing_is_refused(place: Place) -> None:
+    root, find, put = place
+    put("a.csv")
+    with pytest.raises(TableNotFound, match=r"no file matches the glob '.*/\*\.parquet'"):
+        find(f"{root}/*.parquet")
+
+
+def test_where_nothing_is_the_refusal_says_what_was_looked_for(place: Place) -> None:
+    root, find, put = place
+    with pytest.raises(
+        TableNotFound, match=r"nothing is there \(looked for files named \*\.parquet, .*Check the path"
+    ) as caught:
+        find(root)
+    assert isinstance(caught.value, FileNotFoundError)
+    put("a.csv")
+    put("_tmp/x.parquet")
+    with pytest.raises(TableNotFound, match=r"found 2 other files \('_tmp/x.parquet', 'a.csv'\).*glob or a list"):
+        find(root)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("_delta_log/00000000000000000000.json", "a Delta table"),
+        (".hoodie/hoodie.properties", "a Hudi table"),
+        ("metadata/v1.metadata.json", "an Iceberg table"),
+    ],
+)
+def test_a_folder_whose_files_are_not_its_rows_is_refused(place: Place, path: str, name: str) -> None:
+    root, find, put = place
+    put("part-0.parquet")
+    put(path)
+    with pytest.raises(ConfigError, match=f"is {name} .* would bring deleted rows back"):
+        find(root)
+    assert paths(find([f"{root}/part-0.parquet"])) == ["part-0.parquet"]
+
+
+def test_a_folder_whose_name_looks_like_a_glob_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "data[1]").mkdir()
+    (tmp_path / "data[1]" / "a.parquet").write_bytes(b"1")
+    assert paths(find_files(tmp_path / "data[1]", storage_options=None, threads=1)) == ["a.parquet"]
+
+
+def test_relative_paths_and_detours_and_the_home_folder_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "a.parquet").write_bytes(b"1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sources = ["t", "./t/", "t/../t", "~/t", "t/a.parquet", "t/*.parquet", ["t/a.parquet"], [Path("t/a.parquet")]]
+    for source in [*sources, Path("t"), f"file://{tmp_path}/t", f"file://{tmp_path}/t/*.parquet"]:
+        found = find_files(source, storage_options=None, threads=1)
+        assert paths(found) == ["a.parquet"]
+        assert open_storage(found.uri).read("a.parquet") == b"1"
+
+
+def test_a_bucket_can_be_the_table(s3: S3) -> None:
+    open_storage(f"s3://{s3.bucket}", storage_options=s3.options).put("a/x.parquet", [b"1"])
+    for source in (f"s3://{s3.bucket}", f"s3://{s3.bucket}/", f"s3://{s3.bucket}/*/x.parquet"):
+        assert find_files(source, storage_options=s3.options, threads=1).files[0].size_bytes == 1
+
+
+def test_files_of_two_stores_or_buckets_are_no_table(s3: S3, tmp_path: Path) -> None:
+    for files, why in (
+        ([f"s3://{s3.bucket}/a", str(tmp_path / "a")], "one store, not in file, s3"),
+        ([f"s3://{s3.bucket}/a", "s3://another/a"], "one bucket"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            find_files(files, storage_options=s3.options, threads=1)
+
+
+def test_what_is_no_path_is_refused() -> None:
+    for source in (None, 7, b"x", "", [""], [7], {"a": 1}):
+        with pytest.raises((ConfigError, TypeError)):
+            find_files(source, storage_options=None, threads=1)  # type: ignore[arg-type]
+
+
+def test_names_that_no_index_can_hold_are_refused_not_skipped(tmp_path: Path) -> None:
+    for name in (b"a\\b.parquet", b"a\xff.parquet"):
+        path = os.path.join(os.fsencode(tmp_path), name)
+        with open(path, "wb"):
+            pass
+        with pytest.raises(StorageError, match="rename the file"):
+            find_files(tmp_path, storage_options=None, threads=1)
+        os.unlink(path)
+
+
+def test_a_linked_folder_in_a_table_is_refused_not_skipped(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "b.parquet").write_bytes(b"1")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "a.parquet").write_bytes(b"1")
+    (tmp_path / "t" / "linked.parquet").symlink_to(tmp_path / "other" / "b.parquet")
+    assert paths(find_files(tmp_path / "t", storage_options=None, threads=1)) == ["a.parquet", "linked.parquet"]
+    (tmp_path / "t" / "more").symlink_to(tmp_path / "other")
+    with pytest.raises(StorageError, match=r"'more' in .* is a symbolic link"):
+        find_files(tmp_path / "t", storage_options=None, threads=1)
