@@ -1,0 +1,303 @@
+"""Was every row of one reader consumed exactly once?  Its account, epoch by epoch, from the recorded intervals.
+
+The manifests of a history record what was consumed, stretch by stretch. For each epoch:
+
+1. the recorded intervals must be disjoint: rows in two of them were repeated;
+2. what the newest state takes for consumed (`lakeckpt.core.plan.consumed`, computed from its segments alone) must be
+   their union: what it adds was lost, what it lacks would be read again;
+3. an epoch that is over must be whole but for what ``tail="drop"`` leaves out on purpose;
+4. each stretch's intervals are derived anew from the two states between which it lies, and compared; and the record of
+   optimizer steps must end where the last stretch does.
+
+Pure: it reads nothing and changes nothing. Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lakeckpt.checkpoint.audit_report import EpochAudit, EpochStatus, Finding, FindingKind, ReaderAudit
+from lakeckpt.checkpoint.epoch_account import Piece, Space, count_epoch, space_of
+from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
+from lakeckpt.checkpoint.rows import Order, name_rows
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.plan import LayoutKey, Plan, consumed, consumption
+from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.errors import StateError, StateMismatch
+
+__all__ = ["account"]
+
+_NAMED_ROWS = 2**22
+"""Findings name at most so many rows: permutations of windows are computed for them."""
+
+Records = Sequence[tuple[Manifest, ReaderRecord]]
+
+
+def account(name: str, records: Records, orders: Mapping[str, Order], *, named_groups: int = 64) -> ReaderAudit:
+    """The account of reader ``name``; ``records`` are its records in the history, oldest first, at least one.
+
+    ``orders`` are the orders of the tables by digest, as far as their index can be read. A finding lists at most
+    ``named_groups`` row groups.
+    """
+    return _Account(name, records, orders, named_groups).audit()
+
+
+class _Account:
+    def __init__(self, name: str, records: Records, orders: Mapping[str, Order], named_groups: int) -> None:
+        self._name = name
+        self._records = records
+        self._orders = orders
+        self._named_groups = named_groups
+        self._doubts: dict[str, None] = {}
+        self._notes: dict[str, None] = {}
+        self._pieces: dict[int, list[Piece]] = {}
+        self._ends: dict[int, ReaderState] = {}
+        self._topologies: dict[tuple[int, int, int], None] = {}
+
+    def audit(self) -> ReaderAudit:
+        epochs: list[EpochAudit] = []
+        findings: list[Finding] = []
+        identity: Identity | None = None
+        try:
+            origin, tip = self._collect()
+            identity = tip.identity
+            known = consumed(tip)
+            for epoch in self._epochs(origin, tip, known):
+                self._audit_epoch(epoch, origin, tip, known, epochs, findings)
+        except StateError as error:
+            self._doubts[f"a recorded state cannot be used: {error}"] = None
+        return ReaderAudit(
+            name=self._name,
+            table="" if identity is None else identity.table,
+            tail="" if identity is None else identity.tail,
+            endless=identity is not None and identity.endless,
+            topologies=tuple(self._topologies),
+            epochs=tuple(epochs),
+            findings=tuple(findings),
+            doubts=tuple(self._doubts),
+            notes=tuple(self._notes),
+        )
+
+    # --- the records
+
+    def _collect(self) -> tuple[ReaderState, ReaderState]:
+        """Take in all stretches. Returns the state that the reader began with, and the newest one."""
+        origin: ReaderState | None = None
+        tip: ReaderState | None = None
+        tables: set[str] = set()
+        for manifest, record in self._records:
+            for stretch in record.stretches:
+                begin, end = ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)
+                origin = origin or begin
+                tables.add(begin.identity.table)
+                self._take(manifest, begin, end, stretch.consumed)
+            tip = ReaderState.from_plain(record.state)
+            origin = origin or tip
+            self._topologies[tip.segment.topology] = None
+            if record.stretches:
+                self._check_frontier(manifest, record, ReaderState.from_plain(record.stretches[-1].end))
+        assert tip is not None and origin is not None
+        for table in sorted({*tables, tip.identity.table}):
+            self._check_table(table, tip.identity)
+        self._check_origin(origin)
+        return origin, tip
+
+    def _take(
+        self, manifest: Manifest, begin: ReaderState, end: ReaderState, recorded: Mapping[int, Intervals]
+    ) -> None:
+        self._topologies[begin.segment.topology] = None
+        try:
+            derived = consumption(begin, end)
+        except StateMismatch as error:
+            self._doubts[f"slot {manifest.slot}: two recorded states do not follow from one another: {error}"] = None
+        else:
+            if derived != {epoch: positions for epoch, positions in recorded.items() if positions}:
+                self._doubts[
+                    f"slot {manifest.slot}: the recorded intervals are not those that follow from the recorded states"
+                ] = None
+        rows = begin.identity.rows
+        for epoch, positions in recorded.items():
+            if positions and positions.stops[-1] > rows:
+                self._doubts[f"slot {manifest.slot}: positions beyond the {rows:,} rows of epoch {epoch}"] = None
+                positions = positions.intersection(Intervals.whole(rows))
+            positions = positions.difference(_undealt(end, epoch))
+            if positions:
+                self._pieces.setdefault(epoch, []).append(_piece(begin, epoch, positions, manifest))
+                self._ends[epoch] = end
+
+    def _check_frontier(self, manifest: Manifest, record: ReaderRecord, end: ReaderState) -> None:
+        """The record of optimizer steps must end where the last stretch does."""
+        frontier = record.steps.frontier(manifest.step)
+        if frontier is None:
+            return
+        # In row-wise use the last row of a micro-batch is the first place of the next step.
+        following = (frontier.epoch, frontier.step + 1, 0) if frontier.row else frontier
+        if (end.epoch, end.step, end.row) not in (tuple(frontier), tuple(following)):
+            self._doubts[
+                f"slot {manifest.slot}: what was consumed ends at epoch {end.epoch}, step {end.step}, and the record of "
+                f"optimizer steps at epoch {frontier.epoch}, step {frontier.step}"
+            ] = None
+
+    def _check_table(self, table: str, identity: Identity) -> None:
+        order = self._orders.get(table)
+        if order is None:
+            self._doubts[
+                f"the index of table {table[:12]} cannot be read: how many rows it has is only the states' word, and "
+                "no row can be named"
+            ] = None
+        elif identity.selection:
+            self._doubts["rows were selected by a filter, and the index does not count those that remain"] = None
+        elif identity.rows != order.index.num_rows:
+            self._doubts[
+                f"the states count {identity.rows:,} rows, and the index of table {table[:12]} {order.index.num_rows:,}"
+            ] = None
+
+    def _check_origin(self, origin: ReaderState) -> None:
+        before = {epoch: positions.size for epoch, positions in consumed(origin).items()}
+        if before:
+            self._doubts[
+                f"the record begins inside of epoch {max(before)}: {sum(before.values()):,} rows had been consumed "
+                "before it, by the word of the state that the reader began with"
+            ] = None
+        elif origin.epoch:
+            self._notes[f"it began with epoch {origin.epoch}; the epochs before are not part of this run"] = None
+
+    # --- the epochs
+
+    def _epochs(self, origin: ReaderState, tip: ReaderState, known: Mapping[int, Intervals]) -> range:
+        touched = [*self._pieces, *known]
+        if tip.identity.endless:
+            return range(min([0, *touched]), max([-1, *touched]) + 1)
+        return range(min([origin.epoch, *touched]), max([tip.epoch, *touched]) + 1)
+
+    def _audit_epoch(
+        self,
+        epoch: int,
+        origin: ReaderState,
+        tip: ReaderState,
+        known: Mapping[int, Intervals],
+        epochs: list[EpochAudit],
+        findings: list[Finding],
+    ) -> None:
+        pieces, newest = self._pieces.get(epoch, []), self._records[-1][0]
+        inherits = origin.identity.endless or epoch == origin.epoch
+        before = self._claim(origin, epoch, self._records[0][0]) if inherits else None
+        claim = self._claim(tip, epoch, newest, known)
+        told = [*pieces, *(one for one in (before, claim) if one is not None)]
+        status = _status(epoch, tip, claim)
+        if not told and (status == "in progress" or not tip.identity.rows):
+            return  # not begun
+        tables = {piece.identity.table for piece in told}
+        if len(tables) > 1:
+            self._doubts[f"epoch {epoch} was read from {len(tables)} versions of the table, by the user's leave"] = None
+        space = space_of(told, self._orders) if told else Space(self._orders, None)
+        if space is None:
+            self._doubts[f"epoch {epoch} was read in orders that cannot be compared, and is not counted"] = None
+            return
+        counted = count_epoch(
+            epoch,
+            rows=tip.identity.rows,
+            status=status,
+            space=space,
+            pieces=pieces,
+            before=before,
+            claim=claim,
+            dropped=self._dropped(epoch) if status == "complete" else None,
+        )
+        epochs.append(counted.audit)
+        if counted.twice_first is not None:
+            findings.append(self._finding("repeated", epoch, counted.twice, counted.twice_first, space, tip))
+        if counted.lost:
+            findings.append(
+                self._finding("lost", epoch, counted.lost, self._first_to_claim(epoch, counted.lost, space), space, tip)
+            )
+        if counted.again:
+            findings.append(self._finding("again", epoch, counted.again, newest, space, tip))
+
+    def _claim(
+        self, state: ReaderState, epoch: int, manifest: Manifest, known: Mapping[int, Intervals] | None = None
+    ) -> Piece | None:
+        """What of ``epoch`` a state takes for consumed; None: nothing. ``known`` is `consumed` of the state."""
+        if not state.identity.endless and epoch != state.epoch:
+            if epoch > state.epoch:
+                return None
+            positions = Intervals.whole(state.identity.rows)
+        else:
+            found = consumed(state) if known is None else known
+            positions = found.get(epoch, Intervals.empty()).difference(_undealt(state, epoch))
+        return _piece(state, epoch, positions, manifest) if positions else None
+
+    def _dropped(self, epoch: int) -> Piece | None:
+        """What the ends leave out of ``epoch`` on purpose, by the plan of its last stretch."""
+        end = self._ends.get(epoch)
+        steps = None if end is None else Plan(end).steps
+        if end is None or steps is None or end.identity.tail == "short":
+            return None
+        plan = Plan(end)
+        left = plan.rest(steps).of(epoch, end.identity.rows).union(_undealt(end, epoch))
+        return _piece(end, epoch, left, self._records[-1][0]) if left else None
+
+    # --- findings
+
+    def _first_to_claim(self, epoch: int, rows: Intervals, space: Space) -> Manifest:
+        """The first checkpoint whose state takes any of ``rows`` for consumed."""
+        for manifest, record in self._records:
+            claim = self._claim(ReaderState.from_plain(record.state), epoch, manifest)
+            if claim is not None and space.of(claim).intersection(rows):
+                return manifest
+        return self._records[-1][0]
+
+    def _finding(
+        self, kind: FindingKind, epoch: int, found: Intervals, manifest: Manifest, space: Space, tip: ReaderState
+    ) -> Finding:
+        rows = space.table_rows(found.take(0, min(found.size, _NAMED_ROWS)))
+        order = self._orders.get(tip.identity.table)
+        where = [] if rows is None or order is None else name_rows(order, rows, most=self._named_groups)
+        return Finding(
+            kind=kind,
+            reader=self._name,
+            epoch=epoch,
+            rows=found.size,
+            slot=manifest.slot,
+            step=manifest.step,
+            attempt=manifest.attempt,
+            where=tuple(where),
+            more=found.size - sum(one.rows.size for one in where),
+        )
+
+
+def _status(epoch: int, tip: ReaderState, claim: Piece | None) -> EpochStatus:
+    if tip.identity.endless:
+        return "complete" if claim is not None and claim.is_whole else "in progress"
+    if epoch == tip.epoch:
+        return "complete" if Plan(tip).at_end else "in progress"
+    return "complete" if epoch < tip.epoch else "left behind"
+
+
+def _piece(state: ReaderState, epoch: int, positions: Intervals, manifest: Manifest) -> Piece:
+    """Positions of ``epoch`` in the layout that ``state`` has it in."""
+    num_lanes, rotation = state.segment.num_lanes, 0
+    if state.identity.endless or epoch == state.epoch:
+        try:
+            num_lanes, rotation = Plan(state).deal.layout(epoch)
+        except ValueError:
+            pass  # an epoch that is over: all of it, in whatever order
+    key = LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation)
+    return Piece(identity=state.identity, key=key, positions=positions, manifest=manifest)
+
+
+def _undealt(end: ReaderState, epoch: int) -> Intervals:
+    """With ``tail="even"``: the rows of the epoch's last step that no rank got, though they lie below the frontier."""
+    if end.identity.tail != "even" or end.identity.endless or epoch != end.epoch:
+        return Intervals.empty()
+    plan = Plan(end)
+    if plan.steps is None or end.step < plan.steps or plan.steps == end.segment.step:
+        return Intervals.empty()
+    last = plan.steps - 1
+    first, stop = plan.micro_batch(last), plan.micro_batch(last + 1)
+    if stop - first == end.segment.world_size:
+        return Intervals.empty()
+    dealt = [span for number in range(first, stop) for span in plan.deal.spans(number)]
+    given = [span for rank in range(end.segment.world_size) for span in plan.assignment(last, rank).receipt.spans]
+    every, got = (Intervals.of([(span.start, span.stop) for span in spans]) for spans in (dealt, given))
+    return every.difference(got)

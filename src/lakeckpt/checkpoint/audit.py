@@ -1,0 +1,152 @@
+"""Was every row consumed exactly once per epoch?  Proved from the ledger and the footer index of a run, or refuted.
+
+The log gives the history: the chain of manifests from the newest checkpoint back to the first. For each reader the
+recorded intervals are added up, compared with what the newest state claims, and held against the table's rows (see
+`lakeckpt.checkpoint.account`). Abandoned branches are told apart: their work was rolled back and does not count.
+
+Reads only ``log/`` and ``index/``: the data of checkpoints, and the table, may be gone. What a proof rests on is said
+in the report. Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from lakeckpt.checkpoint.account import account
+from lakeckpt.checkpoint.audit_report import AuditReport, Branch
+from lakeckpt.checkpoint.ledger import History, index_path, read_history
+from lakeckpt.checkpoint.log import slot_path
+from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
+from lakeckpt.checkpoint.rows import Order
+from lakeckpt.errors import CheckpointNotFound, ObjectMissing, WireError
+from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.storage import Storage, describe
+
+__all__ = ["audit", "audit_history", "orders_of", "read_run"]
+
+_TRUSTED = (
+    "the entries of the log: each holds its checksum",
+    "receipts: a batch that the loop had received at a cut was used by then, and by no later step",
+    "the footer index: it has the digest that the states name, and the table was the one pinned by it",
+)
+
+
+def audit(
+    storage: Storage, *, tip: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> AuditReport:
+    """Audit the run at ``storage``: its history up to the newest checkpoint, or to the one of slot ``tip``.
+
+    ``progress(readers done, readers)`` is called as it goes on. Raises `CheckpointNotFound` where there is no run or no
+    such checkpoint, `NewerFormat` for a log of a newer version, `StorageError` where the store fails.
+    """
+    history = read_run(storage, tip=tip)
+    return audit_history(history, orders_of(storage, history), progress=progress)
+
+
+def read_run(storage: Storage, *, tip: int | None = None) -> History:
+    """The history of the run at ``storage``; raises as `audit`."""
+    history = read_history(storage, tip=tip)
+    if not (history.begins or history.chain or history.abandoned or history.damaged):
+        raise CheckpointNotFound(f"there is no run at {describe(storage)}: it has no log. Name the place of a run")
+    if tip is not None and not history.chain:
+        raise CheckpointNotFound(f"{slot_path(tip)} of {describe(storage)} is not a checkpoint that can be read")
+    return history
+
+
+def orders_of(storage: Storage, history: History) -> dict[str, Order]:
+    """The orders of the tables that the history's readers read, by digest, as far as their index can be read."""
+    orders = {}
+    for digest in {reader.index for manifest in history.chain for reader in manifest.readers.values()}:
+        if digest is None:
+            continue
+        try:
+            index = TableIndex.loads(storage.read(index_path(digest)))
+        except (WireError, ObjectMissing):
+            continue
+        if index.digest == digest:
+            orders[digest] = Order(index)
+    return orders
+
+
+def audit_history(
+    history: History, orders: Mapping[str, Order], *, progress: Callable[[int, int], None] | None = None
+) -> AuditReport:
+    """Audit a history that was read; ``orders`` are those of its tables by digest."""
+    doubts, notes = _doubts(history)
+    by_reader: dict[str, list[tuple[Manifest, ReaderRecord]]] = {}
+    for manifest in history.chain:
+        for name, record in manifest.readers.items():
+            by_reader.setdefault(name, []).append((manifest, record))
+    tip = history.tip
+    readers = []
+    for done, (name, records) in enumerate(sorted(by_reader.items()), start=1):
+        readers.append(account(name, records, orders))
+        last = records[-1][0]
+        if tip is not None and last.slot != tip.slot:
+            doubts.append(f"reader {name!r} is in no checkpoint after step {last.step:,}: what it read is unknown")
+        if progress is not None:
+            progress(done, len(by_reader))
+    if tip is None:
+        doubts.append("the history has no checkpoint: nothing was committed, or the newest attempt began anew")
+    elif not readers:
+        doubts.append("no reader was tracked: the checkpoints hold no record of what was consumed")
+    return AuditReport(
+        run=history.run or "",
+        step=0 if tip is None else tip.step,
+        slot=None if tip is None else tip.slot,
+        checkpoints=len(history.chain),
+        attempts=len(history.begins),
+        readers=tuple(readers),
+        branches=_branches(history),
+        doubts=tuple(doubts),
+        notes=tuple(notes),
+        trusted=_TRUSTED,
+    )
+
+
+def _doubts(history: History) -> tuple[list[str], list[str]]:
+    """What stands against a proof, and what does not."""
+    doubts, notes = [], []
+    tip = history.tip
+    if history.broken_at is not None:
+        first = f"it begins after step {history.chain[0].step:,}" if history.chain else "nothing of it is left"
+        doubts.append(f"the history is broken: {slot_path(history.broken_at)} cannot be read, and {first}")
+    for damage in history.damaged:
+        if history.broken_at is not None and damage.path == slot_path(history.broken_at):
+            continue
+        if tip is None or damage.path > slot_path(tip.slot):
+            doubts.append(f"an entry newer than the newest readable checkpoint cannot be read: {damage}")
+        else:
+            notes.append(f"damaged, and not in the history: {damage}")
+    restored = {begin.attempt: begin.restored for begin in history.begins}
+    for before, after in zip([None, *history.chain], history.chain, strict=False):
+        if before is not None and after.step < before.step:
+            doubts.append(f"slot {after.slot} is of step {after.step:,}, and its parent of step {before.step:,}")
+        first_of_attempt = before is None or before.attempt != after.attempt
+        if first_of_attempt and after.attempt in restored and restored[after.attempt] != after.parent:
+            doubts.append(
+                f"attempt {after.attempt} says that it went on from slot {restored[after.attempt]}, and its checkpoint "
+                f"in slot {after.slot} from slot {after.parent}"
+            )
+    return doubts, notes
+
+
+def _branches(history: History) -> tuple[Branch, ...]:
+    by_attempt: dict[int, list[Manifest]] = {}
+    for manifest in history.abandoned:
+        by_attempt.setdefault(manifest.attempt, []).append(manifest)
+    return tuple(
+        Branch(
+            attempt=attempt,
+            parent=manifests[0].parent,
+            slots=tuple(one.slot for one in manifests),
+            last_step=manifests[-1].step,
+            rows=sum(
+                positions.size
+                for one in manifests
+                for reader in one.readers.values()
+                for positions in reader.consumed().values()
+            ),
+        )
+        for attempt, manifests in sorted(by_attempt.items())
+    )
