@@ -1,7 +1,8 @@
 """Which modules may import which? The rules of the layers, and a checker that reads the source without running it.
 
 Every import counts, wherever it stands: at the top, inside a function, under ``if TYPE_CHECKING``, and
-``importlib.import_module`` or ``__import__`` with a literal name. A name imported from the lazy top-level package
+``importlib.import_module`` or ``__import__`` with a literal name; with a computed one, every module that a literal string
+of the same file names (as the tables of lazy packages do). A name imported from the lazy top-level package
 counts as an import of the module that holds it.
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "lakeckpt"
+COMPUTED = "<computed>"
 
 # Imports run downward only: from a larger number to a smaller one, or inside one package.
 LEVELS = {
@@ -74,7 +76,10 @@ def imports_of(
 ) -> Iterator[Import]:
     """Every import in ``tree``; ``known`` are our modules, ``public`` the lazy names of the top-level package."""
     for node, at_load in _walk(tree, True):
-        for target in _targets(node, module, is_package, known, public):
+        targets = list(_targets(node, module, is_package, known, public))
+        if targets == [COMPUTED]:
+            targets = _module_names_in(tree, known) or targets
+        for target in targets:
             yield Import(module=module, line=node.lineno, target=target, at_load=at_load)
 
 
@@ -108,7 +113,13 @@ def _targets(node: ast.AST, module: str, is_package: bool, known: set[str], publ
                 yield base
     elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("import_module", "__import__"):
         name = node.args[0] if node.args else None
-        yield name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else "<computed>"
+        yield name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else COMPUTED
+
+
+def _module_names_in(tree: ast.Module, known: set[str]) -> list[str]:
+    """What a computed import may load: all the modules that literal strings of its file name."""
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return sorted(text for text in texts if text in known or text.split(".")[0] == "torch")
 
 
 def violations(root: Path, public: Mapping[str, str]) -> list[str]:
@@ -139,7 +150,7 @@ def _wrong(item: Import) -> Iterator[str]:
         yield f"the layer {layer!r} is not one that the design names"
         return
     top = item.target.split(".")[0]
-    if item.target == "<computed>":
+    if item.target == COMPUTED:
         if layer != "cli":
             yield "imports a module whose name is computed, which no test can follow"
     elif item.target == PACKAGE:

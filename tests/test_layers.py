@@ -56,11 +56,12 @@ def tree(root: Path, **sources: str) -> Path:
         ("checkpoint__log", "def later():\n    import torch\n"),
         ("checkpoint__log", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"),
         ("cli__main", "import importlib\nimport lakeckpt\nimportlib.import_module(f'lakeckpt.cli.{1}')\n"),
+        ("testing__lazy", "import importlib\nT = {'a': 'lakeckpt.data.loader'}\nimportlib.import_module(T['a'])"),
         ("integrations__x", "from lakeckpt import LakeLoader\nimport lightning\n"),
     ],
 )
 def test_imports_downward_pass(tmp_path: Path, module: str, source: str) -> None:
-    root = tree(tmp_path, **{module: source, "core__hashing": ""})
+    root = tree(tmp_path, **{"core__hashing": "", "data__loader": "", module: source})
     assert violations(root, PUBLIC) == []
 
 
@@ -83,6 +84,8 @@ def test_imports_downward_pass(tmp_path: Path, module: str, source: str) -> None
         ("core__order", "__import__('torch')", "without torch"),
         ("core__order", "f = lambda: __import__('pyarrow')", "neither the standard library"),
         ("core__order", "import importlib\nimportlib.import_module('lakeckpt.' + 'data')", "computed"),
+        ("core__order", "T = {'a': 'lakeckpt.data.loader'}\n__import__(T['a'])", "not below it"),
+        ("core__order", "T = {'a': 'torch.nn'}\n__import__(T['a'])", "without torch"),
         ("core__order", "import lakeckpt\nlakeckpt.open_table('x')", "whole package"),
         ("errors", "from lakeckpt.core import order", "not below it"),
         ("wire__codec", "import pyarrow", "neither the standard library"),
