@@ -8,6 +8,7 @@ name code.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -125,7 +126,8 @@ def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, Read
 
     def go_back() -> None:
         for step in reversed(undo):
-            step()
+            with contextlib.suppress(Exception):  # the one that refused may refuse again
+                step()
 
     for name in sorted(objects, key=lambda name: _turn(objects[name])):
         one = objects[name]

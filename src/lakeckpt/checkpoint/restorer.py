@@ -107,9 +107,18 @@ class Restorer:
     # --- choosing, on rank 0
 
     def _choose(self, *, fence: bool) -> dict[str, str]:
+        chosen = self._look()
+        run = self._view.run or uuid.uuid4().hex
+        last = self._view.last
+        if fence:  # another job commits faster than we can verify: shut it out first, then look again
+            last = self._fence(run, chosen)
+            chosen = self._look()
+        return {"slot": "none" if chosen is None else str(chosen.slot), "last": str(last), "run": run}
+
+    def _look(self) -> Manifest | None:
+        """Read the log; the newest commit that was not found damaged, or None on a fresh start."""
         listed = list_slots(self._storage)
-        view = read_log(self._storage) if len(listed) <= _MOST_ENTRIES else None
-        self._view = view or read_log(self._storage, slots=listed[-_MOST_ENTRIES:])
+        self._view = read_log(self._storage, slots=None if len(listed) <= _MOST_ENTRIES else listed[-_MOST_ENTRIES:])
         for damage in self._view.damaged:
             self._report(damage)
         manifests = self._view.manifests
@@ -120,13 +129,10 @@ class Restorer:
                 f"no checkpoint of this run is whole, and starting anew would hide that:\n  {listing}\n"
                 "Mend the storage, or start a run at another place"
             )
-        run = self._view.run or uuid.uuid4().hex
-        last = self._view.last
-        if fence:  # another job commits faster than we can verify: shut it out first, then look again
-            last = self._fence(run, chosen, last)
-        return {"slot": "none" if chosen is None else str(chosen.slot), "last": str(last), "run": run}
+        return chosen
 
-    def _fence(self, run: str, chosen: Manifest | None, last: int) -> int:
+    def _fence(self, run: str, chosen: Manifest | None) -> int:
+        last = self._view.last
         for slot in range(last + 1, last + 1 + _MOST_ROUNDS):
             try:
                 put_entry(self._storage, self._entry(run, slot, chosen))
