@@ -3,7 +3,9 @@
 A torch DataLoader hands every worker process its own copy of the dataset and never tells the main process's copy that
 an iteration began, so an epoch counted in either would be lost. The workers of one iteration agree on its epoch through
 a file that belongs to the main process: the first worker of an iteration moves it on, the others join. An iteration is
-told by torch's base seed and by which workers have begun: a worker that begins again begins another iteration.
+told by torch's base seed, by how often the worker process has begun one, and by which workers have: a worker that begins
+again begins another iteration. Workers that live on from one iteration to the next have an old copy of the dataset, so
+where the main process goes to another place, the file says where.
 
 The file is made with the dataset, locked with flock while it is read and written, and removed with the dataset.
 `lakeckpt.LakeLoader` plans in the main process and needs none of this.
@@ -16,70 +18,121 @@ import fcntl
 import json
 import os
 import tempfile
+import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EpochFile"]
+from lakeckpt.core.state import ReaderState
+
+__all__ = ["EpochFile", "Turn"]
 
 
-def _remove(path: str, owner: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """An iteration, as a worker joins it."""
+
+    epoch: int
+    is_first: bool
+    """Whether it is the first since the main process went to another place (or since the dataset was made)."""
+    start: Mapping[str, Any] | None
+    """Where the main process went: ``{"epoch": …, "state": …}``; None: nowhere, or the iteration is not the first."""
+    num_lanes: int | None
+    """The lanes of the iteration before."""
+
+
+def _unlink(path: str, owner: int) -> None:
     if os.getpid() == owner:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
 class EpochFile:
-    """A file in the temporary folder; picklable by its path, removed by the process that made it."""
+    """A file that the process which made it shares with those that it starts; picklable by its path.
+
+    A copy within one process (of a dataset that was copied) has a file of its own.
+    """
 
     def __init__(self) -> None:
-        descriptor, self.path = tempfile.mkstemp(prefix="lakeckpt-epoch-")
-        os.close(descriptor)
-        self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
+        token = uuid.uuid4().hex
+        self._owner = os.getpid()
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create(f"lakeckpt-epoch-{token}")
+            self._path = f"/proc/{self._owner}/fd/{descriptor}"
+            self._name = os.readlink(self._path)
+            weakref.finalize(self, os.close, descriptor)
+        else:
+            descriptor, self._path = tempfile.mkstemp(prefix=f"lakeckpt-epoch-{token}")
+            os.close(descriptor)
+            self._name = self._path
+            weakref.finalize(self, _unlink, self._path, self._owner)
 
-    def __getstate__(self) -> str:
-        return self.path
+    def __getstate__(self) -> tuple[int, str, str]:
+        return self._owner, self._path, self._name
 
-    def __setstate__(self, path: str) -> None:
-        self.path = path
+    def __setstate__(self, state: tuple[int, str, str]) -> None:
+        self._owner, self._path, self._name = state
+        if self._owner == os.getpid() or not self._is_there():
+            # A copy, or the process that made it is gone or on another machine.
+            self.__init__()  # type: ignore[misc]
 
-    def used(self, rank: int) -> bool:
-        """Whether a worker of ``rank`` has begun an iteration."""
+    def _is_there(self) -> bool:
+        # By name, too: the number of a process that is gone may be another one's by now.
+        try:
+            return self._name == (os.readlink(self._path) if os.path.islink(self._path) else self._path)
+        except OSError:
+            return False
+
+    def epoch(self, rank: int) -> int | None:
+        """The epoch that workers of ``rank`` read last; None where none has begun since the last `go_to`."""
         with self._locked() as known:
-            return str(rank) in known
+            turn = known.get(str(rank), {}).get("turn")
+        return None if turn is None else int(turn["epoch"])
 
-    def clear(self, rank: int) -> None:
-        """Forget the iterations of ``rank``: its main process goes to another place."""
+    def go_to(self, rank: int, epoch: int, state: Mapping[str, Any] | None) -> None:
+        """Let the next iteration of ``rank``'s workers begin at ``state`` (None: at the start of ``epoch``)."""
         with self._locked() as known:
-            known.pop(str(rank), None)
+            known[str(rank)] = {"start": {"epoch": epoch, "state": state}}
 
-    def join(self, rank: int, worker: int, base_seed: int, *, first: int, loaded: int | None) -> tuple[int, bool]:
-        """Return the epoch that ``worker`` of ``rank`` reads now, and whether it is the first iteration since `clear`.
+    def join(
+        self, rank: int, worker: int, *, base_seed: int, begun: int, first: int, loaded: ReaderState | None
+    ) -> Turn:
+        """Note that ``worker`` of ``rank`` begins an iteration, and return which.
 
-        ``first`` is the epoch of the first iteration; ``loaded`` the epoch of a state given to the worker itself.
+        ``begun``: how many iterations its process has begun before. ``first`` is the epoch of the first iteration;
+        ``loaded`` a state given to the worker itself.
         """
         with self._locked() as known:
-            mine = known.get(str(rank))
-            if mine is None:
-                mine = {"seed": base_seed, "epoch": first, "workers": [], "iteration": 0}
-            elif mine["seed"] != base_seed or worker in mine["workers"]:
-                mine = {
+            mine = known.setdefault(str(rank), {})
+            turn = mine.get("turn")
+            if turn is None:
+                goal = mine.get("start", {}).get("epoch", first)
+                turn = {"epoch": goal, "number": 0, "seed": base_seed, "begun": begun, "workers": []}
+            elif (turn["seed"], turn["begun"]) != (base_seed, begun) or worker in turn["workers"]:
+                turn = {
+                    "epoch": turn["epoch"] + 1,
+                    "number": turn["number"] + 1,
                     "seed": base_seed,
-                    "epoch": mine["epoch"] + 1,
+                    "begun": begun,
                     "workers": [],
-                    "iteration": mine["iteration"] + 1,
                 }
             if loaded is not None:
-                mine["epoch"] = loaded
-            mine["workers"].append(worker)
-            known[str(rank)] = mine
-        return int(mine["epoch"]), mine["iteration"] == 0
+                turn["epoch"], mine["lanes"] = loaded.epoch, loaded.segment.num_lanes
+            turn["workers"].append(worker)
+            mine["turn"] = turn
+            start = mine.get("start") if turn["number"] == 0 else None
+            return Turn(epoch=turn["epoch"], is_first=turn["number"] == 0, start=start, num_lanes=mine.get("lanes"))
+
+    def keep_lanes(self, rank: int, num_lanes: int) -> None:
+        """Remember the lanes of the iteration at hand for the next one."""
+        with self._locked() as known:
+            known[str(rank)]["lanes"] = num_lanes
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:
-        # Made anew where it is missing: the dataset may have been sent to another machine.
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "r+b") as file:
+        # Opened anew each time: a lock belongs to an opened file, and forked processes would share it.
+        with open(self._path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             raw = file.read()
             known: dict[str, Any] = json.loads(raw) if raw else {}
