@@ -99,9 +99,10 @@ def test_a_flipped_read_differs_in_one_bit(inner: LocalStorage) -> None:
 
 
 def test_interleavings_are_forced_by_what_runs_before_a_call(inner: LocalStorage) -> None:
-    storage = FaultyStorage(
-        inner, before=lambda method, path: inner.put("seen", [f"{method} {path}".encode()]) and None
-    )
+    def note(method: str, path: str) -> None:
+        inner.put("seen", [f"{method} {path}".encode()])
+
+    storage = FaultyStorage(inner, before=note)
     assert [info.path for info in storage.list()] == ["a/x", "seen"]
     assert inner.read("seen") == b"list "
     assert describe(storage) == inner.name
