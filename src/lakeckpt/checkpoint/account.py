@@ -15,13 +15,14 @@ Pure: it reads nothing and changes nothing. Imports without torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lakeckpt.checkpoint.audit_report import EpochAudit, EpochStatus, Finding, FindingKind, ReaderAudit
 from lakeckpt.checkpoint.epoch_account import Piece, Space, count_epoch, space_of
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.rows import Order, name_rows
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import LayoutKey, Plan, consumed, consumption
+from lakeckpt.core.plan import LayoutKey, Plan, consumed, consumption, replan
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.errors import StateError, StateMismatch
 
@@ -52,6 +53,7 @@ class _Account:
         self._notes: dict[str, None] = {}
         self._pieces: dict[int, list[Piece]] = {}
         self._ends: dict[int, ReaderState] = {}
+        self._latest: ReaderState | None = None
         self._topologies: dict[tuple[int, int, int], None] = {}
 
     def audit(self) -> ReaderAudit:
@@ -91,7 +93,10 @@ class _Account:
                 origin = origin or begin
                 tables.add(begin.identity.table)
                 self._take(manifest, begin, end, stretch.consumed)
+                self._follow(begin)
+                self._follow(end)
             tip = ReaderState.from_plain(record.state)
+            self._follow(tip)
             origin = origin or tip
             self._topologies[tip.segment.topology] = None
             if record.stretches:
@@ -123,7 +128,25 @@ class _Account:
             positions = positions.difference(_undealt(end, epoch))
             if positions:
                 self._pieces.setdefault(epoch, []).append(_piece(begin, epoch, positions, manifest))
-                self._ends[epoch] = end
+
+    def _follow(self, state: ReaderState) -> None:
+        """Note the last state of each epoch: its plan says what the tail leaves out.
+
+        What is left of an epoch may be too little for the next topology: then no step of that epoch shows it, and the
+        last state of the epoch is planned anew for the topology of the next one, as the reader did.
+        """
+        before = self._latest
+        if before is not None and before.epoch < state.epoch:
+            lanes, batch_size, world_size = state.segment.topology
+            last = replan(
+                replace(before, identity=state.identity),
+                num_lanes=lanes,
+                batch_size=batch_size,
+                world_size=world_size,
+            )
+            self._ends[before.epoch] = last if Plan(last).at_end else before
+        self._ends[state.epoch] = state
+        self._latest = state
 
     def _check_frontier(self, manifest: Manifest, record: ReaderRecord, end: ReaderState) -> None:
         """The record of optimizer steps must end where the last stretch does."""
@@ -134,8 +157,8 @@ class _Account:
         following = (frontier.epoch, frontier.step + 1, 0) if frontier.row else frontier
         if (end.epoch, end.step, end.row) not in (tuple(frontier), tuple(following)):
             self._doubts[
-                f"slot {manifest.slot}: what was consumed ends at epoch {end.epoch}, step {end.step}, and the record of "
-                f"optimizer steps at epoch {frontier.epoch}, step {frontier.step}"
+                f"slot {manifest.slot}: what was consumed ends at epoch {end.epoch}, step {end.step}, and the record "
+                f"of optimizer steps at epoch {frontier.epoch}, step {frontier.step}"
             ] = None
 
     def _check_table(self, table: str, identity: Identity) -> None:
