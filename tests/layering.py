@@ -1,8 +1,8 @@
 """Which modules may import which? The rules of the layers, and a checker that reads the source without running it.
 
 Every import counts, wherever it stands: at the top, inside a function, under ``if TYPE_CHECKING``, and
-``importlib.import_module`` or ``__import__`` with a literal name; with a computed one, every module that a literal string
-of the same file names (as the tables of lazy packages do). A name imported from the lazy top-level package
+``importlib.import_module`` or ``__import__`` with a literal name; with a computed one, every module that a literal
+string of the same file names (as the tables of lazy packages do). A name imported from the lazy top-level package
 counts as an import of the module that holds it.
 """
 
