@@ -10,7 +10,7 @@ from lakeckpt.errors import ConfigError
 SIZES = [
     (steps, save_every)
     for save_every in (1, 2, 3, 4, 7, 32)
-    for steps in (max(8, 4 * save_every), 5 * save_every + 1, 482)
+    for steps in (max(8, 4 * save_every), 5 * save_every + 5, 482)
 ]
 
 

@@ -155,9 +155,7 @@ def draw(path: Path, reference: JobFacts, faulted: JobFacts, costs: Sequence[Fau
     lower.set_ylabel("difference", color=_SOFT, fontsize=10)
     lower.set_xlabel("rows counted (epochs)", color=_SOFT, fontsize=10)
     upper.plot([], [], color=_LOST, alpha=0.25, lw=7, label="work lost with a fault, made again")
-    figure.legend(
-        loc="upper right", ncols=3, frameon=False, fontsize=10, labelcolor=_INK, bbox_to_anchor=(0.995, 0.995)
-    )
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=10, labelcolor=_INK)
     title = f"The same training twice: never interrupted, and through {len(costs)} kills"
     figure.suptitle(title, x=0.015, ha="left", fontsize=15, fontweight="bold", color=_INK)
     figure.savefig(path)

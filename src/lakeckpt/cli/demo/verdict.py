@@ -176,7 +176,7 @@ def _calm_check(reference: JobFacts, calm: Sequence[Step], lake: npt.NDArray[np.
     return Check(
         claim="The fault-free run, that all this is compared with, is exact too",
         holds=all(count.exactly_once for count in rows) and audit.exactly_once,
-        seen=f"by ids {lost} lost, {repeated} repeated; by the audit {audit.lost} and {audit.repeated}",
+        seen=f"by ids {lost} lost, {repeated} repeated; by the audit, {audit.words}",
     )
 
 
