@@ -6,10 +6,14 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from lakeckpt.errors import ObjectExists, ObjectMissing, StorageError
+from lakeckpt.lake.fsspec_storage import FsspecStorage
 from lakeckpt.lake.storage import ObjectInfo, Storage, check_key, describe, open_storage
 
 MakeStorage = Callable[[], Storage]
@@ -223,6 +227,53 @@ def test_an_instance_can_be_pickled(make_storage: MakeStorage) -> None:
     storage = getattr(storage, "inner", storage)  # the counter of faults belongs to one process
     storage.put("x", [b"1"])
     assert pickle.loads(pickle.dumps(storage)).read("x") == b"1"
+
+
+class StaleListings(MemoryFileSystem):
+    """Remembers each listing, whatever it is told; forgets when its cache is invalidated."""
+
+    protocol = "stalelistings"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    seen: ClassVar[dict[str, Any]] = {}
+
+    def find(self, path: str, **kwargs: Any) -> Any:
+        return self.seen.setdefault(path, super().find(path, **kwargs))
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.seen.clear()
+
+
+class StubbornListings(StaleListings):
+    """Remembers each listing, unless it was made without a cache."""
+
+    protocol = "stubbornlistings"
+    cachable = False
+
+    def __init__(self, use_listings_cache: bool = True) -> None:
+        super().__init__()
+        self.remembers = use_listings_cache
+
+    def find(self, path: str, **kwargs: Any) -> Any:
+        if not self.remembers:
+            self.seen.clear()
+        return super().find(path, **kwargs)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [StaleListings, StubbornListings])
+def test_a_filesystem_that_caches_listings_is_kept_from_it(kind: type[StaleListings]) -> None:
+    fsspec.register_implementation(kind.protocol, kind, clobber=True)
+    storage = FsspecStorage(f"{kind.protocol}://run")
+    filesystem, root = storage._open()
+    assert isinstance(filesystem, kind)
+    assert storage.list() == []
+    filesystem.pipe_file(f"{root}/x", b"1")
+    assert paths(storage.list()) == ["x"]
+    filesystem.rm_file(f"{root}/x")
+    assert storage.list() == []
 
 
 def test_check_key_takes_only_str() -> None:

@@ -54,6 +54,14 @@ def test_a_table_knows_its_rows_row_groups_and_schema(tmp_path: Path) -> None:
     assert repr(table) == f"Table('{tmp_path}/lake', files=4, rows=10)"
 
 
+def test_what_a_writer_notes_beside_the_schema_makes_no_difference(tmp_path: Path) -> None:
+    for name, note in (("a", "1"), ("b", "2")):
+        field = pa.field("x", pa.int64(), metadata={"PARQUET:field_id": note})
+        write(tmp_path / f"{name}.parquet", pa.table([[1]], pa.schema([field], metadata={"pandas": note})))
+    schema = open_table(tmp_path).schema
+    assert (schema.metadata, schema.field("x").metadata) == (None, None)
+
+
 def test_tables_without_rows_without_files_rows_and_of_many_columns_open(tmp_path: Path) -> None:
     write(tmp_path / "none" / "x.parquet", {"x": pa.array([], pa.int8())})
     write(tmp_path / "wide" / "x.parquet", {f"c{n}": [n] for n in range(500)})
@@ -99,6 +107,16 @@ def test_a_table_goes_to_another_process_by_pickle(tmp_path: Path, s3: S3) -> No
         for table in tables:
             assert pool.apply(rows, (table,)) == rows(table)
         assert pool.apply(rows, (pickle.loads(pickle.dumps(tables[1])),)) == rows(tables[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_reads_the_store_that_its_parent_has_read(tmp_path: Path, s3: S3) -> None:
+    path = write(tmp_path / "a.parquet", {"x": range(5)})
+    open_storage(f"s3://{s3.bucket}/t", storage_options=s3.options).put("a.parquet", [path.read_bytes()])
+    table = open_table(f"s3://{s3.bucket}/t", storage_options=s3.options)
+    assert rows(table) == list(range(5))
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(rows, (table,)) == list(range(5))
 
 
 def test_progress_is_told_file_by_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -114,11 +114,13 @@ def summarize_all(
 ) -> list[FileSummary]:
     """Summaries of all files, in their order, read by ``threads`` threads; ``progress(done, total)`` as they arrive."""
     found: list[FileSummary | None] = [None] * len(files)
+    schemas: dict[pa.Schema, pa.Schema] = {}  # one object for all files that have the same one
     with ThreadPoolExecutor(max_workers=max(1, min(threads, len(files))), thread_name_prefix="lakeckpt-footer") as pool:
         futures = {pool.submit(summarize, storage, f.path, f.size_bytes): i for i, f in enumerate(files)}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
-                found[futures[future]] = future.result()
+                summary = future.result()
+                found[futures[future]] = replace(summary, schema=schemas.setdefault(summary.schema, summary.schema))
                 if progress is not None:
                     progress(done, len(files))
         except BaseException:
@@ -139,7 +141,7 @@ def _read_exactly(storage: Storage, path: str, start: int, stop: int) -> bytes:
 
 def _arrow_schema(path: str, metadata: pq.FileMetaData) -> pa.Schema:
     try:
-        schema = metadata.schema.to_arrow_schema()
+        schema = metadata.schema.to_arrow_schema().remove_metadata()
         names = schema.names
     except Exception as error:
         raise SchemaError(f"{path!r} has a schema that pyarrow cannot read ({_one_line(error)})") from error

@@ -41,15 +41,13 @@ _MEMORY_LOCK = threading.Lock()
 class FsspecStorage:
     """A `Storage` under a URL that fsspec knows; ``storage_options`` go to its filesystem as they are."""
 
-    __slots__ = ("_conditional", "_filesystem", "_lock", "_options", "_pid", "_scheme", "_uri", "name")
+    __slots__ = ("_conditional", "_filesystem", "_options", "_scheme", "_uri", "name")
 
     def __init__(self, uri: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
         self._uri = uri.rstrip("/")
         self._scheme = split_uri(uri)[0]
         self._options = dict(storage_options or {})
-        self._lock = threading.Lock()
-        self._filesystem: tuple[Any, str] | None = None
-        self._pid = 0
+        self._filesystem: tuple[int, Any, str] | None = None
         self._conditional = False
         self.name = redact_uri(self._uri)
 
@@ -230,15 +228,17 @@ class FsspecStorage:
 
     def _open(self) -> tuple[Any, str]:
         """The filesystem of this process, and the root's path in it, without a slash at its end."""
-        with self._lock:
-            if self._filesystem is None or self._pid != os.getpid():
-                options = {**self._options, "use_listings_cache": False}
-                try:
-                    filesystem, root = fsspec.core.url_to_fs(self._uri, **options)
-                except (ImportError, ValueError, TypeError) as error:
-                    raise ConfigError(f"cannot open {self.name}: {self._redacted(error)}") from None
-                self._filesystem, self._pid = (filesystem, root.rstrip("/")), os.getpid()
-            return self._filesystem
+        opened, process = self._filesystem, os.getpid()
+        if (
+            opened is None or opened[0] != process
+        ):  # without a lock, which a fork could leave locked; twice does no harm
+            options = {**self._options, "use_listings_cache": False}
+            try:
+                filesystem, root = fsspec.core.url_to_fs(self._uri, **options)
+            except (ImportError, ValueError, TypeError) as error:
+                raise ConfigError(f"cannot open {self.name}: {self._redacted(error)}") from None
+            self._filesystem = opened = (process, filesystem, root.rstrip("/"))
+        return opened[1:]
 
     def _size_bytes(self, path: str) -> int:
         filesystem, root = self._open()

@@ -2,8 +2,8 @@
 
 The types of all files are unified permissively (widened, columns added), in the order of the files; a column that some
 file lacks is nullable; partition columns come last, and stand for a file's own column of that name. What only an
-encoding is, is dropped: dictionaries become their values, extension types what they are stored as. Files that cannot
-agree are named, both of them.
+encoding is, is dropped: dictionaries and views become their values, extension types what they are stored as. Files that
+cannot agree are named, both of them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ __all__ = ["plain_type", "table_schema"]
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type of the values, at any depth, without dictionaries and extension types."""
+    """The type of the values, at any depth, without dictionaries, views and extension types."""
     if isinstance(kind, pa.BaseExtensionType):
         return plain_type(kind.storage_type)
-    if pa.types.is_dictionary(kind):
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return plain_type(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
     if pa.types.is_struct(kind):
         return pa.struct([_plain_field(kind.field(i)) for i in range(kind.num_fields)])
     if pa.types.is_map(kind):
         return pa.map_(_plain_field(kind.key_field), _plain_field(kind.item_field), keys_sorted=kind.keys_sorted)
     if pa.types.is_fixed_size_list(kind):
         return pa.list_(_plain_field(kind.value_field), kind.list_size)
-    if pa.types.is_large_list(kind):
+    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
         return pa.large_list(_plain_field(kind.value_field))
-    if pa.types.is_list(kind):
+    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
         return pa.list_(_plain_field(kind.value_field))
     return kind
 
@@ -41,7 +45,7 @@ def table_schema(files: Sequence[tuple[str, pa.Schema]], partitions: Sequence[Pa
     """The schema of a table whose files have these paths and schemas. `SchemaError` where they cannot agree."""
     distinct: dict[pa.Schema, str] = {}
     for path, schema in files:
-        distinct.setdefault(schema.remove_metadata(), path)
+        distinct.setdefault(schema, path)
     names = {column.name for column in partitions}
     plain = [
         (path, pa.schema([_plain_field(field) for field in schema if field.name not in names]))
