@@ -5,8 +5,8 @@ in turn: micro-batch m is the next ``batch_size`` rows of lane m mod num_lanes. 
 goes on with the same deal; any other (a re-cut) takes what is left of one deal as the rest of the next. Positions are
 divided, never re-permuted: an epoch that had begun keeps the layout (lanes and windows) that it began with.
 
-`EpochDeal` deals one epoch: lane k holds the k-th equal share of the rest, in the order of positions; the ends are those
-of `lakeckpt.core.ends`. `lakeckpt.core.stream` deals epochs without end.
+`EpochDeal` deals one epoch: lane k holds the k-th equal share of the rest, in the order of positions; the ends are
+those of `lakeckpt.core.ends`. `lakeckpt.core.stream` deals epochs without end.
 
 A deal knows neither ranks nor steps: `lakeckpt.core.plan` hands its micro-batches to those.
 """
@@ -84,11 +84,22 @@ class EpochDeal:
         return lane_limit(np.diff(self.bounds), size, self.num_lanes, self.count, self.batch_size, self.tail)
 
     @cached_property
+    def extras(self) -> Int64Array | None:
+        """How many rows each lane gives in a last turn for lanes' extra rows; None where there is no such turn."""
+        if self.tail != "rows" or not self.left.positions.size % self.num_lanes:
+            return None
+        return self.limits - self.left.positions.size // self.num_lanes
+
+    def _before(self, turns: Int64Array) -> Int64Array:
+        """Return how many rows each lane gives in its first ``turns`` micro-batches: int64, shape (num_lanes,)."""
+        return rows_before(self.limits, self.count, self.batch_size, turns, extra=self.extras)
+
+    @cached_property
     def end(self) -> int:
         """One past the last micro-batch that any rank needs: trailing ones without a row are left out."""
         if not self.count:
             return self.first
-        before = rows_before(self.limits, self.count, self.batch_size, np.full(self.num_lanes, self.count - 1))
+        before = self._before(np.full(self.num_lanes, self.count - 1))
         last_turn = np.flatnonzero(self.limits > before)
         # Lanes with a row in the last turn come first: the extra rows are the first lanes'.
         return self.first + (self.count - 1) * self.num_lanes + len(last_turn)
@@ -97,22 +108,23 @@ class EpochDeal:
         """See `Deal`."""
         turn, lane = divmod(micro_batch - self.first, self.num_lanes)
         limit = self.limits[lane : lane + 1].repeat(2)
-        inside = rows_before(limit, self.count, self.batch_size, np.array([turn, turn + 1]))
+        extra = None if self.extras is None else self.extras[lane : lane + 1].repeat(2)
+        inside = rows_before(limit, self.count, self.batch_size, np.array([turn, turn + 1]), extra=extra)
         start = int(self.bounds[lane])
         return spans_of(self.left.epoch, self.left.positions.take(start + int(inside[0]), start + int(inside[1])))
 
     def rows_of(self, start: int, stop: int) -> int:
         """See `Deal`."""
-        if (stop - 1 - self.first) // self.num_lanes < self.count - 2:
+        if (stop - 1 - self.first) // self.num_lanes < self.count - 2 - (self.extras is not None):
             return (stop - start) * self.batch_size
         turn, lane = np.divmod(np.arange(start, stop) - self.first, self.num_lanes)
-        limits = self.limits[lane]
-        before = rows_before(limits, self.count, self.batch_size, turn)
-        return int((rows_before(limits, self.count, self.batch_size, turn + 1) - before).sum())
+        limits, extra = self.limits[lane], None if self.extras is None else self.extras[lane]
+        before = rows_before(limits, self.count, self.batch_size, turn, extra=extra)
+        return int((rows_before(limits, self.count, self.batch_size, turn + 1, extra=extra) - before).sum())
 
     def rest(self, micro_batch: int) -> Rest:
         """See `Deal`."""
-        done = rows_before(self.limits, self.count, self.batch_size, turns(micro_batch - self.first, self.num_lanes))
+        done = self._before(turns(micro_batch - self.first, self.num_lanes))
         positions = self.left.positions.select(self.bounds[:-1] + done, self.bounds[1:])
         left = Left(
             epoch=self.left.epoch,

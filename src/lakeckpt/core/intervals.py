@@ -154,7 +154,7 @@ class Intervals:
         Places are counted in ascending order of positions. ``starts`` and ``stops`` are int64 of one shape (n,), the
         ranges sorted and disjoint; they may be empty and may touch.
         """
-        if len(starts) and not (0 <= starts[0] and (starts <= stops).all() and stops[-1] <= self.size):
+        if len(starts) and not (starts[0] >= 0 and (starts <= stops).all() and stops[-1] <= self.size):
             raise ValueError(f"places {list(zip(starts, stops, strict=True))[:4]} … outside of a set of {self.size}")
         kept = starts < stops
         starts, stops = starts[kept], stops[kept]

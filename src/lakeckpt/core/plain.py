@@ -1,4 +1,4 @@
-"""Is this value read from outside of the type and size it must have?  Small checks with messages that say what was got."""
+"""Is this value read from outside of the type and size it must have?  Small checks that say what was got."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ __all__ = ["integer", "integers", "listing", "mapping", "text"]
 _LARGEST = 2**63 - 1
 
 
-def integer(plain: Mapping[str, object], name: str, *, least: int = 0) -> int:
-    """Return the integer ``plain[name]``; StateInvalid where it is missing, none, or outside [least, 2^63)."""
+def integer(plain: Mapping[str, object], name: str, *, least: int = 0, most: int = _LARGEST) -> int:
+    """Return the integer ``plain[name]``; StateInvalid where it is missing, none, or outside [least, most]."""
     value = plain.get(name)
-    if type(value) is not int or not least <= value <= _LARGEST:
+    if type(value) is not int or not least <= value <= most:
         raise StateInvalid(f"{name!r} must be an integer of at least {least}, got {value!r}")
     return value
 
 
 def integers(value: object, name: str, *, count: int, least: int = 0) -> tuple[int, ...]:
     """Return ``value`` as a tuple of ``count`` integers of at least ``least``."""
-    good = isinstance(value, (list, tuple)) and len(value) == count
-    if not good or not all(type(item) is int and least <= item <= _LARGEST for item in value):  # type: ignore[attr-defined]
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != count
+        or not all(type(item) is int and least <= item <= _LARGEST for item in value)
+    ):
         raise StateInvalid(f"{name!r} must be {count} integers of at least {least}, got {value!r}")
-    return tuple(value)  # type: ignore[arg-type]
+    return tuple(value)
 
 
 def listing(plain: Mapping[str, object], name: str) -> Sequence[object]:

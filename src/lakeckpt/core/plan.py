@@ -23,7 +23,18 @@ from lakeckpt.core.state import Identity, ReaderState, Segment
 from lakeckpt.core.stream import StreamDeal
 from lakeckpt.errors import StateMismatch
 
-__all__ = ["MAX_SEGMENTS", "Assignment", "LayoutKey", "Plan", "consumed", "consumption", "fit_lanes", "replan", "start"]
+__all__ = [
+    "MAX_SEGMENTS",
+    "Assignment",
+    "LayoutKey",
+    "Plan",
+    "consumed",
+    "consumption",
+    "fit_lanes",
+    "rebase",
+    "replan",
+    "start",
+]
 
 MAX_SEGMENTS = 32
 """A state with more segments is written with the rest that was left at its last re-cut instead of what came before."""
@@ -53,8 +64,8 @@ class Assignment:
 def fit_lanes(wanted: int | None, stored: int | None, world_size: int, workers: int) -> int:
     """Return the number of lanes for a topology: a multiple of ``world_size``.
 
-    ``wanted`` (the user's) is rounded up to a multiple; without it, the ``stored`` number is kept if it is one; else it is
-    ``world_size * max(1, workers)``.
+    ``wanted`` (the user's) is rounded up to a multiple; without it, the ``stored`` number is kept if it is one; else it
+    is ``world_size * max(1, workers)``.
 
     >>> fit_lanes(8, None, 3, 0), fit_lanes(None, 8, 4, 2), fit_lanes(None, 8, 3, 2)
     (9, 8, 6)
@@ -215,6 +226,20 @@ def replan(state: ReaderState, *, num_lanes: int, batch_size: int, world_size: i
     if len(segments) <= MAX_SEGMENTS:
         return replace(state, segments=segments)
     return _shortened(replace(state, segments=segments))
+
+
+def rebase(state: ReaderState, identity: Identity) -> ReaderState:
+    """Return ``state`` with what is left of it dealt anew, as ``identity`` says: of other ends, or in whole
+    micro-batches.
+
+    ``identity`` has as many rows in the same order. An epoch that has not begun is only renamed.
+    """
+    if state.step == 0 and state.row == 0 and state.base is None:
+        return replace(state, identity=identity)
+    plan = Plan(state)
+    opened = replace(state.segment, micro_batch=plan.micro_batch(state.step), step=state.step)
+    rest = plan.rest(state.step, state.row)
+    return replace(state, identity=identity, base=rest, segments=(opened,), row=0)
 
 
 def _shortened(state: ReaderState) -> ReaderState:

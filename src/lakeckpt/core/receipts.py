@@ -24,7 +24,7 @@ class Span:
     stop: int
 
     def __post_init__(self) -> None:
-        if not (0 <= self.epoch and 0 <= self.start < self.stop):
+        if not (self.epoch >= 0 and 0 <= self.start < self.stop):
             raise ValueError(f"not a span of positions: epoch {self.epoch}, [{self.start}, {self.stop})")
 
     @property

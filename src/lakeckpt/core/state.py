@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import get_args
 
 from lakeckpt.core.ends import Tail
 from lakeckpt.core.hashing import PERMUTATION_VERSION
@@ -31,7 +32,7 @@ MAX_LANES = 1 << 20
 MAX_ROWS = 1 << 56
 """The most rows of an epoch, and of all micro-batches of a state together: below it no product overflows 64 bits."""
 
-_TAILS: tuple[Tail, ...] = ("short", "drop", "even")
+_TAILS: tuple[Tail, ...] = get_args(Tail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ class Identity:
             raise StateInvalid(f"'shuffle' and 'endless' must be true or false, got {flags}")
         try:
             spec = OrderSpec(
-                seed=integer(plain, "seed", least=-(2**63)),
+                seed=integer(plain, "seed", least=-(2**63), most=2**64 - 1),
                 shuffle=bool(flags["shuffle"]),
                 window=integer(plain, "window", least=1),
             )

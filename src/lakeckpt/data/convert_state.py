@@ -1,7 +1,8 @@
 """How does a state of torchdata's StatefulDataLoader go on with other workers, or in a LakeLoader?
 
-StatefulDataLoader keeps one part per worker inside of its own state, and refuses another number of workers. All ranks of
-a job in lockstep have equal parts, so one rank's state says what the whole job consumed: that is what is worked out here.
+StatefulDataLoader keeps one part per worker inside of its own state, and refuses another number of workers. All ranks
+of a job in lockstep have equal parts, so one rank's state says what the whole job consumed: that is what is worked out
+here.
 
 It never imports torchdata, and never guesses: a state whose parts do not fit together is refused.
 """
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lakeckpt.core.plan import Plan
+from lakeckpt.core.plan import Plan, start
 from lakeckpt.core.receipts import Span
 from lakeckpt.core.state import FORMAT, ReaderState
 from lakeckpt.data.worker_place import WORKER_FORMAT, WorkerPlace
@@ -26,10 +27,10 @@ _DEPTH = 8
 def convert_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reader state of the whole job held in ``state``, for ``load_state_dict`` of a dataset or LakeLoader.
 
-    ``state`` is what ``state_dict()`` of a torchdata ``StatefulDataLoader`` over a `lakeckpt.LakeDataset` returned on any
-    rank of a job in lockstep, with any number of workers (or, already converted, a reader state). The result may be
-    loaded on any topology. Steps that the loader had delivered since its last snapshot (``snapshot_every_n_steps`` above
-    1) cannot be known and are refused.
+    ``state`` is what ``state_dict()`` of a torchdata ``StatefulDataLoader`` over a `lakeckpt.LakeDataset` returned on
+    any rank of a job in lockstep, with any number of workers (or, already converted, a reader state). The result may be
+    loaded on any topology. Steps that the loader had delivered since its last snapshot (``snapshot_every_n_steps``
+    above 1) cannot be known and are refused.
 
     Raises StateInvalid where there is no such state, or its parts do not fit together.
     """
@@ -37,8 +38,8 @@ def convert_state(state: Mapping[str, Any]) -> dict[str, Any]:
         raise StateInvalid(f"a loader's state is a mapping, got {type(state).__name__}")
     if state.get("_steps_since_snapshot", 0):
         raise StateInvalid(
-            f"the loader delivered {state['_steps_since_snapshot']} batches since its last snapshot, and what they were is "
-            "not in its state: make the StatefulDataLoader with snapshot_every_n_steps=1"
+            f"the loader delivered {state['_steps_since_snapshot']} batches since its last snapshot, and what they "
+            "were is not in its state: make the StatefulDataLoader with snapshot_every_n_steps=1"
         )
     parts = list(_parts(state, 0))
     whole = [part for part in parts if part.get("format") == FORMAT]
@@ -50,7 +51,17 @@ def convert_state(state: Mapping[str, Any]) -> dict[str, Any]:
             f"expected the state of a StatefulDataLoader over a LakeDataset, found {len(whole)} reader states and "
             f"{len(workers)} workers' parts in it"
         )
-    return _joined(workers).to_plain()
+    joined = _joined(workers)
+    if state.get("_iterator_finished") is True and Plan(joined).at_end:
+        num_lanes, batch_size, world_size = joined.segment.topology
+        joined = start(
+            joined.identity,
+            epoch=joined.epoch + 1,
+            num_lanes=num_lanes,
+            batch_size=batch_size,
+            world_size=world_size,
+        )
+    return joined.to_plain()
 
 
 def _parts(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
@@ -67,7 +78,9 @@ def _joined(places: list[WorkerPlace]) -> ReaderState:
     places = sorted(places, key=lambda place: place.worker)
     first = places[0]
     if [place.worker for place in places] != list(range(first.workers)):
-        raise StateInvalid(f"expected the parts of {first.workers} workers, found those of {[p.worker for p in places]}")
+        raise StateInvalid(
+            f"expected the parts of {first.workers} workers, found those of {[p.worker for p in places]}"
+        )
     shared = replace(first.state, step=first.origin, row=0)
     for place in places:
         same = replace(place.state, step=first.origin, row=0) == shared
@@ -111,5 +124,3 @@ def _without_first(spans: tuple[Span, ...], rows: int) -> list[Span]:
         if gone < span.rows:
             left.append(Span(epoch=span.epoch, start=span.start + gone, stop=span.stop))
     return left
-
-

@@ -1,8 +1,8 @@
 """What does a user swap in?  `LakeDataset`, a torch IterableDataset over a table.
 
 Iterated in the main process, or by a `lakeckpt.LakeLoader`, it keeps one reader state for the whole job. Inside of the
-workers of somebody else's DataLoader each worker w of n yields every n-th micro-batch of its rank (steps w, w + n, …), so
-that torch's round robin over workers restores the order of micro-batches whatever n is.
+workers of somebody else's DataLoader each worker w of n yields every n-th micro-batch of its rank (steps w, w + n, …),
+so that torch's round robin over workers restores the order of micro-batches whatever n is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
-from lakeckpt.data.epoch_file import EpochFile
+from lakeckpt.data.epoch_file import EpochFile, Turn
 from lakeckpt.data.progress import Progress
 from lakeckpt.data.source import BatchSource, Output, split_rows
 from lakeckpt.data.topology import check_topology, resolve_topology
@@ -52,12 +52,12 @@ class LakeDataset(IterableDataset[Any]):
         tail: ``"short"``: every row counts, last micro-batches of a lane are smaller, every rank has the same number of
             steps. ``"drop"``: only full micro-batches (row-wise: ranks get equally many rows); the rest is dropped.
         endless: one iteration that never ends, over epoch borders, always full micro-batches.
-        transform: called with each `Batch` (row-wise: each row; ``output="arrow"``: each pyarrow.Table) where it is read,
-            in a worker if there are any; with a `lakeckpt.TransformContext` as well if it takes two arguments.
-        output: ``"torch"`` (tensors), ``"numpy"`` (arrays) or ``"arrow"`` (pyarrow.Table). Columns of varying length are
-            `lakeckpt.Ragged`.
-        nulls: ``"error"`` raises NullValueError on a null; ``"mask"`` puts a bool column ``<name>.is_null`` beside every
-            nullable column. A null is never a silent zero.
+        transform: called with each `Batch` (row-wise: each row; ``output="arrow"``: each pyarrow.Table) where it is
+            read, in a worker if there are any; with a `lakeckpt.TransformContext` as well if it takes two arguments.
+        output: ``"torch"`` (tensors), ``"numpy"`` (arrays) or ``"arrow"`` (pyarrow.Table). Columns of varying length
+            are `lakeckpt.Ragged`.
+        nulls: ``"error"`` raises NullValueError on a null; ``"mask"`` puts a bool column ``<name>.is_null`` beside
+            every nullable column. A null is never a silent zero.
         jagged: give lists of numbers as jagged nested tensors (torch output only).
         rank, world_size: the data-parallel rank and size; both or neither.
         dp_group: the data-parallel ProcessGroup or DeviceMesh, if it is not the default group.
@@ -121,7 +121,9 @@ class LakeDataset(IterableDataset[Any]):
         index = self.table.index
         if endless and not index.num_rows:
             raise ConfigError("endless=True needs a table with at least one row, and this one has none")
-        kind: Tail = "even" if self.row_wise and tail == "drop" else tail
+        kind: Tail = tail
+        if self.row_wise and not endless:
+            kind = "even" if tail == "drop" else "rows"
         identity = Identity(
             table=index.digest, selection="", rows=index.num_rows, spec=spec, tail=kind, endless=endless
         )
@@ -145,13 +147,15 @@ class LakeDataset(IterableDataset[Any]):
         self._epochs = EpochFile()
         self._worker_state: Mapping[str, Any] | None = None
         self._worker_place: WorkerPlace | None = None
-        self._iteration = 0
+        self._worker_begun = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is spawned can ask neither torch.distributed nor the group, so it is told.
         state = dict(self.__dict__)
         if get_worker_info() is None:
             state["_pickled_topology"] = self.topology
+            if self._dp_group is not None:
+                state["_explicit_rank"] = self.topology
         state["_dp_group"] = None
         return state
 
@@ -169,21 +173,26 @@ class LakeDataset(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand."""
-        return self._progress.epoch
+        """The epoch at hand; where worker processes of somebody else's DataLoader read, the one that they read last."""
+        read = self._epochs.epoch(self.topology[0])
+        return self._progress.epoch if read is None else read
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle."""
-        if epoch != self._progress.epoch:
+        """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle.
+
+        Where worker processes of somebody else's DataLoader read, their next iteration begins at the start of
+        ``epoch``.
+        """
+        if epoch != self._progress.epoch or self._epochs.epoch(self.topology[0]) is not None:
             self._go_to(epoch)
 
     def rewind(self) -> None:
         """Begin the epoch at hand again."""
-        self._go_to(self._progress.epoch)
+        self._go_to(self.epoch)
 
     def _go_to(self, epoch: int) -> None:
         self._progress.begin_epoch(epoch)
-        self._epochs.clear(self.topology[0])
+        self._epochs.go_to(self.topology[0], epoch, None)
 
     # --- iteration
 
@@ -197,17 +206,17 @@ class LakeDataset(IterableDataset[Any]):
 
     def _iterate(self, rank: int) -> Iterator[Any]:
         progress, source = self._progress, self._source
-        self._iteration += 1
-        iteration = self._iteration
+        iteration = progress.begin_iteration()
         source.clear()
         skip = progress.state.row
         for assignment in progress.assignments(rank):
+            progress.check(iteration)
             for item, receipt in items_of(source.read(assignment), assignment.receipt, self.row_wise, skip):
-                if iteration != self._iteration:
-                    raise StateUnavailable("a newer iterator of this dataset has taken over: go on with that one")
+                progress.check(iteration)
                 progress.delivered(receipt)
                 yield item
             skip = 0
+        progress.check(iteration)
         progress.finish()
 
     def _iterate_as_worker(self, worker: int, workers: int, base_seed: int) -> Iterator[Any]:
@@ -215,30 +224,39 @@ class LakeDataset(IterableDataset[Any]):
         progress = self._progress
         loaded, self._worker_state = self._worker_state, None
         mine = None if loaded is None else WorkerPlace.from_plain(loaded)
-        epoch, is_first = self._epochs.join(
-            rank, worker, base_seed, first=progress.epoch, loaded=None if mine is None else mine.state.epoch
-        )
-        if mine is None:
-            mine = self._place_of_worker(epoch, is_first, world_size, worker, workers)
-        else:
+        if mine is not None:
+            mine.check(worker, workers, world_size)
             progress.load(mine.state)
-        mine.check(worker, workers, world_size)
+        turn = self._epochs.join(
+            rank,
+            worker,
+            base_seed=base_seed,
+            begun=self._worker_begun,
+            first=progress.epoch,
+            loaded=None if mine is None else mine.state,
+        )
+        self._worker_begun += 1
+        if mine is None:
+            self._go_to_turn(turn)
+            progress.settle(world_size, workers)
+            self._epochs.keep_lanes(rank, progress.state.segment.num_lanes)
+            mine = WorkerPlace(state=progress.state, worker=worker, workers=workers, origin=progress.state.step)
         self._worker_place = mine
         return self._steps_of_worker(mine, rank)
 
-    def _place_of_worker(
-        self, epoch: int, is_first: bool, world_size: int, worker: int, workers: int
-    ) -> WorkerPlace:
+    def _go_to_turn(self, turn: Turn) -> None:
         progress = self._progress
-        if not is_first and progress.identity.endless:
+        if not turn.is_first and progress.identity.endless:
             raise StateUnavailable(
-                "an endless stream is one iteration, and the workers of a torch DataLoader cannot go on with one that was "
-                "broken off: use lakeckpt.LakeLoader"
+                "an endless stream is one iteration, and the workers of a torch DataLoader cannot go on with one that "
+                "was broken off: use lakeckpt.LakeLoader"
             )
-        if not is_first or progress.epoch != epoch:
-            progress.begin_epoch(epoch)
-        progress.settle(world_size, workers)
-        return WorkerPlace(state=progress.state, worker=worker, workers=workers, origin=progress.state.step)
+        if not turn.is_first:
+            progress.begin_epoch(turn.epoch, num_lanes=turn.num_lanes)
+        elif turn.start is not None and turn.start["state"] is not None:
+            progress.load(ReaderState.from_plain(turn.start["state"]))
+        elif progress.epoch != turn.epoch:
+            progress.begin_epoch(turn.epoch, num_lanes=turn.num_lanes)
 
     def _steps_of_worker(self, place: WorkerPlace, rank: int) -> Iterator[Any]:
         plan, source, workers = Plan(place.state), self._source, place.workers
@@ -264,13 +282,16 @@ class LakeDataset(IterableDataset[Any]):
         """
         if get_worker_info() is not None:
             return self._worker_state_dict()
-        if self._epochs.used(self.topology[0]):
+        rank, world_size = self.topology
+        if self._epochs.epoch(rank) is not None:
             raise StateUnavailable(
-                "this dataset is read by worker processes of a torch DataLoader, which read ahead of the loop: the main "
-                "process does not know what the loop received. Use lakeckpt.LakeLoader(dataset, num_workers=…) or "
+                "this dataset is read by worker processes of a torch DataLoader, which read ahead of the loop: the "
+                "main process does not know what the loop received. Use lakeckpt.LakeLoader(dataset, num_workers=…) or "
                 "torchdata's StatefulDataLoader, and call state_dict() of the loader."
             )
-        self._progress.settle(self.topology[1], 0)
+        if not self._progress.begun:
+            return self._progress.settled(world_size, 0).to_plain()
+        self._progress.settle(world_size, 0)
         return self._progress.state.to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -280,7 +301,7 @@ class LakeDataset(IterableDataset[Any]):
             return
         self._progress.load(ReaderState.from_plain(state))
         self._worker_state = None
-        self._epochs.clear(self.topology[0])
+        self._epochs.go_to(self.topology[0], self._progress.epoch, dict(state))
 
     def _worker_state_dict(self) -> dict[str, Any]:
         if self._worker_place is None:
@@ -292,12 +313,12 @@ class LakeDataset(IterableDataset[Any]):
         rank, world_size = self.topology
         if self._progress.identity.endless:
             raise TypeError("an endless stream has no length")
-        self._progress.settle(world_size, 0)
+        state = self._progress.settled(world_size, 0)
         if not self.row_wise:
-            steps = self._progress.plan.steps
+            steps = Plan(state).steps
             assert steps is not None
             return steps
-        rows, lanes = self._progress.identity.rows, self._progress.state.segment.num_lanes
+        rows, lanes = self._progress.identity.rows, state.segment.num_lanes
         if self._progress.identity.tail == "even":
             return rows // lanes * (lanes // world_size)
         return rows // world_size + (rank < rows % world_size)
@@ -340,5 +361,3 @@ def _positive(name: str, value: Any, *, optional: bool = False) -> None:
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-

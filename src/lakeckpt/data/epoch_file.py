@@ -3,9 +3,9 @@
 A torch DataLoader hands every worker process its own copy of the dataset and never tells the main process's copy that
 an iteration began, so an epoch counted in either would be lost. The workers of one iteration agree on its epoch through
 a file that belongs to the main process: the first worker of an iteration moves it on, the others join. An iteration is
-told by torch's base seed, by how often the worker process has begun one, and by which workers have: a worker that begins
-again begins another iteration. Workers that live on from one iteration to the next have an old copy of the dataset, so
-where the main process goes to another place, the file says where.
+told by torch's base seed, by how often the worker process has begun one, and by which workers have: a worker that
+begins again begins another iteration. Workers that live on from one iteration to the next have an old copy of the
+dataset, so where the main process goes to another place, the file says where.
 
 The file is made with the dataset, locked with flock while it is read and written, and removed with the dataset.
 `lakeckpt.LakeLoader` plans in the main process and needs none of this.

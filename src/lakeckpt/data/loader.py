@@ -20,8 +20,8 @@ from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.dataset import LakeDataset, items_of
-from lakeckpt.data.routing import Reads, RoutedLoader
-from lakeckpt.errors import ConfigError, StateUnavailable
+from lakeckpt.data.routing import Failure, Reads, RoutedLoader
+from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table import Table
 
 __all__ = ["LakeLoader"]
@@ -80,7 +80,6 @@ class LakeLoader(DataLoader[Any]):
             raise ConfigError(str(error)) from error
         self._progress = dataset._progress
         self._row_wise = dataset.row_wise
-        self._iteration = 0
         self._rank = 0
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="This DataLoader will create")  # said once, by the outer loader
@@ -123,21 +122,25 @@ class LakeLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._settle()
         self._rank = self.topology[0]
-        self._iteration += 1
-        self.dataset._iteration += 1
+        iteration = self._progress.begin_iteration()
         if self.num_workers == 0:
             self.dataset._source.clear()
-        return self._deliver(self._iteration, iter(self._routed))
+        return self._deliver(iteration, iter(self._routed))
 
     def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]]) -> Iterator[Any]:
         progress, skip = self._progress, self._progress.state.row
-        for receipt, batch in found:
+        # Checked before anything is taken: with persistent workers a newer iterator goes on with the same queue.
+        progress.check(iteration)
+        while (pulled := next(found, None)) is not None:
+            receipt, batch = pulled
+            if isinstance(batch, Failure):
+                raise batch.error
             for item, mine in items_of(batch, receipt, self._row_wise, skip):
-                if iteration != self._iteration:
-                    raise StateUnavailable("a newer iterator of this loader has taken over: go on with that one")
+                progress.check(iteration)
                 progress.delivered(mine)
                 yield item
             skip = 0
+            progress.check(iteration)
         progress.finish()
 
     def _assignments(self) -> Iterator[Assignment]:
@@ -171,7 +174,6 @@ class LakeLoader(DataLoader[Any]):
         Raises StateMismatch, without a change, where the state is of another order of rows; it says what differs.
         """
         self._progress.load(ReaderState.from_plain(state))
-        self._iteration += 1
 
     def mark(self, at: Receipt | None = None) -> None:
         """Forget what was consumed up to ``at``: a checkpoint has recorded it."""
@@ -182,4 +184,3 @@ class LakeLoader(DataLoader[Any]):
         """Return what was consumed since the mark up to ``at``, as (from, to) pairs of states of one epoch each."""
         self._settle()
         return self._progress.stretches(at)
-

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from lakeckpt.core.plan import Assignment, Plan, fit_lanes, replan, start
+from lakeckpt.core.plan import Assignment, Plan, fit_lanes, rebase, replan, start
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.state import MAX_LANES, Identity, ReaderState
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
 
 __all__ = ["OVERRIDABLE", "Progress"]
+
+_SAME_ENDS = ({"short", "rows"}, {"drop", "even"})
+"""What a user calls by one name, of batches and of single rows."""
 
 OVERRIDABLE = frozenset({"table", "selection", "tail"})
 """The differences between a state and a dataset that a user may accept: positions keep a meaning."""
@@ -61,6 +64,7 @@ class Progress:
         self._settled: tuple[int, int] | None = None
         self._plan: Plan | None = None
         self._runs: list[_Run] = []
+        self._iteration = 0
 
     # --- what is asked
 
@@ -70,10 +74,19 @@ class Progress:
         return self._first_epoch if self._state is None else self._state.epoch + self.over
 
     @property
+    def begun(self) -> bool:
+        """Whether there is a state to go on from: one that was loaded, or settled for an iteration."""
+        return self._state is not None
+
+    @property
     def plan(self) -> Plan:
         """The plan of the segment at hand; `settle` first."""
         assert self._state is not None
-        if self._plan is None or self._plan.segment != self._state.segment or self._plan.state.epoch != self._state.epoch:
+        if (
+            self._plan is None
+            or self._plan.segment != self._state.segment
+            or self._plan.state.epoch != self._state.epoch
+        ):
             self._plan = Plan(self._state)
         return self._plan
 
@@ -98,56 +111,78 @@ class Progress:
         """Plan for a topology: from the start, or going on from the state that was loaded or reached."""
         if self._state is not None and self._settled == (world_size, workers) and not self.over:
             return
+        settled = self.settled(world_size, workers)
+        if settled is not self._state:
+            self._set(settled)
+        self._settled = (world_size, workers)
+
+    def settled(self, world_size: int, workers: int) -> ReaderState:
+        """Return the state that `settle` would go on from."""
         stored = None if self._state is None else self._state.segment.num_lanes
         num_lanes = fit_lanes(self._num_lanes, stored, world_size, workers)
+        if num_lanes > MAX_LANES:
+            raise ConfigError(f"an epoch has at most {MAX_LANES} lanes, got {num_lanes}: give a smaller num_lanes=")
         topology = {"num_lanes": num_lanes, "batch_size": self._batch_size, "world_size": world_size}
-        epoch = self.epoch
         if self._state is None or self.over:
-            self._set(start(self.identity, epoch=epoch, **topology))
-        else:
-            changed = replan(self._state, **topology)
-            if changed is not self._state:
-                self._set(changed)
-        self._settled = (world_size, workers)
+            return start(self.identity, epoch=self.epoch, **topology)
+        return replan(self._state, **topology)
 
     def load(self, state: ReaderState) -> None:
         """Go on from ``state``; StateMismatch, without a change, where it is of another order of rows."""
         differences = self.identity.differences(state.identity)
         rejected = [line for line in differences if line.split(":")[0] not in self._accept]
+        if {self.identity.tail, state.identity.tail} in _SAME_ENDS:
+            rejected = [line for line in rejected if not line.startswith("tail:")]
         if rejected:
             raise StateMismatch(
-                "the reader state is of another order of rows (this dataset's value first): " + "; ".join(rejected) + ". "
-                "Open the dataset as the state names it, or list the fields to override in accept_changes=."
+                "the reader state is of another order of rows (this dataset's value first): "
+                + "; ".join(rejected)
+                + ". "
+                "Open the dataset as the state names it, or list the fields to override in accept_changes= "
+                f"({', '.join(sorted(OVERRIDABLE))} can be overridden)."
             )
-        if state.identity.rows != self.identity.rows:
-            raise StateMismatch(
-                f"the state counts positions of {state.identity.rows} rows and the table has {self.identity.rows}: "
-                "no place in one is a place in the other, and accept_changes= cannot make it one"
-            )
-        if not self._row_wise and state.row:
-            raise StateMismatch(
-                f"the state lies {state.row} rows inside of a micro-batch (it was made with batch_size=None): "
-                "load it into a dataset with batch_size=None, or convert it with lakeckpt.convert_state"
-            )
+        if self.identity.tail != state.identity.tail or (state.row and not self._row_wise):
+            state = rebase(state, self.identity)
         self.last_receipt = None
+        self._iteration += 1
         self._set(replace(state, identity=self.identity))
         self._settled = None
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``."""
+    def begin_epoch(self, epoch: int, *, num_lanes: int | None = None) -> None:
+        """Go to the start of ``epoch``; ``num_lanes``: of the epoch before it, where that is not known here."""
         if self.identity.endless:
             raise ConfigError("an endless stream has no epoch to go to; load a state, or make a new dataset")
         if epoch < 0:
             raise ConfigError(f"epochs are counted from 0, got {epoch}")
         self.last_receipt = None
-        if self._state is None:
+        self._iteration += 1
+        if num_lanes is not None:
+            fresh = start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=self._batch_size, world_size=1)
+            self._set(fresh)
+            self._settled = None
+        elif self._state is None:
             self._first_epoch = epoch
         else:
             self._set(self._next_epoch(epoch))
 
+    def begin_iteration(self) -> int:
+        """Return a number for the iteration that begins; `check` refuses those of earlier ones."""
+        self._iteration += 1
+        return self._iteration
+
+    def check(self, iteration: int) -> None:
+        """Refuse to go on with an iteration from before another one began, or the place was changed."""
+        if iteration != self._iteration:
+            raise StateUnavailable(
+                "this iterator is out of date: since it began, another one was begun, or load_state_dict, rewind or "
+                "set_epoch changed the place. Go on with a new one: iter(loader)"
+            )
+
     def delivered(self, receipt: Receipt) -> None:
         """Note that the loop got what ``receipt`` is of."""
         assert self._state is not None
+        reached = self._state.step, self._state.row
+        assert (receipt.step, receipt.row or 0) == reached, f"{receipt} was delivered at step and row {reached}"
         self._state = self._after(self._state, receipt)
         self._runs[-1].end = self._state
         self.last_receipt = receipt
@@ -207,11 +242,8 @@ class Progress:
         for run in reversed(self._runs):
             if run.end.epoch != receipt.epoch or run.end.segment.world_size != receipt.world_size:
                 continue
-            after = (receipt.step, receipt.row + 1) if receipt.row is not None else (receipt.step + 1, 0)
-            before, reached = (run.start.step, run.start.row), (run.end.step, run.end.row)
-            # In row-wise use the last row of a micro-batch is the first place of the next step.
-            ended = receipt.row is not None and receipt.row + 1 == receipt.rows and (receipt.step + 1, 0) <= reached
-            if before <= after and (after <= reached or ended):
+            after = self._after(run.end, receipt)
+            if (run.start.step, run.start.row) <= (after.step, after.row) <= (run.end.step, run.end.row):
                 return run
         raise StateUnavailable(
             f"epoch {receipt.epoch}, step {receipt.step} is not among what this loader has delivered since the last "

@@ -1,9 +1,9 @@
 """How do assignments reach the worker that owns their lane?  A torch DataLoader that routes instead of dealing in turn.
 
 torch's multi-process iterator hands tasks to workers in turn. A lane must be read by one worker (its window is decoded
-once), lanes may be owned unequally, and a lane may end earlier than another, so each task goes to the owner of its lane.
-Results come back in the order of tasks, as torch guarantees. Everything else (start methods, pinning, time-outs, error
-reports, persistent workers, shutdown) is torch's own.
+once), lanes may be owned unequally, and a lane may end earlier than another, so each task goes to the owner of its
+lane. Results come back in the order of tasks, as torch guarantees. Everything else (start methods, pinning, time-outs,
+error reports, persistent workers, shutdown) is torch's own.
 
 The one method that is replaced, ``_try_put_index``, is private to torch: the tests of `LakeLoader` hold it for the
 versions that are supported.
@@ -12,6 +12,7 @@ versions that are supported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -20,8 +21,16 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.data.source import BatchSource
+from lakeckpt.errors import LakeckptError
 
-__all__ = ["Reads", "RoutedLoader"]
+__all__ = ["Failure", "Reads", "RoutedLoader"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What stands for a micro-batch that could not be read."""
+
+    error: LakeckptError
 
 
 class Reads(Dataset[tuple[Receipt, Any]]):
@@ -31,7 +40,11 @@ class Reads(Dataset[tuple[Receipt, Any]]):
         self._source = source
 
     def __getitem__(self, assignment: Assignment) -> tuple[Receipt, Any]:
-        return assignment.receipt, self._source.read(assignment)
+        try:
+            return assignment.receipt, self._source.read(assignment)
+        except LakeckptError as error:
+            # As a value: torch would raise another error with this one's text, without the file and row group it names.
+            return assignment.receipt, Failure(error=error)
 
 
 class _Assignments(Sampler[Assignment]):

@@ -6,7 +6,7 @@ worker can serve any assignment, in any order. It is picklable; what is decoded 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -20,8 +20,9 @@ from lakeckpt.data.transform import TransformContext
 from lakeckpt.lake.table import Table
 from lakeckpt.reading.convert import convert
 from lakeckpt.reading.positions import PositionReader
+from lakeckpt.reading.ragged import Ragged
 
-__all__ = ["BatchSource", "Output", "split_rows"]
+__all__ = ["BatchSource", "Output", "row_of", "split_rows"]
 
 Output = Literal["torch", "numpy", "arrow"]
 _LAYOUTS_KEPT = 4
@@ -111,13 +112,18 @@ def split_rows(batch: Any) -> list[Any]:
     """
     if isinstance(batch, pa.Table):
         return [batch.slice(row, 1) for row in range(batch.num_rows)]
-    rows = batch.receipt.rows
-    return [Batch({name: _row_of(column, row) for name, column in batch.items()}, batch.receipt) for row in range(rows)]
+    return [Batch(row_of(batch, row), batch.receipt) for row in range(batch.receipt.rows)]
 
 
-def _row_of(column: Any, row: int) -> Any:
-    if isinstance(column, dict):
-        return {name: _row_of(child, row) for name, child in column.items()}
-    return column[row]
-
-
+def row_of(columns: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Return one row of ``columns``. Masks of a list's elements stand beside it, as ``<name>.values.is_null``."""
+    found: dict[str, Any] = {}
+    for name, column in columns.items():
+        if isinstance(column, dict):
+            found[name] = row_of(column, row)
+            continue
+        found[name] = column[row]
+        if isinstance(column, Ragged):
+            masks = column[row : row + 1].masks
+            found.update({f"{name}.{mask}": elements for mask, elements in masks.items()})
+    return found

@@ -55,14 +55,14 @@ class WorkerPlace:
         if (self.worker, self.workers) != (worker, workers):
             raise StateInvalid(
                 f"this is the state of worker {self.worker} of {self.workers}, given to worker {worker} of {workers}: "
-                "convert the loader's state with lakeckpt.convert_state and load the result into the dataset before its "
-                "DataLoader is made"
+                "convert the loader's state with lakeckpt.convert_state and load the result into the dataset before "
+                "its DataLoader is made"
             )
         if self.state.segment.world_size != world_size:
             raise StateInvalid(
-                f"this worker's state is of a job of {self.state.segment.world_size} ranks, and this one has {world_size}: "
-                "convert the loader's state with lakeckpt.convert_state and load the result into the dataset before its "
-                "DataLoader is made"
+                f"this worker's state is of a job of {self.state.segment.world_size} ranks, not of {world_size}: "
+                "convert the loader's state with lakeckpt.convert_state and load the result into the dataset before "
+                "its DataLoader is made"
             )
 
     def to_plain(self) -> dict[str, Any]:

@@ -6,8 +6,8 @@ hex; ``numbers`` are unsigned LEB128 (`lakeckpt.wire.varint`), chosen so that wh
 =========  ==========================================================================================================
 what       numbers
 =========  ==========================================================================================================
-identity   flags (1 shuffle, 2 endless, 4 a base follows), tail (0 short, 1 drop, 2 even), permutation version, rows,
-           window
+identity   flags (1 shuffle, 2 endless, 4 a base follows), tail (0 short, 1 drop, 2 even, 3 rows), permutation version,
+           rows, window
 place      epoch, steps since the last segment began, row
 segments   their number; for each: steps since the one before began, how far its micro-batch is from the one that the
            segment before would have reached (zigzag), lanes, batch size, world size

@@ -1,0 +1,81 @@
+"""What happened to a job?  A history: attempts of some topology, each of which took steps, checkpointed and was lost.
+
+A history is a list of `Attempt`. The first begins at the start of the data, each other one at the checkpoint of the one
+before it; what an attempt did after its checkpoint was lost in a crash and counts for nothing. The last attempt goes on
+to the end. A history is a value: what failed is told by printing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from lakeckpt.errors import ConfigError
+
+__all__ = ["Attempt", "Topology", "TopologyLike", "script"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """How a job runs: what ``make_loader(rank, world_size, num_workers, **options)`` is called with."""
+
+    world_size: int = 1
+    num_workers: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More keyword arguments of ``make_loader``, such as ``batch_size`` or ``num_lanes``."""
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or self.num_workers < 0:
+            raise ConfigError(f"no such topology: {self.world_size} ranks of {self.num_workers} workers")
+
+    @classmethod
+    def of(cls, value: TopologyLike) -> Topology:
+        """Return what ``(world_size, num_workers)`` or ``(world_size, num_workers, options)`` stands for."""
+        if isinstance(value, Topology):
+            return value
+        if not isinstance(value, tuple) or not 2 <= len(value) <= 3:
+            raise ConfigError(f"a topology is (world_size, num_workers) or (…, options), got {value!r}")
+        return cls(world_size=value[0], num_workers=value[1], options=value[2] if len(value) == 3 else {})
+
+    def __repr__(self) -> str:
+        return f"Topology({self._arguments()})"
+
+    def _arguments(self) -> str:
+        options = f", options={dict(self.options)!r}" if self.options else ""
+        return f"world_size={self.world_size}, num_workers={self.num_workers}{options}"
+
+
+TopologyLike: TypeAlias = Topology | tuple[int, int] | tuple[int, int, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A job of ``topology`` takes ``steps`` steps, checkpoints, takes ``lost`` more and crashes.
+
+    Steps are those of every rank, and go on over epoch borders; None: until all ranks have seen the end of the epoch
+    (of an endless stream: until every epoch that had begun is complete). The last attempt of a history does not crash:
+    after its steps it goes on to that end.
+    """
+
+    topology: TopologyLike
+    steps: int | None = None
+    lost: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.steps or 0) < 0 or self.lost < 0:
+            raise ConfigError(f"an attempt takes 0 or more steps, got {self.steps} and {self.lost} lost")
+        object.__setattr__(self, "topology", Topology.of(self.topology))
+
+    def __repr__(self) -> str:
+        shape = Topology.of(self.topology)
+        short = (shape.world_size, shape.num_workers, *([dict(shape.options)] if shape.options else []))
+        lost = f", lost={self.lost}" if self.lost else ""
+        return f"Attempt(topology={short!r}, steps={self.steps}{lost})"
+
+
+def script(history: Sequence[Attempt], arguments: Iterable[str] = ()) -> str:
+    """Return Python that replays ``history``; ``arguments`` are further arguments of `replay`, as source."""
+    lines = "".join(f"        {attempt!r},\n" for attempt in history)
+    more = "".join(f"    {argument},\n" for argument in arguments)
+    return f"from lakeckpt.testing import Attempt, replay\n\nreplay(\n    make_loader,\n    [\n{lines}    ],\n{more})\n"

@@ -1,0 +1,321 @@
+"""Does every row count exactly once, whatever happens to the job?  The law, as a call.
+
+    consumed + rest == table, as multisets, when restored at every offset, chained, on every topology
+
+`assert_exactly_once` runs a job of each topology through an epoch, checkpoints at every offset (or a sample) with
+whatever has been read ahead in flight, and restores each checkpoint on that topology and on others, to the end. Then it
+draws longer histories: chains of checkpoints, crashes that lose steps, other topologies, over epoch borders. What fails
+is made as small as it gets and printed as a script that replays it.
+
+`replay` runs one history. Nothing here depends on time or chance: the same arguments do the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+
+from lakeckpt.errors import ConfigError
+from lakeckpt.testing.attempts import Attempt, Topology, TopologyLike, script
+from lakeckpt.testing.job import Job, MakeLoader, Saved, Step
+from lakeckpt.testing.observed import Observed, Violation
+from lakeckpt.testing.offsets import Offsets, chosen, wanted
+from lakeckpt.testing.row_keys import Key, canonical
+
+__all__ = ["DEFAULT_TOPOLOGIES", "assert_exactly_once", "replay"]
+
+DEFAULT_TOPOLOGIES: tuple[TopologyLike, ...] = ((1, 0), (2, 0), (3, 0), (1, 2))
+_ENDLESS_EPOCHS = 2
+_MOST_STEPS = 1_000_000
+_SHRINKING_RUNS = 80
+
+
+def assert_exactly_once(
+    make_loader: MakeLoader,
+    *,
+    topologies: Iterable[TopologyLike] = DEFAULT_TOPOLOGIES,
+    offsets: Offsets | None = None,
+    chains: int = 3,
+    key: Key = None,
+    expected: Iterable[Hashable] | None = None,
+    seed: int = 0,
+) -> None:
+    """Prove that what ``make_loader`` makes consumes every row exactly once per epoch, restored anywhere.
+
+    Args:
+        make_loader: called as ``make_loader(rank, world_size, num_workers, **options)``; returns a new
+            `lakeckpt.LakeLoader` over a new `lakeckpt.LakeDataset` made with these ``rank`` and ``world_size`` (or the
+            dataset itself, or a torchdata ``StatefulDataLoader`` over one; states then go on elsewhere by
+            `lakeckpt.convert_state`). Small tables: every restore reads the rest of the epoch.
+        topologies: (ranks, workers), or (ranks, workers, options), or `Topology`; all ranks run in this process.
+        offsets: at how many steps of an epoch to restore, or ``"all"``. None: 12, or what the pytest plugin was told.
+        chains: how many random histories of several checkpoints, crashes and topologies to replay.
+        key: what tells rows apart: None, whole rows; a column; or a function from an item to the keys of its rows
+            (needed where a transform gives something else than columns).
+        expected: the keys of one epoch. None: those of the table; where a transform or ``key`` made them incomparable,
+            those of one run without a restore.
+        seed: chooses the histories.
+
+    Raises AssertionError saying what does not hold, with the smallest history found that shows it, as a script.
+    """
+    every = [Topology.of(one) for one in topologies]
+    if not every:
+        raise ConfigError("assert_exactly_once needs at least one topology")
+    law = _Law(make_loader, key=key, expected=expected, first=every[0])
+    for number, topology in enumerate(every):
+        law.restore_everywhere(topology, every[number + 1 :] + every[:number], wanted(offsets))
+    choose = random.Random(seed)
+    for _ in range(chains):
+        history = [
+            Attempt(topology=choose.choice(every), steps=_some_steps(choose, law.steps), lost=choose.randrange(4))
+            for _ in range(choose.randrange(2, 6))
+        ]
+        law.hold(history, partial(law.replay, history))
+
+
+def replay(
+    make_loader: MakeLoader,
+    history: Sequence[Attempt],
+    *,
+    key: Key = None,
+    expected: Iterable[Hashable] | None = None,
+) -> None:
+    """Replay one history; AssertionError where a row did not count exactly once. Arguments as `assert_exactly_once`."""
+    if not history:
+        raise ConfigError("a history has at least one attempt")
+    law = _Law(make_loader, key=key, expected=expected, first=Topology.of(history[-1].topology))
+    law.hold(history, lambda: law.replay(history), shrink=False)
+
+
+def _some_steps(choose: random.Random, epoch: int) -> int | None:
+    """Up to two epochs, or to the end of one."""
+    return None if choose.random() < 0.15 else choose.randrange(2 * epoch + 2)
+
+
+class _Law:
+    """The law for one ``make_loader``."""
+
+    def __init__(
+        self, make_loader: MakeLoader, *, key: Key, expected: Iterable[Hashable] | None, first: Topology
+    ) -> None:
+        self._make_loader = make_loader
+        self._key = key
+        self._groups: list[list[Hashable]] | None = None
+        self._expected: Counter[Hashable] | None = None
+        self.steps = 0
+        """Steps of an epoch (of an endless stream: of two), on the topology that has the most."""
+        probe = Job(make_loader, first, None, Observed(), key=key, groups=None)
+        self._in_order = probe.tracked
+        if probe.keys.comparable:
+            self._groups = probe.keys.of_table()
+        self._drops = probe.dataset.identity.tail != "short"
+        self._endless = probe.endless
+        probe.close()
+        if expected is not None:
+            self._expected = Counter(canonical(one) for one in expected)
+        elif self._groups is not None:
+            self._expected = Counter(one for group in self._groups for one in group)
+
+    # --- jobs
+
+    def _job(self, topology: Topology, saved: Saved | None, observed: Observed) -> Job:
+        return Job(self._make_loader, topology, saved, observed, key=self._key, groups=self._groups)
+
+    def _take(self, job: Job, steps: int) -> list[Step]:
+        """Take ``steps`` steps, over epoch borders; what was consumed of an epoch that ends is checked."""
+        taken: list[Step] = []
+        empty = 0
+        while len(taken) < steps and empty < 2:  # two empty epochs in turn: a table without rows
+            found = job.step()
+            empty = 0 if found is not None else empty + 1
+            if found is None:
+                self._check_ended(job)
+            else:
+                taken.append(found)
+        return taken
+
+    def _finish(self, job: Job) -> list[Step]:
+        """Go on to the end of the epoch at hand; of an endless stream until every epoch that had begun is complete."""
+        taken: list[Step] = []
+        begun = max(job.observed.rows, default=0)
+        enough = (begun + 3) * sum(self._expected.values() if self._expected else [_MOST_STEPS]) + 16
+        while len(taken) < enough:
+            if job.endless and self._complete(job, begun):
+                return taken
+            found = job.step()
+            if found is None:
+                self._check_ended(job)
+                return taken
+            taken.append(found)
+        for epoch in sorted(job.observed.rows)[: begun + 1] if self._expected else []:
+            job.observed.check(epoch, self._expected or Counter(), may_miss=0)
+        raise Violation(f"epoch {job.epoch} has not ended after {len(taken)} more steps")
+
+    def _complete(self, job: Job, begun: int) -> bool:
+        assert self._expected is not None
+        for epoch in range(begun + 1):
+            seen = job.observed.rows.get(epoch, Counter())
+            if seen - self._expected:
+                job.observed.check(epoch, self._expected, may_miss=0)
+            if seen.total() < self._expected.total():
+                return False
+        return True
+
+    def _check_ended(self, job: Job) -> None:
+        if self._expected is None:
+            self._expected = Counter(job.observed.rows.get(job.epoch - 1, Counter()))
+        job.observed.check(job.epoch - 1, self._expected, may_miss=job.may_miss())
+
+    # --- histories
+
+    def replay(self, history: Sequence[Attempt]) -> None:
+        """Run ``history``; Violation where it breaks the law."""
+        self._reference(Topology.of(history[-1].topology))
+        saved, observed = None, Observed()
+        for number, attempt in enumerate(history):
+            job = self._job(Topology.of(attempt.topology), saved, observed)
+            try:
+                if attempt.steps is not None:
+                    self._take(job, attempt.steps)
+                if attempt.steps is None or number == len(history) - 1:
+                    self._finish(job)
+                saved, observed = job.save(), job.observed.copy()
+                self._take(job, attempt.lost)
+            finally:
+                job.close()
+
+    def _reference(self, topology: Topology) -> None:
+        """Find out what an epoch holds, where that is not known from the table: by a run without a restore."""
+        if self._expected is not None:
+            return
+        if self._endless or self._drops:
+            raise ConfigError(
+                "what one epoch holds is not known from the table (a transform, or key=function, makes rows of its "
+                'own), nor from a run without a restore (endless=True, or tail="drop"): give expected=, or key="a column"'
+            )
+        job = self._job(Topology(world_size=1, num_workers=0, options=topology.options), None, Observed())
+        try:
+            self._finish(job)
+        finally:
+            job.close()
+
+    def restore_everywhere(self, topology: Topology, others: list[Topology], offsets: Offsets) -> None:
+        """Run ``topology`` through an epoch; restore it at ``offsets``, on itself and on one of ``others`` in turn."""
+        saves, steps = self._saves(topology)
+        self.steps = max(self.steps, len(steps))
+        for number, offset in enumerate(chosen(offsets, len(saves))):
+            saved, observed = saves[offset]
+            targets = [topology]
+            if others:
+                targets += others if offsets == "all" else [others[number % len(others)]]
+            for target in targets:
+                history = [Attempt(topology=topology, steps=offset), Attempt(topology=target)]
+                rest = steps[offset:] if self._same_order(topology, target) else None
+                self.hold(history, partial(self._rest, target, saved, observed, rest))
+
+    def _same_order(self, one: Topology, other: Topology) -> bool:
+        """Whether a checkpoint of ``one`` goes on in the very same order on ``other``."""
+        same = one.world_size == other.world_size and dict(one.options) == dict(other.options)
+        return same and (self._in_order or one.num_workers == other.num_workers)
+
+    def _saves(self, topology: Topology) -> tuple[list[tuple[Saved, Observed]], list[Step]]:
+        """Return (what was saved, what had been consumed) before each step and after the last, and the steps."""
+        saves: list[tuple[Saved, Observed]] = []
+        steps: list[Step] = []
+        history = [Attempt(topology=topology)]
+
+        def run() -> None:
+            self._reference(topology)
+            job = self._job(topology, None, Observed())
+            try:
+                saves.append((job.save(), job.observed.copy()))
+                while not (job.endless and self._complete(job, _ENDLESS_EPOCHS - 1)):
+                    found = job.step()
+                    if found is None:
+                        self._check_ended(job)
+                        break
+                    steps.append(found)
+                    history[:] = [Attempt(topology=topology, steps=len(steps)), Attempt(topology=topology)]
+                    saves.append((job.save(), job.observed.copy()))
+            finally:
+                job.close()
+
+        self.hold(history, run)
+        return saves, steps
+
+    def _rest(self, topology: Topology, saved: Saved, observed: Observed, expected: list[Step] | None) -> None:
+        job = self._job(topology, saved, observed.copy())
+        try:
+            found = self._finish(job)
+            if expected is not None:
+                _check_order(found, expected)
+            job.save()
+        finally:
+            job.close()
+
+    # --- failures
+
+    def hold(self, history: Sequence[Attempt], run: Callable[[], None], *, shrink: bool = True) -> None:
+        """Run ``run``; where the law breaks, AssertionError with the smallest history that breaks it."""
+        try:
+            run()
+        except ConfigError:
+            raise
+        except Exception as error:  # a loader that fails breaks the law as well, and is told with its history
+            smallest, reason = self._shrunk(list(history), error) if shrink else (list(history), error)
+            raise AssertionError(self._told(smallest, reason)) from reason
+
+    def _shrunk(self, history: list[Attempt], reason: Exception) -> tuple[list[Attempt], Exception]:
+        """Return the smallest history found that still breaks the law, and how it does."""
+        left = _SHRINKING_RUNS
+        again = True
+        while again and left:
+            again = False
+            for candidate in _smaller(history):
+                left -= 1
+                try:
+                    self.replay(candidate)
+                except Exception as error:
+                    history, reason, again = candidate, error, True
+                    break
+                if not left:
+                    break
+        return history, reason
+
+    def _told(self, history: list[Attempt], error: Exception) -> str:
+        what = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
+        arguments = [] if self._key is None else [f"key={self._key!r}" if isinstance(self._key, str) else "key=key"]
+        return (
+            f"exactly-once does not hold: {what}\n\nReplay it with:\n\n"
+            f"{script(history, arguments)}\n"
+            "Each attempt takes `steps` steps of every rank, checkpoints, takes `lost` more and crashes."
+        )
+
+
+def _check_order(found: list[Step], expected: list[Step]) -> None:
+    for number, (mine, before) in enumerate(zip(found, expected, strict=False)):
+        if mine.keys != before.keys:
+            raise Violation(
+                f"resumed on as many ranks, step {number} after the restore gave {_short(mine)}, and without a crash "
+                f"it gave {_short(before)}"
+            )
+
+
+def _short(step: Step) -> str:
+    shown = repr(step.keys)
+    return shown if len(shown) <= 200 else shown[:200] + "…"
+
+
+def _smaller(history: list[Attempt]) -> Iterator[list[Attempt]]:
+    """Yield simpler histories: fewer attempts, nothing lost, fewer steps."""
+    for i in range(len(history) - 1):
+        yield history[:i] + history[i + 1 :]
+    for i, attempt in enumerate(history[:-1]):
+        if attempt.lost:
+            yield [*history[:i], Attempt(topology=attempt.topology, steps=attempt.steps), *history[i + 1 :]]
+        steps = attempt.steps or 0
+        for fewer in sorted({0, steps // 2, steps - 1} & set(range(steps))):
+            less = Attempt(topology=attempt.topology, steps=fewer, lost=attempt.lost)
+            yield [*history[:i], less, *history[i + 1 :]]

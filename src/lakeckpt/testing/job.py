@@ -1,0 +1,254 @@
+"""How does a whole job run inside one process?  `Job`: its W ranks' loaders, taken from in lockstep.
+
+Every rank is a loader of its own, made with an explicit rank and world size, so nothing here needs torch.distributed.
+What each step gives is held to what lockstep promises: as many steps on every rank, receipts that are true, no
+micro-batch above the batch size. `Job.save` takes the state as a checkpoint would, and proves it plain, equal on every
+rank and true to what was consumed; a `Saved` is then all that the next job gets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.plan import Plan, consumed
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.state import ReaderState
+from lakeckpt.data.convert_state import convert_state
+from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.loader import LakeLoader
+from lakeckpt.errors import ConfigError
+from lakeckpt.testing.attempts import Topology
+from lakeckpt.testing.observed import Observed, Violation
+from lakeckpt.testing.receipt_laws import TrueRows, check_receipts
+from lakeckpt.testing.row_keys import Key, RowKeys
+
+__all__ = ["Job", "MakeLoader", "Saved", "Step"]
+
+MakeLoader = Callable[..., Any]
+_END = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What a checkpoint keeps of the readers, and where the job was by our own account."""
+
+    topology: Topology
+    epoch: int
+    states: tuple[Mapping[str, Any], ...]
+    """One per rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What the ranks got in one step: the keys of the rows of each rank (none where it had ended)."""
+
+    epoch: int
+    keys: tuple[tuple[Hashable, ...], ...]
+
+
+class Job:
+    """A job of ``topology`` that begins at ``saved`` (None: at the start) and adds to ``observed``."""
+
+    def __init__(
+        self,
+        make_loader: MakeLoader,
+        topology: Topology,
+        saved: Saved | None,
+        observed: Observed,
+        *,
+        key: Key,
+        groups: list[list[Hashable]] | None,
+    ) -> None:
+        self.topology = topology
+        self.observed = observed
+        self.loaders = [
+            make_loader(rank, topology.world_size, topology.num_workers, **topology.options)
+            for rank in range(topology.world_size)
+        ]
+        self.dataset = _dataset_of(self.loaders[0])
+        self.tracked = isinstance(self.loaders[0], LakeLoader) or hasattr(self.loaders[0], "last_receipt")
+        self._true_rows = None if groups is None else TrueRows(self.dataset, groups)
+        single = self.dataset.row_wise and getattr(self.loaders[0], "batch_size", None) is None
+        self.keys = RowKeys(self.dataset, key, single=single)
+        if saved is not None:
+            self._restore(saved)
+        self.first_epoch = int(getattr(self.loaders[0], "epoch", self.dataset.epoch)) if saved is None else 0
+        self.epoch = self.first_epoch if saved is None else saved.epoch
+        self._iterators: list[Iterator[Any]] = []
+        self._ended: list[int] = []
+        self._plan: Plan | None = None
+
+    @property
+    def endless(self) -> bool:
+        """Whether the data has no end."""
+        return self.dataset.identity.endless
+
+    def close(self) -> None:
+        """Let go of iterators and loaders, and so of their worker processes."""
+        self._iterators = []
+        self.loaders = []
+
+    def _restore(self, saved: Saved) -> None:
+        same = (saved.topology.world_size, saved.topology.num_workers) == (
+            self.topology.world_size,
+            self.topology.num_workers,
+        )
+        for rank, loader in enumerate(self.loaders):
+            if self.tracked or isinstance(loader, LakeDataset):
+                loader.load_state_dict(saved.states[0])
+            elif same:
+                loader.load_state_dict(saved.states[rank])
+            else:
+                loader.dataset.load_state_dict(convert_state(saved.states[0]))
+
+    # --- steps
+
+    def step(self) -> Step | None:
+        """Take one step on every rank; None where all saw the end of the epoch instead."""
+        if not self._iterators:
+            self._begin()
+        items = [next(iterator, _END) for iterator in self._iterators]
+        ended = [rank for rank, item in enumerate(items) if item is _END]
+        if len(ended) == len(items):
+            self._iterators, self._ended = [], []
+            self.epoch += 1
+            return None
+        # Where single rows are dealt, ranks may differ by the last one: nobody can deal it to all of them.
+        if ended and not self.dataset.row_wise:
+            raise Violation(f"epoch {self.epoch}: ranks {ended} of {len(items)} have ended and the others go on")
+        self._ended = ended
+        return self._taken(items)
+
+    def _begin(self) -> None:
+        if self.tracked:
+            epochs = [loader.epoch for loader in self.loaders if hasattr(loader, "epoch")]
+            if not self.endless and any(epoch != self.epoch for epoch in epochs):
+                raise Violation(f"epoch {self.epoch} comes next, but the ranks' loader.epoch are {epochs}")
+            self._plan = Plan(ReaderState.from_plain(self.loaders[0].state_dict()))
+        self._iterators = [iter(loader) for loader in self.loaders]
+
+    def _taken(self, items: list[Any]) -> Step:
+        keys: list[tuple[Hashable, ...]] = []
+        receipts: list[Receipt] = []
+        for rank, item in enumerate(items):
+            found = [] if item is _END else self.keys.of_item(item)
+            keys.append(tuple(found))
+            if item is _END:
+                continue
+            if not self.tracked:
+                self.observed.add(self.epoch, found)
+                continue
+            receipt = self.loaders[rank].last_receipt
+            if receipt is None:
+                raise Violation(f"rank {rank} got a batch, and its loader's last_receipt is None")
+            receipts.append(receipt)
+            self._account(item, found, receipt)
+        if self.tracked:
+            check_receipts(receipts, self.topology.world_size, self.dataset)
+        return Step(epoch=self.epoch, keys=tuple(keys))
+
+    def _account(self, item: Any, found: list[Hashable], receipt: Receipt) -> None:
+        own = getattr(item, "receipt", None)
+        if own is not None and own != receipt:
+            raise Violation(f"batch.receipt is {own}, but the loader's last_receipt is {receipt}")
+        if self._true_rows is not None and self._plan is not None:
+            self._true_rows.check(found, receipt, self._plan)
+        spans = receipt.spans
+        if len({span.epoch for span in spans}) <= 1:
+            self.observed.add(spans[0].epoch if spans else self.epoch, found)
+        else:
+            for epoch, keys in _split(found, receipt):
+                self.observed.add(epoch, keys)
+        self.observed.add_positions(receipt)
+
+    # --- states
+
+    def save(self) -> Saved:
+        """Return the state of all that was consumed; Violation where it is not plain, equal and true."""
+        states = [loader.state_dict() for loader in self.loaders]
+        if self.tracked or self.loaders[0] is self.dataset:
+            states = [_as_json(state) for state in states]
+        if self.tracked:
+            self._check_states(states)
+        return Saved(topology=self.topology, epoch=self.epoch, states=tuple(states))
+
+    def _check_states(self, states: list[Mapping[str, Any]]) -> None:
+        others = [rank for rank, state in enumerate(states) if state != states[0]]
+        if others and not self._ended:
+            raise Violation(f"epoch {self.epoch}: the states of ranks {others} differ from that of rank 0: {states}")
+        again = [_as_json(loader.state_dict()) for loader in self.loaders]
+        if again != states:
+            raise Violation(f"asked for its state twice, a loader gave {states} and then {again}")
+        for rank, loader in enumerate(self.loaders):
+            receipt = loader.last_receipt
+            # After the end of an epoch the state is that of the next, and the receipt still of the one before.
+            going = self._iterators and rank not in self._ended
+            if receipt is not None and going and _as_json(loader.state_dict(at=receipt)) != states[rank]:
+                raise Violation(f"rank {rank}: state_dict(at=last_receipt) is not state_dict(): {states[rank]}")
+        self._check_consumed(ReaderState.from_plain(states[0]))
+
+    def _check_consumed(self, state: ReaderState) -> None:
+        claimed = consumed(state)
+        epochs = set(claimed) if state.identity.endless else {state.epoch}
+        for epoch in epochs:
+            said, seen = claimed.get(epoch, Intervals.empty()), self.observed.positions.get(epoch, Intervals.empty())
+            if said != seen:
+                raise Violation(
+                    f"epoch {epoch}: the state says that positions {said} were consumed, and receipts were of {seen}; "
+                    f"too many: {said.difference(seen)}, too few: {seen.difference(said)}"
+                )
+
+    def reader_state(self) -> ReaderState:
+        """Return where the job is, as a reader state."""
+        state = self.loaders[0].state_dict()
+        return ReaderState.from_plain(state if self.tracked else convert_state(state))
+
+    def may_miss(self) -> int:
+        """How many rows of an epoch this topology may drop."""
+        identity = self.dataset.identity
+        if identity.tail == "short" or identity.endless:
+            return 0
+        last = self.reader_state().segment
+        return last.num_lanes * (last.batch_size + 1) + last.world_size * last.batch_size
+
+
+def _dataset_of(loader: Any) -> LakeDataset:
+    found = loader if isinstance(loader, LakeDataset) else getattr(loader, "dataset", None)
+    if not isinstance(found, LakeDataset):
+        raise ConfigError(
+            "make_loader(rank, world_size, num_workers, **options) must return a LakeLoader, a LakeDataset, or a "
+            f"torchdata StatefulDataLoader over a LakeDataset, got {type(loader).__name__}"
+        )
+    return found
+
+
+def _as_json(state: Any) -> Mapping[str, Any]:
+    try:
+        text = json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise Violation(f"a state is not JSON-able: {error}: {state!r}") from error
+    back = json.loads(text)
+    if not isinstance(back, dict) or back != state:
+        raise Violation(f"a state does not come back from JSON as it was: {state!r} became {back!r}")
+    return back
+
+
+def _split(keys: list[Hashable], receipt: Receipt) -> Iterator[tuple[int, list[Hashable]]]:
+    """Yield the keys of each of the receipt's epochs."""
+    if receipt.row is not None:
+        at = receipt.row
+        for span in receipt.spans:
+            if at < span.rows:
+                yield span.epoch, keys
+                return
+            at -= span.rows
+    if len(keys) != receipt.rows:
+        raise Violation(f"{len(keys)} rows with a receipt of {receipt.rows}: {receipt}")
+    start = 0
+    for span in receipt.spans:
+        yield span.epoch, keys[start : start + span.rows]
+        start += span.rows

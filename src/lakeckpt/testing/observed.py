@@ -1,0 +1,81 @@
+"""What has the history of a job consumed?  Rows by key, and positions, per epoch: the model that loaders are held to.
+
+It is an account, in plain Python, of what came out of loaders. It never looks at their states.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.receipts import Receipt, Span
+
+__all__ = ["Observed", "Violation", "positions_of"]
+
+
+class Violation(Exception):
+    """The law does not hold; the message says in what."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Observed:
+    """What a history has consumed so far."""
+
+    rows: dict[int, Counter[Hashable]] = field(default_factory=dict)
+    """epoch → how often each row was consumed."""
+    positions: dict[int, Intervals] = field(default_factory=dict)
+    """epoch → positions that receipts said were consumed."""
+
+    def copy(self) -> Observed:
+        """Return an account that goes on apart from this one."""
+        return Observed(
+            rows={epoch: Counter(rows) for epoch, rows in self.rows.items()}, positions=dict(self.positions)
+        )
+
+    def add(self, epoch: int, keys: Iterable[Hashable]) -> None:
+        """Note that rows of ``epoch`` were consumed."""
+        self.rows.setdefault(epoch, Counter()).update(keys)
+
+    def add_positions(self, receipt: Receipt) -> None:
+        """Note the positions of ``receipt``; Violation where one was consumed before."""
+        for epoch, positions in positions_of(receipt).items():
+            before = self.positions.get(epoch, Intervals.empty())
+            again = before.intersection(positions)
+            if again:
+                raise Violation(f"positions {again} of epoch {epoch} were consumed before; again by {receipt}")
+            self.positions[epoch] = before.union(positions)
+
+    def check(self, epoch: int, expected: Counter[Hashable], *, may_miss: int) -> None:
+        """Hold what was consumed of ``epoch`` to ``expected``: no row more, and at most ``may_miss`` rows less."""
+        seen = self.rows.get(epoch, Counter())
+        more, less = seen - expected, expected - seen
+        if more or less.total() > may_miss:
+            parts = [_listed("consumed too often", more), _listed("never consumed", less)]
+            allowed = f" ({may_miss} may be dropped)" if may_miss and less else ""
+            raise Violation(f"epoch {epoch}: {'; '.join(part for part in parts if part)}{allowed}")
+
+
+def _listed(what: str, rows: Counter[Hashable]) -> str:
+    if not rows:
+        return ""
+    shown = ", ".join(repr(row) if count == 1 else f"{row!r} ({count} times)" for row, count in list(rows.items())[:5])
+    return f"{rows.total()} rows {what}: {shown}{', …' if len(rows) > 5 else ''}"
+
+
+def positions_of(receipt: Receipt) -> dict[int, Intervals]:
+    """Return the positions that ``receipt`` is of, per epoch; in row-wise use of its one row."""
+    spans = receipt.spans if receipt.row is None else [_row_span(receipt, receipt.row)]
+    found: dict[int, list[tuple[int, int]]] = {}
+    for span in spans:
+        found.setdefault(span.epoch, []).append((span.start, span.stop))
+    return {epoch: Intervals.of(pairs) for epoch, pairs in found.items()}
+
+
+def _row_span(receipt: Receipt, row: int) -> Span:
+    for span in receipt.spans:
+        if row < span.rows:
+            return Span(epoch=span.epoch, start=span.start + row, stop=span.start + row + 1)
+        row -= span.rows
+    raise Violation(f"a receipt names row {receipt.row} of {receipt.rows}: {receipt}")

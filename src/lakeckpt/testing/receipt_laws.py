@@ -1,0 +1,82 @@
+"""Are receipts true?  What those of one step must add up to, and which rows of the table they stand for.
+
+Rows are looked up in the table's own order (row group and row), by the layout of the epoch that the state names: a
+loader whose batches hold other rows than their receipts say is found here at once, not only when something is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import numpy as np
+
+from lakeckpt.core.order import EpochLayout
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.testing.observed import Violation, positions_of
+
+__all__ = ["TrueRows", "check_receipts"]
+
+
+def check_receipts(receipts: list[Receipt], world_size: int, dataset: LakeDataset) -> None:
+    """Hold the receipts of one step, one per rank, to each other and to the batch size."""
+    for rank, receipt in enumerate(receipts):
+        if len(receipts) == world_size and (receipt.rank, receipt.world_size) != (rank, world_size):
+            raise Violation(f"rank {rank} of {world_size} got a receipt of another: {receipt}")
+        if receipt.rows > dataset.block_size:
+            raise Violation(
+                f"a micro-batch of {receipt.rows} rows is above the batch size {dataset.block_size}: {receipt}"
+            )
+        if dataset.identity.endless and receipt.rows != dataset.block_size:
+            raise Violation(f"a micro-batch of an endless stream is full, got {receipt}")
+    if dataset.row_wise or len(receipts) != world_size:
+        return
+    if len({receipt.step for receipt in receipts}) != 1:
+        raise Violation(f"the ranks are at steps {[receipt.step for receipt in receipts]}")
+    rows = sum(receipt.rows for receipt in receipts)
+    if any(receipt.step_rows != rows for receipt in receipts):
+        raise Violation(f"a step of {rows} rows, of which receipts say {[receipt.step_rows for receipt in receipts]}")
+    weight = sum(receipt.weight for receipt in receipts)
+    if rows and not math.isclose(weight, world_size):
+        raise Violation(f"the weights of a step of {world_size} ranks add up to {weight}")
+
+
+class TrueRows:
+    """Which rows stand at the positions of receipts. ``groups``: the keys of the rows of each row group."""
+
+    def __init__(self, dataset: LakeDataset, groups: list[list[Hashable]]) -> None:
+        self._dataset = dataset
+        self._groups = groups
+        self._layouts: dict[tuple[int, int, int], EpochLayout] = {}
+
+    def check(self, keys: list[Hashable], receipt: Receipt, plan: Plan) -> None:
+        """Hold the rows of an item to those at the positions of its receipt; ``plan`` names the epochs' layouts."""
+        expected: list[Hashable] = []
+        for epoch, positions in _in_order(receipt):
+            layout = self._layout(epoch, *plan.deal.layout(epoch))
+            where = zip(*(array.tolist() for array in layout.locate(positions)), strict=True)
+            expected += [self._groups[group][row] for group, row in where]
+        if keys == expected:
+            return
+        differ = next((i for i, (a, b) in enumerate(zip(keys, expected, strict=False)) if a != b), None)
+        if differ is None:
+            what = f"it has {len(keys)} rows, not {len(expected)}"
+        else:
+            what = f"row {differ} is {keys[differ]!r}, not {expected[differ]!r}"
+        raise Violation(f"a batch does not hold the rows that its receipt is of: {what}; {receipt}")
+
+    def _layout(self, epoch: int, num_lanes: int, rotation: int) -> EpochLayout:
+        known = self._layouts.get((epoch, num_lanes, rotation))
+        if known is None:
+            rows, spec = self._dataset.table.index.group_rows, self._dataset.identity.spec
+            known = EpochLayout.build(rows, spec, epoch, num_lanes, rotation)
+            self._layouts[epoch, num_lanes, rotation] = known
+        return known
+
+
+def _in_order(receipt: Receipt) -> list[tuple[int, np.ndarray[tuple[int], np.dtype[np.int64]]]]:
+    if receipt.row is None:
+        return [(span.epoch, np.arange(span.start, span.stop)) for span in receipt.spans]
+    return [(epoch, np.array([positions.starts[0]])) for epoch, positions in positions_of(receipt).items()]

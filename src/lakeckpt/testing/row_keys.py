@@ -1,0 +1,131 @@
+"""Which rows are these?  Rows of batches, and of the table itself, as values that can be counted.
+
+A row is by default all of its columns, as plain Python values; or one column; or what a function of the caller's makes
+of it. The table's own rows are decoded row group after row group, without any order, lanes or workers.
+
+It changes nothing that it looks at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.errors import ConfigError
+from lakeckpt.reading.convert import convert
+from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.reading.ragged import Ragged, to_pylist
+
+__all__ = ["Key", "RowKeys", "canonical"]
+
+Key = str | Callable[[Any], Iterable[Hashable]] | None
+
+
+class RowKeys:
+    """Says which rows an item of a loader holds, and which the table does.
+
+    ``key``: None (whole rows), a column's name, or a function that returns the keys of an item's rows. ``single`` says
+    that an item is one row.
+    """
+
+    def __init__(self, dataset: LakeDataset, key: Key, *, single: bool) -> None:
+        self.dataset = dataset
+        self.single = single
+        self._key = key
+
+    @property
+    def comparable(self) -> bool:
+        """Whether keys of items can be compared with those of the table itself."""
+        return not callable(self._key) and not (self.dataset.has_transform and self._key is None)
+
+    def of_item(self, item: Any) -> list[Hashable]:
+        """Return the key of each row of ``item``, in order."""
+        if callable(self._key):
+            return [canonical(key) for key in self._key(item)]
+        if isinstance(item, pa.Table):
+            return _arrow_rows(item, self._key)
+        if not isinstance(item, Mapping):
+            raise ConfigError(
+                f"the loader gives {type(item).__name__} and not columns: say which rows an item holds by "
+                "key=function, from an item to the keys of its rows"
+            )
+        columns = item if self._key is None else {self._key: _column(item, self._key)}
+        if self.single:
+            return [_joined([canonical(value) for value in columns.values()])]
+        return _column_rows(columns)
+
+    def of_table(self) -> list[list[Hashable]]:
+        """Return the key of each row of each row group of the table, decoded without any order."""
+        dataset = self.dataset
+        names = [self._key] if isinstance(self._key, str) else dataset.columns
+        decoder = RowGroupDecoder(dataset.table, names)
+        groups: list[list[Hashable]] = []
+        for group, rows in enumerate(dataset.table.index.group_rows.tolist()):
+            table = decoder.decode(group, 0, rows)
+            if dataset.output == "arrow":
+                groups.append(_arrow_rows(table, self._key if isinstance(self._key, str) else None))
+                continue
+            columns = convert(table, nulls=dataset.nulls)
+            groups.append(_column_rows({self._key: columns[self._key]} if isinstance(self._key, str) else columns))
+        decoder.close()
+        return groups
+
+
+def _column(item: Mapping[str, Any], name: str) -> Any:
+    if name not in item:
+        raise ConfigError(f"key={name!r} is not among the columns of an item: {list(item)}")
+    return item[name]
+
+
+def _arrow_rows(table: pa.Table, name: str | None) -> list[Hashable]:
+    if name is not None:
+        table = table.select([name])
+    return [_joined([canonical(value) for value in row.values()]) for row in table.to_pylist()]
+
+
+def _column_rows(columns: Mapping[str, Any]) -> list[Hashable]:
+    rows = [_rows_of(columns, name) for name in columns]
+    lengths = {len(one) for one in rows}
+    if len(lengths) > 1:
+        raise ConfigError(f"columns {list(columns)} of one item have {sorted(lengths)} rows: give key=function")
+    return [_joined([canonical(value) for value in row]) for row in zip(*rows, strict=True)]
+
+
+def _rows_of(columns: Mapping[str, Any], name: str) -> list[Any]:
+    column = columns[name]
+    if isinstance(column, torch.Tensor):
+        return [one.tolist() for one in column.unbind()] if column.is_nested else list(column.tolist())
+    if isinstance(column, (list, tuple)):
+        return list(column)
+    if isinstance(column, (Ragged, dict)):
+        return to_pylist({name: column}, name)
+    return list(column.tolist())
+
+
+def _joined(values: list[Hashable]) -> Hashable:
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def canonical(value: Any) -> Hashable:
+    """Return ``value`` as a hashable value that is equal where the contents are: arrays and tensors become tuples."""
+    if isinstance(value, float):
+        return "nan" if math.isnan(value) else value
+    if value is None or isinstance(value, (str, bytes, int)):
+        return value
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return tuple(canonical(one) for one in value.unbind())
+    if isinstance(value, Ragged) or hasattr(value, "tolist"):
+        return canonical(value.tolist())
+    if isinstance(value, Mapping):
+        return tuple(itertools.chain.from_iterable((name, canonical(one)) for name, one in value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(canonical(one) for one in value)
+    if isinstance(value, Hashable):
+        return value
+    raise ConfigError(f"rows hold a {type(value).__name__}, which cannot be counted: give key=function")
