@@ -41,7 +41,7 @@ def resolve_topology(rank: int | None, world_size: int | None, dp_group: Any) ->
     if processes not in ("", "1"):
         raise ConfigError(
             f"this job has WORLD_SIZE={processes} processes, but torch.distributed is not initialized: every process "
-            "would read all rows. Call torch.distributed.init_process_group() before the first iteration, or pass rank= "
-            "and world_size= (of the data-parallel group), or dp_group=."
+            "would read all rows. Call torch.distributed.init_process_group() before the first iteration, or pass "
+            "rank= and world_size= (of the data-parallel group), or dp_group=."
         )
     return 0, 1

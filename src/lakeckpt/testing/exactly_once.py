@@ -193,7 +193,8 @@ class _Law:
         if self._endless or self._drops:
             raise ConfigError(
                 "what one epoch holds is not known from the table (a transform, or key=function, makes rows of its "
-                'own), nor from a run without a restore (endless=True, or tail="drop"): give expected=, or key="a column"'
+                'own), nor from a run without a restore (endless=True, or tail="drop"): give expected=, or '
+                'key="a column"'
             )
         job = self._job(Topology(world_size=1, num_workers=0, options=topology.options), None, Observed())
         try:
