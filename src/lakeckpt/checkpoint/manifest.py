@@ -17,9 +17,11 @@ from lakeckpt.checkpoint.digests import DIGEST_BYTES
 from lakeckpt.checkpoint.fields import confined, fields_of, number, taken
 from lakeckpt.checkpoint.parts import PARTS, SaveId
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.errors import WireDamaged
+from lakeckpt.core.state import ReaderState
+from lakeckpt.errors import StateInvalid, WireDamaged
 from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.codec import dumps, loads
+from lakeckpt.wire.reader_state import dumps_state, loads_state
 from lakeckpt.wire.varint import pack_intervals, unpack_intervals
 
 __all__ = ["Begin", "Entry", "Manifest", "PartRef", "ReaderRecord", "Stretch", "entry_from_bytes", "entry_to_bytes"]
@@ -229,14 +231,14 @@ def _part_ref(row: object) -> PartRef:
 def _reader_to_plain(reader: ReaderRecord) -> dict[str, object]:
     stretches = [
         [
-            dict(one.begin),
-            dict(one.end),
+            _state_to_wire(one.begin),
+            _state_to_wire(one.end),
             [[epoch, pack_intervals(rows.pairs())] for epoch, rows in one.consumed.items()],
         ]
         for one in reader.stretches
     ]
     return {
-        "state": dict(reader.state),
+        "state": _state_to_wire(reader.state),
         "stretches": stretches,
         "steps": reader.steps.to_plain(),
         "index": reader.index,
@@ -249,7 +251,7 @@ def _reader_from_plain(plain: Mapping[str, object]) -> ReaderRecord:
     except (TypeError, ValueError) as error:
         raise WireDamaged(f"the record of steps is malformed: {error}") from None
     return ReaderRecord(
-        state=taken(plain, "state", dict),
+        state=_state_from_wire(plain.get("state")),
         stretches=tuple(_stretch(row) for row in taken(plain, "stretches", list)),
         steps=steps,
         index=None if plain.get("index") is None else taken(plain, "index", str),
@@ -257,7 +259,7 @@ def _reader_from_plain(plain: Mapping[str, object]) -> ReaderRecord:
 
 
 def _stretch(row: object) -> Stretch:
-    if not isinstance(row, list) or [type(value) for value in row] != [dict, dict, list]:
+    if not isinstance(row, list) or len(row) != 3 or type(row[2]) is not list:
         raise WireDamaged(f"a stretch is [state, state, consumed], got {row!r:.80}")
     begin, end, consumed = row
     found = {}
@@ -265,4 +267,21 @@ def _stretch(row: object) -> Stretch:
         if not isinstance(pair, list) or [type(value) for value in pair] != [int, bytes]:
             raise WireDamaged(f"what was consumed is [epoch, intervals], got {pair!r:.80}")
         found[pair[0]] = Intervals.of(unpack_intervals(pair[1]))
-    return Stretch(begin=begin, end=end, consumed=found)
+    return Stretch(begin=_state_from_wire(begin), end=_state_from_wire(end), consumed=found)
+
+
+def _state_to_wire(plain: Mapping[str, Any]) -> bytes | dict[str, Any]:
+    """The document of a reader state, at most 1 KiB and 16 bytes per interval; another reader's state as it is."""
+    try:
+        state = ReaderState.from_plain(plain)
+    except StateInvalid:
+        return dict(plain)
+    return dumps_state(state) if state.to_plain() == plain else dict(plain)
+
+
+def _state_from_wire(value: object) -> dict[str, Any]:
+    if isinstance(value, bytes):
+        return loads_state(value).to_plain()
+    if type(value) is not dict:
+        raise WireDamaged(f"the state of a reader is a document or a dict, got {value!r:.80}")
+    return value
