@@ -106,6 +106,8 @@ def test_rows_lost_repeated_and_unknown_are_counted(tmp_path: Path) -> None:
     assert (less.lost, less.repeated, less.exactly_once) == (2, 0, False)
     (more,) = count_rows([*history, history[3]], LAKE, 1)
     assert (more.lost, more.repeated, more.exactly_once) == (0, 2, False)
+    (thrice,) = count_rows([*history, history[3], history[3]], LAKE, 1)
+    assert (thrice.lost, thrice.repeated) == (0, 4)
     (other,) = count_rows(history, LAKE[:-5], 1)
     assert (other.lost, other.repeated, other.unknown, other.exactly_once) == (0, 0, 5, False)
 

@@ -149,6 +149,11 @@ def other_loss(facts: JobFacts) -> JobFacts:
     return with_launch(facts, 1, with_step(11, lambda one: dataclasses.replace(one, loss=one.loss * (1 + 1e-15))))
 
 
+def rows_in_another_order(facts: JobFacts) -> JobFacts:
+    swapped = with_step(11, lambda one: dataclasses.replace(one, rows={0: one.rows[1], 1: one.rows[0]}))
+    return with_launch(facts, 1, swapped)
+
+
 def other_rows_in_a_stable_step(facts: JobFacts) -> JobFacts:
     a, b = (facts.launches[2].steps[number] for number in (20, 21))
     facts = with_launch(facts, 2, with_step(20, lambda one: dataclasses.replace(one, rows=b.rows)))
@@ -184,6 +189,7 @@ def an_audit_that_objects(facts: JobFacts) -> JobFacts:
         (repeated_a_row, "Ids that the training loop itself recorded"),
         (other_weights, "bitwise"),
         (other_loss, "bitwise"),
+        (rows_in_another_order, "bitwise"),
         (other_rows_in_a_stable_step, "divide the lanes"),
         (a_step_nobody_made, "Ids that the training loop itself recorded"),
         (a_fault_that_never_struck, "Every fault struck"),
@@ -200,6 +206,12 @@ def test_each_way_to_be_wrong_is_red_and_named(damage: Callable[[JobFacts], JobF
 def test_a_reference_that_is_not_exact_is_red() -> None:
     verdict = judge(lost_a_row(calm()), rough(), LAKE)
     assert any("fault-free run, that all this is compared with" in one for one in failed(verdict))
+
+
+def test_a_history_with_a_hole_is_told_as_such() -> None:
+    verdict = judge(calm(), a_step_nobody_made(rough()), LAKE)
+    seen = next(check.seen for check in verdict.checks if check.claim.startswith("Ids that"))
+    assert "step 9 survived, but not every rank recorded it" in seen
 
 
 def test_a_run_without_any_launch_is_red() -> None:

@@ -92,7 +92,8 @@ class _Launch:
         self.log = folder / f"launch-{launch:02d}.log"
         self.token = secrets.token_hex(16)
         self.command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval=0.05"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--local-addr=127.0.0.1", "--monitor-interval=0.05"),
             f"--nproc-per-node={self.phase.world_size}",
             *("-m", "lakeckpt.cli.demo.train", str(config_path), str(launch)),
         ]
