@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -228,3 +229,12 @@ def test_no_object_is_kept_or_made_per_row_group() -> None:
 
 def test_an_index_of_many_row_groups_is_small() -> None:
     assert len(large(200_000, 2_000).dumps()) < 9 * 200_000
+
+
+def test_an_index_written_by_version_1_0_stays_readable() -> None:
+    golden = Path(__file__).parents[1] / "golden" / "lake" / "table-index-1.0.lkc"
+    index = TableIndex.loads(golden.read_bytes())
+    assert index == index_of(FILES)
+    assert list(index.files) == list(index_of(FILES).files)
+    assert index.group_rows.tolist() == [3, 0, 2, 0, 5, 1]
+    assert index.schema == index_of(FILES).schema

@@ -286,3 +286,29 @@ def test_a_file_url_is_a_local_folder(tmp_path: object) -> None:
     storage.put("x", [b"1"])
     assert describe(storage) == f"{tmp_path}/with space"
     assert open_storage(f"{tmp_path}/with space").read("x") == b"1"
+
+
+def test_conditional_puts_into_memory_do_not_interleave(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[str] = []
+
+    def put(data: bytes) -> None:
+        try:
+            open_storage("memory://interleaved/run").put_new("x", data)
+            outcomes.append(f"{data.decode()} won")
+        except ObjectExists:
+            outcomes.append(f"{data.decode()} lost")
+
+    second = threading.Thread(target=put, args=(b"second",))
+    exists = MemoryFileSystem.exists
+
+    def exists_while_another_comes(self: MemoryFileSystem, path: str, **kwargs: Any) -> bool:
+        answer = exists(self, path, **kwargs)
+        if threading.current_thread() is not second and not second.ident:
+            second.start()
+            second.join(timeout=0.2)  # it must wait for us; were it not to, it would be done by now
+        return bool(answer)
+
+    monkeypatch.setattr(MemoryFileSystem, "exists", exists_while_another_comes)
+    put(b"first")
+    second.join()
+    assert outcomes == ["first won", "second lost"]

@@ -112,7 +112,7 @@ class TableIndex:
         return file, ordinal - int(self.first_group[file])
 
     def dumps(self) -> bytes:
-        """The index as a versioned, checksummed document (`docs/reference/formats.md`)."""
+        """The index as a versioned, checksummed document (`docs/reference/table-index.md`)."""
         value = {
             "paths": "\0".join(self.paths),
             "files": len(self.paths),
