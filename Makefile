@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
-.PHONY: help demo test test-system lint types pytest format bench docs clean
+.PHONY: help demo test test-soak test-system lint types pytest format bench docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -65,6 +65,9 @@ types: $(VENV)/dev  ## mypy, strict
 format: $(VENV)/dev  ## let ruff put files into form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random moments
+	$(BIN)/python -m pytest -m soak -n 0 $(ARGS)
 
 test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; installs Debian packages
 	tests/system/install.sh
