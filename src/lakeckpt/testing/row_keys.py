@@ -17,6 +17,7 @@ import pyarrow as pa
 import torch
 
 from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.source import row_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.convert import convert
 from lakeckpt.reading.decode import RowGroupDecoder
@@ -71,8 +72,13 @@ class RowKeys:
             if dataset.output == "arrow":
                 groups.append(_arrow_rows(table, self._key if isinstance(self._key, str) else None))
                 continue
-            columns = convert(table, nulls=dataset.nulls)
-            groups.append(_column_rows({self._key: columns[self._key]} if isinstance(self._key, str) else columns))
+            columns: dict[str, Any] = dict(convert(table, nulls=dataset.nulls))
+            if isinstance(self._key, str):
+                groups.append(_column_rows({self._key: columns[self._key]}))
+            elif self.single:
+                groups.append([_joined([canonical(v) for v in row_of(columns, row).values()]) for row in range(rows)])
+            else:
+                groups.append(_column_rows(columns))
         decoder.close()
         return groups
 
