@@ -88,7 +88,7 @@ def types(draw: st.DrawFn, depth: int = 2) -> tuple[pa.DataType, st.SearchStrate
         return pa.struct([f for f, _ in drawn]), st.fixed_dictionaries({f.name: values for f, values in drawn})
     item, values = draw(fields("item", depth - 1))
     if shape == "fixed":
-        size = draw(st.integers(0, 3))
+        size = draw(st.integers(1, 3))  # size 0 has tests of its own: Arrow 26 aborts where it writes it to Parquet
         return pa.list_(item, size), st.lists(values, min_size=size, max_size=size)
     if shape == "map":
         key = draw(st.sampled_from([pa.string(), pa.int32()]))

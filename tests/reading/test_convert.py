@@ -253,6 +253,12 @@ def test_fixed_size_lists_of_fixed_size_lists_are_cubes() -> None:
     assert to_pylist(cube, "x") == array.to_pylist()
 
 
+def test_fixed_size_lists_of_size_zero_keep_their_rows() -> None:
+    converted = convert(table_of(pa.array([[], None, []], pa.list_(pa.int32(), 0))), nulls="mask")
+    assert converted["x"].shape == converted["x.values.is_null"].shape == (3, 0)
+    assert to_pylist(converted, "x") == [[], None, []]
+
+
 def test_fixed_size_lists_of_text_are_ragged_rows_of_one_length() -> None:
     ragged = convert(table_of(pa.array([["a", "bc"], ["", "d"]], pa.list_(pa.string(), 2))))["x"]
     assert ragged.offsets.tolist() == [0, 2, 4]

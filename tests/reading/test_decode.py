@@ -292,6 +292,19 @@ def test_rows_fewer_than_the_footer_says_are_damage(tmp_path: Path, monkeypatch:
         decoder.decode(0, 0, 1)
 
 
+def test_a_file_whose_reader_cannot_be_made_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise pa.ArrowInvalid("no")
+
+    plain = write_ids(tmp_path, [[1]])
+    table = WatchedTable(uri=plain.uri, storage=plain.storage, index=plain.index)
+    table.opened.clear()
+    monkeypatch.setattr(pq, "ParquetFile", refuse)
+    with pytest.raises(DataFileDamaged):
+        RowGroupDecoder(table).decode(0, 0, 1)
+    assert [file.closed for file in table.opened] == [True]
+
+
 def test_memory_that_runs_out_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def starve(*_: Any, **__: Any) -> pa.Table:
         raise MemoryError("malloc")

@@ -177,7 +177,8 @@ def _decimal(array: pa.Array) -> Array:
         # Both the unscaled integer and the power of ten are exact in float64: one division rounds once, to the nearest.
         words = kind.byte_width // 8
         low = view(array.buffers()[1], np.int64, array.offset * words, (array.offset + len(array)) * words)[::words]
-        return np.divide(low, float(10**kind.scale))
+        nearest: Array = low / float(10**kind.scale)
+        return nearest
     return _fixed_width(pc.cast(array, pa.float64()), np.dtype(np.float64))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, LakeckptError, SchemaError, StorageError
+from lakeckpt.errors import ConfigError, DataFileDamaged, LakeckptError, SchemaError, StorageError
 from lakeckpt.lake.table import Table
 from lakeckpt.reading.arrays import plain, plain_type
 
@@ -131,14 +131,7 @@ class RowGroupDecoder:
         return file
 
     def _opened(self, ordinal: int) -> _OpenFile:
-        index = self.table.index
         metadata = self.table.footer(ordinal)
-        groups = int(index.first_group[ordinal + 1] - index.first_group[ordinal])
-        if metadata.num_row_groups != groups:
-            path = index.files[ordinal].path
-            raise DataFileChanged(
-                f"{path!r} has {metadata.num_row_groups} row groups, not the {groups} that were pinned"
-            )
         source = self.table.open_file(ordinal)
         try:
             reader = pq.ParquetFile(source, metadata=metadata, pre_buffer=True, page_checksum_verification=True)
