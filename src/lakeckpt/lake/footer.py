@@ -29,6 +29,7 @@ __all__ = [
     "Int64Array",
     "Progress",
     "read_footer",
+    "summarize",
     "summarize_all",
 ]
 

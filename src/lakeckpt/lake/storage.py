@@ -24,6 +24,7 @@ __all__ = [
     "ObjectInfo",
     "Storage",
     "check_key",
+    "check_prefix",
     "clear_leftovers",
     "describe",
     "open_storage",
