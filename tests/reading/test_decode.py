@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -292,17 +293,18 @@ def test_rows_fewer_than_the_footer_says_are_damage(tmp_path: Path, monkeypatch:
         decoder.decode(0, 0, 1)
 
 
-def test_a_file_whose_reader_cannot_be_made_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise pa.ArrowInvalid("no")
-
-    plain = write_ids(tmp_path, [[1]])
-    table = WatchedTable(uri=plain.uri, storage=plain.storage, index=plain.index)
-    table.opened.clear()
-    monkeypatch.setattr(pq, "ParquetFile", refuse)
-    with pytest.raises(DataFileDamaged):
-        RowGroupDecoder(table).decode(0, 0, 1)
-    assert [file.closed for file in table.opened] == [True]
+def test_nothing_of_a_row_group_stays_in_memory_once_its_table_is_dropped(tmp_path: Path) -> None:
+    noise = pa.table({"x": np.random.default_rng(0).integers(0, 2**60, 50_000)})
+    write_file(tmp_path / "a.parquet", [noise, noise])
+    decoder = RowGroupDecoder(open_table(tmp_path))
+    decoder.decode(0, 0, 1)
+    gc.collect()
+    before = pa.total_allocated_bytes()
+    decoded = decoder.decode(1, 0, 50_000)
+    assert pa.total_allocated_bytes() >= before + decoded.nbytes
+    del decoded
+    gc.collect()
+    assert pa.total_allocated_bytes() <= before
 
 
 def test_memory_that_runs_out_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,12 +30,13 @@ __all__ = ["RowGroupDecoder", "select_columns"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpenFile:
     source: pa.NativeFile
-    reader: pq.ParquetFile
+    metadata: pq.FileMetaData
     names: frozenset[str]
 
-    def close(self) -> None:
-        self.reader.close()
-        self.source.close()
+    def read(self, row_group: int, columns: list[str], use_threads: bool) -> pa.Table:
+        # A reader keeps the bytes of what it read last for as long as it lives; making one from metadata costs little.
+        reader = pq.ParquetFile(self.source, metadata=self.metadata, pre_buffer=True, page_checksum_verification=True)
+        return reader.read_row_group(row_group, columns=columns, use_threads=use_threads)
 
 
 def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
@@ -101,7 +102,7 @@ class RowGroupDecoder:
     def close(self) -> None:
         """Close the files that are open; a later `decode` opens them again."""
         while self._open:
-            self._open.popitem()[1].close()
+            self._open.popitem()[1].source.close()
 
     def _read(self, ordinal: int, inside: int, rows: int, path: str) -> dict[str, pa.ChunkedArray]:
         try:
@@ -109,7 +110,7 @@ class RowGroupDecoder:
             wanted = [name for name in self._stored if name in file.names]
             if not wanted:
                 return {}
-            found = file.reader.read_row_group(inside, columns=wanted, use_threads=self._use_threads)
+            found = file.read(inside, wanted, self._use_threads)
         except (LakeckptError, MemoryError):
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -125,20 +126,15 @@ class RowGroupDecoder:
         file = self._open.pop(ordinal, None)
         if file is None:
             while len(self._open) >= self._max_open:
-                self._open.popitem(last=False)[1].close()
+                self._open.popitem(last=False)[1].source.close()
             file = self._opened(ordinal)
         self._open[ordinal] = file
         return file
 
     def _opened(self, ordinal: int) -> _OpenFile:
         metadata = self.table.footer(ordinal)
-        source = self.table.open_file(ordinal)
-        try:
-            reader = pq.ParquetFile(source, metadata=metadata, pre_buffer=True, page_checksum_verification=True)
-            return _OpenFile(source=source, reader=reader, names=frozenset(reader.schema_arrow.names))
-        except BaseException:
-            source.close()
-            raise
+        names = frozenset(metadata.schema.to_arrow_schema().names)
+        return _OpenFile(source=self.table.open_file(ordinal), metadata=metadata, names=names)
 
     def _fitted(self, field: pa.Field, found: Any, rows: int, ordinal: int, inside: int) -> Any:
         """Return the column of ``field``: what was ``found`` in the table's type, a partition's constant, or nulls."""
