@@ -19,7 +19,8 @@ from lakeckpt.data.progress import Progress
 from lakeckpt.errors import MissingRanksError, ObjectExists, ObjectMissing, TrackingError
 from lakeckpt.lake.storage import ObjectInfo
 
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
+_ONE_AT_A_TIME = threading.Lock()  # threads share torch's generator
 
 
 class MemoryStorage:
@@ -72,25 +73,32 @@ class MemoryStorage:
 
 
 class EventWaiter:
-    """A clock that stands still while ranks work, and jumps when a rank has gone: no real time passes in a test."""
+    """A clock that stands still while ranks work, and jumps when a rank has gone: no real time passes in a test.
+
+    One may be shared by the ranks of a job: each remembers on its own what it has seen.
+    """
 
     def __init__(self, storage: MemoryStorage) -> None:
-        self._storage = storage
-        self._seen = -1
+        self.storage = storage
         self.time_s = 0.0
-        self.someone_died = threading.Event()
+        self.someone_died = False
+        self._mine = threading.local()
 
     def now(self) -> float:
         return self.time_s
 
     def wait(self, seconds: float) -> None:
-        with self._storage.changed:
-            self._storage.changed.wait_for(
-                lambda: self._storage.count != self._seen or self.someone_died.is_set(), PATIENCE_S
-            )
-            if self._storage.count == self._seen:
+        changed, seen = self.storage.changed, getattr(self._mine, "seen", -1)
+        with changed:
+            assert changed.wait_for(lambda: self.storage.count != seen or self.someone_died, PATIENCE_S), "a rank hangs"
+            if self.storage.count == seen:
                 self.time_s += seconds  # nothing will come any more: let the deadline pass
-            self._seen = self._storage.count
+            self._mine.seen = self.storage.count
+
+    def died(self) -> None:
+        with self.storage.changed:
+            self.someone_died = True
+            self.storage.changed.notify_all()
 
 
 class Hub:
@@ -174,9 +182,7 @@ def run_ranks(world_size: int, body: Callable[[int, HubExchange], Any], *, waite
         except Gone:
             hub.leave(rank)
             for waiter in waiters:
-                waiter.someone_died.set()
-                with waiter._storage.changed:
-                    waiter._storage.changed.notify_all()
+                waiter.died()
         except BaseException as error:
             results[rank] = error
             hub.leave(rank)
@@ -260,7 +266,7 @@ class Counter:
 
 def training(*, seed: int = 0, width: int = 8) -> dict[str, Any]:
     """A model, an optimizer and a scheduler."""
-    with torch.random.fork_rng():
+    with _ONE_AT_A_TIME, torch.random.fork_rng():
         torch.manual_seed(seed)
         model = torch.nn.Sequential(
             torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1)

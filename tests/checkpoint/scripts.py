@@ -99,9 +99,7 @@ class Script:
 
     def truth(self, upto: int) -> Multiset[tuple[int, int]]:
         """How often each (epoch, id) was consumed in steps 1 … ``upto``, by the book."""
-        return Multiset(
-            row for step, ranks in self.book.items() if step <= upto for rank in ranks for row in rank
-        )
+        return Multiset(row for step, ranks in self.book.items() if step <= upto for rank in ranks for row in rank)
 
 
 def _lockstep(ranks: list[lakeckpt.LakeLoader]) -> Any:

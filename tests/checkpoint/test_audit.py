@@ -384,7 +384,9 @@ def test_a_ledger_that_contradicts_itself_is_not_proved(table: Path, what: str) 
     elif what == "step":
         history = replace(history, chain=(*history.chain[:-1], replace(last, step=3)))
     else:
-        changed = {"state": {"format": "?"}} if what == "state" else {"steps": history.chain[-2].readers["reader"].steps}
+        changed = (
+            {"state": {"format": "?"}} if what == "state" else {"steps": history.chain[-2].readers["reader"].steps}
+        )
         if what == "steps":
             last = replace(last, step=history.chain[-2].step)
         last = replace(last, readers={"reader": replace(record, **changed)})

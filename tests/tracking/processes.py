@@ -11,8 +11,8 @@ _FORKS.set_forkserver_preload(["torch", "torch.distributed", "lakeckpt.checkpoin
 PATIENCE_S = 120.0
 
 
-def run_processes(world_size: int, body: Callable[..., None], *args: Any) -> None:
-    """Run ``body(rank, *args)`` in a process per rank; an AssertionError where one ends with another status than 0."""
+def run_processes(world_size: int, body: Callable[..., None], *args: Any, ends: list[int] | None = None) -> None:
+    """Run ``body(rank, *args)`` in a process per rank; AssertionError unless their exit codes are ``ends`` (all 0)."""
     processes = [_FORKS.Process(target=body, args=(rank, *args)) for rank in range(world_size)]
     for process in processes:
         process.start()
@@ -21,5 +21,6 @@ def run_processes(world_size: int, body: Callable[..., None], *args: Any) -> Non
     hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for process in processes:
         process.kill()
+    codes = [process.exitcode for process in processes]
     assert not hanging, f"ranks {hanging} hang"
-    assert [process.exitcode for process in processes] == [0] * world_size
+    assert codes == (ends or [0] * world_size), f"the ranks ended with {codes}"

@@ -1,0 +1,151 @@
+"""Real processes over torch.distributed: DDP replicas, a killed rank, and restores on other numbers of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.policy import EverySeconds
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.errors import CheckpointIncomplete
+from lakeckpt.lake.local import LocalStorage
+from lakeckpt.testing.storage import FaultyStorage
+from tests.checkpoint.rig import Reader, training
+from tests.tracking.processes import run_processes
+
+
+def meet(rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/meet{world_size}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+
+
+def weights_of(model: torch.nn.Module) -> list[list[float]]:
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def job(rank: int, world_size: int, folder: str, steps: int, compile_it: bool) -> None:
+    meet(rank, world_size, folder)
+    objects: dict[str, Any] = training(seed=world_size)
+    bare = objects["model"]
+    if compile_it:
+        objects["model"] = torch.compile(bare, backend="eager")
+    if world_size > 1:
+        objects["model"] = DistributedDataParallel(objects["model"])
+    objects["reader"] = reader = Reader(rank=rank, world_size=world_size)
+    with CheckpointManager(f"{folder}/run", objects, every=2, timeout_s=60, keep=2) as manager:
+        done = manager.restore()
+        Path(folder, f"first{world_size}.{rank}").write_text(repr(weights_of(bare)))
+        for receipt in reader:
+            data = torch.full((4, 8), receipt.spans[0].start / 1000) + torch.arange(8) + torch.rand(4, 8) * rank
+            loss = objects["model"](data).square().mean()
+            objects["optimizer"].zero_grad()
+            loss.backward()
+            objects["optimizer"].step()
+            objects["scheduler"].step()
+            manager.step()
+            done += 1
+            if done == steps:
+                break
+    Path(folder, f"last{world_size}.{rank}").write_text(repr(weights_of(bare)))
+    Path(folder, f"mean{world_size}.{rank}").write_text(repr(bare[1].running_mean.tolist()))
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def test_a_job_goes_on_from_two_ranks_to_one_to_three_with_wrappers_or_without(tmp_path: Path) -> None:
+    run_processes(2, job, 2, str(tmp_path), 5, False)
+    run_processes(1, job, 1, str(tmp_path), 9, True)
+    run_processes(3, job, 3, str(tmp_path), 13, False)
+    for before, after in ((2, 1), (1, 3)):
+        for rank in range(after):
+            assert (tmp_path / f"first{after}.{rank}").read_text() == (tmp_path / f"last{before}.0").read_text()
+    assert (tmp_path / "mean2.0").read_text() != (tmp_path / "mean2.1").read_text()  # of its own batches
+    history = read_history(LocalStorage(tmp_path / "run"))
+    assert [one.step for one in history.chain] == [2, 4, 5, 6, 8, 9, 10, 12, 13]
+    rows = [one.readers["reader"].consumed()[0] for one in history.chain]
+    assert Intervals.empty().union(*rows).size == sum(one.size for one in rows) == 10 * (2 * 5 + 4 + 3 * 4)
+
+
+def dying(rank: int, world_size: int, folder: str, dead: int, when: str) -> None:
+    meet(rank, world_size, folder)
+
+    def die(method: str, path: str) -> None:
+        if rank == dead and method == "put" and path.startswith("parts/") and "000000000002-" in path:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    storage = FaultyStorage(LocalStorage(f"{folder}/run"), before=die if when == "part" else None)
+    objects = {**training(), "reader": Reader(rank=rank, world_size=world_size)}
+    manager = CheckpointManager(storage, objects, every=1, timeout_s=3)
+    manager.restore()
+    batches = iter(objects["reader"])
+    next(batches)
+    manager.step()
+    if rank == dead and when == "cut":
+        os.kill(os.getpid(), signal.SIGKILL)
+    next(batches)
+    try:
+        manager.step()
+    except CheckpointIncomplete as error:
+        Path(folder, f"said.{rank}").write_text(str(error))
+    except Exception as error:
+        Path(folder, f"said.{rank}").write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("when", ["cut", "part"])
+def test_a_rank_killed_during_a_save_is_named_and_the_checkpoint_before_restores(when: str, tmp_path: Path) -> None:
+    run_processes(3, dying, 3, str(tmp_path), 2, when, ends=[0, 0, -9])
+    assert "rank 2 " in (tmp_path / "said.0").read_text()
+    assert "rank 2 " in (tmp_path / "said.1").read_text()
+    objects = {**training(seed=5), "reader": Reader()}
+    assert CheckpointManager(tmp_path / "run", objects).restore() == 1
+
+
+def by_the_clock(rank: int, world_size: int, folder: str) -> None:
+    meet(rank, world_size, folder)
+    with CheckpointManager(f"{folder}/run", training(), policy=EverySeconds(1e-9), timeout_s=60) as manager:
+        manager.restore()
+        saved = [manager.step() is not None for _ in range(4)]
+    Path(folder, f"saved.{rank}").write_text(repr(saved))
+    dist.destroy_process_group()
+
+
+def test_ranks_hear_of_saves_by_the_clock_through_the_store(tmp_path: Path) -> None:
+    run_processes(2, by_the_clock, 2, str(tmp_path))
+    told = {(tmp_path / f"saved.{rank}").read_text() for rank in range(2)}
+    assert told == {repr([False, True, True, True])}
+
+
+def some_ranks(rank: int, world_size: int, folder: str) -> None:
+    """Two data-parallel groups of two ranks each keep two runs."""
+    meet(rank, world_size, folder)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = groups[rank % 2]
+    with CheckpointManager(f"{folder}/run{rank % 2}", training(), group=mine, timeout_s=60) as manager:
+        manager.restore()
+        manager.step()
+    dist.destroy_process_group()
+
+
+def test_a_group_of_some_ranks_keeps_a_run_of_its_own(tmp_path: Path) -> None:
+    run_processes(4, some_ranks, 4, str(tmp_path))
+    for run in ("run0", "run1"):
+        tip = read_history(LocalStorage(tmp_path / run)).tip
+        assert tip is not None and tip.world_size == 2 and tip.step == 1

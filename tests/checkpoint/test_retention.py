@@ -1,0 +1,106 @@
+"""What goes and what stays: data behind a verified commit only, the record and the index never."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.log import slot_path
+from lakeckpt.checkpoint.retention import prune
+from lakeckpt.errors import AttemptSuperseded, SaveFailed
+from lakeckpt.testing.storage import Fault, FaultyStorage
+from tests.checkpoint.rig import Counter, MemoryStorage, manager
+
+
+def folders(storage: MemoryStorage) -> set[str]:
+    return {
+        name.split("/", 1)[1].rpartition("/")[0] for name in storage.objects if name.startswith(("parts/", "objects/"))
+    }
+
+
+def run(storage: Any, steps: int, **options: Any) -> None:
+    saver = manager(storage, {"n": Counter([1.0])}, every=1, **options)
+    saver.restore()
+    for _ in range(steps):
+        saver.step()
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_the_newest_keep_their_data_and_all_keep_their_record(keep: int) -> None:
+    storage = MemoryStorage()
+    storage.put("index/abc.lkc", [b"x"])
+    storage.put("parts/readme", [b"not ours"])
+    run(storage, 7, keep=keep)
+    expected = {f"0000000000/{step:012d}-{step - 1:06d}" for step in range(8 - keep, 8)}
+    assert {name for name in folders(storage) if name} == expected
+    assert len([name for name in storage.objects if name.startswith("log/")]) == 8
+    assert storage.objects["index/abc.lkc"] == b"x" and storage.objects["parts/readme"] == b"not ours"
+    assert [one.step for one in read_history(storage).chain] == list(range(1, 8))
+
+
+def test_leftovers_of_dead_attempts_and_abandoned_branches_go_with_the_next_commit() -> None:
+    storage = MemoryStorage()
+    run(storage, 3, keep=2)
+    storage.put("objects/0000000000/000000000004-000003/00000-0000-ab.safetensors", [b"never committed"])
+    storage.put("parts/0000000000/000000000004-000003/00000.lkc", [b"never committed"])
+    run(storage, 1, keep=2)
+    assert folders(storage) == {"0000000000/000000000003-000002", "0000000004/000000000004-000000"}
+
+
+def test_what_a_newer_attempt_writes_is_never_touched() -> None:
+    storage = MemoryStorage()
+    run(storage, 2, keep=1)
+    newest = read_history(storage).tip
+    storage.put("parts/0000000009/000000000004-000003/00000.lkc", [b"of another"])
+    storage.put("parts/0000000000/000000000003-000002/00000.lkc", [b"of our next save"])
+    prune(storage, newest, keep=1)
+    assert len(folders(storage)) == 3
+
+
+def test_a_superseded_attempt_removes_nothing() -> None:
+    storage = MemoryStorage()
+    run(storage, 3, keep=3)
+    newest = read_history(storage).tip
+    manager(storage, {"n": Counter()}).restore()
+    before = dict(storage.objects)
+    assert prune(storage, newest, keep=1) == 0 and storage.objects == before
+
+
+def test_a_chain_that_cannot_be_read_keeps_everything_for_now() -> None:
+    storage = MemoryStorage()
+    run(storage, 3, keep=3)
+    newest = read_history(storage).tip
+    for damaged in (b"?", None):
+        before = dict(storage.objects)
+        if damaged:
+            storage.objects[slot_path(2)] = damaged
+        else:
+            del storage.objects[slot_path(2)]
+        assert prune(storage, newest, keep=2) == 0
+        storage.objects = before
+
+
+def test_a_save_that_is_not_committed_removes_nothing() -> None:
+    inner = MemoryStorage()
+    run(inner, 2, keep=1)
+    before = folders(inner)
+    faults = {("put_new", n): Fault.ERROR for n in range(2, 5)}
+    with pytest.raises(SaveFailed):
+        run(FaultyStorage(inner, fail_at=faults), 1, keep=1)
+    assert before < folders(inner)
+    zombie = manager(inner, {"n": Counter()}, keep=1)
+    zombie.restore()
+    manager(inner, {"n": Counter()}).restore()
+    before = folders(inner)
+    with pytest.raises(AttemptSuperseded):
+        zombie.save()
+    assert before < folders(inner)
+
+
+def test_a_failure_to_remove_does_not_fail_the_save() -> None:
+    inner = MemoryStorage()
+    storage = FaultyStorage(inner, fail_at={("delete", 1): Fault.ERROR})
+    run(storage, 3, keep=1)
+    assert read_history(inner).tip.step == 3 and len(folders(inner)) == 1
