@@ -34,7 +34,7 @@ _NAMED_ROWS = 2**22
 Records = Sequence[tuple[Manifest, ReaderRecord]]
 
 
-def account(name: str, records: Records, orders: Mapping[str, Order], *, named_groups: int = 64) -> ReaderAudit:
+def account(name: str, records: Records, orders: Mapping[str, Order], *, named_groups: int) -> ReaderAudit:
     """The account of reader ``name``; ``records`` are its records in the history, oldest first, at least one.
 
     ``orders`` are the orders of the tables by digest, as far as their index can be read. A finding lists at most

@@ -24,6 +24,9 @@ from lakeckpt.lake.storage import Storage, describe
 
 __all__ = ["audit", "audit_history", "orders_of", "read_run"]
 
+NAMED_GROUPS = 64
+"""How many row groups a finding lists, if not told otherwise."""
+
 _TRUSTED = (
     "the entries of the log: each holds its checksum",
     "receipts: a batch that the loop had received at a cut was used by then, and by no later step",
@@ -32,15 +35,20 @@ _TRUSTED = (
 
 
 def audit(
-    storage: Storage, *, tip: int | None = None, progress: Callable[[int, int], None] | None = None
+    storage: Storage,
+    *,
+    tip: int | None = None,
+    named_groups: int = NAMED_GROUPS,
+    progress: Callable[[int, int], None] | None = None,
 ) -> AuditReport:
     """Audit the run at ``storage``: its history up to the newest checkpoint, or to the one of slot ``tip``.
 
-    ``progress(readers done, readers)`` is called as it goes on. Raises `CheckpointNotFound` where there is no run or no
-    such checkpoint, `NewerFormat` for a log of a newer version, `StorageError` where the store fails.
+    A finding lists at most ``named_groups`` row groups. ``progress(readers done, readers)`` is called as it goes on.
+    Raises `CheckpointNotFound` where there is no run or no such checkpoint, `NewerFormat` for a log of a newer version,
+    `StorageError` where the store fails.
     """
     history = read_run(storage, tip=tip)
-    return audit_history(history, orders_of(storage, history), progress=progress)
+    return audit_history(history, orders_of(storage, history), named_groups=named_groups, progress=progress)
 
 
 def read_run(storage: Storage, *, tip: int | None = None) -> History:
@@ -69,7 +77,11 @@ def orders_of(storage: Storage, history: History) -> dict[str, Order]:
 
 
 def audit_history(
-    history: History, orders: Mapping[str, Order], *, progress: Callable[[int, int], None] | None = None
+    history: History,
+    orders: Mapping[str, Order],
+    *,
+    named_groups: int = NAMED_GROUPS,
+    progress: Callable[[int, int], None] | None = None,
 ) -> AuditReport:
     """Audit a history that was read; ``orders`` are those of its tables by digest."""
     doubts, notes = _doubts(history)
@@ -80,7 +92,7 @@ def audit_history(
     tip = history.tip
     readers = []
     for done, (name, records) in enumerate(sorted(by_reader.items()), start=1):
-        readers.append(account(name, records, orders))
+        readers.append(account(name, records, orders, named_groups=named_groups))
         last = records[-1][0]
         if tip is not None and last.slot != tip.slot:
             doubts.append(f"reader {name!r} is in no checkpoint after step {last.step:,}: what it read is unknown")

@@ -1,0 +1,148 @@
+"""``lakeckpt audit RUN``: the proof, or the rows that stand against it. Exit status 0 proved, 1 violated, 2 unknown."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from lakeckpt.cli.output import (
+    add_run_arguments,
+    literal,
+    make_console,
+    make_table,
+    options_of,
+    print_json,
+    progress_bar,
+    say_many,
+    say_rows,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lakeckpt.checkpoint.audit_report import AuditReport, EpochAudit, Finding, ReaderAudit
+
+__all__ = ["add_arguments", "run"]
+
+_COUNTS = ("once", "lost", "repeated", "again", "dropped", "left", "before")
+_ALWAYS = ("once", "lost", "repeated")
+_HEADS = {"again": "to repeat", "left": "to come", "before": "before"}
+_GROUPS = 6
+_STYLE = {
+    "proved": ("PROVED", "bold green"),
+    "violated": ("VIOLATED", "bold red"),
+    "unproved": ("UNPROVED", "bold yellow"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``lakeckpt audit``."""
+    add_run_arguments(parser)
+    parser.add_argument("--tip", type=int, metavar="SLOT", help="audit the history of this checkpoint, not the newest")
+    parser.add_argument("--all", action="store_true", help="list every row group of a finding, and every epoch")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Audit and print; the exit status."""
+    from lakeckpt.checkpoint.audit import NAMED_GROUPS, audit
+    from lakeckpt.lake.storage import describe, open_storage
+
+    console = None if args.json else make_console()
+    storage = open_storage(args.place, storage_options=options_of(args.storage_options))
+    with progress_bar("auditing", show=not args.json) as progress:
+        report = audit(storage, tip=args.tip, progress=progress, named_groups=10**9 if args.all else NAMED_GROUPS)
+    if console is None:
+        print_json(report.to_plain())
+    else:
+        _show(console, report, describe(storage), every=args.all)
+    return report.exit_status
+
+
+def _show(console: Console, report: AuditReport, place: str, *, every: bool) -> None:
+    console.print(
+        f"[bold]{literal(place)}[/]  step {report.step:,}, {say_many(report.checkpoints, 'checkpoint')}, "
+        f"{say_many(report.attempts, 'attempt')}"
+    )
+    for reader in report.readers:
+        _show_reader(console, reader, every=every)
+    for finding in report.findings:
+        _show_finding(console, finding, every=every)
+    for branch in report.branches:
+        console.print(
+            f"[dim]rolled back: attempt {branch.attempt} up to step {branch.last_step:,}, "
+            f"{say_many(len(branch.slots), 'checkpoint')}, {branch.rows:,} rows; they do not count[/]"
+        )
+    for note in report.notes:
+        console.print("note: " + note, style="dim", markup=False)
+    for doubt in report.every_doubt:
+        console.print("[yellow]unknown:[/] ", end="")
+        console.print(doubt, markup=False)
+    word, style = _STYLE[report.verdict]
+    console.print()
+    console.print(f"[{style}]{word}[/]  ", end="")
+    console.print(report.words, markup=False)
+    if report.verdict == "proved":
+        console.print("[dim]It rests on " + "; ".join(report.trusted) + ".[/]")
+
+
+def _show_reader(console: Console, reader: ReaderAudit, *, every: bool) -> None:
+    if not reader.epochs:
+        return
+    shown = [name for name in _COUNTS if name in _ALWAYS or any(getattr(epoch, name) for epoch in reader.epochs)]
+    console.print()
+    table = make_table(
+        ">epoch", "", ">rows", *(f">{_HEADS.get(name, name)}" for name in shown), title=literal(_title(reader))
+    )
+    for first, last in _alike(reader.epochs, every=every):
+        bad = first.lost or first.repeated or first.again
+        span = str(first.epoch) if first is last else f"{first.epoch}–{last.epoch}"
+        table.add_row(
+            span,
+            first.status,
+            f"{first.rows:,}",
+            *(f"{getattr(first, name):,}" for name in shown),
+            style="red" if bad else None,
+        )
+    console.print(table)
+    for note in reader.notes:
+        console.print("note: " + note, style="dim", markup=False)
+
+
+def _title(reader: ReaderAudit) -> str:
+    lanes = " → ".join(
+        f"{ranks} × {batch_size} of {lanes} lanes" for lanes, batch_size, ranks in reader.topologies[-4:]
+    )
+    ends = "endless" if reader.endless else f"tail {reader.tail}"
+    return f"{reader.name}: {ends}; ranks × batch {lanes}"
+
+
+def _alike(epochs: tuple[EpochAudit, ...], *, every: bool) -> list[tuple[EpochAudit, EpochAudit]]:
+    """Runs of epochs with the same counts, as (first, last)."""
+    runs: list[tuple[EpochAudit, EpochAudit]] = []
+    for epoch in epochs:
+        if runs and not every and _counts(runs[-1][1]) == _counts(epoch):
+            runs[-1] = runs[-1][0], epoch
+        else:
+            runs.append((epoch, epoch))
+    return runs
+
+
+def _counts(epoch: EpochAudit) -> tuple[object, ...]:
+    return (epoch.status, epoch.rows, *(getattr(epoch, name) for name in _COUNTS))
+
+
+def _show_finding(console: Console, finding: Finding, *, every: bool) -> None:
+    console.print()
+    console.print("[bold red]✗[/] ", end="")
+    console.print(finding.words, markup=False)
+    shown = finding.where if every else finding.where[:_GROUPS]
+    if not shown:
+        return
+    table = make_table("  file", ">row group", "rows")
+    for one in shown:
+        rows = say_rows(one.rows.pairs(), of=one.of, most=10**9 if every else 8)
+        table.add_row(f"  {literal(one.file)}", str(one.row_group), rows)
+    console.print(table)
+    more = finding.rows - sum(one.rows.size for one in shown)
+    if more:
+        console.print(f"  … and {more:,} rows more" + ("" if every else " (--all)"), style="dim")

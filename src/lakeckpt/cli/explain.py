@@ -1,0 +1,88 @@
+"""``lakeckpt explain RUN --step K``: the files, row groups and rows of an optimizer step, rank by rank."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from lakeckpt.cli.output import add_run_arguments, literal, make_console, make_table, options_of, print_json, say_rows
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lakeckpt.checkpoint.explain import MicroBatch, RankRows, ReaderStep, StepExplained
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``lakeckpt explain``."""
+    add_run_arguments(parser)
+    parser.add_argument("--step", type=int, required=True, metavar="K", help="which optimizer step, counted from 1")
+    parser.add_argument("--rank", type=int, action="append", metavar="R", help="only this rank (may be repeated)")
+    parser.add_argument("--rows", action="store_true", help="every row, in the order in which it was read")
+    parser.add_argument("--tip", type=int, metavar="SLOT", help="in the history of this checkpoint, not the newest")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain and print; 0."""
+    from lakeckpt.checkpoint.explain import explain
+    from lakeckpt.lake.storage import open_storage
+
+    console = None if args.json else make_console()
+    storage = open_storage(args.place, storage_options=options_of(args.storage_options))
+    found = explain(storage, args.step, tip=args.tip, ranks=args.rank)
+    if console is None:
+        print_json(found.to_plain(every_row=args.rows))
+    else:
+        _show(console, found, every_row=args.rows)
+    return 0
+
+
+def _show(console: Console, found: StepExplained, *, every_row: bool) -> None:
+    console.print(
+        f"[bold]step {found.step:,}[/]  recorded by the checkpoint in slot {found.slot} (attempt {found.attempt})"
+    )
+    for reader in found.readers:
+        console.print()
+        epochs = ", ".join(map(str, reader.epochs)) or "none"
+        console.print(
+            f"[bold]{literal(reader.reader)}[/]  {reader.rows:,} rows of epoch {epochs}, "
+            f"{len(reader.ranks)} of {reader.world_size} ranks"
+        )
+        console.print(_every_row(reader) if every_row else _row_groups(reader))
+
+
+def _row_groups(reader: ReaderStep) -> object:
+    table = make_table(">rank", "micro-batches", "file", ">row group", ">count", "rows")
+    for rank in reader.ranks:
+        head = (str(rank.rank), _micro_batches(rank))
+        for one in rank.where:
+            table.add_row(
+                *head,
+                literal(one.file),
+                str(one.row_group),
+                f"{one.rows.size:,}",
+                say_rows(one.rows.pairs(), of=one.of),
+            )
+            head = ("", "")
+        if not rank.where:
+            table.add_row(*head, "", "", "0", "")
+    return table
+
+
+def _every_row(reader: ReaderStep) -> object:
+    table = make_table(">rank", ">nth", "file", ">row group", ">row")
+    for rank in reader.ranks:
+        for number, table_row in enumerate(rank.table_rows.tolist()):
+            file, row_group, row = reader.order.place(table_row)
+            table.add_row(str(rank.rank), str(number), literal(file), str(row_group), str(row))
+    return table
+
+
+def _micro_batches(rank: RankRows) -> str:
+    return ", ".join(map(_micro_batch, rank.micro_batches[:4])) + (", …" if len(rank.micro_batches) > 4 else "")
+
+
+def _micro_batch(one: MicroBatch) -> str:
+    return f"{one.number} (lane {one.lane})" if one.lane >= 0 else f"{one.number} (the rest)"

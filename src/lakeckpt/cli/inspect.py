@@ -1,0 +1,215 @@
+"""``lakeckpt inspect RUN``: its checkpoints, its attempts, and where its readers are. Reads the log, lists the rest."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lakeckpt.cli.output import (
+    add_run_arguments,
+    literal,
+    make_console,
+    make_table,
+    options_of,
+    print_json,
+    say_bytes,
+    say_many,
+    say_when,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lakeckpt.checkpoint.ledger import History
+    from lakeckpt.checkpoint.manifest import Manifest
+    from lakeckpt.checkpoint.verify import Kept
+
+__all__ = ["add_arguments", "overview", "run"]
+
+_NEWEST = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``lakeckpt inspect``."""
+    add_run_arguments(parser)
+    parser.add_argument("--all", action="store_true", help="every checkpoint and attempt, not only the newest")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Inspect and print; 0, whatever was found."""
+    from lakeckpt.checkpoint.audit import read_run
+    from lakeckpt.checkpoint.verify import Kept
+    from lakeckpt.lake.storage import describe, open_storage
+
+    console = None if args.json else make_console()
+    storage = open_storage(args.place, storage_options=options_of(args.storage_options))
+    newest = None if args.json or args.all else _NEWEST
+    plain = overview(read_run(storage), Kept(storage), newest=newest)
+    if console is None:
+        print_json(plain)
+    else:
+        _show(console, plain, describe(storage), newest=newest or 10**9)
+    return 0
+
+
+def overview(history: History, kept: Kept, *, newest: int | None = None) -> dict[str, Any]:
+    """All that ``inspect`` says, as JSON-able values; checkpoints and attempts in the order of the log.
+
+    Positions of readers are computed for the ``newest`` checkpoints (None: all).
+    """
+    in_history = {manifest.slot for manifest in history.chain}
+    manifests = sorted([*history.chain, *history.abandoned], key=lambda one: one.slot)
+    counts: dict[int, int] = {}
+    for manifest in manifests:
+        counts[manifest.attempt] = counts.get(manifest.attempt, 0) + 1
+    files, size_bytes = kept.besides(manifests)
+    tip = history.tip
+    return {
+        "run": history.run,
+        "step": None if tip is None else tip.step,
+        "slot": None if tip is None else tip.slot,
+        "library": None if tip is None else tip.library,
+        "checkpoints": [
+            _checkpoint(manifest, manifest.slot in in_history, kept, placed=newest is None or place < newest)
+            for place, manifest in zip(range(len(manifests) - 1, -1, -1), manifests, strict=True)
+        ],
+        "attempts": [
+            {
+                "attempt": begin.attempt,
+                "restored_slot": begin.restored,
+                "world_size": begin.world_size,
+                "library": begin.library,
+                "created_s": begin.created_s,
+                "checkpoints": counts.get(begin.attempt, 0),
+            }
+            for begin in history.begins
+        ],
+        "damage": [{"path": one.path, "reason": one.reason} for one in history.damaged],
+        "broken_at": history.broken_at,
+        "leftover_files": files,
+        "leftover_bytes": size_bytes,
+    }
+
+
+def _checkpoint(manifest: Manifest, in_history: bool, kept: Kept, *, placed: bool) -> dict[str, Any]:
+    files, size_bytes = kept.of(manifest)
+    return {
+        "slot": manifest.slot,
+        "parent": manifest.parent,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "world_size": manifest.world_size,
+        "created_s": manifest.created_s,
+        "in_history": in_history,
+        "files": files,
+        "size_bytes": size_bytes,
+        "readers": {name: _position(one.state) for name, one in sorted(manifest.readers.items()) if placed},
+    }
+
+
+def _position(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a reader is, and on what topology it got there."""
+    from lakeckpt.core.plan import Plan, consumed
+    from lakeckpt.core.state import ReaderState
+    from lakeckpt.errors import StateError
+
+    try:
+        state = ReaderState.from_plain(plain)
+        done = consumed(state)
+    except StateError as error:
+        return {"unreadable": str(error)}
+    rows = state.identity.rows
+    epoch = state.epoch
+    if state.identity.endless:
+        epoch = next((one for one in range(max(done, default=0) + 1) if one not in done or done[one].size < rows), 0)
+        epoch = max(done) + 1 if done and all(one.size == rows for one in done.values()) else epoch
+    steps = Plan(state).steps
+    lanes, batch_size, world_size = state.segment.topology
+    return {
+        "epoch": epoch,
+        "rows_done": done[epoch].size if epoch in done else 0,
+        "rows": rows,
+        "step": state.step,
+        "steps": steps,
+        "lanes": lanes,
+        "batch_size": batch_size,
+        "world_size": world_size,
+        "segments": [segment.to_plain() for segment in state.segments],
+        "endless": state.identity.endless,
+        "table": state.identity.table,
+    }
+
+
+# --- for people
+
+
+def _show(console: Console, plain: dict[str, Any], place: str, *, newest: int) -> None:
+    reached = "no checkpoint" if plain["step"] is None else f"step {plain['step']:,} (slot {plain['slot']})"
+    console.print(f"[bold]{literal(place)}[/]  {reached}  [dim]run {literal(str(plain['run']))}[/]")
+    console.print()
+    _show_attempts(console, plain["attempts"], {one["slot"]: one["step"] for one in plain["checkpoints"]}, newest)
+    console.print()
+    _show_checkpoints(console, plain["checkpoints"], newest)
+    if plain["leftover_files"]:
+        console.print(
+            f"{say_many(plain['leftover_files'], 'file')} ({say_bytes(plain['leftover_bytes'])}) of uncommitted saves",
+            style="dim",
+        )
+    if plain["broken_at"] is not None:
+        console.print(f"[bold red]✗[/] the history is broken: slot {plain['broken_at']} cannot be read")
+    for damage in plain["damage"]:
+        console.print("[bold red]✗[/] ", end="")
+        console.print(f"{damage['path']}: {damage['reason']}", markup=False)
+
+
+def _show_attempts(console: Console, attempts: list[dict[str, Any]], steps: dict[int, int], newest: int) -> None:
+    table = make_table(">attempt", "began", "went on from", ">ranks", ">checkpoints", title="Attempts")
+    _omitted(table, len(attempts) - newest, 5)
+    for one in attempts[-newest:]:
+        slot = one["restored_slot"]
+        source = (
+            "a fresh start"
+            if slot is None
+            else f"step {steps[slot]:,} (slot {slot})"
+            if slot in steps
+            else f"slot {slot}"
+        )
+        table.add_row(
+            str(one["attempt"]), say_when(one["created_s"]), source, str(one["world_size"]), f"{one['checkpoints']:,}"
+        )
+    console.print(table)
+
+
+def _show_checkpoints(console: Console, checkpoints: list[dict[str, Any]], newest: int) -> None:
+    several = len({name for one in checkpoints for name in one["readers"]}) > 1
+    table = make_table(*(">slot", ">step", ">attempt", "saved", ">data", "reader", "topology", ""), title="Checkpoints")
+    _omitted(table, len(checkpoints) - newest, 8)
+    for one in checkpoints[-newest:]:
+        places = [_say_position(name if several else "", at) for name, at in one["readers"].items()] or [("", "")]
+        table.add_row(
+            str(one["slot"]),
+            f"{one['step']:,}",
+            str(one["attempt"]),
+            say_when(one["created_s"]),
+            say_bytes(one["size_bytes"]) if one["files"] else "removed",
+            "\n".join(place for place, _ in places),
+            "\n".join(topology for _, topology in places),
+            "" if one["in_history"] else "rolled back",
+            style=None if one["in_history"] and one["files"] else "dim",
+        )
+    console.print(table)
+
+
+def _omitted(table: Any, count: int, columns: int) -> None:
+    if count > 0:
+        table.add_row("…", f"{count:,} older", *[""] * (columns - 2), style="dim")
+
+
+def _say_position(name: str, at: dict[str, Any]) -> tuple[str, str]:
+    head = f"{literal(name)}: " if name else ""
+    if "unreadable" in at:
+        return f"{head}unreadable", ""
+    share = 100 * at["rows_done"] / at["rows"] if at["rows"] else 100.0
+    topology = f"{at['world_size']} × {at['batch_size']} of {at['lanes']} lanes"
+    return f"{head}epoch {at['epoch']}, {share:.1f} %", topology

@@ -1,0 +1,113 @@
+"""``lakeckpt plan TABLE``: what reading the table will take, before anything is trained on it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from lakeckpt.cli.output import (
+    literal,
+    make_console,
+    make_table,
+    options_of,
+    print_json,
+    progress_bar,
+    say_bytes,
+    say_many,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lakeckpt.cli.plan_facts import PlanFacts
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``lakeckpt plan``."""
+    parser.add_argument("table", metavar="TABLE", nargs="+", help="a folder, glob, file or URL; or several files")
+    parser.add_argument("--columns", metavar="A,B,…", help="the columns to be read (default: all)")
+    parser.add_argument("--world-size", type=int, default=1, metavar="W", help="data-parallel ranks (default: 1)")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader workers of each rank (default: 0)")
+    parser.add_argument(
+        "--batch-size", type=int, default=1024, metavar="B", help="rows of a micro-batch (default: 1024)"
+    )
+    parser.add_argument("--lanes", type=int, metavar="L", help="lanes (default: ranks × workers)")
+    parser.add_argument("--shuffle", action="store_true", help="shuffled reading")
+    parser.add_argument("--window", type=int, default=4, metavar="G", help="row groups shuffled together (default: 4)")
+    parser.add_argument("--tail", choices=("short", "drop"), default="short", help="the ends of an epoch")
+    parser.add_argument("--storage-options", metavar="JSON", help="for the store, as fsspec takes them")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print; 0."""
+    console = None if args.json else make_console()
+    from lakeckpt.cli.plan_facts import Topology, column_bytes, plan_facts
+    from lakeckpt.lake.table import open_table
+
+    topology = Topology(
+        world_size=args.world_size,
+        workers=args.workers,
+        batch_size=args.batch_size,
+        num_lanes=args.lanes,
+        shuffle=args.shuffle,
+        window=args.window,
+        tail=args.tail,
+    )
+    columns = None if args.columns is None else [name.strip() for name in args.columns.split(",")]
+    source = args.table[0] if len(args.table) == 1 else args.table
+    with progress_bar("footers", show=not args.json) as progress:
+        table = open_table(source, storage_options=options_of(args.storage_options), progress=progress)
+    with progress_bar("columns", show=not args.json) as progress:
+        sizes = column_bytes(table, columns, progress=progress)
+    facts = plan_facts(table, sizes, topology)
+    if console is None:
+        print_json(facts.to_plain())
+    else:
+        _show(console, facts)
+    return 0
+
+
+def _show(console: Console, facts: PlanFacts) -> None:
+    named = ", ".join(facts.columns[:6]) + (f", … {len(facts.columns) - 6} more" if len(facts.columns) > 6 else "")
+    per_group = facts.rows // max(1, facts.row_groups)
+    console.print(f"[bold]{literal(facts.table)}[/]  {facts.format}")
+    table = make_table()
+    table.show_header = False
+    table.add_column(style="dim")
+    table.add_column()
+    lines = [
+        ("files", f"{facts.files:,}, {say_bytes(facts.file_bytes)}"),
+        ("row groups", f"{facts.row_groups:,}, {per_group:,} rows each on average"),
+        ("rows", f"{facts.rows:,}"),
+        (
+            "columns",
+            f"{len(facts.columns)}: {named}; {say_bytes(facts.stored_bytes)} stored, "
+            f"about {say_bytes(facts.decoded_bytes)} decoded",
+        ),
+        *([("partitions", ", ".join(facts.partition_columns))] if facts.partition_columns else []),
+        (
+            "topology",
+            f"{say_many(facts.world_size, 'rank')} × {say_many(facts.workers, 'worker')}, "
+            f"{facts.batch_size:,} rows per micro-batch, {facts.batch_size * facts.world_size:,} per step",
+        ),
+        ("lanes", f"{facts.lanes}; their borders cut {facts.cut_row_groups:,} row groups, which are decoded again"),
+        (
+            "an epoch",
+            f"{say_many(facts.steps, 'step')} on every rank, {facts.short_steps:,} of them short"
+            + (f"; {facts.dropped_rows:,} rows dropped" if facts.dropped_rows else ""),
+        ),
+        (
+            "memory",
+            f"about {say_bytes(facts.memory_bytes)} per rank: {say_many(facts.windows_open, 'window')} of "
+            f"{say_bytes(facts.window_bytes)} open at once; at most {say_bytes(facts.most_memory_bytes)}",
+        ),
+    ]
+    for name, text in lines:
+        table.add_row(name, literal(text))
+    console.print(table)
+    for warning in facts.warnings:
+        console.print("[yellow]![/] ", end="")
+        console.print(warning, markup=False)

@@ -1,0 +1,76 @@
+"""``lakeckpt verify RUN``: is every byte of the checkpoints as it was written? Exit status 0 yes, 1 no."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from lakeckpt.cli.output import (
+    add_run_arguments,
+    literal,
+    make_console,
+    make_table,
+    options_of,
+    print_json,
+    progress_bar,
+    say_bytes,
+    say_many,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lakeckpt.checkpoint.verify import VerifyReport
+
+__all__ = ["add_arguments", "run"]
+
+_STYLE = {"intact": "green", "damaged": "bold red", "removed": "dim"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``lakeckpt verify``."""
+    add_run_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify and print; the exit status."""
+    from lakeckpt.checkpoint.verify import verify
+    from lakeckpt.lake.storage import describe, open_storage
+
+    console = None if args.json else make_console()
+    storage = open_storage(args.place, storage_options=options_of(args.storage_options))
+    with progress_bar("verifying", show=not args.json, unit="bytes") as progress:
+        report = verify(storage, progress=progress)
+    if console is None:
+        print_json(report.to_plain())
+    else:
+        _show(console, report, describe(storage))
+    return report.exit_status
+
+
+def _show(console: Console, report: VerifyReport, place: str) -> None:
+    there = [one for one in report.checkpoints if one.status != "removed"]
+    removed = len(report.checkpoints) - len(there)
+    count = say_many(len(report.checkpoints), "checkpoint")
+    console.print(f"[bold]{literal(place)}[/]  {count}, {removed:,} of them removed by retention")
+    if there:
+        table = make_table(">slot", ">step", ">attempt", ">files", ">size", "")
+        for one in there:
+            status = f"[{_STYLE[one.status]}]{one.status}[/]" + ("" if one.in_history else " [dim](rolled back)[/]")
+            table.add_row(
+                *(str(one.slot), f"{one.step:,}", str(one.attempt), str(one.files), say_bytes(one.size_bytes), status)
+            )
+        console.print(table)
+    if report.leftover_files:
+        left = f"{say_many(report.leftover_files, 'file')} ({say_bytes(report.leftover_bytes)})"
+        console.print(f"{left} of saves that were never committed; the next save removes them", style="dim")
+    console.print()
+    for damage in report.every_damage:
+        console.print("[bold red]✗[/] ", end="")
+        console.print(str(damage), markup=False)
+    size = sum(one.size_bytes for one in there)
+    if report.every_damage:
+        console.print(f"[bold red]DAMAGED[/]  {len(report.every_damage):,} of what was written is not as it was")
+    else:
+        what = f"{say_many(report.indexes, 'table index', 'table indexes')} and {say_many(len(there), 'checkpoint')}"
+        console.print(f"[bold green]INTACT[/]  the log, {what} ({say_bytes(size)}): every checksum holds")

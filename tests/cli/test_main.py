@@ -1,0 +1,130 @@
+"""The commands start fast, fail with one message, and speak JSON when asked to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lakeckpt
+from lakeckpt.cli.main import main
+from lakeckpt.errors import CheckpointNotFound
+from tests.checkpoint.scripts import Script
+
+COMMANDS = ("plan", "inspect", "verify", "explain", "audit")
+
+
+def arguments(command: str, lake: Path) -> list[str]:
+    if command == "plan":
+        return [command, str(lake)]
+    run = [command, str(lake.parent / "good")]
+    return [*run, "--step", "3"] if command == "explain" else run
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lakeckpt {lakeckpt.__version__}\n"
+
+
+def test_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"\n    {command} " in told for command in (*COMMANDS, "demo"))
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "demo"])
+def test_each_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"usage: lakeckpt {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["audit"], ["explain", "run"], ["plan", "x", "--tail", "long"]])
+def test_words_that_are_not_understood_exit_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert "usage: lakeckpt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_loads_torch(command: str, lake: Path, good_run: Script) -> None:
+    script = "import sys; sys.modules['torch'] = None; from lakeckpt.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = arguments(command, lake)
+    ran = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout
+
+
+def test_nothing_heavy_is_loaded_before_a_command_runs() -> None:
+    script = (
+        "import sys; from lakeckpt.cli.main import main; main(['audit', '--help'])\n"
+        "print(sorted({'torch', 'pyarrow', 'numpy', 'rich', 's3fs', 'fsspec'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_rich_the_extra_is_named_and_json_still_works(command: str, lake: Path, good_run: Script) -> None:
+    words = arguments(command, lake)
+    script = "import sys; sys.modules['rich'] = None; from lakeckpt.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    ran = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2 and "lakeckpt[cli]" in ran.stderr and "Traceback" not in ran.stderr
+    ran = subprocess.run([sys.executable, "-c", script, *words, "--json"], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0 and json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "explain", "audit"])
+def test_an_error_is_one_message_and_exit_status_2(
+    command: str, tmp_path: Path, show: Callable[..., tuple[int, str]], ask: Callable[..., tuple[int, Any]]
+) -> None:
+    words = [command, tmp_path / "nothing", *(["--step", "1"] if command == "explain" else [])]
+    status, told = show(*words)
+    assert status == 2
+    assert told.startswith("lakeckpt: there is no run at") and told.count("\n") == 1
+    status, plain = ask(*words)
+    assert status == 2 and plain["error"]["kind"] == "checkpoint_not_found"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound):
+        main(["audit", str(tmp_path), "--debug"])
+
+
+@pytest.mark.parametrize("options", ["{", "[1]", "7"])
+def test_storage_options_must_be_a_json_object(options: str, show: Callable[..., tuple[int, str]]) -> None:
+    status, told = show("audit", "memory://run", "--storage-options", options)
+    assert status == 2 and "must be a JSON object" in told
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("lakeckpt.checkpoint.audit.audit", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["audit", str(tmp_path)])
+
+
+def test_an_interrupt_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, show: Callable[..., tuple[int, str]]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lakeckpt.checkpoint.audit.audit", interrupted)
+    assert show("audit", tmp_path) == (130, "interrupted\n")
+
+
+def test_a_reader_of_the_output_may_leave(lake: Path, good_run: Script) -> None:
+    words = ["explain", str(lake.parent / "good"), "--step", "3", "--rows", "--json"]
+    script = (
+        "import os, sys; from lakeckpt.cli.main import main\n"
+        "reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); sys.exit(main(sys.argv[1:]))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, *words], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr) == (1, "")
