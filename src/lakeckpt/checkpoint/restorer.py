@@ -8,6 +8,7 @@ apply.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 import warnings
@@ -34,10 +35,11 @@ from lakeckpt.errors import (
     CheckpointError,
     CheckpointMismatch,
     LakeckptError,
+    StorageError,
     WireError,
 )
 from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.storage import Storage
+from lakeckpt.lake.storage import Storage, clear_leftovers
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.readers import index_of
 
@@ -210,6 +212,9 @@ class Restorer:
             self._apply(manifest, loaded)
             self._check_indexes(manifest)
             seed, step, per_rank = manifest.seed, manifest.step, loaded.per_rank
+        if self._exchange.rank == 0:
+            with contextlib.suppress(StorageError):  # only tidiness: what killed writers left is hidden anyhow
+                clear_leftovers(self._storage)
         attempt = Attempt(begin=begin, last=begin.slot, parent=None if manifest is None else manifest.slot, seed=seed)
         report = RestoreReport(
             restored=None if manifest is None else CheckpointInfo.of(manifest),
