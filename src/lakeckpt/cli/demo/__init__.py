@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default=DEFAULT_OUT, metavar="FOLDER", help="where to write (default: ./%(default)s)")
     parser.add_argument("--short", action="store_true", help="three kills instead of five, on a small part of the text")
     parser.add_argument("--kills", type=int, choices=range(1, 6), help="how many of the five faults strike")
-    parser.add_argument("--rows", type=int, metavar="N", help="use only the first N rows (of 3 KiB) of the text")
+    parser.add_argument("--rows", type=int, metavar="N", help="use only the first N rows (of 4 KiB) of the text")
     parser.add_argument("--batch-size", type=int, metavar="B", help="rows per micro-batch")
     parser.add_argument("--save-every", type=int, metavar="STEPS", help="optimizer steps between checkpoints")
     parser.add_argument("--seed", type=int, default=7, help="of weights and order (default: %(default)s)")

@@ -42,7 +42,7 @@ class DemoSize:
     """
 
     rows: int | None
-    block: int = 3072
+    block: int = 4096
     batch_size: int
     save_every: int
     kills: int = MOST_KILLS

@@ -98,7 +98,7 @@ def _schema(block: int) -> pa.Schema:
 
 
 def build_lake(
-    folder: Path, *, block: int = 3072, max_rows: int | None = None, source: Path | None = None, group_rows: int = 320
+    folder: Path, *, block: int = 4096, max_rows: int | None = None, source: Path | None = None, group_rows: int = 320
 ) -> LakeFacts:
     """Write the lake into ``folder`` (made; must be empty) and say what it holds.
 
