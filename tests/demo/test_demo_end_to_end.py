@@ -109,6 +109,17 @@ def test_a_launch_that_fails_by_itself_is_told_with_what_its_rank_said(tmp_path:
         run_job(config(tmp_path), tmp_path, on_poll=lambda launch: None)
 
 
+def test_a_demo_whose_run_fails_is_red_and_quotes_the_log_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **named: object) -> None:
+        raise DemoFailed("launch 0 ended: [rank0]: [bold]no such thing[/bold]")
+
+    monkeypatch.setattr("lakeckpt.cli.demo.demo.run_job", fail)
+    assert run_demo(tmp_path / "out") == 1
+    assert "RED launch 0 ended: [rank0]: [bold]no such thing[/bold]" in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     def interrupt(launch: int) -> None:
         raise KeyboardInterrupt

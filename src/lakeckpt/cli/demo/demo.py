@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from rich.console import Console
+from rich.text import Text
 
 from lakeckpt.cli.demo.facts import facts_of
 from lakeckpt.cli.demo.lake import LakeFacts, build_lake, lake_ids
@@ -84,7 +85,7 @@ def run_demo(
     try:
         reference, faulted = _run_both(console, out, calm, rough)
     except DemoFailed as failure:
-        console.print(f"[bold red]RED[/] {failure}", highlight=False, markup=True)
+        console.print(Text.assemble(("RED ", "bold red"), str(failure)))  # no markup: it quotes a log
         return None
     return _conclude(console, out, lake, reference, faulted, began)
 
