@@ -22,6 +22,7 @@ from lakeckpt.errors import (
     ConfigError,
     SaveFailed,
     StateMismatch,
+    StorageError,
     UnsupportedValue,
 )
 from lakeckpt.testing.storage import Fault, FaultyStorage
@@ -560,3 +561,46 @@ def test_the_intervals_of_a_manifest_are_those_of_the_reader() -> None:
     sizes = [one.readers["reader"].consumed()[0] for one in read_history(storage).chain]
     assert Intervals.empty().union(*sizes) == Intervals.whole(45)
     assert sum(one.size for one in sizes) == 45
+
+
+def test_a_commit_that_lands_late_is_adopted_and_never_taken_for_another_attempt() -> None:
+    """The store says no and reads nothing back; the put lands when the next save has looked already."""
+
+    class Slow(MemoryStorage):
+        held: tuple[str, bytes] | None = None
+        slow = False
+
+        def put_new(self, path: str, data: bytes) -> None:
+            if self.slow:
+                self.held = (path, data)
+                raise StorageError("no answer")
+            if self.held is not None:
+                (late, bytes_), self.held = self.held, None
+                super().put_new(late, bytes_)
+            super().put_new(path, data)
+
+    storage, reader = Slow(), Reader()
+    saver = manager(storage, {"reader": reader})
+    saver.restore()
+    batches = iter(reader)
+    next(batches)
+    saver.step()
+    storage.slow = True
+    with pytest.raises(SaveFailed, match="could not be put"):
+        saver.save()
+    storage.slow = False
+    next(batches)
+    saver.step()
+    with pytest.raises(SaveFailed, match="came late: it counts"):
+        saver.save()
+    saver.save()
+    history = read_history(storage)
+    assert [one.step for one in history.chain] == [1, 2]
+    assert [one.readers["reader"].consumed()[0].size for one in history.chain] == [10, 10]
+
+
+def test_a_process_of_several_that_is_not_told_so_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=4"):
+        manager(MemoryStorage(), {"n": Counter()})
+    manager(MemoryStorage(), {"n": Counter()}, rank=0, world_size=1).restore()

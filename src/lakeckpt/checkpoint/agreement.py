@@ -1,9 +1,9 @@
 """At this cut, do all ranks say the same, and which rank writes what?
 
 One exchange settles the facts (step, attempt, the readers' states: they must be equal on all ranks) and whether all
-units are the same everywhere, by a single digest. Only if they are not, a second exchange finds who holds which
-content of which unit. Every rank then knows, without a further word, the same shares: a unit is written once per
-content, by one of the ranks that hold it, spread by size.
+units are the same everywhere, by a single digest. Only if they are not, a second exchange finds among which units the
+differences are, and a third who holds which content of these. Every rank then knows, without a further word, the same
+shares: a unit is written once per content, by one of the ranks that hold it, spread by size.
 
 Never touches storage. Imports without torch.
 """
@@ -11,6 +11,7 @@ Never touches storage. Imports without torch.
 from __future__ import annotations
 
 import heapq
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +25,11 @@ __all__ = ["Agreement", "Merge", "Talk", "Unit", "agree", "everyone"]
 
 _UNITS = "the units"
 _PREFIX = "unit "
+_TOLD = "told "
+_BUCKETS = 256
+
+Held = Mapping[tuple[str, bytes], tuple[int, Intervals]]
+"""(unit, digest) → its size in bytes, and the ranks that hold it."""
 
 
 class Talk(Protocol):
@@ -87,42 +93,49 @@ def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: 
     Raises `DisagreementError` naming the ranks and the fact, `MissingRanksError` naming the ranks.
     """
     ordered = sorted(units, key=lambda unit: unit.name)
-    mine = short_digest(*(part for unit in ordered for part in (unit.name.encode(), unit.digest)))
-    told = {f"told {name}": value for name, value in tell.items()}
-    tally = everyone(talk, {**facts, _UNITS: mine.hex(), **told})
+    told = {f"{_TOLD}{name}": value for name, value in tell.items()}
+    tally = everyone(talk, {**facts, _UNITS: _digest(ordered), **told})
     tally.settle(agreed=sorted(facts))
-    if len(tally.facts[_UNITS]) == 1:
-        whole = Intervals.whole(talk.world_size)
-        held = {(unit.name, unit.digest): (unit.size_bytes, whole) for unit in ordered}
-    else:
-        held = _held(
-            everyone(talk, {_PREFIX + unit.name: f"{unit.digest.hex()}:{unit.size_bytes}" for unit in ordered})
-        )
+    held = _held(talk, ordered, alike=len(tally.facts[_UNITS]) == 1)
     texts = [f"{name}={value}" for name, value in sorted(facts.items())]
     contents = [part for name, digest in sorted(held) for part in (name.encode(), digest)]
     return Agreement(
         cut=short_digest(*(text.encode() for text in texts), *contents),
         told={
-            name.removeprefix("told "): next(iter(values))
+            name.removeprefix(_TOLD): next(iter(values))
             for name, values in tally.facts.items()
-            if name[:5] == "told "
+            if name.startswith(_TOLD)
         },
         owners=_spread(held, talk.world_size),
     )
 
 
-def _held(tally: Tally) -> dict[tuple[str, bytes], tuple[int, Intervals]]:
-    held = {}
-    for name, values in tally.facts.items():
-        for value, ranks in values.items():
-            digest, _, size = value.partition(":")
-            held[name.removeprefix(_PREFIX), bytes.fromhex(digest)] = (int(size), ranks)
+def _digest(units: Sequence[Unit]) -> str:
+    return short_digest(*(part for unit in units for part in (unit.name.encode(), unit.digest))).hex()
+
+
+def _held(talk: Talk, units: Sequence[Unit], *, alike: bool) -> Held:
+    """Who holds which content: known without a word of all units that are ``alike``, asked of the others."""
+    differ: list[Unit] = []
+    if not alike:
+        buckets: dict[str, list[Unit]] = {f"{number:02x}": [] for number in range(_BUCKETS)}
+        for unit in units:
+            buckets[f"{zlib.crc32(unit.name.encode()) % _BUCKETS:02x}"].append(unit)
+        tally = everyone(talk, {number: _digest(bucket) for number, bucket in buckets.items()})
+        differ = [unit for number, bucket in buckets.items() if len(tally.facts[number]) > 1 for unit in bucket]
+    asked = {unit.name for unit in differ}
+    whole = Intervals.whole(talk.world_size)
+    held = {(unit.name, unit.digest): (unit.size_bytes, whole) for unit in units if unit.name not in asked}
+    if not alike:
+        tally = everyone(talk, {_PREFIX + unit.name: f"{unit.digest.hex()}:{unit.size_bytes}" for unit in differ})
+        for name, values in tally.facts.items():
+            for value, ranks in values.items():
+                digest, _, size = value.partition(":")
+                held[name.removeprefix(_PREFIX), bytes.fromhex(digest)] = (int(size), ranks)
     return held
 
 
-def _spread(
-    held: Mapping[tuple[str, bytes], tuple[int, Intervals]], world_size: int
-) -> dict[tuple[str, bytes], tuple[int, Ranks]]:
+def _spread(held: Held, world_size: int) -> dict[tuple[str, bytes], tuple[int, Ranks]]:
     """Give each content to the least loaded of the ranks that hold it: the largest first, ties to the lowest rank."""
     loads = [0] * world_size
     heap = [(0, rank) for rank in range(world_size)]

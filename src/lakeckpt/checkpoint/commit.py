@@ -15,7 +15,7 @@ from typing import Literal
 
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.fetch import fetch_file
-from lakeckpt.checkpoint.log import SlotTaken, put_entry, read_entry
+from lakeckpt.checkpoint.log import SlotTaken, read_entry
 from lakeckpt.checkpoint.manifest import Manifest, PartRef
 from lakeckpt.checkpoint.parts import OBJECTS, PARTS, PartRecord, SaveId
 from lakeckpt.checkpoint.waiting import Waiter, poll
@@ -23,7 +23,9 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
     AttemptSuperseded,
     CheckpointDamaged,
+    CheckpointError,
     CheckpointIncomplete,
+    LakeckptError,
     ObjectMissing,
     SaveFailed,
     StorageError,
@@ -32,17 +34,18 @@ from lakeckpt.errors import (
 from lakeckpt.lake.storage import Storage, describe
 from lakeckpt.tracking.tally import name_ranks
 
-__all__ = ["Verify", "await_commit", "collect_parts", "commit", "publish_failure", "superseded", "verify_objects"]
+__all__ = ["Verify", "await_commit", "collect_parts", "publish_failure", "superseded", "verify_objects"]
 
 Verify = Literal["sizes", "bytes"]
 Expected = Mapping[int, frozenset[tuple[str, bytes]]]
 """rank → the units (name, digest) that it must have written; an empty digest: whatever it is."""
 
 
-def publish_failure(storage: Storage, save: SaveId, rank: int, reason: str) -> None:
-    """Tell the other ranks that this one will not deliver. If that fails too, the deadline tells them."""
+def publish_failure(storage: Storage, save: SaveId, rank: int, error: Exception) -> None:
+    """Tell the other ranks that this one gives up, and why. If that fails too, the deadline tells them."""
+    kind = error.kind if isinstance(error, LakeckptError) else type(error).__name__
     try:
-        storage.put(save.failure_path(rank), [reason.encode("utf-8", "replace")[:4000]])
+        storage.put(save.failure_path(rank), [f"{kind}\n{error}".encode("utf-8", "replace")[:4000]])
     except StorageError:
         return
 
@@ -63,7 +66,7 @@ def collect_parts(
             name = info.path.removeprefix(folder + "/")
             rank = int(name[:5]) if name[:5].isdigit() else -1
             if name == f"{rank:05d}.failed":
-                raise SaveFailed(_gave_up(storage, info.path, rank))
+                raise _gave_up(storage, info.path, rank)
             if name == f"{rank:05d}.lkc" and rank not in found:
                 found[rank] = _checked_part(storage, info.path, rank, save, expected)
         return True if len(found) == world_size else None
@@ -78,12 +81,13 @@ def collect_parts(
     return [ref for ref, _ in parts], [part for _, part in parts]
 
 
-def _gave_up(storage: Storage, path: str, rank: int) -> str:
+def _gave_up(storage: Storage, path: str, rank: int) -> CheckpointError:
     try:
-        reason = storage.read(path).decode("utf-8", "replace")
+        kind, _, reason = storage.read(path).decode("utf-8", "replace").partition("\n")
     except StorageError as error:
-        reason = f"its note cannot be read: {error}"
-    return f"rank {rank} could not write its part: {reason}. Nothing was committed"
+        kind, reason = "", f"its note cannot be read: {error}"
+    missing = kind == CheckpointIncomplete.kind
+    return (CheckpointIncomplete if missing else SaveFailed)(f"rank {rank} gave the checkpoint up: {reason}")
 
 
 def _checked_part(
@@ -120,22 +124,6 @@ def verify_objects(storage: Storage, save: SaveId, parts: Sequence[PartRecord], 
                     raise SaveFailed(f"what rank {part.rank} wrote does not read back: {error}") from error
 
 
-def commit(storage: Storage, manifest: Manifest) -> None:
-    """Put the manifest into its slot. Raises `AttemptSuperseded` where another attempt has it, `SaveFailed` where the
-    store failed: then it is not known whether it is there, and must be looked up before the next commit."""
-    try:
-        put_entry(storage, manifest)
-    except SlotTaken as taken:
-        if isinstance(taken.found, Manifest) and taken.found.attempt == manifest.attempt:
-            raise SaveFailed(
-                f"slot {manifest.slot} holds an earlier commit of this attempt (step {taken.found.step}) whose answer "
-                "was lost: it counts, and the next save builds on it"
-            ) from None
-        raise AttemptSuperseded(superseded(manifest.attempt, taken)) from None
-    except StorageError as error:
-        raise SaveFailed(f"the manifest of step {manifest.step} could not be put: {error}") from error
-
-
 def superseded(attempt: int, taken: SlotTaken) -> str:
     """The message for an attempt that lost the log."""
     by = "an entry that cannot be read" if taken.found is None else f"attempt {taken.found.attempt}"
@@ -160,7 +148,7 @@ def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, t
             raise SaveFailed(f"slot {slot} cannot be read back: {error}") from error
         if entry is None:
             if any(info.path == save.failure_path(0) for info in storage.list(f"{PARTS}/{save.folder}")):
-                raise SaveFailed(_gave_up(storage, save.failure_path(0), 0))
+                raise _gave_up(storage, save.failure_path(0), 0)
             return None
         if isinstance(entry, Manifest) and entry.save == save:
             return entry

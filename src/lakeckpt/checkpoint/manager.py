@@ -7,6 +7,7 @@ checkpoint is committed. No thread outlives a call.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -88,7 +89,7 @@ class CheckpointManager:
         chosen = policy_of(every, policy)
         self._storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
         self._waiter = SystemWaiter() if waiter is None else waiter
-        self._exchange = _exchange(group, timeout_s) if exchange is None else exchange
+        self._exchange = _exchange(group, timeout_s, alone=world_size == 1) if exchange is None else exchange
         _check_topology(self._exchange, rank, world_size)
         self._settings = Settings(keep=keep, verify=verify, timeout_s=timeout_s)
         self._warn_only = on_save_failure == "warn"
@@ -244,11 +245,17 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(state)
 
 
-def _exchange(group: Any, timeout_s: float) -> Exchange:
+def _exchange(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
     if dist.is_available() and dist.is_initialized():
         group = group.get_group() if hasattr(group, "get_group") else group
         size = dist.get_world_size(group)
         return Solo() if size == 1 else GlooExchange(group, timeout_s=timeout_s)
+    if group is None and not alone and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ConfigError(
+            f"this job has WORLD_SIZE={os.environ['WORLD_SIZE']} processes, but torch.distributed is not initialized: "
+            "each would take itself for the whole job. Call torch.distributed.init_process_group() first, or pass "
+            "rank=0 and world_size=1 if this process keeps a run of its own"
+        )
     if group is not None:
         raise ConfigError("a group was given and torch.distributed is not initialized: call init_process_group first")
     return Solo()

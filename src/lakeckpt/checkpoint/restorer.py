@@ -13,6 +13,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -55,13 +56,10 @@ _KINDS: dict[str, type[LakeckptError]] = {
 }
 
 
-class _Refused(Exception):
-    """The verdict of a rank that cannot take the checkpoint; ``damaged`` tells whether an older one may do."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.damaged = isinstance(error, CheckpointDamaged)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    manifest: Manifest
+    loaded: Loaded
 
 
 class Restorer:
@@ -85,25 +83,18 @@ class Restorer:
 
     def restore(self) -> tuple[int, Attempt, RestoreReport]:
         """Restore, collectively. Returns the optimizer steps done, the attempt that began and the report."""
-        loaded: tuple[int, Loaded] | None = None
+        chosen: _Chosen | None = None
         for round_ in range(_MOST_ROUNDS):
             told = self._told_by_rank_0(partial(self._choose, fence=round_ >= _POLITE_ROUNDS))
             if told["slot"] == "none":
-                manifest = None
-            else:
-                manifest = self._read(int(told["slot"]))
-                if loaded is None or loaded[0] != manifest.slot:
-                    loaded = None
-                    found = self._load_and_vote(manifest)
-                    if found is None:
-                        continue
-                    loaded = (manifest.slot, found)
-            begun = self._told_by_rank_0(partial(self._begin, told, manifest))
-            if begun["begun"] == "no":
-                continue
-            begin = read_entry(self._storage, int(begun["begun"]))
-            assert isinstance(begin, Begin)
-            return self._finish(begin, manifest, None if loaded is None else loaded[1])
+                chosen = None
+            elif chosen is None or chosen.manifest.slot != int(told["slot"]):
+                chosen = self._load_and_vote(int(told["slot"]))
+                if chosen is None:
+                    continue
+            begun = self._told_by_rank_0(partial(self._begin, told))["begun"]
+            if begun != "no":
+                return self._finish(told["run"], int(begun), chosen)
         raise AttemptSuperseded(f"other jobs kept writing to this run through {_MOST_ROUNDS} tries: stop them first")
 
     # --- choosing, on rank 0
@@ -137,25 +128,28 @@ class Restorer:
         last = self._view.last
         for slot in range(last + 1, last + 1 + _MOST_ROUNDS):
             try:
-                put_entry(self._storage, self._entry(run, slot, chosen))
+                put_entry(self._storage, self._entry(run, slot, None if chosen is None else chosen.slot))
             except SlotTaken:
                 continue
             return slot
         raise AttemptSuperseded(f"other jobs took {_MOST_ROUNDS} slots of the log in a row: stop them first")
 
-    def _begin(self, told: Mapping[str, str], manifest: Manifest | None) -> dict[str, str]:
+    def _begin(self, told: Mapping[str, str]) -> dict[str, str]:
         slot = int(told["last"]) + 1
+        restored = None if told["slot"] == "none" else int(told["slot"])
         try:
-            put_entry(self._storage, self._entry(told["run"], slot, manifest))
+            put_entry(self._storage, self._entry(told["run"], slot, restored))
         except SlotTaken:
             return {"begun": "no"}
+        with contextlib.suppress(StorageError):  # what dead writers left is in nobody's way
+            clear_leftovers(self._storage)
         return {"begun": str(slot)}
 
-    def _entry(self, run: str, slot: int, restored: Manifest | None) -> Begin:
+    def _entry(self, run: str, slot: int, restored: int | None) -> Begin:
         return Begin(
             run=run,
             slot=slot,
-            restored=None if restored is None else restored.slot,
+            restored=restored,
             world_size=self._exchange.world_size,
             library=__version__,
             created_s=float(self._clock()),
@@ -170,59 +164,54 @@ class Restorer:
 
     # --- verifying, on every rank
 
-    def _read(self, slot: int) -> Manifest:
-        entry = read_entry(self._storage, slot)
-        if not isinstance(entry, Manifest):
-            raise CheckpointDamaged(f"{slot_path(slot)}: expected a commit")
-        return entry
-
-    def _load_and_vote(self, manifest: Manifest) -> Loaded | None:
-        """This rank's verified state, or None where it is damaged on any rank."""
-        loaded, refused = None, None
+    def _load_and_vote(self, slot: int) -> _Chosen | None:
+        """The checkpoint as this rank has verified it, or None where it is damaged on any rank."""
+        chosen, failure = None, None
         try:
-            loaded = load(self._storage, manifest, rank=self._exchange.rank, world_size=self._exchange.world_size)
-            lines = differences(self._objects, loaded, manifest.readers)
-            if lines:
-                raise refuse(lines, slot=manifest.slot)
+            chosen = self._load(slot)
         except Exception as error:
-            refused = _Refused(error)
-        votes = {} if refused is None else {"damaged" if refused.damaged else "refused": _said(refused.error)}
+            failure = error
+        votes = {} if failure is None else {_verdict(failure): _said(failure)}
         tally = everyone(self._exchange, votes)
         if "refused" in tally.facts:
-            if refused is not None and not refused.damaged:
-                raise refused.error
+            if failure is not None and "refused" in votes:
+                raise failure
             _raise_said(next(iter(tally.facts["refused"])), tally.describe("refused"))
         if "damaged" in tally.facts:
-            self._rejected.add(manifest.slot)
+            self._rejected.add(slot)
             for said in tally.facts["damaged"]:
                 text = said.partition(": ")[2]
-                self._report(Damage(path=slot_path(manifest.slot), reason=f"this checkpoint is not whole: {text}"))
+                self._report(Damage(path=slot_path(slot), reason=f"this checkpoint is not whole: {text}"))
             return None
-        return loaded
+        return chosen
+
+    def _load(self, slot: int) -> _Chosen:
+        try:
+            manifest = read_entry(self._storage, slot)
+        except WireError as error:
+            raise CheckpointDamaged(f"{slot_path(slot)}: {error}") from error
+        if not isinstance(manifest, Manifest):
+            raise CheckpointDamaged(f"{slot_path(slot)}: expected a commit")
+        loaded = load(self._storage, manifest, rank=self._exchange.rank, world_size=self._exchange.world_size)
+        lines = differences(self._objects, loaded, manifest.readers)
+        if lines:
+            raise refuse(lines, slot=manifest.slot)
+        return _Chosen(manifest=manifest, loaded=loaded)
 
     # --- applying, on every rank
 
-    def _finish(
-        self, begin: Begin, manifest: Manifest | None, loaded: Loaded | None
-    ) -> tuple[int, Attempt, RestoreReport]:
-        seed, step = torch.initial_seed() % 2**63, 0
+    def _finish(self, run: str, number: int, chosen: _Chosen | None) -> tuple[int, Attempt, RestoreReport]:
+        attempt = Attempt(run=run, number=number, last=number, parent=None, seed=torch.initial_seed() % 2**63)
+        step, restored = 0, None
         per_rank: tuple[str, ...] = ()
-        if manifest is not None:
-            assert loaded is not None
-            self._apply(manifest, loaded)
+        if chosen is not None:
+            manifest = chosen.manifest
+            self._apply(manifest, chosen.loaded)
             self._check_indexes(manifest)
-            seed, step, per_rank = manifest.seed, manifest.step, loaded.per_rank
-        if self._exchange.rank == 0:
-            with contextlib.suppress(StorageError):  # only tidiness: what killed writers left is hidden anyhow
-                clear_leftovers(self._storage)
-        attempt = Attempt(begin=begin, last=begin.slot, parent=None if manifest is None else manifest.slot, seed=seed)
-        report = RestoreReport(
-            restored=None if manifest is None else CheckpointInfo.of(manifest),
-            attempt=begin.attempt,
-            damaged=tuple(self._damaged.values()),
-            per_rank=per_rank,
-        )
-        return step, attempt, report
+            attempt.parent, attempt.seed = manifest.slot, manifest.seed
+            step, restored, per_rank = manifest.step, CheckpointInfo.of(manifest), chosen.loaded.per_rank
+        damaged = tuple(self._damaged.values())
+        return step, attempt, RestoreReport(restored=restored, attempt=number, damaged=damaged, per_rank=per_rank)
 
     def _apply(self, manifest: Manifest, loaded: Loaded) -> None:
         failure: Exception | None = None
@@ -279,6 +268,11 @@ class Restorer:
         if "failed" in told:
             _raise_said(told["failed"], f"rank 0 could not restore: {told['failed']}")
         return told
+
+
+def _verdict(error: Exception) -> str:
+    """Whether an older checkpoint may do."""
+    return "damaged" if isinstance(error, CheckpointDamaged) else "refused"
 
 
 def _said(error: Exception) -> str:

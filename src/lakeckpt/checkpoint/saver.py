@@ -21,15 +21,14 @@ from lakeckpt.checkpoint.commit import (
     Verify,
     await_commit,
     collect_parts,
-    commit,
     publish_failure,
     superseded,
     verify_objects,
 )
 from lakeckpt.checkpoint.cuts import Place, ReaderTrack
 from lakeckpt.checkpoint.ledger import index_path
-from lakeckpt.checkpoint.log import SlotTaken, read_entry
-from lakeckpt.checkpoint.manifest import Begin, Manifest
+from lakeckpt.checkpoint.log import SlotTaken, put_entry, read_entry
+from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import SaveId, TreeRecord
 from lakeckpt.checkpoint.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.random_states import RANDOM
@@ -70,7 +69,9 @@ class Settings:
 class Attempt:
     """The attempt that this process is part of, as far as it knows the log."""
 
-    begin: Begin
+    run: str
+    number: int
+    """Its number: the slot of its begin."""
     last: int
     """The last slot that this attempt knows to be taken: its own."""
     parent: int | None
@@ -108,7 +109,7 @@ class Saver:
         self._settings = settings
         self._waiter = waiter
         self._clock = clock
-        self._doubtful: tuple[Manifest, _Cut] | None = None
+        self._unknown: dict[str, tuple[Manifest, _Cut]] = {}  # by write id: commits whose answer was lost
         self._indexes: set[str] = set()
 
     def save(self, step: int) -> Manifest:
@@ -118,7 +119,7 @@ class Saver:
         at one cut; `UnsupportedValue` for a state that cannot be written.
         """
         cut = _Cut(step=step, places={name: track.place() for name, track in self._tracks.items()})
-        save = SaveId(attempt=self.attempt.begin.attempt, step=step, number=self.attempt.saves)
+        save = SaveId(attempt=self.attempt.number, step=step, number=self.attempt.saves)
         self.attempt.saves += 1
         staged, agreement, states = self._agree(cut, save)
         rank = self._exchange.rank
@@ -126,7 +127,7 @@ class Saver:
         try:
             self._persist(save, staged, agreement)
         except (StorageError, LakeckptError) as error:
-            publish_failure(self._storage, save, rank, str(error))
+            publish_failure(self._storage, save, rank, error)
             raise SaveFailed(f"rank {rank} could not write its part of step {step}: {error}") from error
         if rank == 0:
             manifest = self._commit(cut, save, agreement, states, slot)
@@ -175,19 +176,24 @@ class Saver:
 
     def _next_slot(self) -> int:
         """The slot for the next commit; settles first whether one whose answer was lost has happened."""
-        if self._doubtful is not None:
-            manifest, cut = self._doubtful
+        if self._unknown:
             try:
-                found = read_entry(self._storage, manifest.slot)
+                found = read_entry(self._storage, self.attempt.last + 1)
             except ObjectMissing:
-                self._doubtful = None
                 return self.attempt.last + 1
             except (WireError, StorageError) as error:
-                raise SaveFailed(f"whether step {manifest.step} was committed cannot be looked up: {error}") from error
-            if found != manifest and found.write_id != manifest.write_id:
-                raise AttemptSuperseded(superseded(manifest.attempt, SlotTaken(manifest.slot, found)))
-            self._adopt(manifest, cut)
+                raise SaveFailed(
+                    f"whether slot {self.attempt.last + 1} was committed cannot be looked up: {error}"
+                ) from error
+            self._settle(SlotTaken(found.slot, found))
         return self.attempt.last + 1
+
+    def _settle(self, taken: SlotTaken) -> None:
+        """Adopt the entry in the next slot if it is one of ours whose answer was lost; else we are superseded."""
+        ours = self._unknown.get(taken.found.write_id) if taken.found is not None else None
+        if ours is None:
+            raise AttemptSuperseded(superseded(self.attempt.number, taken))
+        self._adopt(*ours)
 
     # --- persist
 
@@ -207,7 +213,7 @@ class Saver:
         ]
         persist(
             self._storage,
-            run=self.attempt.begin.run,
+            run=self.attempt.run,
             save=save,
             rank=rank,
             world_size=world_size,
@@ -219,50 +225,64 @@ class Saver:
     # --- commit
 
     def _commit(self, cut: _Cut, save: SaveId, agreement: Agreement, states: Mapping[str, Any], slot: int) -> Manifest:
-        manifest = None
         try:
-            world_size = self._exchange.world_size
-            expected = {
-                rank: frozenset({*agreement.share(rank), (f"tree:{RANDOM}", b"")}) for rank in range(world_size)
-            }
-            refs, parts = collect_parts(
-                self._storage,
-                save,
-                world_size=world_size,
-                expected=expected,
-                waiter=self._waiter,
-                timeout_s=self._settings.timeout_s,
-            )
-            verify_objects(self._storage, save, parts, verify=self._settings.verify)
-            self._write_indexes()
-            manifest = Manifest(
-                run=self.attempt.begin.run,
-                slot=slot,
-                attempt=save.attempt,
-                parent=self.attempt.parent,
-                step=cut.step,
-                number=save.number,
-                world_size=world_size,
-                cut=agreement.cut,
-                parts=tuple(refs),
-                readers={
-                    name: track.record(cut.places[name], step=cut.step, state=states[name])
-                    for name, track in self._tracks.items()
-                },
-                seed=self.attempt.seed,
-                library=__version__,
-                created_s=float(self._clock()),
-                write_id=uuid.uuid4().hex,
-            )
-            commit(self._storage, manifest)
-        except (StorageError, LakeckptError) as error:
-            if manifest is not None and isinstance(error, SaveFailed):
-                self._doubtful = (manifest, cut)
-            publish_failure(self._storage, save, 0, str(error))
+            manifest = self._verified(cut, save, agreement, states, slot)
+            self._put(manifest, cut)
+        except Exception as error:
+            publish_failure(self._storage, save, 0, error)
             if isinstance(error, StorageError):
                 raise SaveFailed(f"the checkpoint of step {cut.step} could not be committed: {error}") from error
             raise
         return manifest
+
+    def _verified(
+        self, cut: _Cut, save: SaveId, agreement: Agreement, states: Mapping[str, Any], slot: int
+    ) -> Manifest:
+        """The manifest of the parts of all ranks, when all of them are there and verified."""
+        world_size = self._exchange.world_size
+        refs, parts = collect_parts(
+            self._storage,
+            save,
+            world_size=world_size,
+            expected={rank: frozenset({*agreement.share(rank), (f"tree:{RANDOM}", b"")}) for rank in range(world_size)},
+            waiter=self._waiter,
+            timeout_s=self._settings.timeout_s,
+        )
+        verify_objects(self._storage, save, parts, verify=self._settings.verify)
+        self._write_indexes()
+        return Manifest(
+            run=self.attempt.run,
+            slot=slot,
+            attempt=save.attempt,
+            parent=self.attempt.parent,
+            step=cut.step,
+            number=save.number,
+            world_size=world_size,
+            cut=agreement.cut,
+            parts=tuple(refs),
+            readers={
+                name: track.record(cut.places[name], step=cut.step, state=states[name])
+                for name, track in self._tracks.items()
+            },
+            seed=self.attempt.seed,
+            library=__version__,
+            created_s=float(self._clock()),
+            write_id=uuid.uuid4().hex,
+        )
+
+    def _put(self, manifest: Manifest, cut: _Cut) -> None:
+        """Put the manifest into its slot. Where the store fails, it is not known whether it is there."""
+        try:
+            put_entry(self._storage, manifest)
+        except SlotTaken as taken:
+            self._settle(taken)
+            raise SaveFailed(
+                f"slot {manifest.slot} holds an earlier commit of this attempt, whose answer was lost and which came "
+                f"late: it counts, and step {manifest.step} was not saved"
+            ) from None
+        except StorageError as error:
+            self._unknown[manifest.write_id] = (manifest, cut)
+            raise SaveFailed(f"the manifest of step {manifest.step} could not be put: {error}") from error
 
     def _write_indexes(self) -> None:
         for track in self._tracks.values():
@@ -276,7 +296,7 @@ class Saver:
 
     def _adopt(self, manifest: Manifest, cut: _Cut) -> None:
         """The manifest is committed: what follows builds on it."""
-        self._doubtful = None
+        self._unknown.clear()
         self.attempt.last = self.attempt.parent = manifest.slot
         for name, place in cut.places.items():
             self._tracks[name].committed(place.receipt, step=cut.step)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -111,7 +112,7 @@ class GlooExchange:
     by default `this_node`) tells which ranks share a node.
     """
 
-    _made = 0
+    _made: ClassVar[Counter[str]] = Counter()
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0, node: bytes | None = None
@@ -132,8 +133,10 @@ class GlooExchange:
 
     @classmethod
     def _prefix(cls, ranks: list[int] | None) -> str:
-        cls._made += 1
-        return f"lakeckpt/{'all' if ranks is None else '.'.join(map(str, ranks))}/{cls._made}"
+        """A name that the ranks of one exchange have in common: they make theirs in the same order."""
+        group = "all" if ranks is None else ".".join(map(str, ranks))
+        cls._made[group] += 1
+        return f"lakeckpt/{group}/{cls._made[group]}"
 
     def _find_nodes(self, node: bytes) -> list[list[int]]:
         """The ranks of each node, in order; the first of each leads it."""
