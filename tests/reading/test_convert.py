@@ -10,12 +10,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reading_cases import build, columns, has_null
 
 from lakeckpt.errors import NullValueError, SchemaError
 from lakeckpt.reading import arrays
 from lakeckpt.reading.convert import check_convertible, convert
 from lakeckpt.reading.ragged import Ragged, map_column, map_namespace, to_pylist
+from tests.reading.cases import build, columns, has_null
 
 Case = tuple[pa.Field, pa.ChunkedArray, list[Any]]
 
@@ -213,6 +213,17 @@ def test_a_null_in_the_dictionary_is_a_null() -> None:
     assert convert(table_of(column), nulls="mask")["x.is_null"].tolist() == [False, True, True]
     with pytest.raises(NullValueError, match=r"2 null\(s\)"):
         convert(table_of(column))
+
+
+def test_any_index_may_lie_under_the_nulls_of_a_parent() -> None:
+    coded = pa.DictionaryArray.from_arrays(pa.array([7, 0, -1], pa.int8()), pa.array(["a"]), safe=False)
+    inner = pa.StructArray.from_arrays([coded], fields=[pa.field("d", coded.type, nullable=False)])
+    mask = pa.array([True, False, True])
+    outer = pa.StructArray.from_arrays([inner], ["s"], mask=mask)
+    fixed = pa.FixedSizeListArray.from_arrays(coded, 1, mask=mask)
+    for array, shown in ((outer, {"s": {"d": "a"}}), (fixed, ["a"])):
+        for same in (array, arrays.plain(array)):
+            assert to_pylist(convert(table_of(same), nulls="mask"), "x") == [None, shown, None]
 
 
 def test_columns_of_the_null_type_are_all_null_or_an_error() -> None:

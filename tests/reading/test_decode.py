@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from reading_cases import columns, counted, write_file, write_ids
 
 from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, SchemaError, StorageError
 from lakeckpt.lake.table import Table, open_table
 from lakeckpt.reading.convert import convert
 from lakeckpt.reading.decode import RowGroupDecoder, select_columns
 from lakeckpt.reading.ragged import to_pylist
+from tests.reading.cases import columns, counted, write_file, write_ids
 
 
 def numbers(count: int, begin: int = 0) -> pa.Table:

@@ -4,21 +4,24 @@ import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from reading_cases import IDS, write_ids
 
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.errors import ConfigError, DataFileDamaged
-from lakeckpt.lake.table import Table
+from lakeckpt.lake.table import Table, open_table
 from lakeckpt.reading import arrays
 from lakeckpt.reading.convert import convert
 from lakeckpt.reading.decode import RowGroupDecoder
 from lakeckpt.reading.positions import PositionReader, parts_of
+from lakeckpt.reading.ragged import to_pylist
+from tests.reading.cases import IDS, columns, write_ids
 
 LAYOUTS = st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4)
 ORDERED = OrderSpec(seed=0, shuffle=False, window=1)
@@ -232,6 +235,31 @@ def test_text_too_large_for_32_bit_offsets_is_gathered_all_the_same(
     assert batch.schema == reader.schema
     assert batch.column("text").num_chunks > 1
     assert convert(batch)["text"].tolist() == rows_of(ids_at(table, layout, 0, 30))["text"]
+
+
+@given(columns(), st.integers(1, 5), st.integers(1, 3), st.sampled_from([8, 2**31 - 1]), st.integers(1, 9))
+@settings(deadline=None)
+def test_shuffled_windows_hold_every_type_that_parquet_holds_also_where_offsets_must_widen(
+    case: tuple[pa.Field, pa.ChunkedArray, list[Any]], size: int, window: int, narrow: int, batch: int
+) -> None:
+    field, column, _ = case
+    spec = OrderSpec(seed=3, shuffle=True, window=window)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(arrays, "MAX_NARROW_BYTES", narrow):
+        path = Path(folder, "x.parquet")
+        try:
+            pq.write_table(pa.Table.from_arrays([column], schema=pa.schema([field])), path, row_group_size=size)
+            reference = to_pylist(convert(pq.read_table(path), nulls="mask"), "x")
+        except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+            assume(False)
+        table = open_table(path)
+        layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
+        reader = PositionReader(table, None, spec, max_windows=1)
+        for start in range(0, layout.rows, batch):
+            stop = min(layout.rows, start + batch)
+            found = reader.read([(layout, start, stop)])
+            assert found.schema == reader.schema
+            ids = ids_at(table, layout, start, stop)
+            assert to_pylist(convert(found, nulls="mask"), "x") == [reference[i] for i in ids]
 
 
 def test_a_damaged_row_group_is_named_and_other_windows_still_read(tmp_path: Path) -> None:

@@ -58,13 +58,21 @@ def canonical(array: pa.Array) -> pa.Array:
     while isinstance(array, pa.ExtensionArray):
         array = array.storage
     if pa.types.is_dictionary(array.type):
-        return plain(array.dictionary).take(array.indices)  # views cannot be gathered from: hence plain
+        return _looked_up(plain(array.dictionary), array.indices)  # views cannot be gathered from: hence plain
     if pa.types.is_run_end_encoded(array.type):
         return plain(pc.run_end_decode(array))
     if _is_list_view(array.type):
         return _from_list_view(array)
     kind = canonical_type(array.type)
     return array if kind == array.type else array.cast(kind)
+
+
+def _looked_up(values: pa.Array, indices: pa.Array) -> pa.Array:
+    try:
+        return values.take(indices)
+    except pa.ArrowIndexError:  # under nulls of a parent there may be any index
+        known = pc.and_(pc.greater_equal(indices, 0), pc.less(indices, len(values)))
+        return values.take(pc.if_else(known, indices, None))
 
 
 def _from_list_view(array: pa.Array) -> pa.Array:
