@@ -45,7 +45,8 @@ def convert_state(state: Mapping[str, Any]) -> dict[str, Any]:
     whole = [part for part in parts if part.get("format") == FORMAT]
     workers = [WorkerPlace.from_plain(part) for part in parts if part.get("format") == WORKER_FORMAT]
     if len(whole) == 1 and not workers:
-        return ReaderState.from_plain(whole[0]).to_plain()
+        found = ReaderState.from_plain(whole[0])
+        return (_before_the_end(found) if _awaits_its_end(state) else found).to_plain()
     if whole or not workers:
         raise StateInvalid(
             f"expected the state of a StatefulDataLoader over a LakeDataset, found {len(whole)} reader states and "
@@ -53,15 +54,27 @@ def convert_state(state: Mapping[str, Any]) -> dict[str, Any]:
         )
     joined = _joined(workers)
     if state.get("_iterator_finished") is True and Plan(joined).at_end:
-        num_lanes, batch_size, world_size = joined.segment.topology
-        joined = start(
-            joined.identity,
-            epoch=joined.epoch + 1,
-            num_lanes=num_lanes,
-            batch_size=batch_size,
-            world_size=world_size,
-        )
+        joined = _start_of(joined, joined.epoch + 1)
     return joined.to_plain()
+
+
+def _awaits_its_end(state: Mapping[str, Any]) -> bool:
+    """Whether the dataset has ended and the loop, having got the last batch, has yet to see that."""
+    fetcher = state.get("fetcher_state")
+    return isinstance(fetcher, Mapping) and fetcher.get("fetcher_ended") is True and not state.get("_iterator_finished")
+
+
+def _before_the_end(state: ReaderState) -> ReaderState:
+    """Return the end of the epoch before the one that ``state`` is at the start of."""
+    if state.epoch == 0 or (state.step, state.row, state.base) != (0, 0, None):
+        return state
+    ended = _start_of(state, state.epoch - 1)
+    return replace(ended, step=Plan(ended).steps or 0)
+
+
+def _start_of(state: ReaderState, epoch: int) -> ReaderState:
+    num_lanes, batch_size, world_size = state.segment.topology
+    return start(state.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
 
 
 def _parts(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:

@@ -238,8 +238,8 @@ class LakeDataset(IterableDataset[Any]):
         self._worker_begun += 1
         if mine is None:
             self._go_to_turn(turn)
-            progress.settle(world_size, workers)
-            self._epochs.keep_lanes(rank, progress.state.segment.num_lanes)
+            proposed = turn.num_lanes or progress.settled(world_size, workers).segment.num_lanes
+            progress.settle(world_size, workers, num_lanes=self._epochs.agree_lanes(rank, proposed))
             mine = WorkerPlace(state=progress.state, worker=worker, workers=workers, origin=progress.state.step)
         self._worker_place = mine
         return self._steps_of_worker(mine, rank)
@@ -252,11 +252,11 @@ class LakeDataset(IterableDataset[Any]):
                 "was broken off: use lakeckpt.LakeLoader"
             )
         if not turn.is_first:
-            progress.begin_epoch(turn.epoch, num_lanes=turn.num_lanes)
+            progress.begin_epoch(turn.epoch)
         elif turn.start is not None and turn.start["state"] is not None:
             progress.load(ReaderState.from_plain(turn.start["state"]))
         elif progress.epoch != turn.epoch:
-            progress.begin_epoch(turn.epoch, num_lanes=turn.num_lanes)
+            progress.begin_epoch(turn.epoch)
 
     def _steps_of_worker(self, place: WorkerPlace, rank: int) -> Iterator[Any]:
         plan, source, workers = Plan(place.state), self._source, place.workers
@@ -313,7 +313,8 @@ class LakeDataset(IterableDataset[Any]):
         rank, world_size = self.topology
         if self._progress.identity.endless:
             raise TypeError("an endless stream has no length")
-        state = self._progress.settled(world_size, 0)
+        proposed = self._progress.settled(world_size, 0).segment.num_lanes
+        state = self._progress.settled(world_size, 0, num_lanes=self._epochs.agree_lanes(rank, proposed))
         if not self.row_wise:
             steps = Plan(state).steps
             assert steps is not None

@@ -39,7 +39,7 @@ class Turn:
     start: Mapping[str, Any] | None
     """Where the main process went: ``{"epoch": …, "state": …}``; None: nowhere, or the iteration is not the first."""
     num_lanes: int | None
-    """The lanes of the iteration before."""
+    """The lanes that were agreed on; None: it is for the first worker to say."""
 
 
 def _unlink(path: str, owner: int) -> None:
@@ -119,15 +119,19 @@ class EpochFile:
                 }
             if loaded is not None:
                 turn["epoch"], mine["lanes"] = loaded.epoch, loaded.segment.num_lanes
-            turn["workers"].append(worker)
             mine["turn"] = turn
+            turn["workers"].append(worker)
             start = mine.get("start") if turn["number"] == 0 else None
             return Turn(epoch=turn["epoch"], is_first=turn["number"] == 0, start=start, num_lanes=mine.get("lanes"))
 
-    def keep_lanes(self, rank: int, num_lanes: int) -> None:
-        """Remember the lanes of the iteration at hand for the next one."""
+    def agree_lanes(self, rank: int, proposed: int) -> int:
+        """Return the number of lanes that ``rank`` reads, which is ``proposed`` where nobody has said another before.
+
+        Whoever needs it first decides: the workers' first iteration, or ``len`` in the main process, which does not
+        know how many workers there will be, and whose answer must stay true.
+        """
         with self._locked() as known:
-            known[str(rank)]["lanes"] = num_lanes
+            return int(known.setdefault(str(rank), {}).setdefault("lanes", proposed))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:

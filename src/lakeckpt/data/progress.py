@@ -107,19 +107,22 @@ class Progress:
 
     # --- what changes the place
 
-    def settle(self, world_size: int, workers: int) -> None:
-        """Plan for a topology: from the start, or going on from the state that was loaded or reached."""
+    def settle(self, world_size: int, workers: int, *, num_lanes: int | None = None) -> None:
+        """Plan for a topology: from the start, or going on from the state that was loaded or reached.
+
+        ``num_lanes`` are those that were agreed on with other processes, a multiple of ``world_size``.
+        """
         if self._state is not None and self._settled == (world_size, workers) and not self.over:
             return
-        settled = self.settled(world_size, workers)
+        settled = self.settled(world_size, workers, num_lanes=num_lanes)
         if settled is not self._state:
             self._set(settled)
         self._settled = (world_size, workers)
 
-    def settled(self, world_size: int, workers: int) -> ReaderState:
+    def settled(self, world_size: int, workers: int, *, num_lanes: int | None = None) -> ReaderState:
         """Return the state that `settle` would go on from."""
         stored = None if self._state is None else self._state.segment.num_lanes
-        num_lanes = fit_lanes(self._num_lanes, stored, world_size, workers)
+        num_lanes = num_lanes or fit_lanes(self._num_lanes, stored, world_size, workers)
         if num_lanes > MAX_LANES:
             raise ConfigError(f"an epoch has at most {MAX_LANES} lanes, got {num_lanes}: give a smaller num_lanes=")
         topology = {"num_lanes": num_lanes, "batch_size": self._batch_size, "world_size": world_size}
@@ -148,19 +151,15 @@ class Progress:
         self._set(replace(state, identity=self.identity))
         self._settled = None
 
-    def begin_epoch(self, epoch: int, *, num_lanes: int | None = None) -> None:
-        """Go to the start of ``epoch``; ``num_lanes``: of the epoch before it, where that is not known here."""
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch``."""
         if self.identity.endless:
             raise ConfigError("an endless stream has no epoch to go to; load a state, or make a new dataset")
         if epoch < 0:
             raise ConfigError(f"epochs are counted from 0, got {epoch}")
         self.last_receipt = None
         self._iteration += 1
-        if num_lanes is not None:
-            fresh = start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=self._batch_size, world_size=1)
-            self._set(fresh)
-            self._settled = None
-        elif self._state is None:
+        if self._state is None:
             self._first_epoch = epoch
         else:
             self._set(self._next_epoch(epoch))

@@ -1,0 +1,38 @@
+"""Short words for what tests of loaders do."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from lakeckpt import LakeDataset, LakeLoader
+
+ROWS = 37
+
+
+def ids(items: Iterable[Any]) -> list[list[int]]:
+    """The ``id`` of each row of each item."""
+    return [item["id"].reshape(-1).tolist() for item in items]
+
+
+def flat(items: Iterable[Any]) -> list[int]:
+    """The ``id`` of each row, in order."""
+    return list(itertools.chain.from_iterable(ids(items)))
+
+
+def some(loader: Any, count: int) -> list[Any]:
+    """The next ``count`` items; the iterator is let go of."""
+    return list(itertools.islice(iter(loader), count))
+
+
+def loader_of(lake: Any, *, num_workers: int = 0, loader: dict[str, Any] | None = None, **dataset: Any) -> LakeLoader:
+    """A loader of shuffled micro-batches of 4 rows, where nothing else is said."""
+    made = LakeDataset(lake, **{"batch_size": 4, "shuffle": True, **dataset})
+    return LakeLoader(made, num_workers=num_workers, **(loader or {}))
+
+
+def as_json(state: Any) -> Any:
+    """``state`` as a program of another language would give it back."""
+    return json.loads(json.dumps(state, allow_nan=False))

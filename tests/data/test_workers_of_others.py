@@ -1,0 +1,255 @@
+"""LakeDataset in the workers of a plain torch DataLoader: every row once an epoch, and no state that would lie."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import DataLoader
+
+from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt.errors import ConfigError, StateInvalid, StateMismatch, StateUnavailable
+from lakeckpt.testing import LakeSpec
+from tests.data.reading import ROWS, flat, ids, some
+
+EVERY = list(range(ROWS))
+
+
+def plain(lake: Path, num_workers: int, *, batch: int | None = None, loader: Any = None, **dataset: Any) -> Any:
+    made = LakeDataset(lake, **{"batch_size": None if batch else 4, "shuffle": True, "block_size": 6, **dataset})
+    return DataLoader(made, batch_size=batch, num_workers=num_workers, **(loader or {}))
+
+
+@pytest.mark.parametrize("batch", [None, 5])
+@pytest.mark.parametrize("loader", [{}, {"persistent_workers": True, "prefetch_factor": 3}])
+def test_each_row_once_an_epoch_over_several_epochs(lake: Path, batch: int | None, loader: dict[str, Any]) -> None:
+    reader = plain(lake, 2, batch=batch, loader=loader)
+    orders = [[row for item in reader for row in item["id"].tolist()] for _ in range(3)]
+    assert [sorted(order) for order in orders] == [EVERY] * 3
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_in_the_main_process_a_users_own_loader_batches_rows_exactly(lake: Path) -> None:
+    whole = flat(plain(lake, 0, batch=5))
+    reader = plain(lake, 0, batch=5)
+    before = flat(some(reader, 3))
+    state = reader.dataset.state_dict()
+    other = plain(lake, 0, batch=5)
+    other.dataset.load_state_dict(state)
+    assert before + flat(other) == whole
+    assert sorted(flat(other)) == EVERY and other.dataset.epoch == 2
+
+
+def test_workers_read_ahead_so_the_main_process_gives_no_state(lake: Path) -> None:
+    reader = plain(lake, 2)
+    reader.dataset.state_dict()  # nothing was read yet: it is known
+    some(reader, 1)
+    with pytest.raises(StateUnavailable, match=r"LakeLoader.*StatefulDataLoader"):
+        reader.dataset.state_dict()
+    reader.dataset.set_epoch(3)
+    assert reader.dataset.state_dict()["epoch"] == 3
+
+
+def test_set_epoch_and_rewind_reach_workers_old_and_new(lake: Path) -> None:
+    expected = {}
+    for epoch in (0, 1, 4, 5):
+        reference = LakeDataset(lake, batch_size=4, shuffle=True, num_lanes=2)
+        reference.set_epoch(epoch)
+        expected[epoch] = flat(reference)
+    for persistent in (False, True):
+        reader = plain(lake, 2, loader={"persistent_workers": persistent})
+        dataset = reader.dataset
+        assert dataset.epoch == 0
+        assert flat(reader) == expected[0] and dataset.epoch == 0
+        dataset.set_epoch(4)
+        assert dataset.epoch == 4
+        assert flat(reader) == expected[4] and flat(reader) == expected[5] and dataset.epoch == 5
+        dataset.rewind()
+        assert flat(reader) == expected[5]
+        dataset.set_epoch(1)
+        dataset.set_epoch(0)
+        assert flat(reader) == expected[0]
+        assert flat(reader) == expected[1]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_state_loaded_in_the_main_process_reaches_workers(lake: Path, persistent: bool) -> None:
+    source = LakeLoader(LakeDataset(lake, batch_size=4, shuffle=True))
+    before = flat(some(source, 3))
+    state = source.state_dict()
+    reader = plain(lake, 2, loader={"persistent_workers": persistent})
+    if persistent:
+        flat(reader)  # workers now have an old copy of the dataset
+    reader.dataset.load_state_dict(state)
+    assert sorted(before + flat(reader)) == EVERY
+    assert sorted(flat(reader)) == EVERY and reader.dataset.epoch == 1
+
+
+def test_len_told_before_workers_begin_stays_true(lake: Path) -> None:
+    for world_size, num_workers in itertools.product((1, 2), (0, 3)):
+        reader = plain(lake, num_workers, rank=0, world_size=world_size)
+        told = len(reader)
+        items = [item for _ in range(2) for item in [len([1 for _ in reader])]]
+        assert items == [told, told] == [len(reader)] * 2
+
+
+def test_the_same_base_seed_in_every_epoch_is_told_apart(lake: Path) -> None:
+    import torch
+
+    generator = torch.Generator()
+    reader = plain(lake, 2, loader={"generator": generator})
+    orders = []
+    for _ in range(3):
+        generator.manual_seed(7)
+        orders.append(flat(reader))
+    assert [sorted(order) for order in orders] == [EVERY] * 3
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_an_endless_stream_is_one_iteration(lake: Path) -> None:
+    reader = plain(lake, 2, endless=True)
+    found = flat(some(reader, 40))
+    assert len(found) == 160 and all(3 <= found.count(row) <= 6 for row in EVERY)
+    with pytest.raises(StateUnavailable, match="LakeLoader"):
+        some(reader, 1)
+
+
+# --- inside of workers, without processes
+
+
+@contextlib.contextmanager
+def inside_worker(dataset: LakeDataset, worker: int, workers: int, seed: int = 100) -> Iterator[None]:
+    torch_worker._worker_info = torch_worker.WorkerInfo(  # type: ignore[attr-defined]
+        id=worker, num_workers=workers, seed=seed + worker, dataset=dataset
+    )
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = None
+
+
+class Workers:
+    """Copies of a dataset as forked workers have them, one per worker; they live on over `iterate` calls."""
+
+    def __init__(self, dataset: LakeDataset, workers: int, seed: int = 100) -> None:
+        self.copies = [pickle.loads(pickle.dumps(dataset)) for _ in range(workers)]
+        for one in self.copies:
+            one._epochs = dataset._epochs
+        self.seed = seed
+
+    def call(self, worker: int, method: str, *arguments: Any) -> Any:
+        with inside_worker(self.copies[worker], worker, len(self.copies), self.seed):
+            return getattr(self.copies[worker], method)(*arguments)
+
+    def take(self, order: list[int], steps: int = 10**6) -> dict[int, list[list[int]]]:
+        """Begin an iteration in the workers in ``order``, then take up to ``steps`` items of each."""
+        iterators = {worker: self.call(worker, "__iter__") for worker in order}
+        found = {}
+        for worker, iterator in iterators.items():
+            with inside_worker(self.copies[worker], worker, len(self.copies), self.seed):
+                found[worker] = ids(itertools.islice(iterator, steps))
+        return found
+
+
+def rows_of(found: dict[int, list[list[int]]]) -> list[int]:
+    return sorted(row for batches in found.values() for batch in batches for row in batch)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_workers_that_live_on_agree_whatever_their_order(lake: Path, order: list[int]) -> None:
+    dataset = LakeDataset(lake, batch_size=4, shuffle=True)
+    workers = Workers(dataset, 3)
+    epochs = []
+    for _ in range(3):
+        found = workers.take(order)
+        assert rows_of(found) == EVERY
+        epochs.append(dataset.epoch)
+        order = order[1:] + order[:1]
+    assert epochs == [0, 1, 2]
+
+
+@pytest.mark.parametrize("loaded", [[0, 1], [1, 0]])
+def test_restored_workers_that_live_on_agree_on_what_follows(lake: Path, loaded: list[int]) -> None:
+    dataset = LakeDataset(lake, batch_size=4, shuffle=True)
+    first = Workers(dataset, 2)
+    first.take([0, 1])
+    before = first.take([0, 1], 2)
+    states = {worker: first.call(worker, "state_dict") for worker in (0, 1)}
+    later = Workers(LakeDataset(lake, batch_size=4, shuffle=True), 2)
+    for worker in loaded:
+        later.call(worker, "load_state_dict", states[worker])
+    rest = later.take(loaded)
+    assert sorted(rows_of(before) + rows_of(rest)) == EVERY
+    assert [later.copies[0].epoch, later.copies[1].epoch] == [1, 1]
+    assert rows_of(later.take([0, 1])) == EVERY and later.copies[0].epoch == 2
+    assert rows_of(later.take([1, 0])) == EVERY and later.copies[0].epoch == 3
+
+
+def test_restored_lanes_are_those_of_the_epochs_that_follow(lake: Path) -> None:
+    wide = LakeDataset(lake, batch_size=4, shuffle=True, num_lanes=6)
+    first = Workers(wide, 2)
+    first.take([0, 1], 1)
+    states = {worker: first.call(worker, "state_dict") for worker in (0, 1)}
+    later = Workers(LakeDataset(lake, batch_size=4, shuffle=True), 2)
+    for worker in (0, 1):
+        later.call(worker, "load_state_dict", states[worker])
+    later.take([0, 1])
+    assert later.take([0, 1]) == first.take([0, 1])
+
+
+def test_states_of_other_workers_tables_or_jobs_are_refused(lake: Path, tmp_path: Path) -> None:
+    first = Workers(LakeDataset(lake, batch_size=4), 2)
+    first.take([0, 1], 1)
+    state = first.call(1, "state_dict")
+    cases = [
+        (LakeDataset(lake, batch_size=4), 0, 2, StateInvalid, "state of worker 1 of 2, given to worker 0 of 2"),
+        (LakeDataset(lake, batch_size=4), 1, 3, StateInvalid, "given to worker 1 of 3.*convert_state"),
+        (LakeDataset(lake, batch_size=4, rank=0, world_size=2), 1, 2, StateInvalid, "job of 1 ranks, not of 2"),
+        (LakeDataset(LakeSpec().write(tmp_path / "o"), batch_size=4), 1, 2, StateMismatch, "rows: 12 became 37"),
+        (LakeDataset(lake, batch_size=4, seed=3), 1, 2, StateMismatch, "seed: 3 became 0"),
+    ]
+    for dataset, worker, workers, error, match in cases:
+        other = Workers(dataset, workers)
+        other.call(worker, "load_state_dict", state)
+        with pytest.raises(error, match=match):
+            other.call(worker, "__iter__")
+
+
+def test_a_worker_that_has_not_begun_has_no_state(lake: Path) -> None:
+    with pytest.raises(StateUnavailable, match="not begun"):
+        Workers(LakeDataset(lake, batch_size=4), 1).call(0, "state_dict")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"worker": 2}, {"workers": 0}, {"worker": "0"}, {"origin": -1}, {"origin": None}, {"state": {}}, {"state": None}],
+)
+def test_malformed_parts_are_refused(lake: Path, wrong: dict[str, Any]) -> None:
+    workers = Workers(LakeDataset(lake, batch_size=4), 2)
+    workers.take([0, 1], 1)
+    state = {**workers.call(0, "state_dict"), **wrong}
+    workers.call(0, "load_state_dict", state)
+    with pytest.raises(StateInvalid):
+        workers.call(0, "__iter__")
+
+
+def test_a_copy_within_the_process_reads_apart(lake: Path) -> None:
+    dataset = LakeDataset(lake, batch_size=4)
+    some(DataLoader(dataset, batch_size=None, num_workers=1), 1)
+    other = copy.deepcopy(dataset)
+    assert other.state_dict()["step"] == 0 and flat(other) == EVERY
+    with pytest.raises(StateUnavailable):
+        dataset.state_dict()
+
+
+def test_an_endless_stream_has_no_epoch_to_go_to(lake: Path) -> None:
+    dataset = LakeDataset(lake, batch_size=4, endless=True)
+    with pytest.raises(ConfigError, match="no epoch"):
+        dataset.set_epoch(2)
