@@ -123,7 +123,7 @@ def _timeline(faulted: JobFacts, costs: Sequence[FaultCost]) -> str:
     outcome, began = faulted.outcome, faulted.outcome.began
     scale = 1000 / max(1e-9, outcome.ended - began)
     height = 30 * len(faulted.launches) + 30
-    parts = [f'<svg viewBox="0 0 1180 {height}" role="img" aria-label="The launches over time" font-size="13">']
+    parts = [f'<svg viewBox="0 0 1200 {height}" role="img" aria-label="The launches over time" font-size="13">']
 
     def bar(row: int, start: float, end: float, colour: str) -> None:
         x, width = 170 + (start - began) * scale, max(0.0, (end - start) * scale)
