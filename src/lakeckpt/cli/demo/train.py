@@ -37,7 +37,7 @@ _SHAPE = ModelShape()
 _JUDGED_ROWS = 128
 
 
-class ForgetfulLoader(lakeckpt.LakeLoader):
+class _ForgetfulLoader(lakeckpt.LakeLoader):
     """A loader with a bug: a restore gives it its state, and it drops it. For proving that the verdict can be red."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ def _groups(loader: Any, size: int) -> Iterator[list[Any]]:
         yield group
 
 
-class Training:
+class _Training:
     """The live objects of one rank, and what one optimizer step does with them."""
 
     def __init__(self, config: DemoConfig, phase: Phase, trip: Trip, writer: Writer) -> None:
@@ -81,7 +81,7 @@ class Training:
             num_lanes=config.num_lanes,
             transform=Crop(length=_SHAPE.context),
         )
-        kind = ForgetfulLoader if config.drop_reader_state else lakeckpt.LakeLoader
+        kind = _ForgetfulLoader if config.drop_reader_state else lakeckpt.LakeLoader
         self.loader: Any = kind(dataset, num_workers=phase.workers)
 
     def gradients(self, group: list[Any]) -> tuple[float, list[int]]:
@@ -175,7 +175,7 @@ def main(argv: list[str]) -> None:
     trip = Trip(phase.fault, rank=rank, folder=records, launch=launch, checkpoints=Path(config.checkpoints))
     writer = Writer(record_path(records, launch, rank))
     try:
-        Training(config, phase, trip, writer).run()
+        _Training(config, phase, trip, writer).run()
     finally:
         writer.close()
     dist.destroy_process_group()
