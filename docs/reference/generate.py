@@ -40,7 +40,7 @@ def _shown(name: str) -> bool:
 
 
 def _entry(name: str, value: Any) -> str:
-    parts = [f"## {name}{_signature(value)}", _text(value)]
+    parts = [f"### {name}" if name.count(".") > 1 else f"## {name}", _signature_block(name, value), _text(value)]
     if inspect.isclass(value):
         parts += [_member(member, found) for member, found in vars(value).items() if not member.startswith("_")]
     return "\n\n".join(part for part in parts if part)
@@ -54,6 +54,23 @@ def _member(name: str, value: Any) -> str:
     return f"**`{name}{signature}`**\n\n{_text(function)}"
 
 
+def _signature_block(name: str, value: Any) -> str:
+    signature = _signature(value)
+    if not signature:
+        return ""
+    whole = f"{name.rpartition('.')[2]}{signature}"
+    return f"```text\n{whole if len(whole) < 100 else _one_a_line(whole)}\n```"
+
+
+def _one_a_line(signature: str) -> str:
+    """Break a signature after the commas that separate its parameters."""
+    depth, broken = 0, ""
+    for character in signature:
+        depth += (character in "([{") - (character in ")]}")
+        broken += ",\n   " if character == "," and depth == 1 else character
+    return broken
+
+
 def _signature(value: Any) -> str:
     if not callable(value):
         return ""
@@ -61,13 +78,23 @@ def _signature(value: Any) -> str:
         found = str(inspect.signature(value))
     except (TypeError, ValueError):
         return ""
-    return re.sub(r"<[^<>]*>", "…", found.replace("(self, ", "(").replace("(self)", "()"))
+    found = found.replace("(self, ", "(").replace("(self)", "()")
+    found = re.sub(r"(: |-> )(?:'([^']*)'|\"([^\"]*)\")", r"\1\2\3", found)  # annotations are kept as strings
+    return re.sub(r"<[^<>]*>", "…", re.sub(r"ForwardRef\('([^']*)'\)", r"\1", found)).removesuffix(" -> None")
 
 
 def _text(value: Any) -> str:
-    """The docstring; indented parts that are not lists (trees, examples) as they stand."""
+    """The docstring as Markdown: arguments become a list, indented parts (trees, examples) stand as they are."""
     text = inspect.getdoc(value) or ""
-    return re.sub(r"::\n\n((?:    .*\n?|\n)+)", lambda m: ":\n\n```text\n" + textwrap.dedent(m.group(1)).rstrip() + "\n```\n", text)
+    text = re.sub(r"Args:\n((?: {4}.*\n?)+)", lambda m: _arguments(m.group(1)), text)
+    return re.sub(
+        r"::\n\n((?:    .*\n?|\n)+)", lambda m: f":\n\n```text\n{textwrap.dedent(m.group(1)).rstrip()}\n```\n", text
+    )
+
+
+def _arguments(block: str) -> str:
+    listed = re.sub(r"^ {4}(\w[\w, *]*): ", r"* `\1`: ", block, flags=re.MULTILINE)
+    return re.sub(r"^ {8}", "  ", listed, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":
