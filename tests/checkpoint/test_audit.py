@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import lakeckpt
 from lakeckpt.checkpoint.audit import audit, audit_history, orders_of
 from lakeckpt.checkpoint.audit_report import AuditReport, Finding
 from lakeckpt.checkpoint.ledger import read_history
@@ -103,12 +104,13 @@ def test_rows_dropped_by_the_tail_are_said_openly(table: Path) -> None:
 
 
 def test_what_a_row_wise_tail_gives_to_no_rank_is_dropped_and_not_counted(table: Path) -> None:
-    script = Script(table, batch_size=None, block_size=3, tail="drop", num_lanes=4)
-    script.attempt(31, world_size=2, every=31)
-    script.attempt(300, world_size=4, every=10)
+    script = Script(table, batch_size=None, block_size=5, tail="drop", num_lanes=4)
+    script.attempt(5, world_size=2, every=5)
+    script.attempt(60, world_size=4, every=12)
     report = audited(script)
     assert report.verdict == "proved"
-    assert report.readers[0].epochs[0].status == "complete"
+    first = report.readers[0].epochs[0]
+    assert (first.status, first.dropped) == ("complete", 2)  # of the last 10 rows, 4 ranks got 2 each
 
 
 def test_an_epoch_in_progress_is_not_lost(table: Path) -> None:
@@ -300,6 +302,16 @@ def test_a_row_that_no_manifest_records_is_lost_whatever_the_states_say(table: P
 # --- what cannot be known is said
 
 
+def test_an_epoch_read_from_two_versions_of_the_table_is_not_proved(tmp_path: Path) -> None:
+    script = Script(write_table(tmp_path / "old", files=[(50, 50), (100,)]), shuffle=False)
+    script.attempt(8)
+    script.table = lakeckpt.open_table(str(write_table(tmp_path / "new", files=[(100, 50), (50,)])))
+    script.attempt(8, accept_changes=["table"])
+    report = audited(script)
+    assert report.verdict == "unproved" and report.lost == report.repeated == 0
+    assert "2 versions of the table" in report.every_doubt[0]
+
+
 def test_a_history_that_cannot_be_read_to_its_beginning_is_not_proved(table: Path) -> None:
     script = Script(table)
     script.attempt(16)
@@ -329,6 +341,8 @@ def test_without_the_index_nothing_is_proved_and_violations_are_still_seen(table
     data = script.storage.objects.pop(index)
     assert audited(script).verdict == "unproved"
     script.storage.objects[index] = data[:-1]
+    assert audited(script).verdict == "unproved"
+    script.storage.objects[index] = lakeckpt.open_table(str(table / "part-0.parquet")).index.dumps()
     assert audited(script).verdict == "unproved"
     script.storage.objects[index] = data
     script.attempt(8, lose_state=True)

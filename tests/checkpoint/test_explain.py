@@ -78,14 +78,14 @@ def test_an_epoch_read_twice_within_one_checkpoint_is_told_apart(table: Path) ->
     (loader,) = script.loaders(1)
     manager = CheckpointManager(script.storage, {"reader": loader}, every=100)
     manager.restore()
-    for step in range(1, 13):
+    for step in range(1, 12):
         batch = next(iter(loader))
         script.book[step] = [[(0, row) for row in batch["id"].tolist()]]
         manager.step()
-        if step % 3 == 0:
+        if step in (2, 5, 9):
             loader.rewind()
     manager.save()
-    assert explained_as_booked(script) == 12
+    assert explained_as_booked(script) == 11
 
 
 def test_a_step_that_read_nothing_has_no_rows(table: Path) -> None:

@@ -604,3 +604,15 @@ def test_a_process_of_several_that_is_not_told_so_is_refused(monkeypatch: pytest
     with pytest.raises(ConfigError, match="WORLD_SIZE=4"):
         manager(MemoryStorage(), {"n": Counter()})
     manager(MemoryStorage(), {"n": Counter()}, rank=0, world_size=1).restore()
+
+
+def test_what_was_delivered_before_the_run_began_is_not_of_it() -> None:
+    reader = Reader()
+    next(iter(reader))
+    storage = MemoryStorage()
+    saver = manager(storage, {"reader": reader})
+    saver.restore()
+    saver.step()
+    saver.save()
+    record = read_history(storage).tip.readers["reader"]
+    assert record.consumed() == {} and record.steps.runs == ()

@@ -16,7 +16,7 @@ from lakeckpt.core.plan import consumption
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.errors import ConfigError
 from lakeckpt.tracking.readers import TrackedReader, index_of
-from lakeckpt.tracking.steps import StepRecorder, frontier_after
+from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
 
 __all__ = ["Place", "ReaderTrack", "by_reader"]
 
@@ -26,7 +26,7 @@ class Place:
     """Where a reader is at a cut."""
 
     receipt: Receipt | None
-    """Up to where it has been consumed; None: nothing since the state was loaded."""
+    """Up to where it has been consumed; None: nothing since the last commit, or since the state was loaded."""
     state: Mapping[str, Any]
     """Its plain state (where consumption depends on the data: this rank's part)."""
 
@@ -34,29 +34,29 @@ class Place:
 class ReaderTrack:
     """One tracked reader, from a restore on."""
 
-    __slots__ = ("_at", "_first", "_ignored", "_recorder", "name", "reader")
+    __slots__ = ("_at", "_before", "_frontier", "_recorded", "_recorder", "name", "reader")
 
     def __init__(self, name: str, reader: TrackedReader) -> None:
         self.name = name
         self.reader = reader
-        self._ignored = reader.last_receipt  # delivered before the run began: not of it
-        self._first = reader.state_dict()
+        self._before = reader.last_receipt  # up to here it is recorded, or was delivered before the run began
+        self._recorded: Mapping[str, Any] = reader.state_dict()
         self._recorder = StepRecorder()
-        self._at: Receipt | None = None
+        self._frontier: Frontier | None = None
+        self._at: Receipt | None = None  # consumed since then
 
     def cut(self, step: int, consumed: Receipt | None) -> None:
         """Note that optimizer step ``step`` is done, with all up to ``consumed`` (None: up to the last delivered)."""
         at = self.reader.last_receipt if consumed is None else consumed
-        if at is None or at is self._ignored:
-            at = self._at  # nothing new was delivered
-        self._at = at
-        if at is not None:
-            self._recorder.note(step, frontier_after(at))
+        if at is not None and at != self._before:
+            self._at, self._frontier = at, frontier_after(at)
+        if self._frontier is not None:
+            self._recorder.note(step, self._frontier)
 
     def place(self) -> Place:
         """The place at the last cut."""
         if self._at is None:
-            return Place(receipt=None, state=self._first)
+            return Place(receipt=None, state=self._recorded)
         # Where all that was delivered is consumed, the reader also says whether the loop has seen the epoch's end: what
         # a script does there (a scheduler's step, say) is in the objects then, and must not be done again.
         everything = self._at is self.reader.last_receipt
@@ -76,11 +76,15 @@ class ReaderTrack:
             index=None if index is None else str(index.digest),
         )
 
-    def committed(self, receipt: Receipt | None, *, step: int) -> None:
-        """A commit has recorded all up to ``receipt`` and ``step``."""
-        if receipt is not None:
-            self.reader.mark(receipt)
+    def committed(self, place: Place, *, step: int) -> None:
+        """A commit has recorded all up to ``place`` and ``step``."""
         self._recorder.forget(step)
+        if place.receipt is None:
+            return
+        self.reader.mark(place.receipt)
+        self._before, self._recorded = place.receipt, place.state
+        if self._at == place.receipt:
+            self._at = None
 
 
 def by_reader(

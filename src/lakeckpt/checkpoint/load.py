@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import PartRecord, TensorRecord, TreeRecord
 from lakeckpt.checkpoint.random_states import RANDOM, check_random
 from lakeckpt.checkpoint.tensors import empty_for
-from lakeckpt.checkpoint.tree import tree_from_bytes
+from lakeckpt.checkpoint.tree import references, tree_from_bytes
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, LimitExceeded, UnsupportedValue, WireDamaged
 from lakeckpt.lake.storage import Storage
 
@@ -74,6 +74,10 @@ def load(storage: Storage, manifest: Manifest, *, rank: int, world_size: int) ->
     trees = {item: _tree(record) for item, record in documents.items()}
     if RANDOM not in trees:
         raise CheckpointDamaged(f"slot {manifest.slot} has no random states for rank {source}")
+    for item, tree in trees.items():
+        for key in references(tree):
+            if key not in records:
+                raise CheckpointDamaged(f"the state of {item!r} refers to the tensor {key!r}, which no part holds")
     random = check_random(trees.pop(RANDOM))
     return Loaded(
         trees=trees,

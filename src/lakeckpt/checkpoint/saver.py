@@ -299,7 +299,7 @@ class Saver:
         self._unknown.clear()
         self.attempt.last = self.attempt.parent = manifest.slot
         for name, place in cut.places.items():
-            self._tracks[name].committed(place.receipt, step=cut.step)
+            self._tracks[name].committed(place, step=cut.step)
 
     def _prune(self, manifest: Manifest) -> None:
         try:

@@ -9,7 +9,7 @@ live object, never from a file. Leaves of other types stay for the wire codec to
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.tensors import tied_key
 from lakeckpt.errors import CheckpointDamaged, LimitExceeded
 from lakeckpt.wire.codec import TensorRef, dumps, loads
 
-__all__ = ["Flat", "flatten", "rebuild", "tree_from_bytes", "tree_to_bytes"]
+__all__ = ["Flat", "flatten", "rebuild", "references", "tree_from_bytes", "tree_to_bytes"]
 
 _KIND = "tree"
 _VERSION = (1, 0)
@@ -95,6 +95,15 @@ def tree_to_bytes(flat: Flat) -> bytes:
 def tree_from_bytes(document: bytes) -> Any:
     """The tree of a document; `WireError` where it is none."""
     return loads(document, kind=_KIND, supported=_VERSION).value
+
+
+def references(tree: Any) -> Iterator[str]:
+    """The keys of the tensors that a tree refers to."""
+    if isinstance(tree, TensorRef):
+        yield tree.key
+    elif type(tree) in (dict, list, tuple):
+        for one in tree.values() if type(tree) is dict else tree:
+            yield from references(one)
 
 
 def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], like: Any = None) -> Any:

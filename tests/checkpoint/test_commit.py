@@ -1,0 +1,136 @@
+"""What the committer refuses: parts that are not what was agreed on, and objects that are not there whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lakeckpt.checkpoint.commit import await_commit, collect_parts, publish_failure, verify_objects
+from lakeckpt.checkpoint.digests import content_digest, short_digest
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.log import put_entry
+from lakeckpt.checkpoint.parts import PartRecord, SaveId, TreeRecord
+from lakeckpt.checkpoint.persist import OwnedTensor, persist
+from lakeckpt.errors import AttemptSuperseded, CheckpointIncomplete, SaveFailed
+from tests.checkpoint.rig import EventWaiter, MemoryStorage
+from tests.checkpoint.test_log import begin, manifest
+
+SAVE = SaveId(attempt=0, step=1, number=1)
+DATA = memoryview(bytes(range(8)))
+SPEC = TensorSpec(key="m/w", dtype="float32", shape=(2,))
+EXPECTED = {rank: frozenset({("tensor:m/w", content_digest(DATA)), ("tree:m", b"")}) for rank in range(2)}
+
+
+def write(storage: MemoryStorage, rank: int, *, save: SaveId = SAVE, data: memoryview = DATA) -> PartRecord:
+    tensor = OwnedTensor(spec=SPEC, data=data, digest=content_digest(data), ranks=((rank, rank + 1),))
+    tree = TreeRecord(item="m", document=b"d", digest=short_digest(b"d"), ranks=((rank, rank + 1),))
+    return persist(storage, run="r", save=save, rank=rank, world_size=2, cut=b"c", tensors=[tensor], trees=[tree])
+
+
+def collect(storage: MemoryStorage) -> list[PartRecord]:
+    waiter = EventWaiter(storage)
+    waiter.died()
+    refs, parts = collect_parts(storage, SAVE, world_size=2, expected=EXPECTED, waiter=waiter, timeout_s=5)
+    assert [ref.digest for ref in refs] == [short_digest(storage.objects[ref.path]) for ref in refs]
+    return parts
+
+
+def test_parts_that_hold_what_was_agreed_on_are_taken() -> None:
+    storage = MemoryStorage()
+    parts = [write(storage, rank) for rank in range(2)]
+    storage.put(f"parts/{SAVE.folder}/readme", [b"not a part"])
+    assert collect(storage) == parts
+    verify_objects(storage, SAVE, parts, verify="bytes")
+
+
+def test_a_part_with_another_content_is_refused() -> None:
+    storage = MemoryStorage()
+    write(storage, 0), write(storage, 1, data=memoryview(bytes(8)))
+    with pytest.raises(SaveFailed, match=r"00001\.lkc: the part of rank 1 does not hold what the ranks agreed on"):
+        collect(storage)
+
+
+def test_a_part_that_lacks_or_adds_a_unit_is_refused() -> None:
+    for change in ("tensors", "trees"):
+        storage = MemoryStorage()
+        write(storage, 0)
+        part = write(storage, 1)
+        fewer = replace(part, **{change: ()})
+        more = replace(part, trees=(*part.trees, replace(part.trees[0], item="other")))
+        for changed in (fewer, more):
+            storage.put(SAVE.part_path(1), [changed.to_bytes()])
+            with pytest.raises(SaveFailed, match="agreed on"):
+                collect(storage)
+
+
+def test_a_part_of_another_rank_or_save_in_its_place_is_refused() -> None:
+    storage = MemoryStorage()
+    write(storage, 0)
+    storage.put(SAVE.part_path(1), [storage.objects[SAVE.part_path(0)]])
+    with pytest.raises(SaveFailed, match="rank 1"):
+        collect(storage)
+    old = SaveId(attempt=0, step=1, number=0)
+    write(storage, 1, save=old)
+    storage.put(SAVE.part_path(1), [storage.objects[old.part_path(1)]])
+    with pytest.raises(SaveFailed, match="rank 1"):
+        collect(storage)
+
+
+def test_a_torn_part_is_refused_and_a_missing_one_is_named() -> None:
+    storage = MemoryStorage()
+    write(storage, 0), write(storage, 1)
+    path = SAVE.part_path(1)
+    storage.objects[path] = storage.objects[path][:-3]
+    with pytest.raises(SaveFailed, match="does not read back"):
+        collect(storage)
+    del storage.objects[path]
+    with pytest.raises(CheckpointIncomplete, match="rank 1 of 2 did not publish a part within 5 s"):
+        collect(storage)
+
+
+def test_a_note_of_failure_ends_the_wait_at_once_and_keeps_its_kind() -> None:
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+    publish_failure(storage, SAVE, 1, OSError("disk full"))
+    with pytest.raises(SaveFailed, match="rank 1 gave the checkpoint up: disk full"):
+        collect(storage)
+    publish_failure(storage, SAVE, 0, CheckpointIncomplete("rank 3 is gone"))
+    with pytest.raises(CheckpointIncomplete, match="rank 0 gave the checkpoint up: rank 3 is gone"):
+        await_commit(storage, SAVE, 2, waiter=waiter, timeout_s=5)
+    assert waiter.time_s == 0
+
+
+def test_objects_that_are_missing_short_or_altered_are_refused() -> None:
+    storage = MemoryStorage()
+    parts = [write(storage, rank) for rank in range(2)]
+    path = parts[1].files[0].path
+    whole = storage.objects[path]
+    for bad in (whole[:-1], whole + b"?", None):
+        storage.objects.pop(path)
+        if bad is not None:
+            storage.objects[path] = bad
+        with pytest.raises(SaveFailed, match="rank 1 wrote"):
+            verify_objects(storage, SAVE, parts, verify="sizes")
+        storage.objects[path] = whole
+    storage.objects[path] = whole[:-1] + b"?"
+    verify_objects(storage, SAVE, parts, verify="sizes")
+    with pytest.raises(SaveFailed, match="read back"):
+        verify_objects(storage, SAVE, parts, verify="bytes")
+
+
+def test_ranks_take_only_the_commit_of_their_own_save() -> None:
+    for entry, kind in (
+        (manifest(2, attempt=0, parent=None, step=1), AttemptSuperseded),
+        (begin(2), AttemptSuperseded),
+        (None, CheckpointIncomplete),
+    ):
+        storage = MemoryStorage()
+        if entry is not None:
+            put_entry(storage, entry)
+        waiter = EventWaiter(storage)
+        waiter.died()
+        with pytest.raises(kind):
+            await_commit(storage, SAVE, 2, waiter=waiter, timeout_s=5)
+        put_entry(storage, replace(manifest(3, attempt=0, parent=None, step=1), number=1))
+        assert await_commit(storage, SAVE, 3, waiter=waiter, timeout_s=5).slot == 3

@@ -1,0 +1,143 @@
+"""Parts and trees made to attack: refused with a typed error, and nothing outside of the run is named."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.log import slot_path
+from lakeckpt.checkpoint.manifest import PartRef, entry_to_bytes
+from lakeckpt.checkpoint.parts import PartRecord
+from lakeckpt.checkpoint.report import DamageWarning
+from lakeckpt.errors import CheckpointDamaged, LakeckptError, WireError
+from lakeckpt.wire.codec import dumps, loads
+from tests.checkpoint.rig import Counter, MemoryStorage, manager, training
+
+BOOM = b"cos\nsystem\n(S'touch /tmp/lakeckpt-was-here'\ntR."
+
+
+def saved() -> MemoryStorage:
+    storage = MemoryStorage()
+    saver = manager(storage, training() | {"n": Counter([1])})
+    saver.restore()
+    saver.save()
+    return storage
+
+
+def plain_part(storage: MemoryStorage) -> dict[str, Any]:
+    (path,) = (name for name in storage.objects if name.startswith("parts/"))
+    value: dict[str, Any] = loads(storage.objects[path], kind="part", supported=(1, 0)).value
+    return value
+
+
+def reseal(storage: MemoryStorage, plain: dict[str, Any]) -> None:
+    """Put a changed part in place, with a manifest that vouches for it: every checksum is right."""
+    manifest = read_history(storage).tip
+    data = dumps(plain, kind="part", version=(1, 0))
+    path = manifest.parts[0].path
+    storage.objects[path] = data
+    ref = PartRef(rank=0, path=path, size_bytes=len(data), digest=short_digest(data))
+    storage.objects[slot_path(manifest.slot)] = entry_to_bytes(replace(manifest, parts=(ref,)))
+
+
+def set_row(name: str, at: int, value: Any, row: int = 0) -> Any:
+    def change(plain: dict[str, Any]) -> None:
+        plain[name][row][at] = value
+
+    return change
+
+
+CHANGES = [
+    set_row("files", 0, "../outside.safetensors"),
+    set_row("files", 0, "/etc/passwd"),
+    set_row("files", 0, "objects/../../outside"),
+    set_row("files", 0, "objects/./x"),
+    set_row("files", 0, "log/0000000000.lkc"),
+    set_row("files", 0, "objects/a\0b"),
+    set_row("files", 1, -5),
+    set_row("files", 1, 2**63),
+    set_row("files", 2, b"short"),
+    set_row("tensors", 0, "model/other"),
+    set_row("tensors", 1, "object"),
+    set_row("tensors", 1, "float64"),
+    set_row("tensors", 2, [2**40, 2**40]),
+    set_row("tensors", 2, [-1]),
+    set_row("tensors", 2, ["8", "8"]),
+    set_row("tensors", 4, 7),
+    set_row("tensors", 4, -1),
+    set_row("tensors", 5, [[5, 2]]),
+    set_row("tensors", 5, [[0, 2**40]]),
+    set_row("tensors", 5, [[0, 1], [0, 1]]),
+    set_row("tensors", 5, []),
+    set_row("trees", 1, BOOM),
+    set_row("trees", 1, pickle.dumps({"a": 1})),
+    set_row("trees", 1, dumps({"a": 1}, kind="log", version=(1, 0))),
+    set_row("trees", 1, b"\x81" * 10_000),
+    lambda plain: plain.update(rank=1),
+    lambda plain: plain.update(world_size=0),
+    lambda plain: plain.update(step=9),
+    lambda plain: plain.update(run="another"),
+    lambda plain: plain.update(cut=b""),
+    lambda plain: plain.update(files=[]),
+    lambda plain: plain.update(tensors={}),
+    lambda plain: plain.update(tensors=plain["tensors"] * 2),
+    lambda plain: plain.update(trees=plain["trees"] * 2),
+    lambda plain: plain.update(trees=[]),
+    lambda plain: plain.pop("trees"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_a_crafted_part_whose_checksums_are_right_is_refused(number: int) -> None:
+    storage = saved()
+    plain = plain_part(storage)
+    CHANGES[number](plain)
+    reseal(storage, plain)
+    touched: list[str] = []
+
+    class Watched(MemoryStorage):
+        def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+            touched.append(path)
+            return super().read(path, start, stop)
+
+    watched = Watched()
+    watched.objects = storage.objects
+    objects = training(seed=1) | {"n": Counter([2])}
+    before = str({name: one.state_dict() for name, one in objects.items()})
+    with pytest.warns(DamageWarning), pytest.raises(CheckpointDamaged):
+        manager(watched, objects).restore()
+    assert str({name: one.state_dict() for name, one in objects.items()}) == before
+    assert all(path.startswith(("log/", "parts/00", "objects/00")) for path in touched)
+
+
+def test_the_part_unchanged_is_taken() -> None:
+    storage = saved()
+    reseal(storage, plain_part(storage))
+    assert manager(storage, training(seed=1) | {"n": Counter()}).restore() == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        BOOM,
+        pickle.dumps([1, 2, 3]),
+        msgpack.packb({"attempt": 1}),
+        b"LAKECKPT",
+        b"LAKECKPT" + bytes(100),
+        msgpack.packb(msgpack.ExtType(99, b"x")),
+    ],
+)
+def test_bytes_that_are_not_ours_are_refused_as_parts_and_as_entries(data: bytes) -> None:
+    with pytest.raises(WireError):
+        PartRecord.from_bytes(data)
+    storage = saved()
+    storage.objects[slot_path(1)] = data
+    with pytest.warns(DamageWarning), pytest.raises(LakeckptError):
+        manager(storage, training() | {"n": Counter()}).restore()
