@@ -19,6 +19,7 @@ from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.data.arguments import flag, one_of, positive, whole
 from lakeckpt.data.epoch_file import EpochFile, Turn
 from lakeckpt.data.progress import Progress
 from lakeckpt.data.source import BatchSource, Output, split_rows
@@ -93,15 +94,14 @@ class LakeDataset(IterableDataset[Any]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("batch_size", batch_size), ("num_lanes", num_lanes)):
-            _positive(name, value, optional=True)
-        _positive("block_size", block_size)
-        _positive("shuffle_window", shuffle_window)
-        _one_of("tail", tail, ("short", "drop"))
-        _one_of("output", output, ("torch", "numpy", "arrow"))
-        _one_of("nulls", nulls, ("error", "mask"))
-        check_topology(rank, world_size)
-        if jagged and output != "torch":
+        batch_size = None if batch_size is None else positive("batch_size", batch_size)
+        num_lanes = None if num_lanes is None else positive("num_lanes", num_lanes)
+        block_size = positive("block_size", block_size)
+        shuffle_window = positive("shuffle_window", shuffle_window)
+        one_of("tail", tail, ("short", "drop"))
+        one_of("output", output, ("torch", "numpy", "arrow"))
+        one_of("nulls", nulls, ("error", "mask"))
+        if flag("jagged", jagged) and output != "torch":
             raise ConfigError(f'jagged=True gives nested tensors and needs output="torch", got output={output!r}')
         self.table = table if isinstance(table, Table) else open_table(table, storage_options=storage_options)
         self.batch_size = batch_size
@@ -111,15 +111,16 @@ class LakeDataset(IterableDataset[Any]):
         self.nulls: Literal["error", "mask"] = nulls
         self.has_transform = transform is not None
         self.block_size = block_size if batch_size is None else batch_size
-        self._explicit_rank = (rank, world_size)
+        self._explicit_rank = check_topology(rank, world_size)
         self._dp_group = dp_group
         self._pickled_topology: tuple[int, int] | None = None
         try:
-            spec = OrderSpec(seed=seed, shuffle=shuffle, window=shuffle_window if shuffle else 1)
+            window = shuffle_window if flag("shuffle", shuffle) else 1
+            spec = OrderSpec(seed=whole("seed", seed), shuffle=shuffle, window=window)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         index = self.table.index
-        if endless and not index.num_rows:
+        if flag("endless", endless) and not index.num_rows:
             raise ConfigError("endless=True needs a table with at least one row, and this one has none")
         kind: Tail = tail
         if self.row_wise and not endless:
@@ -164,7 +165,7 @@ class LakeDataset(IterableDataset[Any]):
         """(data-parallel rank, number of data-parallel ranks); ConfigError where it cannot be known."""
         if get_worker_info() is not None and self._pickled_topology is not None:
             return self._pickled_topology
-        return resolve_topology(*self._explicit_rank, self._dp_group)
+        return resolve_topology(self._explicit_rank, self._dp_group)
 
     @property
     def identity(self) -> Identity:
@@ -345,20 +346,11 @@ def _chosen(table: Table, columns: Sequence[str] | None) -> list[str] | None:
     if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
         raise ConfigError(f"columns must be a list of names, got {columns!r}")
     names = list(columns)
+    if not names:
+        raise ConfigError("columns must name at least one column, got none")
     if len(set(names)) != len(names):
         raise ConfigError(f"columns are named twice: {sorted({name for name in names if names.count(name) > 1})}")
     missing = [name for name in names if name not in table.schema.names]
     if missing:
         raise SchemaError(f"the table has no column {', '.join(map(repr, missing))}; it has {table.schema.names}")
     return names
-
-
-def _positive(name: str, value: Any, *, optional: bool = False) -> None:
-    if (value is None and optional) or (type(value) is int and value >= 1):
-        return
-    raise ConfigError(f"{name} must be a positive integer{' or None' if optional else ''}, got {value!r}")
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.data.arguments import whole
 from lakeckpt.data.dataset import LakeDataset, items_of
 from lakeckpt.data.routing import Failure, Reads, RoutedLoader
 from lakeckpt.errors import ConfigError
@@ -62,7 +63,8 @@ class LakeLoader(DataLoader[Any]):
     ) -> None:
         if not isinstance(dataset, LakeDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
-        if type(num_workers) is not int or num_workers < 0:
+        num_workers = whole("num_workers", num_workers)
+        if num_workers < 0:
             raise ConfigError(f"num_workers must be an integer of at least 0, got {num_workers!r}")
         options: dict[str, Any] = {
             "num_workers": num_workers,

@@ -11,27 +11,32 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lakeckpt.data.arguments import whole
 from lakeckpt.errors import ConfigError
 
 __all__ = ["check_topology", "resolve_topology"]
 
 
-def check_topology(rank: int | None, world_size: int | None) -> None:
-    """Refuse a rank without a world size, or outside of it."""
-    if (rank is None) != (world_size is None):
+def check_topology(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    """Return (rank, world size), or None where neither is given; refuse one alone, and a rank outside of the size."""
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
         raise ConfigError(f"rank and world_size go together, got rank={rank} and world_size={world_size}")
-    if rank is not None and world_size is not None and not 0 <= rank < world_size:
+    rank, world_size = whole("rank", rank), whole("world_size", world_size)
+    if not 0 <= rank < world_size:
         raise ConfigError(f"rank must be in [0, world_size), got rank={rank} and world_size={world_size}")
+    return rank, world_size
 
 
-def resolve_topology(rank: int | None, world_size: int | None, dp_group: Any) -> tuple[int, int]:
+def resolve_topology(explicit: tuple[int, int] | None, dp_group: Any) -> tuple[int, int]:
     """Return (data-parallel rank, number of data-parallel ranks).
 
     ``dp_group`` is a ProcessGroup or a one-dimensional DeviceMesh. Raises ConfigError where the environment says that
     there are several processes (WORLD_SIZE > 1) and nothing says which of them read the same rows.
     """
-    if rank is not None and world_size is not None:
-        return rank, world_size
+    if explicit is not None:
+        return explicit
     if dp_group is not None:
         group = dp_group.get_group() if hasattr(dp_group, "get_group") else dp_group
         return dist.get_rank(group), dist.get_world_size(group)

@@ -1,0 +1,383 @@
+"""LakeLoader in one process: epochs, breaks, ends, and where it says that it is."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from lakeckpt import LakeDataset, LakeLoader, open_table
+from lakeckpt.errors import ConfigError, StateInvalid, StateMismatch, StateUnavailable
+from lakeckpt.testing import LakeSpec
+from tests.data.reading import ROWS, as_json, flat, ids, loader_of, some
+
+EVERY = list(range(ROWS))
+
+
+def test_it_is_a_torch_dataloader_whose_iterations_are_epochs(lake: Path) -> None:
+    loader = loader_of(lake)
+    assert isinstance(loader, DataLoader) and loader.dataset.table is loader.table
+    epochs = []
+    orders = []
+    for _ in range(3):
+        epochs.append(loader.epoch)
+        orders.append(flat(loader))
+    assert epochs == [0, 1, 2] and loader.epoch == 3
+    assert [sorted(order) for order in orders] == [EVERY] * 3 and len({tuple(order) for order in orders}) == 3
+    assert [flat(again) for again in itertools.repeat(loader_of(lake), 3)] == orders
+
+
+def test_unshuffled_one_rank_reads_in_table_order(lake: Path) -> None:
+    assert flat(loader_of(lake, shuffle=False)) == EVERY
+
+
+def test_shuffled_rows_come_from_their_window_only(lake: Path) -> None:
+    order = flat(loader_of(lake, shuffle_window=1))
+    groups = [range(7), range(7, 12), range(12, 21), range(21, 25), range(25, 26), range(26, 37)]
+    runs = [next(i for i, group in enumerate(groups) if row in group) for row in order]
+    assert len([run for run, _ in itertools.groupby(runs)]) == len(groups)
+    assert order != sorted(order)
+
+
+def test_after_a_break_the_next_iteration_goes_on(lake: Path) -> None:
+    whole = ids(loader_of(lake))
+    loader = loader_of(lake)
+    found: list[Any] = []
+    for count in (1, 3, 0, 2):
+        found += ids(some(loader, count))
+        assert loader.epoch == 0
+    assert found + ids(loader) == whole and loader.epoch == 1
+
+
+def test_rewind_begins_the_epoch_at_hand_again(lake: Path) -> None:
+    loader = loader_of(lake)
+    list(loader)
+    some(loader, 4)
+    loader.rewind()
+    assert loader.last_receipt is None and loader.epoch == 1
+    reference = loader_of(lake)
+    reference.set_epoch(1)
+    assert ids(loader) == ids(reference)
+
+
+def test_set_epoch_goes_there_and_does_nothing_in_the_middle_of_it(lake: Path) -> None:
+    loader = loader_of(lake)
+    first = ids(some(loader, 3))
+    loader.set_epoch(0)
+    assert first + ids(loader) == ids(loader_of(lake))
+    loader.set_epoch(1)  # where it is anyway
+    assert loader.epoch == 1 and len(some(loader, 2)) == 2
+    loader.set_epoch(7)
+    assert loader.epoch == 7 and flat(loader) != flat(loader_of(lake)) and loader.epoch == 8
+    with pytest.raises(ConfigError, match="counted from 0"):
+        loader.set_epoch(-1)
+
+
+def test_the_usual_loop_over_epochs_goes_on_where_a_state_was_made(lake: Path) -> None:
+    def train(loader: LakeLoader, stop_after: int | None = None) -> list[tuple[int, int]]:
+        seen = []
+        for epoch in range(loader.epoch, 3):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                seen += [(epoch, row) for row in batch["id"].tolist()]
+                if stop_after is not None and len(seen) >= stop_after:
+                    return seen
+        return seen
+
+    whole = train(loader_of(lake))
+    for stop in (0, 1, 30, 37, 60, 74, 111):
+        loader = loader_of(lake)
+        before = train(loader, stop) if stop else []
+        resumed = loader_of(lake)
+        resumed.load_state_dict(as_json(loader.state_dict()))
+        assert before + train(resumed) == whole, stop
+
+
+@pytest.mark.parametrize("change", ["iterate", "load", "rewind", "set_epoch", "the dataset"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_from_before_a_change_of_place_is_refused(lake: Path, change: str, workers: int) -> None:
+    loader = loader_of(lake, num_workers=workers, loader={"persistent_workers": True} if workers else {})
+    old = iter(loader)
+    before = ids([next(old), next(old)])
+    again = None
+    if change == "iterate":
+        again = iter(loader)
+    elif change == "load":
+        loader.load_state_dict(loader.state_dict())
+    elif change == "rewind":
+        loader.rewind()
+    elif change == "set_epoch":
+        loader.set_epoch(3)
+    else:
+        again = iter(loader.dataset)
+        next(again)
+    state = loader.state_dict()
+    for _ in range(2):
+        with pytest.raises((StateUnavailable, StopIteration), match=r"out of date|^$"):
+            next(old)
+    assert loader.state_dict() == state
+    if change == "iterate":
+        assert again is not None
+        assert before + ids(again) == ids(loader_of(lake, num_lanes=1))
+
+
+def test_len_is_the_steps_of_this_rank_before_during_and_after(lake: Path) -> None:
+    for world_size, tail in itertools.product((1, 2, 5), ("short", "drop")):
+        for rank in range(world_size):
+            loader = loader_of(lake, rank=rank, world_size=world_size, tail=tail)
+            told = len(loader)
+            taken = len(some(loader, told - 1))
+            assert len(loader) == told
+            assert len([1 for _ in loader]) + taken == told == len(loader)
+    with pytest.raises(TypeError, match="no length"):
+        len(loader_of(lake, endless=True))
+
+
+def test_row_wise_len_is_the_rows_of_this_rank(lake: Path) -> None:
+    for world_size, tail, block in itertools.product((1, 2, 5), ("short", "drop"), (3, 1024)):
+        counts = []
+        for rank in range(world_size):
+            loader = loader_of(
+                lake, batch_size=None, block_size=block, rank=rank, world_size=world_size, tail=tail, num_lanes=10
+            )
+            rows = flat(loader)
+            assert len(loader) == len(rows) == len(loader.dataset)
+            counts.append(len(rows))
+        assert max(counts) - min(counts) <= (tail == "short")
+        assert sum(counts) == ROWS or (tail == "drop" and sum(counts) >= ROWS - 10 - world_size)
+
+
+def test_dropped_tails_are_only_the_ends_of_lanes(lake: Path) -> None:
+    batches = ids(loader_of(lake, tail="drop", num_lanes=2))
+    assert all(len(batch) == 4 for batch in batches) and len(batches) == 8
+    assert len({row for batch in batches for row in batch}) == 32
+
+
+def test_an_endless_stream_goes_on_over_epochs_and_restores(lake: Path) -> None:
+    loader = loader_of(lake, endless=True, num_lanes=3)
+    whole = ids(some(loader, 60))
+    assert all(len(batch) == 4 for batch in whole)
+    counts = [[row for batch in whole for row in batch].count(row) for row in EVERY]
+    assert sum(counts) == 240 and max(counts) - min(counts) <= 2
+    assert loader.epoch == 0
+    resumed = loader_of(lake, endless=True, num_lanes=3)
+    middle = loader_of(lake, endless=True, num_lanes=3)
+    before = ids(some(middle, 25))
+    resumed.load_state_dict(as_json(middle.state_dict()))
+    assert before + ids(some(resumed, 35)) == whole
+    for call in (loader.rewind, lambda: loader.set_epoch(4)):
+        with pytest.raises(ConfigError, match="endless"):
+            call()
+
+
+@pytest.mark.parametrize("files", [((),), ((0,),), ((1,),), ((0, 1), ()), ((2, 1),)])
+def test_tables_of_no_row_one_row_or_fewer_rows_than_ranks(tmp_path: Path, files: Any) -> None:
+    spec = LakeSpec(files=files)
+    folder = spec.write(tmp_path / "few")
+    for batch_size, num_workers in ((4, 0), (None, 0), (4, 1)):
+        counts = []
+        rows = []
+        for rank in range(5):
+            loader = loader_of(folder, batch_size=batch_size, rank=rank, world_size=5, num_workers=num_workers)
+            items = list(loader)
+            counts.append(len(items))
+            rows += flat(items)
+            assert all(item["id"].shape == ((0,) if not item.receipt.rows else (1,)) for item in items if batch_size)
+            assert loader.epoch == 1
+            resumed = loader_of(folder, batch_size=batch_size, rank=rank, world_size=5)
+            resumed.load_state_dict(as_json(loader.state_dict()))
+            assert len(list(resumed)) == counts[-1]
+        assert sorted(rows) == list(range(spec.rows))
+        assert batch_size is None or len(set(counts)) == 1
+    if not spec.rows:
+        with pytest.raises(ConfigError, match="at least one row"):
+            loader_of(folder, endless=True)
+
+
+def test_unicode_column_names_and_projection_in_the_order_asked_for(tmp_path: Path) -> None:
+    table = pa.table({"größe": [1, 2], "日本": ["a", "b"], "a b.c": [0.5, 1.5]})
+    pq.write_table(table, tmp_path / "ü.parquet")
+    (batch,) = LakeLoader(LakeDataset(tmp_path, batch_size=2, columns=["a b.c", "größe"]))
+    assert list(batch) == ["a b.c", "größe"] and batch["größe"].tolist() == [1, 2]
+    (batch,) = LakeLoader(LakeDataset(tmp_path, batch_size=2))
+    assert batch["日本"].tolist() == ["a", "b"]
+
+
+def test_a_dataset_goes_through_pickle_and_copies_with_its_place(lake: Path) -> None:
+    dataset = LakeDataset(open_table(lake), batch_size=4, shuffle=True)
+    whole = flat(LakeDataset(lake, batch_size=4, shuffle=True))
+    before = flat(some(dataset, 3))
+    for other in (pickle.loads(pickle.dumps(dataset)), copy.deepcopy(dataset)):
+        assert before + flat(other) == whole
+    assert before + flat(dataset) == whole
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(0, 30),
+    batch_size=st.integers(1, 7),
+    ends=st.sampled_from([("short", "rows"), ("drop", "even")]),
+    steps=st.integers(0, 8),
+    row=st.integers(0, 5),
+)
+def test_states_of_rows_and_of_batches_go_on_in_each_other(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, batch_size: int, ends: tuple[str, str], steps: int, row: int
+) -> None:
+    folder = LakeSpec(files=((rows // 2, rows - rows // 2),)).write(tmp_path_factory.mktemp("t"))
+    whole = set(range(rows))
+    for first, second in itertools.permutations([batch_size, None]):
+        one = loader_of(folder, batch_size=first, block_size=4, tail=ends[0], num_lanes=2)
+        before = flat(some(one, steps if first else 4 * steps + row))
+        other = loader_of(folder, batch_size=second, block_size=3, tail=ends[0], num_lanes=2)
+        other.load_state_dict(as_json(one.state_dict()))
+        after = flat(other) if other.epoch == 0 else []
+        found = before + after
+        assert len(set(found)) == len(found) and set(found) <= whole
+        if ends[0] == "short":
+            assert set(found) == whole
+
+
+def test_an_accepted_change_of_the_tail_reads_what_is_left_exactly(lake: Path) -> None:
+    for taken in range(10):
+        short = loader_of(lake, num_lanes=3)
+        before = ids(some(short, taken))
+        refused = loader_of(lake, num_lanes=3, tail="drop")
+        with pytest.raises(StateMismatch, match=r"tail: 'drop' became 'short'.*accept_changes"):
+            refused.load_state_dict(short.state_dict())
+        dropping = loader_of(lake, num_lanes=3, tail="drop", accept_changes=["tail"])
+        dropping.load_state_dict(short.state_dict())
+        rest = ids(dropping)
+        rows = [row for batch in before + rest for row in batch]
+        assert len(set(rows)) == len(rows) and all(len(batch) == 4 for batch in rest)
+        assert len(rows) > ROWS - 3 * 4 - 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"batch_size": 0}, "batch_size must be a positive integer up to 2147483648, got 0"),
+        ({"batch_size": 2.0}, "batch_size"),
+        ({"batch_size": True}, "batch_size"),
+        ({"num_lanes": -1}, "num_lanes"),
+        ({"block_size": 0}, "block_size"),
+        ({"shuffle_window": 0}, "shuffle_window"),
+        ({"tail": "long"}, "tail must be one of 'short', 'drop', got 'long'"),
+        ({"output": "jax"}, "output"),
+        ({"nulls": "zero"}, "nulls"),
+        ({"rank": 1}, "rank and world_size go together"),
+        ({"rank": 2, "world_size": 2}, "rank must be in"),
+        ({"rank": 0, "world_size": 0}, "rank must be in"),
+        ({"jagged": True, "output": "numpy"}, "jagged"),
+        ({"columns": "id"}, "columns must be a list of names"),
+        ({"columns": ["id", "id"]}, "twice"),
+        ({"columns": ["id", 3]}, "columns"),
+        ({"columns": ["di"]}, "no column 'di'"),
+        ({"columns": []}, "at least one"),
+        ({"transform": 3}, "transform must be callable"),
+        ({"seed": 2**64}, "seed must fit 64 bits"),
+        ({"seed": "7"}, "seed must be an integer, got '7'"),
+        ({"seed": True}, "seed must be an integer, got True"),
+        ({"shuffle": "yes"}, "shuffle must be True or False, got 'yes'"),
+        ({"endless": 1}, "endless must be True or False"),
+        ({"jagged": None}, "jagged must be True or False"),
+        ({"rank": "0", "world_size": 2}, "rank must be an integer"),
+        ({"batch_size": 2**40}, "up to 2147483648"),
+        ({"accept_changes": ["rows"]}, "accept_changes may name"),
+        ({"accept_changes": "table"}, "accept_changes"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named(lake: Path, arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        LakeDataset(lake, **{"batch_size": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"num_workers": -1}, "num_workers"),
+        ({"num_workers": 1.0}, "num_workers"),
+        ({"prefetch_factor": 2}, "prefetch_factor"),
+        ({"persistent_workers": True}, "persistent_workers"),
+        ({"num_workers": 1, "multiprocessing_context": "thread"}, "multiprocessing_context"),
+        ({"num_workers": 1, "timeout": -1}, "timeout"),
+    ],
+)
+def test_loader_arguments_that_cannot_be_are_named(lake: Path, arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        LakeLoader(LakeDataset(lake, batch_size=4), **arguments)
+
+
+def test_a_loader_reads_a_lakedataset_only(lake: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reads a lakeckpt\.LakeDataset, got list"):
+        LakeLoader([1])  # type: ignore[arg-type]
+
+
+def test_more_lanes_than_can_be_planned_are_refused(lake: Path) -> None:
+    loader = loader_of(lake, num_lanes=2**21)
+    with pytest.raises(ConfigError, match="at most 1048576 lanes"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("state", [None, [], "x", {}, {"format": "lakeckpt.reader/2"}, {"format": "lakeckpt.worker/1"}])
+def test_what_is_no_state_is_refused_without_a_change(lake: Path, state: Any) -> None:
+    loader = loader_of(lake)
+    some(loader, 2)
+    before = loader.state_dict()
+    with pytest.raises(StateInvalid):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"seed": 8}, "seed: 8 became 0"),
+        ({"shuffle": False}, "shuffle: False became True"),
+        ({"shuffle_window": 2}, "window: 2 became 4"),
+        ({"endless": True}, "endless: True became False"),
+    ],
+)
+def test_a_state_of_another_order_is_refused_and_says_what_differs(
+    lake: Path, change: dict[str, Any], match: str
+) -> None:
+    source = loader_of(lake)
+    some(source, 2)
+    other = loader_of(lake, **change)
+    some(other, 1)
+    before = other.state_dict()
+    with pytest.raises(StateMismatch, match=match):
+        other.load_state_dict(source.state_dict())
+    assert other.state_dict() == before
+
+
+def test_another_table_of_as_many_rows_is_read_only_when_accepted(lake: Path, tmp_path: Path) -> None:
+    other = LakeSpec(files=((ROWS,),)).write(tmp_path / "other")
+    source = loader_of(lake)
+    before = flat(some(source, 3))
+    with pytest.raises(StateMismatch, match=r"table: '\w+' became '\w+'.*accept_changes"):
+        loader_of(other).load_state_dict(source.state_dict())
+    accepted = loader_of(other, accept_changes=["table"])
+    accepted.load_state_dict(source.state_dict())
+    assert len(before) + len(flat(accepted)) == ROWS
+    fewer = loader_of(LakeSpec().write(tmp_path / "fewer"), accept_changes=["table"])
+    with pytest.raises(StateMismatch, match="rows: 12 became 37"):
+        fewer.load_state_dict(source.state_dict())
+
+
+def test_integers_of_numpy_are_integers(lake: Path) -> None:
+    made = {"batch_size": np.int64(4), "seed": np.uint8(3), "rank": np.int32(0), "world_size": np.int64(1)}
+    loader = loader_of(lake, num_workers=np.int8(0), **made)  # type: ignore[arg-type]
+    some(loader, 1)
+    resumed = loader_of(lake, seed=3)
+    resumed.load_state_dict(as_json(loader.state_dict()))
+    assert ids(resumed) == ids(loader)
