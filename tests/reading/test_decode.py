@@ -41,7 +41,7 @@ def test_decoded_rows_are_those_of_pyarrow_for_every_type_that_parquet_holds(
         try:
             pq.write_table(pa.Table.from_arrays([column], schema=pa.schema([field])), path, row_group_size=size)
             reference = pq.read_table(path)
-        except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+        except pa.ArrowException:  # what Arrow itself cannot write or read back
             assume(False)
         table = open_table(path)
         decoder = RowGroupDecoder(table)

@@ -249,7 +249,7 @@ def test_shuffled_windows_hold_every_type_that_parquet_holds_also_where_offsets_
         try:
             pq.write_table(pa.Table.from_arrays([column], schema=pa.schema([field])), path, row_group_size=size)
             reference = to_pylist(convert(pq.read_table(path), nulls="mask"), "x")
-        except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+        except pa.ArrowException:  # what Arrow itself cannot write or read back
             assume(False)
         table = open_table(path)
         layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
