@@ -7,6 +7,7 @@ the bare sort of as many random 64-bit words, which is the physical limit of ord
 from __future__ import annotations
 
 import numpy as np
+
 from benchmarks.measure import measure, report
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Plan, start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 
 import numpy as np
@@ -28,7 +29,7 @@ def test_any_pairs_become_sorted_intervals_that_do_not_touch(pairs: list[tuple[i
     assert as_set(found) == set_of(pairs)
     assert found.size == len(set_of(pairs))
     flat = [edge for pair in found.pairs() for edge in pair]
-    assert all(a < b for a, b in zip(flat, flat[1:], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(flat))
     assert Intervals.of(found.pairs()) == found == pickle.loads(pickle.dumps(found))
     assert hash(found) == hash(Intervals.of(list(reversed(pairs))))
 

@@ -1,4 +1,4 @@
-"""The order of an epoch: every row has one position, lanes and windows partition positions, nothing else plays a part."""
+"""The order of an epoch: every row has one position; lanes and windows partition positions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Runs `train.py` as the ranks of a job, kills them, starts them anew, and counts the rows of the surviving history.
 
-Only processes that it started are ended, by their ids. A kill is placed by what the job has *done* (a number of lines in
-its notes) and then by a short random wait of the job's own making, so that it falls anywhere: in a step, in a save, in a
-commit.
+Only processes that it started are ended, by their ids. A kill is placed by what the job has *done* (a number of lines
+in its notes) and then by a short random wait of the job's own making, so that it falls anywhere: in a step, in a save,
+in a commit.
 """
 
 from __future__ import annotations
