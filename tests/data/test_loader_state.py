@@ -1,0 +1,226 @@
+"""The state of a loader: of what the loop received, at any moment and as of any receipt; what checkpoints ask."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lakeckpt import Batch, LakeLoader, Receipt
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.plan import consumption
+from lakeckpt.core.state import ReaderState
+from lakeckpt.errors import StateUnavailable
+from lakeckpt.testing import LakeSpec
+from lakeckpt.testing.observed import positions_of
+from tests.data.reading import ROWS, as_json, flat, ids, loader_of, some
+
+
+def test_the_state_is_plain_and_the_same_however_often_it_is_asked_for(lake: Path) -> None:
+    loader = loader_of(lake)
+    moments = [loader.state_dict()]
+    for _ in loader:
+        moments.append(loader.state_dict())
+        assert loader.state_dict() == moments[-1] == as_json(moments[-1])
+    moments.append(loader.state_dict())
+    assert len({json.dumps(state) for state in moments}) == len(moments)
+    assert moments[-1]["epoch"] == 1 and moments[-1]["step"] == 0
+    for state in moments:
+        assert ReaderState.from_plain(state).to_plain() == state
+
+
+def test_a_state_that_was_handed_out_never_changes(lake: Path) -> None:
+    loader = loader_of(lake)
+    some(loader, 2)
+    state = loader.state_dict()
+    before = as_json(state)
+    state["segments"].append("rubbish")
+    list(loader)
+    assert before["segments"] != state["segments"]
+    other = loader_of(lake)
+    other.load_state_dict(before)
+    given = as_json(before)
+    list(other)
+    assert before == given
+
+
+def test_every_rank_gives_the_same_state(lake: Path) -> None:
+    for world_size, batch_size in itertools.product((2, 3), (4, None)):
+        loaders = [
+            loader_of(lake, rank=rank, world_size=world_size, batch_size=batch_size) for rank in range(world_size)
+        ]
+        for _ in zip(*loaders, strict=False):
+            states = [loader.state_dict() for loader in loaders]
+            assert all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize("case", [{}, {"batch_size": None, "block_size": 5}, {"endless": True}])
+def test_the_state_as_of_every_recent_receipt_is_the_one_of_that_moment(lake: Path, case: dict[str, Any]) -> None:
+    loader = loader_of(lake, **case)
+    moments: list[tuple[Receipt, Any]] = []
+    for _ in range(2 if not case.get("endless") else 1):
+        for item in itertools.islice(loader, 60):
+            assert loader.last_receipt == item.receipt
+            moments.append((item.receipt, loader.state_dict()))
+    assert len(moments) >= 20
+    for receipt, state in moments:
+        plain = Receipt.from_plain(as_json(receipt.to_plain()))
+        assert loader.state_dict(at=plain) == state == loader.state_dict(receipt)
+
+
+def test_receipts_from_before_the_mark_or_of_others_are_refused(lake: Path) -> None:
+    loader = loader_of(lake)
+    receipts = [batch.receipt for batch in some(loader, 6)]
+    loader.mark(at=receipts[3])
+    assert loader.state_dict(at=receipts[3])["step"] == 4
+    assert loader.state_dict(at=receipts[5])["step"] == 6
+    for receipt in receipts[:3]:
+        with pytest.raises(StateUnavailable, match="not among what this loader has delivered since"):
+            loader.state_dict(at=receipt)
+    ahead = [batch.receipt for batch in loader_of(lake)]
+    with pytest.raises(StateUnavailable):
+        loader.state_dict(at=ahead[7])
+    wide = [batch.receipt for batch in some(loader_of(lake, rank=0, world_size=2), 5)]
+    with pytest.raises(StateUnavailable):
+        loader.state_dict(at=wide[4])
+    loader.mark()
+    with pytest.raises(StateUnavailable):
+        loader.state_dict(at=receipts[4])
+
+
+def test_row_by_row_the_mark_itself_is_still_known(lake: Path) -> None:
+    loader = loader_of(lake, batch_size=None, block_size=4)
+    for row in itertools.islice(loader, 23):
+        loader.mark(at=row.receipt)
+        assert loader.state_dict(at=row.receipt) == loader.state_dict()
+        assert loader.stretches() == []
+
+
+def test_nothing_is_received_before_the_first_batch_and_after_loading(lake: Path) -> None:
+    loader = loader_of(lake)
+    assert loader.last_receipt is None and loader.stretches() == []
+    some(loader, 2)
+    assert loader.last_receipt is not None
+    loader.load_state_dict(loader.state_dict())
+    assert loader.last_receipt is None
+    state = loader_of(lake).state_dict()
+    fresh = loader_of(lake, num_workers=0)
+    fresh.load_state_dict(state)
+    assert ids(fresh) == ids(loader_of(lake))
+
+
+def test_lanes_of_the_first_start_are_kept_whatever_the_workers(lake: Path) -> None:
+    first = loader_of(lake, num_workers=3)
+    state = first.state_dict()
+    assert state["segments"] == [[0, 0, 3, 4, 1]]
+    resumed = loader_of(lake)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert ids(resumed) == ids(loader_of(lake, num_lanes=3))
+
+
+def test_asking_a_dataset_changes_nothing_for_the_loader_over_it(lake: Path) -> None:
+    asked = loader_of(lake, num_workers=2)
+    asked.dataset.state_dict()
+    len(asked.dataset)
+    assert asked.state_dict() == loader_of(lake, num_workers=2).state_dict()
+
+
+def positions_since(batches: list[Batch]) -> dict[int, Intervals]:
+    found: dict[int, Intervals] = {}
+    for batch in batches:
+        for epoch, positions in positions_of(batch.receipt).items():
+            found[epoch] = found.get(epoch, Intervals.empty()).union(positions)
+    return found
+
+
+def stretched(loader: LakeLoader, at: Receipt | None = None) -> dict[int, Intervals]:
+    found: dict[int, Intervals] = {}
+    for begin, end in loader.stretches(at):
+        for epoch, positions in consumption(begin, end).items():
+            assert not found.get(epoch, Intervals.empty()).intersection(positions)
+            found[epoch] = found.get(epoch, Intervals.empty()).union(positions)
+    return found
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 14),  # batches taken
+            st.sampled_from(["go on", "mark", "mark at", "reload", "finish"]),
+        ),
+        max_size=8,
+    ),
+    st.booleans(),
+)
+def test_stretches_are_what_was_received_since_the_mark(
+    uneven: Path, actions: list[tuple[int, str]], endless: bool
+) -> None:
+    loader = loader_of(uneven, endless=endless, num_lanes=2)
+    since: list[Batch] = []
+    for count, action in actions:
+        for batch in itertools.islice(loader, count):
+            since.append(batch)
+        if action == "finish" and not endless:
+            since += list(loader)
+        if action == "mark":
+            loader.mark()
+            since = []
+        elif action == "mark at" and since:
+            place = len(since) // 2
+            assert stretched(loader, since[place].receipt) == positions_since(since[: place + 1])
+            loader.mark(since[place].receipt)
+            since = since[place + 1 :]
+        elif action == "reload":
+            loader.load_state_dict(as_json(loader.state_dict()))
+        assert stretched(loader) == positions_since(since)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return LakeSpec(files=((7, 0, 5), (9, 4))).write(tmp_path_factory.mktemp("uneven"))
+
+
+def test_a_rewound_epoch_shows_as_two_stretches_over_the_same_rows(lake: Path) -> None:
+    loader = loader_of(lake)
+    some(loader, 3)
+    loader.rewind()
+    some(loader, 5)
+    first, second = loader.stretches()
+    once, again = consumption(*first)[0], consumption(*second)[0]
+    assert once.intersection(again) == once and again.size == 20
+
+
+def test_a_lost_state_shows_as_two_stretches_over_the_same_rows(lake: Path) -> None:
+    loader = loader_of(lake)
+    early = loader.state_dict()
+    some(loader, 3)
+    loader.load_state_dict(early)
+    some(loader, 2)
+    assert [consumption(*pair)[0].size for pair in loader.stretches()] == [12, 8]
+
+
+def test_the_state_stays_small_over_many_changes_of_topology(lake: Path) -> None:
+    rows: list[int] = []
+    state: Any = None
+    for turn in range(60):
+        world_size = 1 + turn % 3
+        loaders = [
+            loader_of(lake, batch_size=1, num_lanes=6, rank=rank, world_size=world_size) for rank in range(world_size)
+        ]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+            if loader.epoch == 0:
+                rows += flat(some(loader, turn % 2))
+        state = as_json(loaders[0].state_dict())
+        assert len(json.dumps(state)) < 4096 and len(state["segments"]) <= 32
+    rest = loader_of(lake, batch_size=1, num_lanes=6)
+    rest.load_state_dict(state)
+    assert sorted(rows + (flat(rest) if rest.epoch == 0 else [])) == list(range(ROWS))
