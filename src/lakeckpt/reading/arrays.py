@@ -17,7 +17,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["bits", "canonical", "join", "narrowed", "plain", "plain_type", "view", "wide"]
+__all__ = [
+    "MAX_NARROW_BYTES",
+    "bits",
+    "canonical",
+    "canonical_type",
+    "join",
+    "narrowed",
+    "plain",
+    "plain_type",
+    "view",
+    "wide",
+]
 
 MAX_NARROW_BYTES = 2**31 - 1
 """What 32-bit offsets can address."""
