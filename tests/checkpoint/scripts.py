@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter as Multiset
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 import lakeckpt
 from lakeckpt.checkpoint.ledger import History
@@ -72,7 +74,8 @@ class Script:
     ) -> int:
         """Restore, then make ``steps`` optimizer steps; the number of steps done."""
         ranks = self.loaders(world_size, **options)
-        manager = CheckpointManager(self.storage, {"count": Counter(), "reader": ranks[0]}, every=every, keep=keep)
+        state = {"count": Counter(), "model": torch.nn.Linear(3, 2), "reader": ranks[0]}
+        manager = CheckpointManager(self.storage, state, every=every, keep=keep)
         if lose_state:
             ranks[0].load_state_dict = lambda state: None  # type: ignore[method-assign]
         done = manager.restore()
@@ -120,8 +123,6 @@ def _rows(loader: lakeckpt.LakeLoader, item: Any) -> list[tuple[int, int]]:
 
 def without(history: History, slot: int) -> History:
     """The history as if the checkpoint in ``slot`` had never been: its child goes on from its parent."""
-    from dataclasses import replace
-
     lost = next(one for one in history.chain if one.slot == slot)
     chain = [
         replace(one, parent=lost.parent) if one.parent == slot else one for one in history.chain if one.slot != slot

@@ -334,7 +334,8 @@ def test_a_newest_entry_that_cannot_be_read_stands_against_a_proof(table: Path) 
     assert slot_path(tip.slot) in report.every_doubt[0]
 
 
-def test_without_the_index_nothing_is_proved_and_violations_are_still_seen(table: Path) -> None:
+def test_without_the_index_nothing_is_proved_and_violations_are_still_seen(table: Path, tmp_path: Path) -> None:
+    other = write_table(tmp_path, files=[(ROWS,)])
     script = Script(table)
     script.attempt(12)
     (index,) = [path for path in script.storage.objects if path.startswith("index/")]
@@ -342,7 +343,7 @@ def test_without_the_index_nothing_is_proved_and_violations_are_still_seen(table
     assert audited(script).verdict == "unproved"
     script.storage.objects[index] = data[:-1]
     assert audited(script).verdict == "unproved"
-    script.storage.objects[index] = lakeckpt.open_table(str(table / "part-0.parquet")).index.dumps()
+    script.storage.objects[index] = lakeckpt.open_table(str(other)).index.dumps()
     assert audited(script).verdict == "unproved"
     script.storage.objects[index] = data
     script.attempt(8, lose_state=True)

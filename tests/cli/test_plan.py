@@ -70,6 +70,8 @@ def test_memory_is_that_of_the_windows_that_are_open(tmp_path: Path, ask: Ask) -
     assert (flat["windows_open"], flat["window_bytes"], flat["memory_bytes"]) == (2, 800, 1600)
     _, mixed = ask("plan", tmp_path, *words, "--shuffle", "--window", 4)
     assert (mixed["windows_open"], mixed["window_bytes"], mixed["memory_bytes"]) == (2, 3200, 6400)
+    _, narrow = ask("plan", tmp_path, *words, "--shuffle", "--window", 8, "--lanes", 10)  # a window ends with its lane
+    assert (narrow["windows_open"], narrow["window_bytes"], narrow["most_memory_bytes"]) == (5, 1600, 8000)
 
 
 @pytest.mark.parametrize(("lanes", "cut"), [(1, 0), (2, 0), (4, 0), (8, 4), (40, 20), (3, 2)])

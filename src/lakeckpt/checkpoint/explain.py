@@ -248,7 +248,10 @@ class _Explainer:
                 yield run.at(one), run.first + one == step
 
     def _find(self, frontier: Frontier, at: int, begin: Place) -> int | None:
-        """The first stretch from ``at`` on in which ``frontier`` lies; None where it lies before all of them."""
+        """The first stretch from ``at`` on in which ``frontier`` lies; None where it lies before all of them.
+
+        A frontier that does not move is a step that read nothing, not one that began the epoch again and came as far.
+        """
         place = (frontier.step, frontier.row)
         for index in range(at, len(self._pairs)):
             first, last = self._pairs[index]
