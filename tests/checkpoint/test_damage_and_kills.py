@@ -304,3 +304,17 @@ def test_every_file_on_a_real_disk_is_covered(tmp_path: Path) -> None:
                 pass
         assert caught
         path.write_bytes(whole)
+
+
+def test_checkpoints_whose_data_retention_removed_are_not_tried_one_by_one() -> None:
+    storage = MemoryStorage()
+    saver = manager(storage, {"n": Counter([1.0])}, every=1, keep=2)
+    saver.restore()
+    for _ in range(20):
+        saver.step()
+    for name in storage.objects:
+        if name.startswith("parts/"):
+            storage.objects[name] += b"?"
+    with pytest.warns(DamageWarning) as caught, pytest.raises(CheckpointDamaged):
+        manager(storage, {"n": Counter()}).restore()
+    assert len(caught) == 2

@@ -53,7 +53,7 @@ def test_what_a_newer_attempt_writes_is_never_touched() -> None:
     storage = MemoryStorage()
     run(storage, 2, keep=1)
     newest = read_history(storage).tip
-    storage.put("parts/0000000009/000000000004-000003/00000.lkc", [b"of another"])
+    storage.put("parts/0000000009/000000000004-000000/00000.lkc", [b"of another"])
     storage.put("parts/0000000000/000000000003-000002/00000.lkc", [b"of our next save"])
     prune(storage, newest, keep=1)
     assert len(folders(storage)) == 3

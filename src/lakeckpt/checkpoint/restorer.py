@@ -27,6 +27,7 @@ from lakeckpt.checkpoint.ledger import index_path
 from lakeckpt.checkpoint.load import Loaded, load
 from lakeckpt.checkpoint.log import Damage, LogView, SlotTaken, list_slots, put_entry, read_entry, read_log, slot_path
 from lakeckpt.checkpoint.manifest import Begin, Manifest
+from lakeckpt.checkpoint.parts import PARTS
 from lakeckpt.checkpoint.random_states import derive_random, restore_random
 from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
 from lakeckpt.checkpoint.saver import Attempt
@@ -115,7 +116,7 @@ class Restorer:
         for damage in self._view.damaged:
             self._report(damage)
         manifests = self._view.manifests
-        chosen = next((one for one in manifests if one.slot not in self._rejected), None)
+        chosen = next((one for one in self._with_data(manifests) if one.slot not in self._rejected), None)
         if chosen is None and (manifests or self._view.damaged):
             listing = "\n  ".join(str(one) for one in self._damaged.values())
             raise CheckpointDamaged(
@@ -123,6 +124,13 @@ class Restorer:
                 "Mend the storage, or start a run at another place"
             )
         return chosen
+
+    def _with_data(self, manifests: list[Manifest]) -> list[Manifest]:
+        """Where the newest one is damaged, those of the others of which retention has left something."""
+        if not self._rejected:
+            return manifests
+        left = {info.path.removeprefix(f"{PARTS}/").rpartition("/")[0] for info in self._storage.list(PARTS)}
+        return [one for one in manifests if one.save.folder in left]
 
     def _fence(self, run: str, chosen: Manifest | None) -> int:
         last = self._view.last
