@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -160,8 +160,8 @@ def _fixed_width(kind: pa.DataType) -> int | None:
         inner = _fixed_width(kind.value_type)
         return None if inner is None else inner * int(kind.list_size)
     if pa.types.is_struct(kind):
-        inner = [_fixed_width(kind.field(i).type) for i in range(kind.num_fields)]
-        return None if None in inner else sum(width for width in inner if width is not None)
+        widths = [_fixed_width(kind.field(i).type) for i in range(kind.num_fields)]
+        return None if None in widths else sum(width for width in widths if width is not None)
     return int(kind.byte_width) if pa.types.is_primitive(kind) else None
 
 
@@ -218,12 +218,10 @@ def _window_bytes(ordered: Int64Array, window: int, lanes: int) -> npt.NDArray[n
     if not len(ordered):
         return np.zeros(0)
     sums = np.add.reduceat(ordered, np.arange(0, len(ordered), window)).astype(np.float64)
-    return np.minimum(sums, ordered.sum() / lanes)
+    return np.asarray(np.minimum(sums, float(ordered.sum()) / lanes), np.float64)
 
 
 def _with_warnings(facts: PlanFacts, table: Table, sizes: ColumnBytes) -> PlanFacts:
-    from dataclasses import replace
-
     found = []
     rows = table.index.group_rows[table.index.group_rows > 0]
     if facts.files >= _MANY_FILES and facts.file_bytes < _TINY_FILE * facts.files:
