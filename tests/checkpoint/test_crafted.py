@@ -141,3 +141,13 @@ def test_bytes_that_are_not_ours_are_refused_as_parts_and_as_entries(data: bytes
     storage.objects[slot_path(1)] = data
     with pytest.warns(DamageWarning), pytest.raises(LakeckptError):
         manager(storage, training() | {"n": Counter()}).restore()
+
+
+def test_a_valid_part_that_is_not_the_one_that_was_committed_is_refused() -> None:
+    storage = saved()
+    plain = plain_part(storage)
+    plain["trees"] = list(reversed(plain["trees"]))
+    path = read_history(storage).tip.parts[0].path
+    storage.objects[path] = dumps(plain, kind="part", version=(1, 0))
+    with pytest.warns(DamageWarning, match="not what slot 1 committed"), pytest.raises(CheckpointDamaged):
+        manager(storage, training() | {"n": Counter()}).restore()

@@ -24,6 +24,7 @@ from lakeckpt.errors import (
     DisagreementError,
     MissingRanksError,
     SaveFailed,
+    StateUnavailable,
     StorageError,
     UnsupportedValue,
 )
@@ -602,3 +603,25 @@ def test_training_on_the_restored_ranks_goes_on_bit_by_bit() -> None:
         assert train_step(saved[rank], DATA) == train_step(found[rank][1], DATA)
         for one, other in zip(saved[rank]["model"].parameters(), found[rank][1]["model"].parameters(), strict=True):
             assert torch.equal(one, other)
+
+
+def test_a_reader_that_cannot_tell_its_place_on_one_rank_fails_the_save_on_all() -> None:
+    storage = MemoryStorage()
+
+    class Lost(Reader):
+        def state_dict(self, at: Any = None) -> dict[str, Any]:
+            if self.last_receipt is not None and self.rank == 1:
+                raise StateUnavailable("forgotten")
+            return super().state_dict(at)
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        reader = Lost(rank=rank, world_size=2)
+        saver = manager(storage, {"reader": reader}, exchange=exchange, waiter=EventWaiter(storage))
+        saver.restore()
+        next(iter(reader))
+        saver.step()
+        saver.save()
+
+    results = run_ranks(2, body)
+    assert isinstance(results[0], SaveFailed) and "failure of rank 1: forgotten" in str(results[0])
+    assert isinstance(results[1], StateUnavailable)

@@ -135,7 +135,7 @@ def test_a_cut_can_be_saved_again_after_the_epoch_has_ended(lake: Path, tmp_path
     assert last.frontier(22) is not None
     fresh = loader_of(lake)
     CheckpointManager(tmp_path / "run", {"reader": fresh}).restore()
-    assert fresh.epoch == 1 or list(fresh) == []
+    assert fresh.epoch == 1  # the last save was after the end of epoch 0, and what the script does there is in it
 
 
 def test_epochs_after_a_restore_at_the_end_of_one(lake: Path, tmp_path: Path) -> None:

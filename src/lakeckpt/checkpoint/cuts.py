@@ -55,12 +55,12 @@ class ReaderTrack:
 
     def place(self) -> Place:
         """The place at the last cut."""
-        if self._at is None:
-            return Place(receipt=None, state=self._recorded)
         # Where all that was delivered is consumed, the reader also says whether the loop has seen the epoch's end: what
         # a script does there (a scheduler's step, say) is in the objects then, and must not be done again.
-        everything = self._at is self.reader.last_receipt
-        return Place(receipt=self._at, state=self.reader.state_dict(None if everything else self._at))
+        last = self.reader.last_receipt
+        if self._at is None:
+            return Place(receipt=None, state=self.reader.state_dict() if last == self._before else self._recorded)
+        return Place(receipt=self._at, state=self.reader.state_dict(None if last is self._at else self._at))
 
     def record(self, place: Place, *, step: int, state: Mapping[str, Any]) -> ReaderRecord:
         """What the manifest of a save at ``place`` says; ``state`` is that of the whole job."""

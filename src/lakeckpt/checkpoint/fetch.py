@@ -125,9 +125,8 @@ class _Stream:
     def _fill(self) -> None:
         stop = min(self._at + SPAN_BYTES, self._size_bytes)
         last = stop == self._size_bytes
-        data = read_object(
-            self._storage, self._path, self._at, stop + last
-        )  # one more at the end: it must not be there
+        # At the end, one byte more is asked for: it must not be there.
+        data = read_object(self._storage, self._path, self._at, stop + last)
         if len(data) != stop - self._at or not data:
             raise CheckpointDamaged(
                 f"{self._path}: it has {'more' if self._at + len(data) > stop else 'less'} than the "

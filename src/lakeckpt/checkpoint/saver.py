@@ -118,16 +118,17 @@ class Saver:
         Raises `SaveFailed`, `CheckpointIncomplete` and `AttemptSuperseded`; `DisagreementError` where the ranks are not
         at one cut; `UnsupportedValue` for a state that cannot be written.
         """
-        cut = _Cut(step=step, places={name: track.place() for name, track in self._tracks.items()})
         save = SaveId(attempt=self.attempt.number, step=step, number=self.attempt.saves)
         self.attempt.saves += 1
-        staged, agreement, states = self._agree(cut, save)
+        cut, staged, agreement, states = self._agree(save)
         rank = self._exchange.rank
         slot = int(agreement.told["slot"])
         try:
             self._persist(save, staged, agreement)
-        except (StorageError, LakeckptError) as error:
+        except Exception as error:
             publish_failure(self._storage, save, rank, error)
+            if not isinstance(error, LakeckptError):
+                raise
             raise SaveFailed(f"rank {rank} could not write its part of step {step}: {error}") from error
         if rank == 0:
             manifest = self._commit(cut, save, agreement, states, slot)
@@ -141,30 +142,35 @@ class Saver:
 
     # --- capture, stage, agree
 
-    def _agree(self, cut: _Cut, save: SaveId) -> tuple[Staged, Agreement, dict[str, Any]]:
+    def _agree(self, save: SaveId) -> tuple[_Cut, Staged, Agreement, dict[str, Any]]:
         """Capture and stage, and settle with all ranks what is where. What fails on one rank fails on all."""
-        facts = {"optimizer step": str(cut.step), "attempt": str(save.attempt), "save": str(save.number)}
-        for name, place in cut.places.items():
-            if not is_part(place.state):
-                facts[f"state of reader {name!r}"] = _digest(place.state)
-        staged, tell, failure = None, {}, None
+        facts = {"optimizer step": str(save.step), "attempt": str(save.attempt), "save": str(save.number)}
+        taken: tuple[_Cut, Staged] | None = None
+        failure: Exception | None = None
         try:
-            staged = stage(capture(self._objects))
-            if self._exchange.rank == 0:
-                tell["slot"] = str(self._next_slot())
+            tell = {"slot": str(self._next_slot())} if self._exchange.rank == 0 else {}
+            taken = self._take(save.step)
+            facts |= {
+                f"state of reader {name!r}": _digest(place.state)
+                for name, place in taken[0].places.items()
+                if not is_part(place.state)
+            }
         except Exception as error:
-            failure = error
-            tell[f"failure of rank {self._exchange.rank}"] = str(error)
+            failure, tell = error, {f"failure of rank {self._exchange.rank}": str(error)}
         try:
-            agreement = agree(self._exchange, facts=facts, units=_units(staged), tell=tell)
+            agreement = agree(self._exchange, facts=facts, units=_units(taken), tell=tell)
         except MissingRanksError as error:
-            raise failure or CheckpointIncomplete(f"the checkpoint of step {cut.step}: {error}") from error
+            raise failure or CheckpointIncomplete(f"the checkpoint of step {save.step}: {error}") from error
         failures = sorted(f"{name}: {text}" for name, text in agreement.told.items() if name.startswith("failure"))
         if failures:
-            raise failure or SaveFailed(f"nothing was saved at step {cut.step}. {'; '.join(failures)}")
-        assert staged is not None
-        states = {name: self._joined(name, place) for name, place in cut.places.items()}
-        return staged, agreement, states
+            raise failure or SaveFailed(f"nothing was saved at step {save.step}. {'; '.join(failures)}")
+        assert taken is not None
+        cut, staged = taken
+        return cut, staged, agreement, {name: self._joined(name, place) for name, place in cut.places.items()}
+
+    def _take(self, step: int) -> tuple[_Cut, Staged]:
+        places = {name: track.place() for name, track in self._tracks.items()}
+        return _Cut(step=step, places=places), stage(capture(self._objects))
 
     def _joined(self, name: str, place: Place) -> Any:
         """The state of the whole job, from this rank's state of a reader."""
@@ -308,9 +314,10 @@ class Saver:
             return  # the checkpoint is committed; what should have gone goes after the next one
 
 
-def _units(staged: Staged | None) -> list[Unit]:
-    if staged is None:
+def _units(taken: tuple[_Cut, Staged] | None) -> list[Unit]:
+    if taken is None:
         return []
+    _, staged = taken
     tensors = [
         Unit(name=f"tensor:{key}", digest=one.digest, size_bytes=one.spec.size_bytes)
         for key, one in staged.tensors.items()
