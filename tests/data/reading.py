@@ -27,6 +27,16 @@ def some(loader: Any, count: int) -> list[Any]:
     return list(itertools.islice(iter(loader), count))
 
 
+def until_error(loader: Any) -> tuple[list[Any], Exception | None]:
+    """What the loop gets before an error, and that error, which no longer holds the iterator (and its workers)."""
+    found: list[Any] = []
+    try:
+        found.extend(iter(loader))
+    except Exception as error:
+        return found, error.with_traceback(None)
+    return found, None
+
+
 def loader_of(lake: Any, *, num_workers: int = 0, loader: dict[str, Any] | None = None, **dataset: Any) -> LakeLoader:
     """A loader of shuffled micro-batches of 4 rows, where nothing else is said."""
     made = LakeDataset(lake, **{"batch_size": 4, "shuffle": True, **dataset})

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lakeckpt.core.hashing import derive_key
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
@@ -40,7 +41,9 @@ class LakeLoader(DataLoader[Any]):
         multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: Python's default.
         timeout: seconds to wait for a worker; 0: for ever.
         worker_init_fn: called in each worker with its number before it reads.
-        generator: draws torch's base seed of the workers (it never changes the order of rows).
+        generator: draws torch's base seed of the workers (it never changes the order of rows). None: one of the
+            loader's own, seeded by the dataset's seed and the place at hand, so that neither iterating nor resuming
+            draws from torch's global stream.
 
     One iteration is one epoch, the next one the next epoch. After a ``break`` the next iteration goes on with what had
     not been delivered; `rewind` begins the epoch again.
@@ -85,6 +88,8 @@ class LakeLoader(DataLoader[Any]):
         self._rank = 0
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="This DataLoader will create")  # said once, by the outer loader
+            self._own_generator = torch.Generator() if generator is None else None
+            options["generator"] = self._own_generator or generator
             self._routed = RoutedLoader(Reads(dataset._source), self._assignments, **options)
 
     # --- what is asked
@@ -125,6 +130,10 @@ class LakeLoader(DataLoader[Any]):
         self._settle()
         self._rank = self.topology[0]
         iteration = self._progress.begin_iteration()
+        if self._own_generator is not None:
+            place = self._progress.state
+            word, _ = derive_key("workers", self.identity.spec.seed, place.epoch, place.step, place.row, self._rank)
+            self._own_generator.manual_seed(word >> 1)
         if self.num_workers == 0:
             self.dataset._source.clear()
         return self._deliver(iteration, iter(self._routed))

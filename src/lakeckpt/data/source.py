@@ -68,15 +68,17 @@ class BatchSource:
         receipt = assignment.receipt
         table = self._arrow(assignment)
         if self._output == "arrow":
-            return table if self._transform is None else self._transformed(table, receipt)
+            return self._finished(table, receipt)
         columns = convert(table, nulls=self._nulls)
         found: dict[str, Any] = to_tensors(columns, nested=self._jagged) if self._output == "torch" else dict(columns)
+        return self._finished(Batch(found, receipt), receipt)
+
+    def _finished(self, batch: Any, receipt: Receipt) -> Any:
         if self._transform is None:
-            return Batch(found, receipt)
+            return batch
         if self._row_wise:
-            rows = split_rows(Batch(found, receipt))
-            return [self._transformed(row, receipt, index) for index, row in enumerate(rows)]
-        return self._transformed(Batch(found, receipt), receipt)
+            return [self._transformed(row, receipt, index) for index, row in enumerate(split_rows(batch))]
+        return self._transformed(batch, receipt)
 
     def _transformed(self, batch: Any, receipt: Receipt, row: int | None = None) -> Any:
         assert self._transform is not None

@@ -64,23 +64,22 @@ class TransformContext:
 def bind_transform(transform: Transform | None) -> Callable[[Any, TransformContext], Any] | None:
     """Return ``transform`` as a function of (batch, context), whether or not it asks for the context.
 
-    It gets the context if it takes two positional arguments, or one named ``context``.
+    It gets the context if it takes a second argument named ``context``, or needs two positional ones.
     """
     if transform is None:
         return None
     if not callable(transform):
         raise ConfigError(f"transform must be callable, got {type(transform).__name__}")
-    return _WithContext(transform) if _wants_context(transform) else _WithoutContext(transform)
-
-
-def _wants_context(transform: Transform) -> bool:
     try:
-        parameters = inspect.signature(transform).parameters.values()
+        parameters = list(inspect.signature(transform).parameters.values())
     except (TypeError, ValueError):  # a builtin that does not say: called with the batch alone
-        return False
+        return _WithoutContext(transform)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if any(p.name == "context" and p.kind in named for p in parameters[1:]):
+        return _WithNamedContext(transform)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]
-    return len(required) >= 2 or any(p.name == "context" for p in positional[1:])
+    return _WithContext(transform) if len(required) >= 2 else _WithoutContext(transform)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +88,14 @@ class _WithContext:
 
     def __call__(self, batch: Any, context: TransformContext) -> Any:
         return self.transform(batch, context)
+
+
+@dataclass(frozen=True, slots=True)
+class _WithNamedContext:
+    transform: Transform
+
+    def __call__(self, batch: Any, context: TransformContext) -> Any:
+        return self.transform(batch, context=context)
 
 
 @dataclass(frozen=True, slots=True)
