@@ -467,23 +467,25 @@ def test_a_superseded_attempt_cannot_commit() -> None:
     assert [one.attempt for one in read_history(storage).chain] == [0, 2]
 
 
-def test_a_commit_that_slips_in_during_a_restore_is_restored_instead() -> None:
+@pytest.mark.parametrize("moment", ["put_new", "read parts/", "read objects/"])
+def test_a_commit_that_slips_in_during_a_restore_is_restored_instead(moment: str) -> None:
     storage = MemoryStorage()
-    old = manager(storage, {"n": Counter(1)})
+    old = manager(storage, {"n": Counter(1), "tensor": Counter(torch.ones(1))})
     old.restore()
     old.step()
     old.save()
     slipped = []
 
     def slip_in(method: str, path: str) -> None:
-        if method == "put_new" and len(slipped) < 2:
+        if f"{method} {path}".startswith(moment) and len(slipped) < 2:
             slipped.append(path)
             old._objects["n"].value += 1
             old.step()
             old.save()
 
     fresh = Counter()
-    assert manager(FaultyStorage(storage, before=slip_in), {"n": fresh}).restore() == 3
+    objects = {"n": fresh, "tensor": Counter()}
+    assert manager(FaultyStorage(storage, before=slip_in), objects).restore() == 3
     assert fresh.value == 3
     with pytest.raises(AttemptSuperseded):
         old.save()
