@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lakeckpt.core.plain import integer, listing
+from lakeckpt.core.plain import integer, integers, listing
 from lakeckpt.errors import StateInvalid
 
 __all__ = ["Receipt", "Span"]
@@ -89,16 +89,14 @@ class Receipt:
     @classmethod
     def from_plain(cls, plain: Mapping[str, object]) -> Receipt:
         """Return the receipt that `to_plain` made ``plain`` of; StateInvalid where it is none."""
-        spans = []
-        for entry in listing(plain, "spans"):
-            if not isinstance(entry, (list, tuple)) or len(entry) != 3 or not all(type(x) is int for x in entry):
-                raise StateInvalid(f"a receipt's spans are [epoch, start, stop], got {entry!r}")
-            spans.append(Span(epoch=entry[0], start=entry[1], stop=entry[2]))
+        if not isinstance(plain, Mapping):
+            raise StateInvalid(f"a receipt is a mapping, got {type(plain).__name__}")
         names = ("epoch", "micro_batch", "step", "rank", "world_size", "step_rows")
         row = plain.get("row")
+        triples = [integers(entry, "spans", count=3) for entry in listing(plain, "spans")]
         try:
             return cls(
-                spans=tuple(spans),
+                spans=tuple(Span(epoch=epoch, start=start, stop=stop) for epoch, start, stop in triples),
                 lane=integer(plain, "lane", least=-1),
                 row=None if row is None else integer(plain, "row"),
                 **{name: integer(plain, name) for name in names},
