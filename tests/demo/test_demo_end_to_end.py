@@ -15,6 +15,8 @@ from lakeckpt.cli.demo.scenario import DemoConfig, Phase
 from lakeckpt.cli.demo.supervise import DemoFailed, run_job
 from lakeckpt.errors import ConfigError
 
+pytestmark = pytest.mark.soak
+
 SMALL = ["--rows", "256", "--save-every", "2"]
 
 

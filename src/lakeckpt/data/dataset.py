@@ -28,6 +28,8 @@ from lakeckpt.data.transform import Transform, bind_transform
 from lakeckpt.data.worker_place import WORKER_FORMAT, WorkerPlace
 from lakeckpt.errors import ConfigError, SchemaError, StateUnavailable
 from lakeckpt.lake.table import Table, open_table
+from lakeckpt.reading.convert import check_convertible
+from lakeckpt.reading.decode import select_columns
 
 __all__ = ["DEFAULT_BLOCK_SIZE", "DEFAULT_WINDOW", "LakeDataset", "items_of"]
 
@@ -106,6 +108,8 @@ class LakeDataset(IterableDataset[Any]):
         self.table = table if isinstance(table, Table) else open_table(table, storage_options=storage_options)
         self.batch_size = batch_size
         self.columns = _chosen(self.table, columns)
+        if output != "arrow":
+            check_convertible(select_columns(self.table.schema, self.columns), nulls=nulls)
         self.row_wise = batch_size is None
         self.output: Output = output
         self.nulls: Literal["error", "mask"] = nulls
