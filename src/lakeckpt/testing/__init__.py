@@ -14,6 +14,7 @@ _PUBLIC = {
     "FaultyStorage": "lakeckpt.testing.storage",
     "Killed": "lakeckpt.testing.storage",
     "LakeSpec": "lakeckpt.testing.lakes",
+    "StorageLaw": "lakeckpt.testing.storage_law",
     "Topology": "lakeckpt.testing.attempts",
     "assert_exactly_once": "lakeckpt.testing.exactly_once",
     "histories": "lakeckpt.testing.strategies",
@@ -28,6 +29,7 @@ __all__ = [
     "FaultyStorage",
     "Killed",
     "LakeSpec",
+    "StorageLaw",
     "Topology",
     "assert_exactly_once",
     "histories",
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from lakeckpt.testing.exactly_once import assert_exactly_once, replay
     from lakeckpt.testing.lakes import LakeSpec
     from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
+    from lakeckpt.testing.storage_law import StorageLaw
     from lakeckpt.testing.strategies import histories, tables, topologies
 
 

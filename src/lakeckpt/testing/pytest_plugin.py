@@ -42,7 +42,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
+    """Register the marker, and have the assertions of `lakeckpt.testing.StorageLaw` say what they found."""
+    pytest.register_assert_rewrite("lakeckpt.testing.storage_law")
     config.addinivalue_line(
         "markers",
         "lakeckpt_offsets(n): at how many offsets lakeckpt.testing.assert_exactly_once restores ('all': each)",
