@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.core.deal import EpochDeal, turns
@@ -69,9 +69,16 @@ def simulated(positions: list[int], num_lanes: int, batch: int, tail: Tail) -> l
     return dealt
 
 
-lefts = st.sets(st.integers(0, 60), max_size=50).map(lambda found: Intervals.of((one, one + 1) for one in found))
+def scattered(pieces: list[tuple[int, int]]) -> Intervals:
+    """Intervals of gaps and lengths."""
+    ends = list(itertools.accumulate(itertools.chain.from_iterable(pieces), initial=0))
+    return Intervals.of(zip(ends[1::2], ends[2::2], strict=True))
 
 
+lefts = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_size=6).map(scattered)
+
+
+@settings(max_examples=300)
 @given(
     lefts, st.integers(1, 8), st.integers(1, 7), st.sampled_from(["short", "drop", "even", "rows"]), st.integers(0, 9)
 )

@@ -122,6 +122,7 @@ def state_of(**changes: Any) -> ReaderState:
         ({"step": 2}, "step 2 is at hand"),
         ({"segments": (LATER, FIRST)}, "segments begin at"),
         ({"segments": (FIRST, replace(LATER, micro_batch=2), replace(LATER, micro_batch=1))}, "segments begin at"),
+        ({"segments": (FIRST, LATER, replace(LATER, step=4, micro_batch=5)), "step": 4}, "segments begin at"),
         ({"segments": (LATER,)}, "begins at step 0"),
         ({"epoch": -1}, "epoch -1"),
         ({"row": -1}, "row -1"),

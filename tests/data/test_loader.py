@@ -247,6 +247,20 @@ def test_states_of_rows_and_of_batches_go_on_in_each_other(
             assert set(found) == whole
 
 
+@pytest.mark.parametrize("block", [3, 4])
+def test_a_stream_read_row_by_row_goes_on_in_batches(lake: Path, block: int) -> None:
+    for taken in range(2 * block + 2):
+        rows = loader_of(lake, endless=True, batch_size=None, block_size=block, num_lanes=2)
+        before = flat(some(rows, taken))
+        batches = loader_of(lake, endless=True, num_lanes=2)
+        batches.load_state_dict(as_json(rows.state_dict()))
+        found = before + flat(some(batches, 30))
+        counts = [found.count(row) for row in EVERY]
+        assert sum(counts) == taken + 120 and max(counts) - min(counts) <= 2
+        first = {row for row in EVERY if row in found[: ROWS + 2 * block + 8]}
+        assert len(first) == ROWS, taken
+
+
 def test_an_accepted_change_of_the_tail_reads_what_is_left_exactly(lake: Path) -> None:
     for taken in range(10):
         short = loader_of(lake, num_lanes=3)
