@@ -145,14 +145,20 @@ def global_draws(batch: Batch) -> dict[str, Any]:
     return {"torch": torch.rand(1).item(), "numpy": np.random.random(), "python": random.random()}
 
 
-def test_global_streams_of_workers_differ_from_epoch_to_epoch_and_are_the_same_in_a_rerun(lake: Path) -> None:
-    runs = [
-        [list(map(dict, loader)) for _ in range(2)]
-        for loader in (loader_of(lake, transform=global_draws, num_workers=1) for _ in range(2))
-    ]
-    assert runs[0] == runs[1]
-    drawn = [batch["torch"] for epoch in runs[0] for batch in epoch]
+def test_global_streams_of_workers_depend_on_seed_and_place_alone(lake: Path) -> None:
+    def epochs(count: int, **case: Any) -> list[list[dict[str, Any]]]:
+        loader = loader_of(lake, transform=global_draws, num_workers=1, **case)
+        return [list(map(dict, loader)) for _ in range(count)]
+
+    two = epochs(2)
+    later = loader_of(lake, transform=global_draws, num_workers=1)
+    later.set_epoch(1)
+    assert list(map(dict, later)) == two[1]
+    drawn = [batch["torch"] for epoch in [*two, *epochs(1, seed=1)] for batch in epoch]
     assert len(set(drawn)) == len(drawn)
+
+
+def test_a_generator_of_the_users_own_is_drawn_from(lake: Path) -> None:
     theirs = torch.Generator().manual_seed(5)
     list(loader_of(lake, loader={"generator": theirs}))
     assert theirs.get_state().tolist() != torch.Generator().manual_seed(5).get_state().tolist()
