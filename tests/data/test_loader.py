@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,33 @@ def test_an_iterator_from_before_a_change_of_place_is_refused(lake: Path, change
     if change == "iterate":
         assert again is not None
         assert before + ids(again) == ids(loader_of(lake, num_lanes=1))
+
+
+@pytest.mark.parametrize("of_loader", [True, False])
+def test_a_state_loaded_after_iter_began_puts_the_iterator_out_of_date(lake: Path, of_loader: bool) -> None:
+    wide = loader_of(lake, rank=0, world_size=2)
+    some(wide, 2)
+    loader = loader_of(lake)
+    reader = loader if of_loader else loader.dataset
+    old = iter(reader)
+    reader.load_state_dict(wide.state_dict())
+    with pytest.raises(StateUnavailable, match="out of date"):
+        next(old)
+    assert len(flat(reader)) == ROWS - 16
+
+
+def test_a_loader_that_is_let_go_of_takes_its_workers_with_it(lake: Path) -> None:
+    gc.collect()
+    before = set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        loader = loader_of(lake, num_workers=1, loader={"persistent_workers": True})
+        list(loader)
+        assert set(multiprocessing.active_children()) > before
+        del loader
+        assert set(multiprocessing.active_children()) <= before
+    finally:
+        gc.enable()
 
 
 def test_len_is_the_steps_of_this_rank_before_during_and_after(lake: Path) -> None:

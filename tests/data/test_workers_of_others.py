@@ -139,6 +139,7 @@ class Workers:
     """Copies of a dataset as forked workers have them, one per worker; they live on over `iterate` calls."""
 
     def __init__(self, dataset: LakeDataset, workers: int, seed: int = 100) -> None:
+        self.dataset = dataset
         self.copies = [pickle.loads(pickle.dumps(dataset)) for _ in range(workers)]
         for one in self.copies:
             one._epochs = dataset._epochs
@@ -201,7 +202,31 @@ def test_restored_lanes_are_those_of_the_epochs_that_follow(lake: Path) -> None:
     for worker in (0, 1):
         later.call(worker, "load_state_dict", states[worker])
     later.take([0, 1])
-    assert later.take([0, 1]) == first.take([0, 1])
+    following = first.take([0, 1])
+    fresh = Workers(later.dataset, 2, seed=200)  # the workers of the next iteration, where they do not live on
+    assert fresh.take([0, 1]) == following
+    assert fresh.copies[0].epoch == 1
+
+
+def test_a_worker_that_begins_late_reads_the_iteration_that_it_was_started_for(lake: Path) -> None:
+    """An iteration is broken off before its second worker begins, and the next one begins at once."""
+    for lives_on in (True, False):
+        dataset = LakeDataset(lake, batch_size=4, shuffle=True)
+        first = Workers(dataset, 2, seed=1)
+        first.take([0], 1)
+        second = first if lives_on else Workers(dataset, 2, seed=2)
+        begun = second.take([0])
+        late = first.take([1])  # of the first iteration
+        rest = second.take([1])
+        assert rows_of(begun | rest) == EVERY and dataset.epoch == 1
+        assert set(rows_of(late)) != set(rows_of(rest))
+
+
+def test_set_epoch_to_the_epoch_that_workers_read_reads_it_again(lake: Path) -> None:
+    dataset = LakeDataset(lake, batch_size=4, shuffle=True)
+    first = Workers(dataset, 1, seed=1).take([0])
+    dataset.set_epoch(0)
+    assert Workers(dataset, 1, seed=2).take([0]) == first
 
 
 def test_states_of_other_workers_tables_or_jobs_are_refused(lake: Path, tmp_path: Path) -> None:

@@ -207,11 +207,12 @@ class LakeDataset(IterableDataset[Any]):
             return self._iterate_as_worker(worker.id, worker.num_workers, worker.seed - worker.id)
         rank, world_size = self.topology
         self._progress.settle(world_size, 0)
-        return self._iterate(rank)
+        # Now, not when the first item is asked for: what changes the place in between puts this iterator out of date.
+        return self._iterate(rank, self._progress.begin_iteration())
 
-    def _iterate(self, rank: int) -> Iterator[Any]:
+    def _iterate(self, rank: int, iteration: int) -> Iterator[Any]:
         progress, source = self._progress, self._source
-        iteration = progress.begin_iteration()
+        progress.check(iteration)
         source.clear()
         skip = progress.state.row
         for assignment in progress.assignments(rank):

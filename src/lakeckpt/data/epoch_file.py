@@ -28,6 +28,8 @@ from lakeckpt.core.state import ReaderState
 
 __all__ = ["EpochFile", "Turn"]
 
+_TURNS_KEPT = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
@@ -87,13 +89,13 @@ class EpochFile:
     def epoch(self, rank: int) -> int | None:
         """The epoch that workers of ``rank`` read last; None where none has begun since the last `go_to`."""
         with self._locked() as known:
-            turn = known.get(str(rank), {}).get("turn")
-        return None if turn is None else int(turn["epoch"])
+            turns = known.get(str(rank), {}).get("turns")
+        return int(turns[-1]["epoch"]) if turns else None
 
     def go_to(self, rank: int, epoch: int, state: Mapping[str, Any] | None) -> None:
         """Let the next iteration of ``rank``'s workers begin at ``state`` (None: at the start of ``epoch``)."""
         with self._locked() as known:
-            known[str(rank)] = {"start": {"epoch": epoch, "state": state}}
+            known[str(rank)] = {"turns": [], "start": {"epoch": epoch, "state": state}}
 
     def join(
         self, rank: int, worker: int, *, base_seed: int, begun: int, first: int, loaded: ReaderState | None
@@ -104,22 +106,18 @@ class EpochFile:
         ``loaded`` a state given to the worker itself.
         """
         with self._locked() as known:
-            mine = known.setdefault(str(rank), {})
-            turn = mine.get("turn")
+            mine = known.setdefault(str(rank), {"turns": []})
+            turns = mine["turns"]
+            # Any of the last ones: of an iteration that was broken off early, a worker may begin late.
+            key = [base_seed, begun]
+            turn = next((one for one in reversed(turns) if one["key"] == key and worker not in one["workers"]), None)
             if turn is None:
-                goal = mine.get("start", {}).get("epoch", first)
-                turn = {"epoch": goal, "number": 0, "seed": base_seed, "begun": begun, "workers": []}
-            elif (turn["seed"], turn["begun"]) != (base_seed, begun) or worker in turn["workers"]:
-                turn = {
-                    "epoch": turn["epoch"] + 1,
-                    "number": turn["number"] + 1,
-                    "seed": base_seed,
-                    "begun": begun,
-                    "workers": [],
-                }
+                last = turns[-1] if turns else {"epoch": mine.get("start", {}).get("epoch", first) - 1, "number": -1}
+                turn = {"epoch": last["epoch"] + 1, "number": last["number"] + 1, "key": key, "workers": []}
+                turns.append(turn)
+                del turns[:-_TURNS_KEPT]
             if loaded is not None:
                 turn["epoch"], mine["lanes"] = loaded.epoch, loaded.segment.num_lanes
-            mine["turn"] = turn
             turn["workers"].append(worker)
             start = mine.get("start") if turn["number"] == 0 else None
             return Turn(epoch=turn["epoch"], is_first=turn["number"] == 0, start=start, num_lanes=mine.get("lanes"))
@@ -131,7 +129,7 @@ class EpochFile:
         know how many workers there will be, and whose answer must stay true.
         """
         with self._locked() as known:
-            return int(known.setdefault(str(rank), {}).setdefault("lanes", proposed))
+            return int(known.setdefault(str(rank), {"turns": []}).setdefault("lanes", proposed))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:

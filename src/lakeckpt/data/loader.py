@@ -17,12 +17,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lakeckpt.core.hashing import derive_key
-from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.arguments import whole
 from lakeckpt.data.dataset import LakeDataset, items_of
-from lakeckpt.data.routing import Failure, Reads, RoutedLoader
+from lakeckpt.data.routing import Dealer, Failure, Reads, RoutedLoader
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table import Table
 
@@ -85,12 +84,12 @@ class LakeLoader(DataLoader[Any]):
             raise ConfigError(str(error)) from error
         self._progress = dataset._progress
         self._row_wise = dataset.row_wise
-        self._rank = 0
+        self._dealer = Dealer(self._progress)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="This DataLoader will create")  # said once, by the outer loader
             self._own_generator = torch.Generator() if generator is None else None
             options["generator"] = self._own_generator or generator
-            self._routed = RoutedLoader(Reads(dataset._source), self._assignments, **options)
+            self._routed = RoutedLoader(Reads(dataset._source), self._dealer, **options)
 
     # --- what is asked
 
@@ -128,20 +127,21 @@ class LakeLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._settle()
-        self._rank = self.topology[0]
+        rank = self._dealer.rank = self.topology[0]
         iteration = self._progress.begin_iteration()
         if self._own_generator is not None:
             place = self._progress.state
-            word, _ = derive_key("workers", self.identity.spec.seed, place.epoch, place.step, place.row, self._rank)
+            word, _ = derive_key("workers", self.identity.spec.seed, place.epoch, place.step, place.row, rank)
             self._own_generator.manual_seed(word >> 1)
         if self.num_workers == 0:
             self.dataset._source.clear()
         return self._deliver(iteration, iter(self._routed))
 
     def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]]) -> Iterator[Any]:
-        progress, skip = self._progress, self._progress.state.row
+        progress = self._progress
         # Checked before anything is taken: with persistent workers a newer iterator goes on with the same queue.
         progress.check(iteration)
+        skip = progress.state.row
         while (pulled := next(found, None)) is not None:
             receipt, batch = pulled
             if isinstance(batch, Failure):
@@ -153,9 +153,6 @@ class LakeLoader(DataLoader[Any]):
             skip = 0
             progress.check(iteration)
         progress.finish()
-
-    def _assignments(self) -> Iterator[Assignment]:
-        return self._progress.assignments(self._rank)
 
     def _settle(self) -> None:
         self._progress.settle(self.topology[1], self.num_workers)

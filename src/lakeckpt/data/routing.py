@@ -11,7 +11,7 @@ versions that are supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.data.progress import Progress
 from lakeckpt.data.source import BatchSource
 from lakeckpt.errors import LakeckptError
 
-__all__ = ["Failure", "Reads", "RoutedLoader"]
+__all__ = ["Dealer", "Failure", "Reads", "RoutedLoader"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +48,18 @@ class Reads(Dataset[tuple[Receipt, Any]]):
             return assignment.receipt, Failure(error=error)
 
 
-class _Assignments(Sampler[Assignment]):
-    """What is left of the epoch, asked anew for each iteration."""
+class Dealer(Sampler[Assignment]):
+    """What is left of the epoch for ``rank``, asked anew for each iteration.
 
-    def __init__(self, assignments: Callable[[], Iterator[Assignment]]) -> None:
-        self._assignments = assignments
+    It knows the place and not the loader, so that a loader that is let go of takes its workers with it at once.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.rank = 0
 
     def __iter__(self) -> Iterator[Assignment]:
-        return self._assignments()
+        return self._progress.assignments(self.rank)
 
 
 def _as_it_is(item: Any) -> Any:
@@ -78,11 +83,11 @@ class _RoutedIterator(_MultiProcessingDataLoaderIter):
 class RoutedLoader(DataLoader[tuple[Receipt, Any]]):
     """Yields (receipt, what the loop gets) for each assignment, in their order."""
 
-    def __init__(self, reads: Reads, assignments: Callable[[], Iterator[Assignment]], **options: Any) -> None:
+    def __init__(self, reads: Reads, dealer: Dealer, **options: Any) -> None:
         super().__init__(
             reads,
             batch_size=None,
-            sampler=_Assignments(assignments),
+            sampler=dealer,
             collate_fn=_as_it_is,
             **options,
         )
