@@ -17,6 +17,7 @@ from lakeckpt.core.state import ReaderState, Segment
 from lakeckpt.errors import NewerFormat, WireDamaged, WireError
 from lakeckpt.wire.codec import dumps, loads
 from lakeckpt.wire.reader_state import KIND, VERSION, dumps_state, loads_state
+from lakeckpt.wire.varint import pack_numbers
 from tests.core.states import identity_of, reached_states
 from tests.golden.reader_state.states import FOLDER, GOLDEN, path_of
 
@@ -122,6 +123,17 @@ def test_any_other_numbers_are_another_state_or_refused(state: ReaderState, data
 def test_documents_that_hold_no_state_are_refused(value: object) -> None:
     with pytest.raises(WireDamaged):
         loads_state(dumps(value, kind=KIND, version=VERSION))
+
+
+@pytest.mark.parametrize("second", [(0, 5), (2, 0)])
+def test_intervals_that_touch_or_are_empty_are_refused(second: tuple[int, int]) -> None:
+    table, selection, seed, numbers = _payload(GOLDEN["re-cut"])
+    assert isinstance(numbers, bytes)
+    last = pack_numbers([5, 4, 2**39 - 9, 1])
+    assert numbers.endswith(last)
+    crafted = numbers.removesuffix(last) + pack_numbers([5, 4, *second])
+    with pytest.raises(WireDamaged, match="empty or touch"):
+        loads_state(dumps([table, selection, seed, crafted], kind=KIND, version=VERSION))
 
 
 def test_every_bit_of_a_document_is_guarded() -> None:
