@@ -203,6 +203,10 @@ def test_a_stream_is_dealt_as_the_simulation_deals_it(
         left |= {row for row in every if row[0] >= rest.next_epoch}
         assert left == every - taken
         assert all(one.positions for one in rest.begun)
+        entered = {epoch for epoch, _ in taken} | {one.epoch for one in start.begun}
+        assert (
+            rest.next_epoch == max(entered | {start.next_epoch - 1}) + 1
+        )  # an epoch that nobody entered has not begun
         for one in rest.begun:
             assert (one.num_lanes, one.rotation) == deal.layout(one.epoch)
 
