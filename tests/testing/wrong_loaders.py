@@ -135,13 +135,12 @@ class ReordersAfterARestore(Wrapped):
         self.inner.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:
-        rest = list(self.inner)
-        for batch in reversed(rest) if self.restored else rest:
+        if not self.restored:
+            yield from super().__iter__()
+            return
+        for batch in reversed(list(self.inner)):
             self.received = batch.receipt
             yield batch
-
-    def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
-        return self.inner.state_dict(at or self.received)
 
 
 class StatesDifferBetweenRanks(Wrapped):
@@ -167,6 +166,25 @@ class StatesAsOfAReceiptAreOfNow(Wrapped):
     def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
         state = self.inner.state_dict(at)
         return state if at is None else {**state, "step": int(state["step"]) - 1}
+
+
+class RowsInAnotherOrderThanReceipts(Wrapped):
+    """The right rows in each batch, in an order that is not the one of the receipt's positions."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield Batch({"id": batch["id"].flip(0)}, batch.receipt)
+
+
+class StatesClaimAStepMore(Wrapped):
+    """Restores exactly, but what its states say was consumed is a step too much: a ledger of them would lie."""
+
+    def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
+        state = self.inner.state_dict(at)
+        return {**state, "step": int(state["step"]) + 1}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict({**state, "step": int(state["step"]) - 1})
 
 
 class ReceiptsOfTheRankBeside(Wrapped):
@@ -208,6 +226,8 @@ WRONG: tuple[type[Wrapped], ...] = (
     StatesAreNotPlain,
     StatesChangeWhenAskedAgain,
     StatesAsOfAReceiptAreOfNow,
+    StatesClaimAStepMore,
+    RowsInAnotherOrderThanReceipts,
     ReceiptsOfTheRankBeside,
     FailsAfterARestore,
     CountsAnEpochTooMany,

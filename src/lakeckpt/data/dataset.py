@@ -244,7 +244,7 @@ class LakeDataset(IterableDataset[Any]):
         self._worker_begun += 1
         if mine is None:
             self._go_to_turn(turn)
-            proposed = turn.num_lanes or progress.settled(world_size, workers).segment.num_lanes
+            proposed = progress.settled(world_size, workers).segment.num_lanes
             progress.settle(world_size, workers, num_lanes=self._epochs.agree_lanes(rank, proposed))
             mine = WorkerPlace(state=progress.state, worker=worker, workers=workers, origin=progress.state.step)
         self._worker_place = mine

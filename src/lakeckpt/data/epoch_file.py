@@ -40,8 +40,6 @@ class Turn:
     """Whether it is the first since the main process went to another place (or since the dataset was made)."""
     start: Mapping[str, Any] | None
     """Where the main process went: ``{"epoch": …, "state": …}``; None: nowhere, or the iteration is not the first."""
-    num_lanes: int | None
-    """The lanes that were agreed on; None: it is for the first worker to say."""
 
 
 def _unlink(path: str, owner: int) -> None:
@@ -120,7 +118,7 @@ class EpochFile:
                 turn["epoch"], mine["lanes"] = loaded.epoch, loaded.segment.num_lanes
             turn["workers"].append(worker)
             start = mine.get("start") if turn["number"] == 0 else None
-            return Turn(epoch=turn["epoch"], is_first=turn["number"] == 0, start=start, num_lanes=mine.get("lanes"))
+            return Turn(epoch=turn["epoch"], is_first=turn["number"] == 0, start=start)
 
     def agree_lanes(self, rank: int, proposed: int) -> int:
         """Return the number of lanes that ``rank`` reads, which is ``proposed`` where nobody has said another before.
