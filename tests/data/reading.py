@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt import LakeDataset, LakeLoader, Table, open_table
 
 ROWS = 37
 
@@ -37,9 +39,15 @@ def until_error(loader: Any) -> tuple[list[Any], Exception | None]:
     return found, None
 
 
-def loader_of(lake: Any, *, num_workers: int = 0, loader: dict[str, Any] | None = None, **dataset: Any) -> LakeLoader:
+@functools.lru_cache(maxsize=32)
+def table_of(folder: Path) -> Table:
+    """The table in ``folder``, opened once."""
+    return open_table(folder)
+
+
+def loader_of(lake: Path, *, num_workers: int = 0, loader: dict[str, Any] | None = None, **dataset: Any) -> LakeLoader:
     """A loader of shuffled micro-batches of 4 rows, where nothing else is said."""
-    made = LakeDataset(lake, **{"batch_size": 4, "shuffle": True, **dataset})
+    made = LakeDataset(table_of(lake), **{"batch_size": 4, "shuffle": True, **dataset})
     return LakeLoader(made, num_workers=num_workers, **(loader or {}))
 
 

@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lakeckpt import LakeDataset, LakeLoader, convert_state
 from lakeckpt.errors import StateInvalid
 from lakeckpt.testing import assert_exactly_once
-from tests.data.reading import ROWS, as_json, flat, ids, some, until_error
+from tests.data.reading import ROWS, as_json, flat, ids, some, table_of, until_error
 
 Make = Callable[..., StatefulDataLoader]
 
@@ -23,7 +23,7 @@ def stateful(lake: Path, num_workers: int, *, persistent: bool = False, start: A
     """Batched by the dataset, or (``batch``) row-wise and batched by the loader; it begins at the state ``start``."""
     batch = case.pop("batch", None)
     arguments = {"batch_size": None if batch else 4, "shuffle": True, "block_size": 6, **case}
-    dataset = LakeDataset(lake, **arguments)
+    dataset = LakeDataset(table_of(lake), **arguments)
     if start is not None:
         dataset.load_state_dict(start)
     return StatefulDataLoader(dataset, batch_size=batch, num_workers=num_workers, persistent_workers=persistent)

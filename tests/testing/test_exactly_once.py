@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakeckpt import Batch, LakeDataset, LakeLoader
+from lakeckpt import Batch, LakeDataset, LakeLoader, open_table
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing import Attempt, LakeSpec, Topology, assert_exactly_once, histories, replay, tables, topologies
 from tests.testing.wrong_loaders import UNTRACKED, WRONG, Wrapped, make_of
@@ -190,10 +190,10 @@ def test_any_history_over_any_table_counts_every_row_once(
 ) -> None:
     if case == {"endless": True} and not spec.rows:
         return
-    folder = make_lake(spec)
+    table = open_table(make_lake(spec))
 
     def make_loader(rank: int, world_size: int, num_workers: int, batch_size: int, num_lanes: int | None) -> LakeLoader:
         arguments = {"batch_size": batch_size, "num_lanes": num_lanes, "shuffle": True, "block_size": 3, **case}
-        return LakeLoader(LakeDataset(folder, rank=rank, world_size=world_size, **arguments))
+        return LakeLoader(LakeDataset(table, rank=rank, world_size=world_size, **arguments))
 
     replay(make_loader, history)

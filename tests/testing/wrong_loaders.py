@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lakeckpt import Batch, LakeDataset, LakeLoader, Receipt
+from lakeckpt import Batch, LakeDataset, LakeLoader, Receipt, open_table
 
 __all__ = ["UNTRACKED", "WRONG", "Wrapped", "make_of"]
 
@@ -261,9 +261,11 @@ UNTRACKED: tuple[type[LakeDataset], ...] = (_ForgetfulDataset, _LateDataset, _Pr
 def make_of(wrong: type[Wrapped] | None, folder: Any, **fixed: Any) -> Callable[..., Any]:
     """A ``make_loader`` of wrong loaders; None: of right ones."""
 
+    table = open_table(folder)
+
     def make_loader(rank: int, world_size: int, num_workers: int, **options: Any) -> Any:
         arguments = {"batch_size": 3, "num_lanes": 6, "shuffle": True, **fixed, **options}
-        dataset = LakeDataset(folder, rank=rank, world_size=world_size, **arguments)
+        dataset = LakeDataset(table, rank=rank, world_size=world_size, **arguments)
         loader = LakeLoader(dataset, num_workers=num_workers)
         return loader if wrong is None else wrong(loader)
 
