@@ -23,7 +23,7 @@ def index_of(files: list[list[int]]) -> TableIndex:
         mtime_ns=np.full(len(files), -1),
         footer_digests=b"0" * 16 * len(files),
         first_group=np.concatenate([[0], np.cumsum([len(file) for file in files], dtype=np.int64)]),
-        group_rows=np.array(groups, np.int64),
+        stored_rows=np.array(groups, np.int64),
         group_bytes=np.array(groups, np.int64),
         partitions=(),
         schema=pa.schema([("x", pa.int64())]),

@@ -30,7 +30,7 @@ def index_of(group_rows: dict[str, list[int]], /, **changes: Any) -> TableIndex:
         "mtime_ns": np.array([-1 if n % 3 == 2 else 10**18 + n for n in range(len(paths))]),
         "footer_digests": b"".join(bytes([n]) * 16 for n in range(len(paths))),
         "first_group": np.cumsum([0, *map(len, rows)]),
-        "group_rows": np.array([n for r in rows for n in r], np.int64),
+        "stored_rows": np.array([n for r in rows for n in r], np.int64),
         "group_bytes": np.array([8 * n for r in rows for n in r], np.int64),
         "partitions": partition_columns(paths),
         "schema": pa.schema([("x", pa.int64()), ("ü", pa.list_(pa.string()))]),
@@ -50,7 +50,7 @@ def large(groups: int, per_file: int) -> TableIndex:
         mtime_ns=np.full(files, -1),
         footer_digests=bytes(16 * files),
         first_group=np.arange(files + 1) * per_file,
-        group_rows=np.full(groups, 65_536),
+        stored_rows=np.full(groups, 65_536),
         group_bytes=np.full(groups, 10**8),
         partitions=(),
         schema=pa.schema([("x", pa.int64())]),
@@ -108,7 +108,7 @@ def test_the_digest_depends_on_the_content_and_on_nothing_else() -> None:
         etags=("other",) * 4,
         group_bytes=np.zeros(6, np.int64),
         size_bytes=index.size_bytes.astype(">i8"),
-        group_rows=index.group_rows.astype(np.uint32),
+        stored_rows=index.stored_rows.astype(np.uint32),
     )
     assert same.digest == index.digest
     others = [
@@ -139,8 +139,8 @@ def test_the_digest_is_what_it_has_always_been() -> None:
         ({"paths": ("/x", "a", "b", "c")}, "not confined"),
         ({"size_bytes": np.array([1, 2, 3])}, "size_bytes of an index of 4 files and 6 row groups has 3"),
         ({"size_bytes": np.array([1, 2, 3, -1])}, "must not be negative"),
-        ({"group_rows": np.array([1, 1, 1, 1, 1, -1])}, "must not be negative"),
-        ({"group_rows": np.full(6, 2**62)}, r"fewer than 2\*\*62"),
+        ({"stored_rows": np.array([1, 1, 1, 1, 1, -1])}, "must not be negative"),
+        ({"stored_rows": np.full(6, 2**62)}, r"fewer than 2\*\*62"),
         ({"first_group": np.array([0, 4, 3, 4, 6])}, "do not add up"),
         ({"first_group": np.array([0, 3, 3, 4, 5])}, "do not add up"),
         ({"first_group": np.array([1, 3, 3, 4, 6])}, "do not add up"),

@@ -2,8 +2,9 @@
 
 `TableIndex` holds a column per property (paths, sizes, rows of every row group, …) rather than an object per row group:
 a million row groups are a few megabytes. Its digest depends on the content alone: relative paths, sizes, footer
-digests, partition values and row counts, not on the place, the machine or modification times. It is written once per
-run; what is read back is checked, and its paths are confined to the table that the user opened.
+digests, partition values, row counts and deleted rows, not on the place, the machine, modification times or what the
+table's format calls the version. It is written once per run; what is read back is checked, and its paths are confined
+to the table that the user opened.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from hashlib import blake2b
 from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from lakeckpt.errors import WireDamaged
+from lakeckpt.lake.deletes import Deletes
 from lakeckpt.lake.footer import DIGEST_BYTES, Int64Array
 from lakeckpt.lake.partitions import PartitionColumn, Value
 from lakeckpt.lake.storage import check_key
+from lakeckpt.lake.version import PLAIN, TableVersion
 from lakeckpt.wire.codec import Limits, dumps, loads
 
 __all__ = ["DataFile", "Files", "TableIndex"]
 
-KIND, VERSION = "table-index", (1, 0)
+KIND, VERSION = "table-index", (1, 1)
 LIMITS = Limits(total_bytes=2**30)
 _NO_TIME = -1
 
@@ -35,7 +39,8 @@ class DataFile:
     """One file of the pinned listing.
 
     ``path`` is relative to the table's root; ``footer_digest`` the BLAKE2b-128 of its footer; ``group_rows`` the rows
-    of its row groups (int64, read-only); ``partition`` its (column, value) pairs. ``mtime_ns`` is a hint only.
+    of its row groups that are not deleted, ``stored_rows`` all (int64, read-only); ``partition`` its (column, value)
+    pairs. ``mtime_ns`` is a hint only.
     """
 
     path: str
@@ -45,6 +50,7 @@ class DataFile:
     footer_digest: bytes
     first_group: int
     group_rows: Int64Array = field(compare=False, repr=False)
+    stored_rows: Int64Array = field(compare=False, repr=False)
     partition: tuple[tuple[str, Value], ...]
 
 
@@ -53,9 +59,9 @@ class TableIndex:
     """The files of a table in the bytewise order of their paths, F of them, with G row groups.
 
     ``size_bytes``, ``mtime_ns`` (-1: unknown): int64[F]; ``footer_digests``: 16 bytes each, joined; ``first_group``:
-    int64[F + 1], the row groups of file ``i`` are ``[first_group[i], first_group[i + 1])``; ``group_rows`` and
-    ``group_bytes`` (uncompressed): int64[G], row groups without rows included. Arrays are read-only.
-    Two indexes are equal if their digests are.
+    int64[F + 1], the row groups of file ``i`` are ``[first_group[i], first_group[i + 1])``; ``stored_rows`` and
+    ``group_bytes`` (uncompressed): int64[G], as the footers say, row groups without rows included; ``deletes``: the
+    stored rows that do not exist in ``version``. Arrays are read-only. Two indexes are equal if their digests are.
     """
 
     paths: tuple[str, ...]
@@ -64,20 +70,21 @@ class TableIndex:
     mtime_ns: Int64Array
     footer_digests: bytes
     first_group: Int64Array
-    group_rows: Int64Array
+    stored_rows: Int64Array
     group_bytes: Int64Array
     partitions: tuple[PartitionColumn, ...]
     schema: pa.Schema
+    version: TableVersion = PLAIN
+    deletes: Deletes = field(default_factory=Deletes)
+    group_rows: Int64Array = field(init=False)
+    """int64[G]: the rows of each row group that are not deleted. These have positions."""
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("size_bytes", "mtime_ns", "first_group", "group_rows", "group_bytes"):
-            array = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
-            if array.flags.writeable:
-                array = array.view()
-                array.flags.writeable = False
-            object.__setattr__(self, name, array)
+        for name in ("size_bytes", "mtime_ns", "first_group", "stored_rows", "group_bytes"):
+            object.__setattr__(self, name, _read_only(np.ascontiguousarray(getattr(self, name), dtype=np.int64)))
         self._check()
+        object.__setattr__(self, "group_rows", self._group_rows())
         object.__setattr__(self, "digest", self._content_digest())
 
     def __eq__(self, other: object) -> bool:
@@ -121,10 +128,12 @@ class TableIndex:
             "mtimes": self.mtime_ns,
             "footer_digests": self.footer_digests,
             "groups_per_file": _narrow(np.diff(self.first_group)),
-            "group_rows": _narrow(self.group_rows),
+            "group_rows": _narrow(self.stored_rows),
             "group_bytes": _narrow(self.group_bytes),
             "partitions": [{"name": p.name, "values": list(p.values), "codes": p.codes} for p in self.partitions],
             "schema": self.schema.serialize().to_pybytes(),
+            "version": self.version.to_plain(),
+            "deletes": self.deletes.to_plain(),
             "digest": self.digest,
         }
         return dumps(value, kind=KIND, version=VERSION, limits=LIMITS)
@@ -152,7 +161,7 @@ class TableIndex:
             mtime_ns=_array(value["mtimes"]),
             footer_digests=bytes(value["footer_digests"]),
             first_group=np.concatenate([np.zeros(1, np.int64), np.cumsum(per_file)]),
-            group_rows=_array(value["group_rows"]),
+            stored_rows=_array(value["group_rows"]),
             group_bytes=_array(value["group_bytes"]),
             partitions=tuple(
                 PartitionColumn(
@@ -161,10 +170,42 @@ class TableIndex:
                 for p in value["partitions"]
             ),
             schema=pa.ipc.read_schema(pa.py_buffer(value["schema"])),
+            version=TableVersion.from_plain(value["version"]) if "version" in value else PLAIN,
+            deletes=Deletes.from_plain(value.get("deletes", [])),
         )
 
+    def stored_start(self, ordinal: int) -> int:
+        """The first stored row of row group ``ordinal``, counted from the start of its file."""
+        inside = self.group(ordinal)[1]
+        return int(self.stored_rows[ordinal - inside : ordinal].sum())
+
+    def surviving(self, ordinal: int) -> npt.NDArray[np.bool_] | None:
+        """Which stored rows of row group ``ordinal`` are not deleted: bool, shape (stored rows,); None: all."""
+        if self.group_rows[ordinal] == self.stored_rows[ordinal]:
+            return None
+        start = self.stored_start(ordinal)
+        return self.deletes.surviving(self.group(ordinal)[0], start, start + int(self.stored_rows[ordinal]))
+
+    def _group_rows(self) -> Int64Array:
+        if not self.deletes:
+            return self.stored_rows
+        left = self.stored_rows.copy()
+        for file in self.deletes.packed:
+            if file >= len(self.paths):
+                raise ValueError(f"rows are deleted of file {file}, and there are {len(self.paths)}")
+            first, end = int(self.first_group[file]), int(self.first_group[file + 1])
+            ends = np.cumsum(self.stored_rows[first:end])
+            deleted = self.deletes.rows(file)
+            if len(deleted) and (not len(ends) or deleted[-1] >= ends[-1]):
+                raise ValueError(
+                    f"row {deleted[-1]} of {self.paths[file]!r} is deleted, but it has {ends[-1] if len(ends) else 0}"
+                )
+            which = np.searchsorted(ends, deleted, side="right")
+            left[first:end] -= np.bincount(which, minlength=end - first)
+        return _read_only(left)
+
     def _check(self) -> None:
-        count, groups = len(self.paths), len(self.group_rows)
+        count, groups = len(self.paths), len(self.stored_rows)
         lengths = {
             "size_bytes": (len(self.size_bytes), count),
             "etags": (len(self.etags), count),
@@ -184,9 +225,9 @@ class TableIndex:
         bounds = self.first_group
         if bounds[0] != 0 or bounds[-1] != groups or bool((np.diff(bounds) < 0).any()):
             raise ValueError(f"the row groups of the files do not add up to {groups}")
-        if any(len(array) and int(array.min()) < 0 for array in (self.size_bytes, self.group_rows, self.group_bytes)):
+        if any(len(array) and int(array.min()) < 0 for array in (self.size_bytes, self.stored_rows, self.group_bytes)):
             raise ValueError("sizes and row counts of an index must not be negative")
-        if float(self.group_rows.sum(dtype=np.float64)) >= 2.0**62:
+        if float(self.stored_rows.sum(dtype=np.float64)) >= 2.0**62:
             raise ValueError("a table has fewer than 2**62 rows")
 
     def _content_digest(self) -> str:
@@ -197,11 +238,13 @@ class TableIndex:
             self.size_bytes.astype("<i8").tobytes(),
             self.footer_digests,
             self.first_group.astype("<i8").tobytes(),
-            self.group_rows.astype("<i8").tobytes(),
+            self.stored_rows.astype("<i8").tobytes(),
         ]
         for column in self.partitions:
             values = [b"n" if v is None else f"{type(v).__name__[0]}{v}".encode() for v in column.values]
             parts += [column.name.encode(), *values, column.codes.astype("<i4").tobytes()]
+        if self.deletes:
+            parts += [b"deletes", self.deletes.digest()]
         digest = blake2b(digest_size=DIGEST_BYTES)
         for part in parts:
             digest.update(len(part).to_bytes(8, "little"))
@@ -238,8 +281,17 @@ class Files(Sequence[DataFile]):
             footer_digest=index.footer_digests[DIGEST_BYTES * ordinal : DIGEST_BYTES * (ordinal + 1)],
             first_group=first,
             group_rows=index.group_rows[first:end],
+            stored_rows=index.stored_rows[first:end],
             partition=tuple((p.name, p.values[p.codes[ordinal]]) for p in index.partitions),
         )
+
+
+def _read_only(array: Int64Array) -> Int64Array:
+    if not array.flags.writeable:
+        return array
+    array = array.view()
+    array.flags.writeable = False
+    return array
 
 
 def _narrow(array: Int64Array) -> np.ndarray[Any, Any]:

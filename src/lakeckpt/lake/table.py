@@ -141,7 +141,7 @@ def _index_of(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) -> 
         mtime_ns=np.array([-1 if info.mtime_ns is None else info.mtime_ns for info in files], dtype=np.int64),
         footer_digests=b"".join(summary.digest for summary in summaries),
         first_group=np.concatenate([[0], np.cumsum(per_file, dtype=np.int64)]),
-        group_rows=np.concatenate([summary.group_rows for summary in summaries]),
+        stored_rows=np.concatenate([summary.group_rows for summary in summaries]),
         group_bytes=np.concatenate([summary.group_bytes for summary in summaries]),
         partitions=partitions,
         schema=table_schema([(path, s.schema) for path, s in zip(paths, summaries, strict=True)], partitions),

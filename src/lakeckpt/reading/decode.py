@@ -1,9 +1,10 @@
 """What are the rows [start, stop) of a row group?  An Arrow table of the columns asked for, in the table's own types.
 
 The row group is the unit of decode: its column chunks of those columns (and no others) are read, their pages' checksums
-verified where the file has them, and the rows cut out. What a file lacks is null; what it stores otherwise is cast to
-the table's type; partition columns are constants. A file is opened once, when first needed, and its footer must be the
-pinned one; the files used last stay open.
+verified where the file has them, and the rows cut out. Rows that the pinned version deletes do not exist, and are not
+counted. What a file lacks is null; what it stores otherwise is cast to the table's type; partition columns are
+constants. A file is opened once, when first needed, and its footer must be the pinned one; the files used last stay
+open.
 
 It never caches rows: every call decodes anew, so the memory that it returns is the caller's alone. One decoder is for
 one thread.
@@ -80,24 +81,29 @@ class RowGroupDecoder:
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
 
     def decode(self, group: int, start: int, stop: int) -> pa.Table:
-        """Return rows [start, stop) of row group ``group`` (its ordinal in the table).
+        """Return rows [start, stop) of those of row group ``group`` (its ordinal in the table) that are not deleted.
 
         The memory is shared with nothing else that this returns. Raises `DataFileDamaged` (file and row group named),
         `DataFileChanged` (the file is not the pinned one), `SchemaError` (values do not fit the table's type),
         `StorageError` (the store failed), `ValueError` (no such rows).
         """
-        rows = int(self.table.index.group_rows[group])
-        if not 0 <= start <= stop <= rows:
-            raise ValueError(f"rows [{start}, {stop}) of row group {group}, which has {rows} rows")
-        ordinal, inside = self.table.index.group(group)
-        path = self.table.index.files[ordinal].path
+        index = self.table.index
+        left = int(index.group_rows[group])
+        if not 0 <= start <= stop <= left:
+            raise ValueError(f"rows [{start}, {stop}) of row group {group}, which has {left} rows")
+        # Rows of which none is left need no read.
+        rows = int(index.stored_rows[group]) if left else 0
+        ordinal, inside = index.group(group)
+        path = index.paths[ordinal]
         try:
             found = self._read(ordinal, inside, rows, path) if rows and self._stored else {}
         except MemoryError as error:
             error.add_note(f"while decoding row group {inside} of {path!r} ({rows} rows)")
             raise
         columns = [self._fitted(field, found.get(field.name), rows, ordinal, inside) for field in self.schema]
-        return pa.Table.from_arrays(columns, schema=self.schema).slice(start, stop - start)
+        stored = pa.Table.from_arrays(columns, schema=self.schema)
+        surviving = index.surviving(group) if rows else None
+        return (stored if surviving is None else stored.filter(pa.array(surviving))).slice(start, stop - start)
 
     def close(self) -> None:
         """Close the files that are open; a later `decode` opens them again."""
