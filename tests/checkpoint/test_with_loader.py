@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
+from lakeckpt.checkpoint.audit import audit
 from lakeckpt.checkpoint.ledger import index_path, read_history
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import StateMismatch
@@ -146,3 +147,27 @@ def test_epochs_after_a_restore_at_the_end_of_one(lake: Path, tmp_path: Path) ->
             assert loader.epoch == expected
             rows = [row for batch in loader for row in batch["id"].tolist() if manager.step() is None]
             assert sorted(rows) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("every", [1, 7, 21, 4])  # an epoch has 21 steps
+def test_a_save_after_the_end_of_an_epoch_whose_last_step_was_saved_goes_on_with_the_next_epoch(
+    lake: Path, tmp_path: Path, every: int
+) -> None:
+    """What a script does once at an epoch's end (a scheduler's step) is in that save, and is not done again."""
+    done_at_ends: list[int] = []
+    rows: dict[int, list[int]] = {0: [], 1: []}
+    for attempt in range(2):
+        loader, ends = loader_of(lake), Counter(0)
+        manager = CheckpointManager(tmp_path / "run", {"reader": loader, "ends": ends}, every=every)
+        manager.restore()
+        for epoch in range(loader.epoch, 2):
+            rows[epoch] += [row for batch in loader for row in (batch["id"].tolist(), manager.step())[0]]
+            ends.value += 1
+            manager.save()
+            if not attempt:
+                break  # and the job dies
+        done_at_ends.append(ends.value)
+    assert done_at_ends == [1, 2]
+    assert sorted(rows[0]) == sorted(rows[1]) == list(range(ROWS))
+    report = audit(LocalStorage(tmp_path / "run"))
+    assert report.exactly_once, report.words()

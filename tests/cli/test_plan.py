@@ -162,3 +162,14 @@ def test_the_table_for_people_holds_the_figures(lake: Path, show: Show) -> None:
     assert status == 0
     for text in ("Parquet", "row groups", "7, 28 rows each", "2 ranks × 0 workers", "32 per step", "open at once"):
         assert text in told
+
+
+def test_one_of_a_thing_is_told_as_one(tmp_path: Path, show: Show) -> None:
+    pq.write_table(pa.table({"id": [1, 2]}), tmp_path / "one.parquet")
+    status, told = show("plan", tmp_path, "--workers", 2)
+    assert status == 0 and "cut 1 row group, which is decoded again" in told
+    status, told = show("plan", tmp_path, "--lanes", 3)
+    assert status == 0 and "cut 1 row group, which is decoded again" in told
+    pq.write_table(pa.table({"id": [1]}), tmp_path / "one.parquet")
+    status, told = show("plan", tmp_path)
+    assert status == 0 and "1 row each on average" in told and "cut 0 row groups, which are" in told

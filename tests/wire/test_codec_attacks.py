@@ -141,6 +141,21 @@ def test_an_extension_cannot_reach_beyond_its_own_bytes() -> None:
         read(b"\x92" + ext(8, raw(0xA2, 0x61)) + b"\xa1b")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [(4, "<f8", b"12345678"), (4, "U", "a"), (5, "<f8", [1], b"12345678"), (6, "<f8"), (8, "a")],
+    ids=["scalar", "text-scalar", "array", "dtype", "tensor-ref"],
+)
+def test_what_is_left_over_inside_an_extension_is_refused_though_it_would_do_as_the_next_value(
+    content: tuple[object, ...],
+) -> None:
+    code, *parts = content
+    assert isinstance(code, int)
+    assert isinstance(read(b"\x92" + ext(code, *parts) + pack("b")), list)  # where the next value stands outside of it
+    with pytest.raises(WireDamaged, match="2 bytes follow the value of a"):
+        read(b"\x92" + ext(code, *parts, "b"))
+
+
 def test_more_items_than_the_limit_are_refused_before_they_are_made() -> None:
     with pytest.raises(LimitExceeded, match="more than 10 items"):
         read(pack([0] * 11), Limits(items=10))

@@ -70,7 +70,7 @@ def _show(console: Console, report: AuditReport, place: str, *, every: bool) -> 
     for branch in report.branches:
         console.print(
             f"[dim]rolled back: attempt {branch.attempt} up to step {branch.last_step:,}, "
-            f"{say_many(len(branch.slots), 'checkpoint')}, {branch.rows:,} rows; they do not count[/]"
+            f"{say_many(len(branch.slots), 'checkpoint')}, {say_many(branch.rows, 'row')}; they do not count[/]"
         )
     for note in report.notes:
         console.print("note: " + note, style="dim", markup=False)
@@ -145,4 +145,4 @@ def _show_finding(console: Console, finding: Finding, *, every: bool) -> None:
     console.print(table)
     more = finding.rows - sum(one.rows.size for one in shown)
     if more:
-        console.print(f"  … and {more:,} rows more" + ("" if every else " (--all)"), style="dim")
+        console.print(f"  … and {say_many(more, 'row')} more" + ("" if every else " (--all)"), style="dim")

@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from lakeckpt.cli.output import add_run_arguments, literal, make_console, make_table, options_of, print_json, say_rows
+from lakeckpt.cli.output import (
+    add_run_arguments,
+    literal,
+    make_console,
+    make_table,
+    options_of,
+    print_json,
+    say_many,
+    say_rows,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,8 +56,8 @@ def _show(console: Console, found: StepExplained, *, every_row: bool) -> None:
         console.print()
         epochs = ", ".join(map(str, reader.epochs)) or "none"
         console.print(
-            f"[bold]{literal(reader.reader)}[/]  {reader.rows:,} rows of epoch {epochs}, "
-            f"{len(reader.ranks)} of {reader.world_size} ranks"
+            f"[bold]{literal(reader.reader)}[/]  {say_many(reader.rows, 'row')} of epoch {epochs}, "
+            f"{len(reader.ranks)} of {say_many(reader.world_size, 'rank')}"
         )
         console.print(_every_row(reader) if every_row else _row_groups(reader))
 

@@ -80,7 +80,7 @@ def _show(console: Console, facts: PlanFacts) -> None:
     table.add_column()
     lines = [
         ("files", f"{facts.files:,}, {say_bytes(facts.file_bytes)}"),
-        ("row groups", f"{facts.row_groups:,}, {per_group:,} rows each on average"),
+        ("row groups", f"{facts.row_groups:,}, {say_many(per_group, 'row')} each on average"),
         ("rows", f"{facts.rows:,}"),
         (
             "columns",
@@ -93,7 +93,7 @@ def _show(console: Console, facts: PlanFacts) -> None:
             f"{say_many(facts.world_size, 'rank')} × {say_many(facts.workers, 'worker')}, "
             f"{facts.batch_size:,} rows per micro-batch, {facts.batch_size * facts.world_size:,} per step",
         ),
-        ("lanes", f"{facts.lanes}; their borders cut {facts.cut_row_groups:,} row groups, which are decoded again"),
+        ("lanes", f"{facts.lanes}; {_borders(facts.cut_row_groups)}"),
         (
             "an epoch",
             f"{say_many(facts.steps, 'step')} on every rank, {facts.short_steps:,} of them short"
@@ -111,3 +111,7 @@ def _show(console: Console, facts: PlanFacts) -> None:
     for warning in facts.warnings:
         console.print("[yellow]![/] ", end="")
         console.print(warning, markup=False)
+
+
+def _borders(cut: int) -> str:
+    return f"their borders cut {say_many(cut, 'row group')}, which {'is' if cut == 1 else 'are'} decoded again"
