@@ -24,15 +24,15 @@ def there_and_back(state: Any, like: Any = None) -> Any:
 
 def test_wrappers_leave_no_trace_in_names() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    bare = flatten("m", model.state_dict())
+    bare = flatten("m", model.state_dict(), of_module=True)
     wrapped = torch.nn.DataParallel(torch.compile(model, backend="eager")).state_dict()
     assert all("module._orig_mod." in name for name in wrapped)
-    found = flatten("m", wrapped)
+    found = flatten("m", wrapped, of_module=True)
     assert found.tree == bare.tree and set(found.tensors) == set(bare.tensors)
     back = rebuild(found.tree, found.tensors, wrapped)
     assert list(back) == list(wrapped)
     inner = torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2), backend="eager"), torch.nn.BatchNorm1d(2))
-    assert flatten("m", inner.state_dict()).tree == bare.tree
+    assert flatten("m", inner.state_dict(), of_module=True).tree == bare.tree
 
 
 def test_names_that_would_collide_keep_their_own() -> None:
@@ -43,6 +43,34 @@ def test_names_that_would_collide_keep_their_own() -> None:
         "module.b": "b",
         "module": "module",
         "x.module": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "expected"),
+    [
+        ({"module.loss": 1, "x": {"module.y": 2}}, {}, {"module.loss": 1, "x": {"module.y": 2}}),
+        (Counter({"torch.module.nn": 3}), Counter(), Counter({"torch.module.nn": 3})),
+        ({"module.w": 1, "module.new": 2}, {"w": 0}, {"w": 1, "module.new": 2}),
+        ({"w": 1}, {"module.w": 0}, {"module.w": 1}),
+        ({"w": 1}, {"module.w": 0, "w": 0}, {"w": 1}),
+        ({"module.w": 1}, {"module.w": 0, "w": 0}, {"module.w": 1}),
+        ({"module.w": 1, "w": 2}, {"module.w": 0}, {"module.w": 1, "w": 2}),
+        ({"module.w": 1, "w": 2}, {"w": 0}, {"module.w": 1, "w": 2}),
+        ({"module.w": 1, "_orig_mod.w": 2}, {"w": 0}, {"module.w": 1, "_orig_mod.w": 2}),
+    ],
+)
+def test_a_name_that_the_live_object_does_not_have_stays_as_it_was_saved(saved: Any, live: Any, expected: Any) -> None:
+    assert there_and_back(saved, live) == expected
+
+
+def test_what_a_module_puts_beside_its_tensors_keeps_its_names() -> None:
+    state = {"module.weight": torch.ones(1), "module._extra_state": {"module.seen": 3}}
+    flat = flatten("m", state, of_module=True)
+    assert set(flat.tree) == {"weight", "_extra_state"}
+    assert rebuild(flat.tree, flat.tensors, {"weight": torch.zeros(1), "_extra_state": {}}) == {
+        "weight": torch.ones(1),
+        "_extra_state": {"module.seen": 3},
     }
 
 
@@ -102,6 +130,9 @@ Pair = namedtuple("Pair", "a b")
         ({"d": torch.float32}, r"item\.d"),
         ({"g": torch.Generator()}, r"item\.g"),
         ({"o": object()}, r"item\.o"),
+        ({"t": [torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True)]}, r"item/t/0: .*sparse"),
+        ({"t": torch.empty(3, device="meta")}, r"item/t: .*meta"),
+        (torch.nn.LazyLinear(3).state_dict(), r"item/weight: .*no shape yet"),
     ],
 )
 def test_what_is_outside_the_closed_list_is_refused_by_its_path(value: Any, path: str) -> None:

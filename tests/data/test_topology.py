@@ -39,12 +39,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt.errors import ConfigError
 
 if __name__ == "__main__":
     rank, lake, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     os.environ["WORLD_SIZE"] = "2"
     dataset = LakeDataset(lake, batch_size=4, shuffle=True)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    of_rank_1 = dist.new_group([1])
+    for group, message in [
+        (5, "ProcessGroup or a one-dimensional DeviceMesh"),
+        (init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), "of a larger one"),
+        *([] if rank else [(of_rank_1, "not in the group")]),
+    ]:
+        try:
+            LakeDataset(lake, batch_size=4, dp_group=group).topology
+        except ConfigError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(message)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp"))
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     found = {}

@@ -19,7 +19,7 @@ import torch
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.load import Loaded
 from lakeckpt.checkpoint.manifest import ReaderRecord
-from lakeckpt.checkpoint.tensors import spec_of
+from lakeckpt.checkpoint.tensors import host_bytes, spec_of
 from lakeckpt.checkpoint.tree import flatten, rebuild
 from lakeckpt.errors import CheckpointMismatch, StateError
 from lakeckpt.tracking.readers import TrackedReader
@@ -46,33 +46,45 @@ def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str
         elif saved_as_reader != (name in tracked):
             lines.append(f"{name!r} was {'' if saved_as_reader else 'not '}a tracked reader when it was saved")
         elif not saved_as_reader:
-            lines += _differences(name, objects[name], loaded.trees[name], loaded.specs)
+            lines += _differences(name, objects[name], loaded.trees[name], loaded)
     return lines
 
 
-def _differences(name: str, one: Any, tree: Any, specs: Mapping[str, TensorSpec]) -> list[str]:
+def _differences(name: str, one: Any, tree: Any, loaded: Loaded) -> list[str]:
     if isinstance(one, torch.nn.Module):
-        return _of_module(name, one, tree, specs)
+        return _of_module(name, one, tree, loaded)
     if isinstance(one, torch.optim.Optimizer):
-        return _of_optimizer(name, one, tree, specs)
+        return _of_optimizer(name, one, tree, loaded.specs)
     return []
 
 
-def _of_module(name: str, module: torch.nn.Module, tree: Any, specs: Mapping[str, TensorSpec]) -> list[str]:
-    flat = flatten(name, module.state_dict())
+def _of_module(name: str, module: torch.nn.Module, tree: Any, loaded: Loaded) -> list[str]:
+    flat = flatten(name, module.state_dict(), of_module=True)
     if type(tree) is not dict:
         return [f"{name}: the checkpoint holds a {type(tree).__name__}, not the state of a module"]
     lines = [f"{name}: {key} is missing from the checkpoint" for key in flat.tree if key not in tree]
     lines += [f"{name}: {key} is in the checkpoint and not in the module" for key in tree if key not in flat.tree]
+    ties: dict[str, tuple[str, str]] = {}
     for key, live in flat.tree.items():
         saved = tree.get(key)
         if key not in tree or not (isinstance(live, TensorRef) or isinstance(saved, TensorRef)):
             continue
         if not (isinstance(live, TensorRef) and isinstance(saved, TensorRef)):
             lines.append(f"{name}: {key} is a tensor on one side only")
-        else:
-            lines += _of_tensors(f"{name}: {key}", spec_of(live.key, flat.tensors[live.key]), specs.get(saved.key))
+            continue
+        spec = spec_of(live.key, flat.tensors[live.key])
+        lines += _of_tensors(f"{name}: {key}", spec, loaded.specs.get(saved.key))
+        other, known = ties.setdefault(live.key, (key, saved.key))
+        if not _same(known, saved.key, loaded.tensors):
+            lines.append(f"{name}: {other} and {key} are one tensor in the module, and two different ones were saved")
     return lines
+
+
+def _same(one: str, other: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two stored tensors hold the same bytes; what is not stored is told elsewhere."""
+    if one == other or one not in tensors or other not in tensors:
+        return True
+    return host_bytes(tensors[one]) == host_bytes(tensors[other])
 
 
 def _of_tensors(what: str, live: TensorSpec, saved: TensorSpec | None) -> list[str]:

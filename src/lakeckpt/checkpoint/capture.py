@@ -64,7 +64,9 @@ def capture(objects: Mapping[str, Any]) -> Captured:
 
     Raises `UnsupportedValue` and `LimitExceeded` naming the path of what cannot be saved.
     """
-    items = [flatten(name, one.state_dict()) for name, one in objects.items()]
+    items = [
+        flatten(name, one.state_dict(), of_module=isinstance(one, torch.nn.Module)) for name, one in objects.items()
+    ]
     items.append(flatten(RANDOM, capture_random()))
     return Captured(
         items=tuple(items),

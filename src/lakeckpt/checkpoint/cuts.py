@@ -100,6 +100,8 @@ def by_reader(
                 "give a mapping of names to receipts"
             )
         return {next(iter(tracks)): consumed}
+    if not isinstance(consumed, Mapping) or not all(isinstance(one, Receipt) for one in consumed.values()):
+        raise ConfigError(f"consumed= is a batch's receipt, or names readers and their receipts, got {consumed!r}")
     unknown = sorted(set(consumed) - set(tracks))
     if unknown:
         raise ConfigError(f"consumed= names {unknown}, which are no tracked readers; these are {sorted(tracks)}")

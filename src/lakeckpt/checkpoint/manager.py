@@ -79,14 +79,10 @@ class CheckpointManager:
         waiter: Waiter | None = None,
     ) -> None:
         self._objects = _checked(state)
-        if type(keep) is not int or keep < 1:
-            raise ConfigError(f"keep is how many checkpoints keep their data, at least 1, got {keep!r}")
-        if verify not in ("sizes", "bytes") or on_save_failure not in ("raise", "warn") or not timeout_s > 0:
-            raise ConfigError(
-                f"verify is 'sizes' or 'bytes', on_save_failure 'raise' or 'warn', timeout_s positive; got {verify!r}, "
-                f"{on_save_failure!r}, {timeout_s!r}"
-            )
+        _check_settings(keep, verify, on_save_failure, timeout_s)
         chosen = policy_of(every, policy)
+        if not isinstance(uri, (str, PathLike, Storage)):
+            raise ConfigError(f"a run lies at a folder, a URL or in a Storage, got {uri!r}")
         self._storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
         self._waiter = SystemWaiter() if waiter is None else waiter
         self._exchange = _exchange(group, timeout_s, alone=world_size == 1) if exchange is None else exchange
@@ -236,7 +232,23 @@ class CheckpointManager:
         return f"CheckpointManager({describe(self._storage)!r}, {sorted(self._objects)}, step={self._step})"
 
 
+def _check_settings(keep: object, verify: object, on_save_failure: object, timeout_s: object) -> None:
+    if type(keep) is not int or keep < 1:
+        raise ConfigError(f"keep is how many checkpoints keep their data, at least 1, got {keep!r}")
+    if verify not in ("sizes", "bytes"):
+        raise ConfigError(f"verify is 'sizes' or 'bytes', got {verify!r}")
+    if on_save_failure not in ("raise", "warn"):
+        raise ConfigError(f"on_save_failure is 'raise' or 'warn', got {on_save_failure!r}")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+        raise ConfigError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")
+
+
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            'state is a mapping of names to objects, such as {"model": model, "reader": loader}, got '
+            f"{type(state).__name__}"
+        )
     for name, one in state.items():
         if not isinstance(name, str) or not name or "/" in name or name == RANDOM:
             raise ConfigError(f"names of state are non-empty strings without '/', and not {RANDOM!r}; got {name!r}")
@@ -249,6 +261,8 @@ def _exchange(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
     if dist.is_available() and dist.is_initialized():
         group = group.get_group() if hasattr(group, "get_group") else group
         size = dist.get_world_size(group)
+        if size < 1:
+            raise ConfigError("this process is not in the group= that was given: give one whose ranks save together")
         return Solo() if size == 1 else GlooExchange(group, timeout_s=timeout_s)
     if group is None and not alone and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise ConfigError(

@@ -1,8 +1,8 @@
 """What is a tensor called, whatever wraps its module?  Names without the marks that wrappers leave.
 
 DDP adds ``module.`` to every name, ``torch.compile`` adds ``_orig_mod.``, and so on, anywhere in the path. What 4 ranks
-saved under DDP must load into a bare module, so names are stored without these marks. Loading maps them back by the
-names of the live object. Where two names would become one, those keep their own.
+saved under DDP must load into a bare module, so names of modules' state are stored without these marks. Loading maps
+them back by the names of the live object. Where two names would become one, those keep their own.
 """
 
 from __future__ import annotations

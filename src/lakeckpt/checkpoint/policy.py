@@ -98,6 +98,8 @@ def policy_of(every: int | timedelta | None, policy: Policy | None) -> Policy:
     if every is not None and policy is not None:
         raise ConfigError("give either every= or policy=, not both")
     if policy is not None:
+        if not (callable(getattr(policy, "is_due", None)) and callable(getattr(policy, "announce", None))):
+            raise ConfigError(f"policy is an object with by_steps, is_due and announce, got {policy!r}: see every=")
         return policy
     if every is None:
         return EverySeconds(600.0)

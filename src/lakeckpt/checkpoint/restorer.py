@@ -253,10 +253,12 @@ class Restorer:
                 found = TableIndex.loads(data).digest
                 if found != reader.index:
                     raise WireError(f"the index of {name!r} has the digest {found}, not {reader.index}")
-            except (CheckpointDamaged, WireError) as error:
+            except (CheckpointDamaged, WireError, StorageError) as error:
+                # Told, not raised: the state has been applied on all ranks, and training does without this index.
                 self._report(Damage(path=path, reason=str(error)))
                 if live is not None and live.digest == reader.index:
-                    self._storage.put(path, [live.dumps()])
+                    with contextlib.suppress(StorageError):
+                        self._storage.put(path, [live.dumps()])
 
     # --- talking
 

@@ -19,6 +19,11 @@ __all__ = ["empty_for", "host_bytes", "on_host", "spec_of", "tied_key"]
 def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
     """The name, dtype and shape of a tensor that can be stored. Raises `UnsupportedValue` naming ``key``."""
     kind = type(tensor).__name__
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnsupportedValue(
+            f"{key}: a {kind} has no shape yet: run the module once (a forward pass on one batch) before it is "
+            "restored or saved"
+        )
     if hasattr(tensor, "placements") or hasattr(tensor, "to_local"):
         raise UnsupportedValue(
             f"{key}: a {kind} is spread over ranks, which needs torch.distributed.checkpoint: "

@@ -1,9 +1,11 @@
 """How does a state dict come apart into a tree of plain values and its tensors, and together again?
 
 `flatten` walks dicts, lists and tuples, puts each tensor aside under a key (``item/path``, tied ones once) and leaves a
-`TensorRef` in its place; string keys become canonical (see ``names``). `rebuild` puts tensors back, and gives every
-container the type, and every name the spelling, that the live object's own state has at that place: types come from the
-live object, never from a file. Leaves of other types stay for the wire codec to take or to refuse.
+`TensorRef` in its place. Names of tensors, and the names in the state of a module, become canonical (see ``names``).
+`rebuild` puts tensors back, and gives every container the type, and names that differ by wrappers' marks alone the
+spelling, that the live object's own state has at that place: types come from the live object, never from a file. A name
+that the live object does not have stays as it was saved. Leaves of other types stay for the wire codec to take or to
+refuse.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.names import canonical_names
-from lakeckpt.checkpoint.tensors import tied_key
+from lakeckpt.checkpoint.tensors import spec_of, tied_key
 from lakeckpt.errors import CheckpointDamaged, LimitExceeded
 from lakeckpt.wire.codec import TensorRef, dumps, loads
 
@@ -37,10 +39,14 @@ class Flat:
     tensors: dict[str, torch.Tensor]
 
 
-def flatten(item: str, state: object) -> Flat:
-    """Take the state of ``item`` apart. Tensors are referred to, not copied."""
+def flatten(item: str, state: object, *, of_module: bool = False) -> Flat:
+    """Take the state of ``item`` apart. Tensors are referred to, not copied.
+
+    ``of_module`` says that it is the state of a `torch.nn.Module`, whose names wrappers mark. Raises `UnsupportedValue`
+    naming a tensor that cannot be stored, `LimitExceeded` where containers lie too deep.
+    """
     walk = _Walk(item)
-    tree = walk.plain(state, item, _DEEPEST)
+    tree = walk.plain(state, item, _DEEPEST, of_module=of_module)
     return Flat(item=item, tree=tree, tensors=walk.tensors)
 
 
@@ -52,7 +58,7 @@ class _Walk:
         self.tensors: dict[str, torch.Tensor] = {}
         self.tied: dict[tuple[object, ...], str] = {}
 
-    def plain(self, value: Any, path: str, depth: int) -> Any:
+    def plain(self, value: Any, path: str, depth: int, *, of_module: bool = False) -> Any:
         if isinstance(value, torch.Tensor):
             return self.reference(value, path)
         kind = type(value)
@@ -63,9 +69,7 @@ class _Walk:
         if kind in _DICTS:
             names = canonical_names(key for key in value if type(key) is str)
             return {
-                (names[key] if type(key) is str else key): self.plain(
-                    one, f"{path}/{names[key] if type(key) is str else key}", depth - 1
-                )
+                names.get(key, key) if of_module else key: self.plain(one, f"{path}/{names.get(key, key)}", depth - 1)
                 for key, one in value.items()
             }
         if kind is list:
@@ -75,6 +79,7 @@ class _Walk:
         return value
 
     def reference(self, tensor: torch.Tensor, path: str) -> TensorRef:
+        spec_of(path, tensor)  # refuses what has no memory to look at
         same = tied_key(tensor)
         if same is not None and same in self.tied:
             return TensorRef(key=self.tied[same])
@@ -126,8 +131,7 @@ def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], like: Any = None) ->
 def _dict(tree: dict[Any, Any], tensors: Mapping[str, torch.Tensor], like: Any) -> Any:
     if type(like) not in _DICTS:
         return {key: rebuild(one, tensors) for key, one in tree.items()}
-    live = {short: name for name, short in canonical_names(key for key in like if type(key) is str).items()}
-    names = {key: live.get(key, key) if type(key) is str else key for key in tree}
+    names = _spelled_as(like, tree)
     built = {names[key]: rebuild(one, tensors, like.get(names[key])) for key, one in tree.items()}
     if type(like) is OrderedDict:
         ordered = OrderedDict(built)
@@ -137,6 +141,16 @@ def _dict(tree: dict[Any, Any], tensors: Mapping[str, torch.Tensor], like: Any) 
     if type(like) is defaultdict:
         return defaultdict(like.default_factory, built)
     return Counter(built) if type(like) is Counter else built
+
+
+def _spelled_as(like: Mapping[Any, Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    """key of ``tree`` → how ``like`` spells it. One to one: a key that is in both, or in ``tree`` alone, is itself."""
+    live = {short: name for name, short in canonical_names(key for key in like if type(key) is str).items()}
+    spelled: dict[Any, Any] = {key: key for key in tree}
+    for key, short in canonical_names(key for key in tree if type(key) is str).items():
+        if key not in like and short in live and live[short] not in tree:
+            spelled[key] = live[short]
+    return spelled
 
 
 def _at(like: Any, at: int) -> Any:

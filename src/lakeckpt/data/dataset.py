@@ -8,7 +8,7 @@ so that torch's round robin over workers restores the order of micro-batches wha
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -188,6 +188,7 @@ class LakeDataset(IterableDataset[Any]):
         Where worker processes of somebody else's DataLoader read, their next iteration begins at the start of
         ``epoch``.
         """
+        epoch = whole("epoch", epoch)
         if epoch != self._progress.epoch or self._epochs.epoch(self.topology[0]) is not None:
             self._go_to(epoch)
 
@@ -348,7 +349,8 @@ def items_of(found: Any, receipt: Receipt, row_wise: bool, skip: int) -> Iterato
 def _chosen(table: Table, columns: Sequence[str] | None) -> list[str] | None:
     if columns is None:
         return None
-    if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
+    named = isinstance(columns, Iterable) and not isinstance(columns, (str, bytes, Set))  # a set has no order
+    if not named or not all(isinstance(name, str) for name in columns):
         raise ConfigError(f"columns must be a list of names, got {columns!r}")
     names = list(columns)
     if not names:

@@ -32,7 +32,7 @@ class LakeLoader(DataLoader[Any]):
     """Iterates a `LakeDataset`, exactly: a torch DataLoader with ``state_dict`` and ``load_state_dict``.
 
     Args:
-        dataset: what to read. Its ``batch_size`` is the loader's.
+        dataset: what to read, which makes the micro-batches itself (so the loader's own ``batch_size`` is None).
         num_workers: worker processes. Decoding releases the GIL, so 0 is right unless a transform costs much Python.
         pin_memory: copy tensors into pinned memory (needs an accelerator).
         prefetch_factor: micro-batches read ahead per worker (2 if there are workers).

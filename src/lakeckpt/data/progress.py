@@ -17,7 +17,10 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_LANES, Identity, ReaderState
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
 
-__all__ = ["OVERRIDABLE", "Progress"]
+__all__ = ["MAX_EPOCH", "OVERRIDABLE", "Progress"]
+
+MAX_EPOCH = 1 << 31
+"""The last epoch that can be asked for."""
 
 _SAME_ENDS = ({"short", "rows"}, {"drop", "even"})
 """What a user calls by one name, of batches and of single rows."""
@@ -53,6 +56,8 @@ class Progress:
         self._batch_size = batch_size
         self._num_lanes = num_lanes
         self._row_wise = row_wise
+        if isinstance(accept_changes, str):
+            raise ConfigError(f"accept_changes is a list of names, got {accept_changes!r}: write [{accept_changes!r}]")
         self._accept = frozenset(accept_changes)
         if self._accept - OVERRIDABLE:
             raise ConfigError(
@@ -155,8 +160,8 @@ class Progress:
         """Go to the start of ``epoch``."""
         if self.identity.endless:
             raise ConfigError("an endless stream has no epoch to go to; load a state, or make a new dataset")
-        if epoch < 0:
-            raise ConfigError(f"epochs are counted from 0, got {epoch}")
+        if not 0 <= epoch <= MAX_EPOCH:
+            raise ConfigError(f"epochs are counted from 0 to {MAX_EPOCH}, got {epoch}")
         self.last_receipt = None
         self._iteration += 1
         if self._state is None:
@@ -238,6 +243,8 @@ class Progress:
         return replace(state, step=receipt.step + 1, row=0)
 
     def _run_of(self, receipt: Receipt) -> _Run:
+        if not isinstance(receipt, Receipt):
+            raise ConfigError(f"this is the receipt of a batch (batch.receipt), or None, got {receipt!r}")
         for run in reversed(self._runs):
             if run.end.epoch != receipt.epoch or run.end.segment.world_size != receipt.world_size:
                 continue

@@ -82,7 +82,15 @@ class BatchSource:
 
     def _transformed(self, batch: Any, receipt: Receipt, row: int | None = None) -> Any:
         assert self._transform is not None
-        result = self._transform(batch, TransformContext(seed=self._spec.seed, receipt=receipt, row=row))
+        try:
+            result = self._transform(batch, TransformContext(seed=self._spec.seed, receipt=receipt, row=row))
+        except Exception as error:
+            which = f"row {row} of " if row is not None else ""
+            error.add_note(
+                f"in the transform of {which}micro-batch {receipt.micro_batch} (epoch {receipt.epoch}, step "
+                f"{receipt.step} of rank {receipt.rank})"
+            )
+            raise
         if type(result) is dict:
             return Batch(result, receipt)
         return result

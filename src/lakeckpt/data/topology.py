@@ -38,8 +38,7 @@ def resolve_topology(explicit: tuple[int, int] | None, dp_group: Any) -> tuple[i
     if explicit is not None:
         return explicit
     if dp_group is not None:
-        group = dp_group.get_group() if hasattr(dp_group, "get_group") else dp_group
-        return dist.get_rank(group), dist.get_world_size(group)
+        return _of_group(dp_group)
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     processes = os.environ.get("WORLD_SIZE", "1")
@@ -50,3 +49,22 @@ def resolve_topology(explicit: tuple[int, int] | None, dp_group: Any) -> tuple[i
             "rank= and world_size= (of the data-parallel group), or dp_group=."
         )
     return 0, 1
+
+
+def _of_group(dp_group: Any) -> tuple[int, int]:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            "dp_group= was given and torch.distributed is not initialized: call init_process_group() before the first "
+            "iteration"
+        )
+    try:
+        group = dp_group.get_group() if hasattr(dp_group, "get_group") else dp_group
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"dp_group= is a ProcessGroup or a one-dimensional DeviceMesh (of a larger one, mesh['name']), got "
+            f"{dp_group!r}: {error}"
+        ) from error
+    if rank < 0:
+        raise ConfigError("this process is not in the group given as dp_group=: give the one that it reads for")
+    return rank, world_size

@@ -1,0 +1,85 @@
+"""Calls that cannot be meant are refused where they are made, by name, and change nothing; errors say where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt.errors import ConfigError
+from tests.data.reading import flat
+
+
+def dataset_of(lake: Path, **options: Any) -> LakeDataset:
+    return LakeDataset(lake, **{"batch_size": 4, **options})
+
+
+@pytest.mark.parametrize("epoch", ["1", None, 1.5, True, -1, 2**31 + 1, 2**70])
+def test_an_epoch_that_is_none_is_refused_and_the_place_kept(lake: Path, epoch: Any) -> None:
+    loader = LakeLoader(dataset_of(lake))
+    next(iter(loader))
+    before = loader.state_dict()
+    for one in (loader, loader.dataset):
+        with pytest.raises(ConfigError, match="epoch"):
+            one.set_epoch(epoch)
+    assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize("epoch", [np.int64(3), torch.tensor(3)])
+def test_an_epoch_of_numpy_or_torch_gives_a_state_of_plain_types(lake: Path, epoch: Any) -> None:
+    for one in (LakeLoader(dataset_of(lake, shuffle=True)), dataset_of(lake, shuffle=True)):
+        one.set_epoch(epoch)
+        state = one.state_dict()
+        assert json.loads(json.dumps(state)) == state and state["epoch"] == 3
+        assert type(one.epoch) is int
+        same = dataset_of(lake, shuffle=True)
+        same.set_epoch(3)
+        assert flat(one) == flat(same)
+
+
+@pytest.mark.parametrize("columns", [5, {"id"}, frozenset(["id"]), b"id", [5]])
+def test_columns_without_an_order_or_names_are_refused(lake: Path, columns: Any) -> None:
+    with pytest.raises(ConfigError, match="columns must be a list of names"):
+        dataset_of(lake, columns=columns)
+
+
+def test_a_name_alone_is_no_list_of_changes_to_accept(lake: Path) -> None:
+    with pytest.raises(ConfigError, match=r"write \['table'\]"):
+        dataset_of(lake, accept_changes="table")
+
+
+def test_a_group_without_torch_distributed_is_refused(lake: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dp_group= was given and torch\.distributed is not initialized"):
+        iter(LakeLoader(dataset_of(lake, dp_group=object())))
+
+
+@pytest.mark.parametrize("at", [5, "last", {}])
+def test_a_state_as_of_what_is_no_receipt_is_refused(lake: Path, at: Any) -> None:
+    loader = LakeLoader(dataset_of(lake))
+    next(iter(loader))
+    for call in (loader.state_dict, loader.mark, loader.stretches):
+        with pytest.raises(ConfigError, match="the receipt of a batch"):
+            call(at)
+
+
+def fail_at_id_9(item: Any) -> Any:
+    if 9 in item["id"].reshape(-1).tolist():
+        raise KeyError("no such word")
+    return item
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("batch_size", "where"), [(4, "transform of micro-batch 2 "), (None, "row 9 of micro-batch")])
+def test_a_transform_that_fails_says_at_which_micro_batch(
+    lake: Path, workers: int, batch_size: int | None, where: str
+) -> None:
+    loader = LakeLoader(dataset_of(lake, batch_size=batch_size, transform=fail_at_id_9), num_workers=workers)
+    with pytest.raises(KeyError) as caught:
+        list(loader)
+    # From a worker, torch brings the text of the whole traceback.
+    assert where in "\n".join([str(caught.value.args[0]), *getattr(caught.value, "__notes__", [])])
