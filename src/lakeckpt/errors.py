@@ -8,6 +8,7 @@ stable, machine-readable name::
     ├── TableError             the lake is not as the run needs it
     │   ├── TableNotFound      nothing to read there                                          (FileNotFoundError)
     │   ├── SchemaError        a column is missing, or files disagree                                (ValueError)
+    │   ├── TableFeatureUnsupported    the table needs what cannot be read exactly                  (ValueError)
     │   ├── NullValueError     a null where none was allowed                                         (ValueError)
     │   ├── DataFileDamaged    a file or row group cannot be decoded: restore it
     │   └── DataFileChanged    the pinned listing no longer holds
@@ -71,6 +72,7 @@ __all__ = [
     "StateUnavailable",
     "StorageError",
     "TableError",
+    "TableFeatureUnsupported",
     "TableNotFound",
     "TrackingError",
     "UnsupportedValue",
@@ -107,6 +109,12 @@ class SchemaError(TableError, ValueError):
     """A column is missing, of an unsupported type, or files disagree about it."""
 
     kind = "schema"
+
+
+class TableFeatureUnsupported(TableError, ValueError):
+    """The version of the table uses what we, or its format's library, cannot read exactly; nothing was read."""
+
+    kind = "table_feature_unsupported"
 
 
 class NullValueError(TableError, ValueError):

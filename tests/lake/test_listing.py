@@ -177,20 +177,32 @@ def test_where_nothing_is_the_refusal_says_what_was_looked_for(place: Place) -> 
 
 
 @pytest.mark.parametrize(
-    ("path", "name"),
+    ("path", "kind"),
     [
-        ("_delta_log/00000000000000000000.json", "a Delta table"),
-        (".hoodie/hoodie.properties", "a Hudi table"),
-        ("metadata/v1.metadata.json", "an Iceberg table"),
+        ("_delta_log/00000000000000000000.json", "delta"),
+        (".hoodie/hoodie.properties", "hudi"),
+        ("metadata/v1.metadata.json", "iceberg"),
     ],
 )
-def test_a_folder_whose_files_are_not_its_rows_is_refused(place: Place, path: str, name: str) -> None:
+def test_a_folder_whose_files_are_not_its_rows_is_told_by_its_format(place: Place, path: str, kind: str) -> None:
     root, find, put = place
     put("part-0.parquet")
     put(path)
-    with pytest.raises(ConfigError, match=f"is {name} .* would bring deleted rows back"):
-        find(root)
-    assert paths(find([f"{root}/part-0.parquet"])) == ["part-0.parquet"]
+    found = find(root)
+    assert (found.format, found.place) == (kind, root) and sorted(paths(found)) == sorted([path, "part-0.parquet"])
+    assert (listed := find([f"{root}/part-0.parquet"])).format == "parquet" and paths(listed) == ["part-0.parquet"]
+
+
+def test_a_folder_in_two_formats_asks_which(tmp_path: Path) -> None:
+    for path in ("_delta_log/0.json", "metadata/v1.metadata.json"):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).touch()
+    with pytest.raises(ConfigError, match=r"more than one format.*say which by format='delta'"):
+        find_files(tmp_path, storage_options=None, threads=1)
+    for kind in ("delta", "iceberg"):
+        assert find_files(tmp_path, storage_options=None, threads=1, kind=kind).format == kind  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="format='hudi' was given"):
+        find_files(tmp_path, storage_options=None, threads=1, kind="hudi")
 
 
 def test_a_folder_whose_name_looks_like_a_glob_is_a_folder(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 `TableIndex` holds a column per property (paths, sizes, rows of every row group, …) rather than an object per row group:
 a million row groups are a few megabytes. Its digest depends on the content alone: relative paths, sizes, footer
-digests, partition values, row counts and deleted rows, not on the place, the machine, modification times or what the
-table's format calls the version. It is written once per run; what is read back is checked, and its paths are confined
-to the table that the user opened.
+digests, partition values, row counts, deleted rows and the schema that a table format reads the files by, not on the
+place, the machine, modification times or what the format calls the version. It is written once per run; what is read
+back is checked, and its paths are confined to the table that the user opened.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lakeckpt.errors import WireDamaged
+from lakeckpt.lake.columns import ColumnMapping
 from lakeckpt.lake.deletes import Deletes
 from lakeckpt.lake.footer import DIGEST_BYTES, Int64Array
 from lakeckpt.lake.partitions import PartitionColumn, Value
 from lakeckpt.lake.storage import check_key
+from lakeckpt.lake.values import type_text
 from lakeckpt.lake.version import PLAIN, TableVersion
 from lakeckpt.wire.codec import Limits, dumps, loads
 
@@ -40,7 +42,7 @@ class DataFile:
 
     ``path`` is relative to the table's root; ``footer_digest`` the BLAKE2b-128 of its footer; ``group_rows`` the rows
     of its row groups that are not deleted, ``stored_rows`` all (int64, read-only); ``partition`` its (column, value)
-    pairs. ``mtime_ns`` is a hint only.
+    pairs, without the columns that it stores itself. ``mtime_ns`` is a hint only.
     """
 
     path: str
@@ -61,7 +63,8 @@ class TableIndex:
     ``size_bytes``, ``mtime_ns`` (-1: unknown): int64[F]; ``footer_digests``: 16 bytes each, joined; ``first_group``:
     int64[F + 1], the row groups of file ``i`` are ``[first_group[i], first_group[i + 1])``; ``stored_rows`` and
     ``group_bytes`` (uncompressed): int64[G], as the footers say, row groups without rows included; ``deletes``: the
-    stored rows that do not exist in ``version``. Arrays are read-only. Two indexes are equal if their digests are.
+    stored rows that do not exist in ``version``; ``columns``: by what the files store the columns of ``schema``. Arrays
+    are read-only. Two indexes are equal if their digests are.
     """
 
     paths: tuple[str, ...]
@@ -76,6 +79,7 @@ class TableIndex:
     schema: pa.Schema
     version: TableVersion = PLAIN
     deletes: Deletes = field(default_factory=Deletes)
+    columns: ColumnMapping = field(default_factory=ColumnMapping)
     group_rows: Int64Array = field(init=False)
     """int64[G]: the rows of each row group that are not deleted. These have positions."""
     digest: str = field(init=False)
@@ -130,10 +134,11 @@ class TableIndex:
             "groups_per_file": _narrow(np.diff(self.first_group)),
             "group_rows": _narrow(self.stored_rows),
             "group_bytes": _narrow(self.group_bytes),
-            "partitions": [{"name": p.name, "values": list(p.values), "codes": p.codes} for p in self.partitions],
+            "partitions": [{"name": p.name, "values": p.plain_values(), "codes": p.codes} for p in self.partitions],
             "schema": self.schema.serialize().to_pybytes(),
             "version": self.version.to_plain(),
             "deletes": self.deletes.to_plain(),
+            "columns": self.columns.to_plain(self.schema),
             "digest": self.digest,
         }
         return dumps(value, kind=KIND, version=VERSION, limits=LIMITS)
@@ -154,6 +159,7 @@ class TableIndex:
     def _of_document(cls, value: dict[str, Any]) -> TableIndex:
         count = operator.index(value["files"])
         per_file = _array(value["groups_per_file"])
+        schema = pa.ipc.read_schema(pa.py_buffer(value["schema"]))
         return cls(
             paths=_split(value["paths"], count),
             size_bytes=_array(value["sizes"]),
@@ -164,14 +170,12 @@ class TableIndex:
             stored_rows=_array(value["group_rows"]),
             group_bytes=_array(value["group_bytes"]),
             partitions=tuple(
-                PartitionColumn(
-                    name=str(p["name"]), values=tuple(p["values"]), codes=_array(p["codes"]).astype(np.int32)
-                )
-                for p in value["partitions"]
+                PartitionColumn.from_plain(p, _array(p["codes"]).astype(np.int32), schema) for p in value["partitions"]
             ),
-            schema=pa.ipc.read_schema(pa.py_buffer(value["schema"])),
+            schema=schema,
             version=TableVersion.from_plain(value["version"]) if "version" in value else PLAIN,
             deletes=Deletes.from_plain(value.get("deletes", [])),
+            columns=ColumnMapping.from_plain(value.get("columns", []), schema),
         )
 
     def stored_start(self, ordinal: int) -> int:
@@ -227,6 +231,7 @@ class TableIndex:
             raise ValueError(f"the row groups of the files do not add up to {groups}")
         if any(len(array) and int(array.min()) < 0 for array in (self.size_bytes, self.stored_rows, self.group_bytes)):
             raise ValueError("sizes and row counts of an index must not be negative")
+        self.columns.check(self.schema)
         if float(self.stored_rows.sum(dtype=np.float64)) >= 2.0**62:
             raise ValueError("a table has fewer than 2**62 rows")
 
@@ -241,8 +246,15 @@ class TableIndex:
             self.stored_rows.astype("<i8").tobytes(),
         ]
         for column in self.partitions:
-            values = [b"n" if v is None else f"{type(v).__name__[0]}{v}".encode() for v in column.values]
+            if column.type not in (pa.int64(), pa.string()):
+                parts.append(b"type " + type_text(column.type).encode())
+            values = [b"n" if v is None else f"{type(v).__name__[0]}{v}".encode() for v in column.plain_values()]
             parts += [column.name.encode(), *values, column.codes.astype("<i4").tobytes()]
+        if self.version.format != "parquet":
+            # What the files hold does not tell how the format reads them.
+            parts += [b"schema", *(f"{f.name!r}:{type_text(f.type)}".encode() for f in self.schema)]
+        if self.columns:
+            parts += [b"columns", repr(self.columns.to_plain(self.schema)).encode()]
         if self.deletes:
             parts += [b"deletes", self.deletes.digest()]
         digest = blake2b(digest_size=DIGEST_BYTES)
@@ -282,7 +294,7 @@ class Files(Sequence[DataFile]):
             first_group=first,
             group_rows=index.group_rows[first:end],
             stored_rows=index.stored_rows[first:end],
-            partition=tuple((p.name, p.values[p.codes[ordinal]]) for p in index.partitions),
+            partition=tuple((p.name, p.value_of(ordinal)) for p in index.partitions if not p.is_stored(ordinal)),
         )
 
 

@@ -7,8 +7,9 @@
 - a glob (``*``, ``?``, ``[…]`` within a name, ``**`` for any folders), one file, or a list of files: just those.
 
 The root is the folder, or the deepest folder that holds all files, raised above folders named ``key=value``, so that
-these become columns. A Delta, Iceberg or Hudi table is refused as a folder: its files alone are not its rows. Listings
-come from the storage each time. Nothing is opened here.
+these become columns. A folder that holds a Delta, Iceberg or Hudi table is told by what lies in it: its files alone are
+not its rows, so all of its objects are listed, and its format is named. Listings come from the storage each time.
+Nothing is opened here.
 """
 
 from __future__ import annotations
@@ -26,37 +27,55 @@ from lakeckpt.errors import ConfigError, TableNotFound
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.partitions import is_partition_folder
 from lakeckpt.lake.storage import ObjectInfo, Storage, check_key, open_storage, redact_uri, split_uri
+from lakeckpt.lake.version import TableFormat
 
-__all__ = ["Found", "Source", "find_files", "list_exactly"]
+__all__ = ["Found", "Source", "find_files", "list_exactly", "open_root"]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
 MAX_SINGLE_LISTINGS = 64
+METADATA_FILE = ".metadata.json"
 _MAGIC = re.compile(r"[*?\[]")
 _IN_A_SET, _ESCAPED = re.compile(r"([\\\[\]^&~|])"), r"\\\1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A storage, a name for it without credentials, and the table's files in it, sorted by path."""
+    """A storage, a name for it without credentials, and the table's files in it, sorted by path.
+
+    Where ``format`` is not plain Parquet, these are all objects below ``place``, the root with whatever it was given.
+    """
 
     storage: Storage
     uri: str
     files: tuple[ObjectInfo, ...]
+    format: TableFormat = "parquet"
+    place: str = ""
 
 
-def find_files(source: Source, *, storage_options: Mapping[str, Any] | None, threads: int) -> Found:
-    """Find the files of a table, or raise `TableNotFound` or `ConfigError` that says what was looked for."""
+def find_files(
+    source: Source, *, storage_options: Mapping[str, Any] | None, threads: int, kind: TableFormat | None = None
+) -> Found:
+    """Find the files of a table, or raise `TableNotFound` or `ConfigError` that says what was looked for.
+
+    ``kind``: the format that it must have, where the caller knows.
+    """
     if isinstance(source, str | os.PathLike):
         text = _text(source)
         if _MAGIC.search(text) and not _is_local_path(text):
-            return _of_glob(text, storage_options, threads)
-        return _of_place(text, storage_options)
+            return _of_kind(_of_glob(text, storage_options, threads), kind)
+        return _of_kind(_of_place(text, storage_options, kind), kind)
     if not isinstance(source, Sequence) or isinstance(source, bytes | bytearray):
         raise ConfigError(f"a table is a path, a URL or a list of them, not {type(source).__name__}")
     if not source:
         raise ConfigError("a table cannot be an empty list of files")
-    return _of_list([_text(item) for item in source], storage_options, threads)
+    return _of_kind(_of_list([_text(item) for item in source], storage_options, threads), kind)
+
+
+def _of_kind(found: Found, kind: TableFormat | None) -> Found:
+    if kind is not None and found.format != kind:
+        raise ConfigError(f"format={kind!r} was given, but {found.uri!r} is a table in the format {found.format!r}")
+    return found
 
 
 def list_exactly(storage: Storage, paths: Sequence[str], *, threads: int) -> dict[str, ObjectInfo]:
@@ -70,23 +89,30 @@ def list_exactly(storage: Storage, paths: Sequence[str], *, threads: int) -> dic
     return {info.path: info for info in found if info.path in wanted}
 
 
-def _of_place(text: str, storage_options: Mapping[str, Any] | None) -> Found:
+def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableFormat | None) -> Found:
     """A folder or one file."""
     text = _absolute(text)
-    storage = _open(text, storage_options)
+    if text.endswith(METADATA_FILE):
+        root = text.rpartition("/")[0].rpartition("/")[0]
+        return Found(
+            storage=open_root(root, storage_options), uri=redact_uri(root), files=(), format="iceberg", place=text
+        )
+    storage = open_root(text, storage_options)
     if isinstance(storage, LocalStorage):
         if os.path.isfile(storage.name):
             return _of_list([text], storage_options, 1)
         infos = storage.list()
     else:
         folder, name = _split_last(text)
-        infos = _open(folder, storage_options).list(name)  # one listing tells a file from a folder
+        infos = open_root(folder, storage_options).list(name)  # one listing tells a file from a folder
         if name and [info.path for info in infos] == [name]:
             return _of_list([text], storage_options, 1)
         infos = [replace(info, path=info.path[len(name) + 1 :]) for info in infos] if name else infos
     uri = redact_uri(text)
+    told = _format_of(uri, infos, kind)
+    if told != "parquet":
+        return Found(storage=storage, uri=uri, files=tuple(infos), format=told, place=text)
     files = [info for info in infos if _is_data_file(info.path)]
-    _refuse_table_formats(uri, infos)
     if not files:
         raise TableNotFound(_nothing_in_folder(uri, infos))
     return _found(storage, uri, files)
@@ -103,7 +129,7 @@ def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int)
             raise ConfigError(f"the glob {redact_uri(text)!r} needs a bucket without wildcards")
         base = f"{text[: len(text) - len(rest)]}{steady}"
         matches = re.compile(_glob_pattern(rest[len(steady) + 1 :])).fullmatch
-        names = [f"{base}/{info.path}" for info in _open(base, storage_options).list("") if matches(info.path)]
+        names = [f"{base}/{info.path}" for info in open_root(base, storage_options).list("") if matches(info.path)]
     if not names:
         raise TableNotFound(f"no file matches the glob {redact_uri(text)!r}: check the path, or pass the folder")
     return _of_list(names, storage_options, threads)
@@ -115,7 +141,7 @@ def _of_list(texts: Sequence[str], storage_options: Mapping[str, Any] | None, th
         twice = next(text for text, count in Counter(texts).items() if count > 1)
         raise ConfigError(f"the file {redact_uri(twice)!r} is listed twice: its rows would count twice")
     root = _common_root(texts)
-    storage = _open(root, storage_options)
+    storage = open_root(root, storage_options)
     paths = [text[len(root) :].lstrip("/") for text in texts]
     for path in paths:
         check_key(path)
@@ -132,7 +158,8 @@ def _found(storage: Storage, uri: str, files: list[ObjectInfo]) -> Found:
     return Found(storage=storage, uri=uri, files=tuple(sorted(files, key=lambda info: info.path)))
 
 
-def _open(text: str, storage_options: Mapping[str, Any] | None) -> Storage:
+def open_root(text: str, storage_options: Mapping[str, Any] | None) -> Storage:
+    """The storage rooted at a table's folder; local links to files are followed."""
     storage = open_storage(text, storage_options=storage_options)
     return LocalStorage(storage.name, follow_file_links=True) if isinstance(storage, LocalStorage) else storage
 
@@ -190,17 +217,25 @@ def _is_data_file(path: str) -> bool:
     return path.lower().endswith(PARQUET_SUFFIXES)
 
 
-def _refuse_table_formats(uri: str, infos: Sequence[ObjectInfo]) -> None:
+def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) -> TableFormat:
+    """The format of the table that these objects are, ``kind`` if it is one; `ConfigError` where they could be two."""
+    found: dict[TableFormat, str] = {}
     for info in infos:
         top, _, below = info.path.partition("/")
-        name = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}.get(top) if below else None
-        if top == "metadata" and below.endswith(".metadata.json"):
-            name = "an Iceberg table"
-        if name:
-            raise ConfigError(
-                f"{uri!r} is {name} (it holds {info.path!r}): reading its Parquet files by path would bring "
-                "deleted rows back. Pass a list of the files that its current version consists of, or a plain copy"
-            )
+        if top == "_delta_log" and below:
+            found.setdefault("delta", info.path)
+        elif top == ".hoodie" and below:
+            found.setdefault("hudi", info.path)
+        elif top == "metadata" and below.endswith(METADATA_FILE):
+            found.setdefault("iceberg", info.path)
+    if kind in found:
+        return kind
+    if len(found) > 1 and kind is None:
+        both = " and ".join(f"{kind} ({path!r})" for kind, path in found.items())
+        raise ConfigError(
+            f"{uri!r} is a table in more than one format, {both}: say which by format={next(iter(found))!r}"
+        )
+    return next(iter(found), "parquet")
 
 
 def _nothing_in_folder(uri: str, infos: Sequence[ObjectInfo]) -> str:

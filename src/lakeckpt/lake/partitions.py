@@ -1,50 +1,96 @@
-"""Which columns do the folders of a table spell out (``year=2024/month=7/part-0.parquet``)?
+"""Which columns have one value per file, by the table's metadata or its folders (``year=2024/month=7/part-0.parquet``)?
+
+A table format says the values, each of the column's own type: `PartitionColumn` keeps them once each, with a code per
+file. For plain Parquet, `partition_columns` reads them off the paths.
 
 Folders named ``key=value``, percent-decoded, as Hive wrote them; ``__HIVE_DEFAULT_PARTITION__`` is null, and so is a
-key that a file's path does not have. A column is int64 where all of its values are integers, else string. Values are
-kept once each, with a code per file. Only the path below the table's root counts.
+key that a file's path does not have. A column is int64 where all of its values are integers, else string. Only the path
+below the table's root counts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 
 from lakeckpt.errors import SchemaError
+from lakeckpt.lake.values import Value, arrow_scalar, from_plain, to_plain
 
-__all__ = ["PartitionColumn", "is_partition_folder", "partition_columns"]
+__all__ = ["STORED", "PartitionColumn", "Value", "coded", "is_partition_folder", "partition_columns"]
 
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
 _INT64 = range(-(2**63), 2**63)
+Int32Array = np.ndarray[tuple[int], np.dtype[np.int32]]
 
-Value = str | int | None
+STORED = -1
+"""The code of a file that stores the column itself: a table's partitioning may have changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartitionColumn:
-    """A column whose value is one per file: file ``i`` has ``values[codes[i]]``; ``codes`` is int32[files]."""
+    """A column whose value is one per file: file ``i`` has ``values[codes[i]]``, all of ``type``; see `value_of`.
+
+    ``codes`` is int32[files]; `STORED` where the file has the column like any other. ``values`` are distinct, each as
+    ``pyarrow.scalar(value, type)`` takes it. Without ``type``: int64 where there are integers, else string.
+    """
 
     name: str
     values: tuple[Value, ...]
-    codes: np.ndarray[tuple[int], np.dtype[np.int32]]
+    codes: Int32Array
+    type: pa.DataType | None = None
 
     def __post_init__(self) -> None:
-        if len({type(value) for value in self.values if value is not None}) > 1:
-            raise ValueError(f"the partition column {self.name!r} mixes types: {self.values[:8]!r}")
-        if len(self.codes) and (int(self.codes.min()) < 0 or int(self.codes.max()) >= len(self.values)):
+        if self.type is None:
+            if len({type(value) for value in self.values if value is not None}) > 1:
+                raise ValueError(f"the partition column {self.name!r} mixes types: {self.values[:8]!r}")
+            integers = any(isinstance(value, int) for value in self.values)
+            object.__setattr__(self, "type", pa.int64() if integers else pa.string())
+        for value in self.values:
+            try:
+                arrow_scalar(value, self.type)
+            except (pa.ArrowException, TypeError, ValueError, ArithmeticError) as error:
+                raise ValueError(
+                    f"the partition column {self.name!r} is {self.type}, not {value!r}: {error}"
+                ) from error
+        if len(self.codes) and (int(self.codes.min()) < STORED or int(self.codes.max()) >= len(self.values)):
             raise ValueError(f"the partition column {self.name!r} has codes outside of its {len(self.values)} values")
 
     @property
     def field(self) -> pa.Field:
         """The column as a field of the table's schema."""
-        integers = any(isinstance(value, int) for value in self.values)
-        return pa.field(self.name, pa.int64() if integers else pa.string(), nullable=None in self.values)
+        stored = len(self.codes) > 0 and int(self.codes.min()) == STORED
+        return pa.field(self.name, self.type, nullable=stored or None in self.values)
+
+    def is_stored(self, file: int) -> bool:
+        """Whether the file stores the column itself, so that its rows may differ in it."""
+        return int(self.codes[file]) == STORED
+
+    def value_of(self, file: int) -> Value:
+        """The value of all rows of a file; ``ValueError`` where the file stores the column itself."""
+        code = int(self.codes[file])
+        if code == STORED:
+            raise ValueError(f"file {file} stores the column {self.name!r}")
+        return self.values[code]
+
+    def plain_values(self) -> list[object]:
+        """The values in a form that the wire can carry."""
+        return [to_plain(value, self.type) for value in self.values]
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], codes: Int32Array, schema: pa.Schema) -> PartitionColumn:
+        """The column of a document: its name and `plain_values`; ``ValueError`` or ``TypeError`` where it is none."""
+        name = str(plain["name"])
+        if name not in schema.names:
+            return cls(name=name, values=tuple(plain["values"]), codes=codes)
+        kind = schema.field(name).type
+        return cls(name=name, values=tuple(from_plain(v, kind) for v in plain["values"]), codes=codes, type=kind)
 
 
 def is_partition_folder(name: str) -> bool:
@@ -89,3 +135,15 @@ def _column(name: str, raw: Sequence[str | None]) -> PartitionColumn:
         code_of[text] = code_of_value[value]
     codes = np.fromiter((code_of[text] for text in raw), dtype=np.int32, count=len(raw))
     return PartitionColumn(name=name, values=tuple(values), codes=codes)
+
+
+def coded(name: str, kind: pa.DataType, values: Sequence[Value], stored: Sequence[bool]) -> PartitionColumn:
+    """The column of these values, one per file in their order; those of files that are ``stored`` do not matter."""
+    plain = [None if own else to_plain(value, kind) for value, own in zip(values, stored, strict=True)]
+    known = {key: value for key, value, own in zip(plain, values, stored, strict=True) if not own}
+    order = sorted(known, key=lambda key: (key is None, key))
+    place = {key: i for i, key in enumerate(order)}
+    codes = [STORED if own else place[key] for key, own in zip(plain, stored, strict=True)]
+    return PartitionColumn(
+        name=name, values=tuple(known[key] for key in order), codes=np.array(codes, np.int32), type=kind
+    )

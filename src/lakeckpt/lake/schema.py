@@ -15,7 +15,7 @@ import pyarrow as pa
 from lakeckpt.errors import SchemaError
 from lakeckpt.lake.partitions import PartitionColumn
 
-__all__ = ["plain_type", "table_schema"]
+__all__ = ["plain_schema", "plain_type", "table_schema"]
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
@@ -39,6 +39,15 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind) or pa.types.is_list_view(kind):
         return pa.list_(_plain_field(kind.value_field))
     return kind
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """A table format's schema in the types of its values, without metadata. `SchemaError` where a name comes twice."""
+    names = schema.names
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise SchemaError(f"the table has more than one column named {', '.join(map(repr, twice))}: rename them")
+    return pa.schema([_plain_field(field) for field in schema])
 
 
 def table_schema(files: Sequence[tuple[str, pa.Schema]], partitions: Sequence[PartitionColumn]) -> pa.Schema:

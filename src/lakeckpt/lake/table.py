@@ -1,29 +1,31 @@
 """What is a table, once opened: a storage, and an index that pins which files and row groups it consists of.
 
-`open_table` lists the files, reads all footers in parallel and pins them. From then on, files are named by their
+`open_table` finds the format, asks its module what the version consists of, reads all footers in parallel and pins
+them. From then on, files are named by their
 ordinal in the index and row groups by theirs in the table. Opening a file compares its size, and `Table.footer` its
 footer's digest, with what was pinned; `Table.verify` compares the whole listing. Decodes no rows.
 """
 
 from __future__ import annotations
 
+import datetime
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, ObjectMissing
-from lakeckpt.lake.footer import FileSummary, Progress, read_footer, summarize_all
+from lakeckpt.lake.building import index_of, index_of_version, listed
+from lakeckpt.lake.footer import Progress, read_footer, summarize_all
+from lakeckpt.lake.formats.pinned import PinnedFiles, pin
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.listing import Source, find_files, list_exactly
 from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.partitions import partition_columns
-from lakeckpt.lake.schema import table_schema
 from lakeckpt.lake.storage import ObjectInfo, Storage
+from lakeckpt.lake.version import TableFormat, VersionAsked
 
 __all__ = ["Table", "open_table"]
 
@@ -43,7 +45,8 @@ class Table:
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema of the whole table, partition columns last; dictionaries are told as their values."""
+        """The schema of the whole table (of plain Parquet, partition columns last); dictionaries are told as their
+        values."""
         return self.index.schema
 
     @property
@@ -110,42 +113,44 @@ class Table:
 def open_table(
     source: Source,
     *,
+    version: int | str | None = None,
+    snapshot_id: int | None = None,
+    timestamp: datetime.datetime | str | None = None,
+    format: TableFormat | None = None,
     storage_options: Mapping[str, Any] | None = None,
     threads: int = 16,
     progress: Progress | None = None,
 ) -> Table:
-    """Open the Parquet table at ``source`` and pin the files that it consists of.
+    """Open the table at ``source`` and pin the files, the deleted rows and the schema that its version consists of.
 
-    ``source`` is a folder (searched at any depth; ``key=value`` folders become columns), a glob, one file, or a list of
-    files, local or at any URL that fsspec knows; ``storage_options`` go to the fsspec filesystem. Footers are read by
-    ``threads`` threads; ``progress(files_done, files)`` is called as they arrive.
+    ``source`` is the folder of a Delta, Iceberg or Hudi table, told apart by what lies in it (``format`` decides where
+    it is several); or plain Parquet: a folder (searched at any depth; ``key=value`` folders become columns), a glob,
+    one file, or a list of files. Local, or at any URL that fsspec knows; ``storage_options`` go to the fsspec
+    filesystem, and those that a format's library has under another name, to it.
 
-    Raises `TableNotFound` (nothing there), `DataFileDamaged` (a file that is no readable Parquet), `SchemaError` (files
-    that disagree), `StorageError` (the store failed) and `ConfigError`.
+    The version is the newest, or the one named by ``version`` (Delta: a number; Hudi: an instant; Iceberg: a tag or a
+    branch), by ``snapshot_id`` (Iceberg), or the one that was current at ``timestamp`` (a datetime, or ISO 8601 text,
+    with a time zone). Footers are read by ``threads`` threads, and ``progress(files_done, files)`` called as they
+    arrive.
+
+    Raises `TableNotFound` (nothing there, no such version), `TableFeatureUnsupported` (the version cannot be read
+    exactly), `DataFileDamaged` (a file that is no readable Parquet), `DataFileChanged` (a file is not as the format's
+    metadata says), `SchemaError` (files that disagree), `StorageError` (the store failed) and `ConfigError`.
     """
     if threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
-    found = find_files(source, storage_options=storage_options, threads=threads)
+    if format is not None and format not in get_args(TableFormat):
+        raise ConfigError(f"format={format!r}: expected one of {', '.join(get_args(TableFormat))}")
+    asked = VersionAsked.of(version, snapshot_id, timestamp)
+    found = find_files(source, storage_options=storage_options, threads=threads, kind=format)
+    asked.check(found.format, found.uri)
+    pinned: PinnedFiles | None = None
+    if found.format != "parquet":
+        pinned = pin(found.format, found.place, asked=asked, storage_options=storage_options, threads=threads)
+        found = listed(found, pinned, storage_options=storage_options, threads=threads)
     summaries = summarize_all(found.storage, found.files, threads=threads, progress=progress)
-    return Table(uri=found.uri, storage=found.storage, index=_index_of(found.files, summaries))
-
-
-def _index_of(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) -> TableIndex:
-    paths = tuple(info.path for info in files)
-    partitions = partition_columns(paths)
-    per_file = [len(summary.group_rows) for summary in summaries]
-    return TableIndex(
-        paths=paths,
-        size_bytes=np.array([info.size_bytes for info in files], dtype=np.int64),
-        etags=tuple(info.etag for info in files),
-        mtime_ns=np.array([-1 if info.mtime_ns is None else info.mtime_ns for info in files], dtype=np.int64),
-        footer_digests=b"".join(summary.digest for summary in summaries),
-        first_group=np.concatenate([[0], np.cumsum(per_file, dtype=np.int64)]),
-        stored_rows=np.concatenate([summary.group_rows for summary in summaries]),
-        group_bytes=np.concatenate([summary.group_bytes for summary in summaries]),
-        partitions=partitions,
-        schema=table_schema([(path, s.schema) for path, s in zip(paths, summaries, strict=True)], partitions),
-    )
+    index = index_of(found.files, summaries) if pinned is None else index_of_version(found.files, summaries, pinned)
+    return Table(uri=found.uri, storage=found.storage, index=index)
 
 
 def _changed(uri: str, differences: Sequence[str]) -> DataFileChanged:

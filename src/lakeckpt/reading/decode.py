@@ -2,7 +2,7 @@
 
 The row group is the unit of decode: its column chunks of those columns (and no others) are read, their pages' checksums
 verified where the file has them, and the rows cut out. Rows that the pinned version deletes do not exist, and are not
-counted. What a file lacks is null; what it stores otherwise is cast to the table's type; partition columns are
+counted. What a file lacks or stores otherwise is made to fit by `lakeckpt.reading.fitting`; partition columns are
 constants. A file is opened once, when first needed, and its footer must be the pinned one; the files used last stay
 open.
 
@@ -23,7 +23,9 @@ import pyarrow.parquet as pq
 
 from lakeckpt.errors import ConfigError, DataFileDamaged, LakeckptError, SchemaError, StorageError
 from lakeckpt.lake.table import Table
-from lakeckpt.reading.arrays import plain, plain_type
+from lakeckpt.lake.values import Value
+from lakeckpt.reading.arrays import plain_type
+from lakeckpt.reading.fitting import FileFit, constant, fit_file
 
 __all__ = ["RowGroupDecoder", "select_columns"]
 
@@ -32,12 +34,18 @@ __all__ = ["RowGroupDecoder", "select_columns"]
 class _OpenFile:
     source: pa.NativeFile
     metadata: pq.FileMetaData
-    names: frozenset[str]
+    fit: FileFit
 
-    def read(self, row_group: int, columns: list[str], use_threads: bool) -> pa.Table:
+    def read(self, row_group: int, use_threads: bool) -> pa.Table:
         # A reader keeps the bytes of what it read last for as long as it lives; making one from metadata costs little.
-        reader = pq.ParquetFile(self.source, metadata=self.metadata, pre_buffer=True, page_checksum_verification=True)
-        return reader.read_row_group(row_group, columns=columns, use_threads=use_threads)
+        reader = pq.ParquetFile(
+            self.source,
+            metadata=self.metadata,
+            pre_buffer=True,
+            coerce_int96_timestamp_unit=self.fit.int96_unit,
+            page_checksum_verification=True,
+        )
+        return reader.read_row_group(row_group, columns=list(self.fit.stored), use_threads=use_threads)
 
 
 def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
@@ -74,8 +82,7 @@ class RowGroupDecoder:
         self.table = table
         self.schema = select_columns(table.schema, columns)
         """What `decode` returns: the columns in the order asked for."""
-        partitions = {column.name for column in table.index.partitions}
-        self._stored = [name for name in self.schema.names if name not in partitions]
+        self._partitions = {column.name: column for column in table.index.partitions}
         self._max_open = open_files
         self._use_threads = use_threads
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
@@ -96,11 +103,11 @@ class RowGroupDecoder:
         ordinal, inside = index.group(group)
         path = index.paths[ordinal]
         try:
-            found = self._read(ordinal, inside, rows, path) if rows and self._stored else {}
+            fitted = self._fitted(ordinal, inside, rows) if rows else {}
         except MemoryError as error:
             error.add_note(f"while decoding row group {inside} of {path!r} ({rows} rows)")
             raise
-        columns = [self._fitted(field, found.get(field.name), rows, ordinal, inside) for field in self.schema]
+        columns = [fitted.get(field.name, pa.chunked_array([], field.type)) for field in self.schema]
         stored = pa.Table.from_arrays(columns, schema=self.schema)
         surviving = index.surviving(group) if rows else None
         return (stored if surviving is None else stored.filter(pa.array(surviving))).slice(start, stop - start)
@@ -110,13 +117,43 @@ class RowGroupDecoder:
         while self._open:
             self._open.popitem()[1].source.close()
 
-    def _read(self, ordinal: int, inside: int, rows: int, path: str) -> dict[str, pa.ChunkedArray]:
+    def _fitted(self, ordinal: int, inside: int, rows: int) -> dict[str, Any]:
+        """The columns of a row group with all its stored rows, by the table's names."""
+        constants, stored = self._split(ordinal)
+        columns = {name: constant(self.schema.field(name).type, value, rows) for name, value in constants.items()}
+        if not stored:
+            return columns
+        path = self.table.index.paths[ordinal]
+        file, found = self._read(ordinal, inside, rows, path)
+        for name in stored:
+            field = self.table.schema.field(name)
+            try:
+                columns[name] = file.fit.column(field, found, rows)
+            except (pa.ArrowException, ValueError) as error:
+                raise SchemaError(
+                    f"column {name!r} of row group {inside} of {path!r} is {found[file.fit.plans[name].name].type} and "
+                    f"does not fit the table's {field.type} ({error}): write that file again, or leave the column out"
+                ) from error
+        return columns
+
+    def _split(self, ordinal: int) -> tuple[dict[str, Value], list[str]]:
+        """The columns asked for that are constant in a file, and those that it stores."""
+        constants: dict[str, Value] = {}
+        stored: list[str] = []
+        for name in self.schema.names:
+            partition = self._partitions.get(name)
+            if partition is None or partition.is_stored(ordinal):
+                stored.append(name)
+            else:
+                constants[name] = partition.value_of(ordinal)
+        return constants, stored
+
+    def _read(self, ordinal: int, inside: int, rows: int, path: str) -> tuple[_OpenFile, dict[str, pa.ChunkedArray]]:
         try:
             file = self._file(ordinal)
-            wanted = [name for name in self._stored if name in file.names]
-            if not wanted:
-                return {}
-            found = file.read(inside, wanted, self._use_threads)
+            if not file.fit.stored:
+                return file, {}
+            found = file.read(inside, self._use_threads)
         except (LakeckptError, MemoryError):
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -126,7 +163,7 @@ class RowGroupDecoder:
         if found.num_rows != rows:
             raise _damaged(path, inside, f"it holds {found.num_rows} rows, but its footer says {rows}")
         # By name: a column called "a.b" also selects the field b of a struct a.
-        return {name: found.column(name) for name in wanted}
+        return file, {name: found.column(name) for name in file.fit.stored}
 
     def _file(self, ordinal: int) -> _OpenFile:
         file = self._open.pop(ordinal, None)
@@ -138,37 +175,9 @@ class RowGroupDecoder:
         return file
 
     def _opened(self, ordinal: int) -> _OpenFile:
-        metadata = self.table.footer(ordinal)
-        names = frozenset(metadata.schema.to_arrow_schema().names)
-        return _OpenFile(source=self.table.open_file(ordinal), metadata=metadata, names=names)
-
-    def _fitted(self, field: pa.Field, found: Any, rows: int, ordinal: int, inside: int) -> Any:
-        """Return the column of ``field``: what was ``found`` in the table's type, a partition's constant, or nulls."""
-        if rows == 0:
-            return pa.chunked_array([], field.type)
-        if found is None:
-            return _constant(field, self._partition_value(ordinal, field.name), rows)
-        if found.type == field.type:
-            return found
-        try:
-            chunks = [plain(chunk) for chunk in found.chunks]
-            return pa.chunked_array([c if c.type == field.type else c.cast(field.type) for c in chunks], field.type)
-        except (pa.ArrowException, ValueError) as error:
-            path = self.table.index.files[ordinal].path
-            raise SchemaError(
-                f"column {field.name!r} of row group {inside} of {path!r} is {found.type} and does not fit the "
-                f"table's {field.type} ({error}): write that file again, or leave the column out"
-            ) from error
-
-    def _partition_value(self, ordinal: int, name: str) -> str | int | None:
-        for partition in self.table.index.partitions:
-            if partition.name == name:
-                return partition.values[int(partition.codes[ordinal])]
-        return None
-
-
-def _constant(field: pa.Field, value: str | int | None, rows: int) -> pa.Array:
-    return pa.nulls(rows, field.type) if value is None else pa.repeat(pa.scalar(value, field.type), rows)
+        index, metadata = self.table.index, self.table.footer(ordinal)
+        fit = fit_file(index.schema, self._split(ordinal)[1], index.columns, metadata, index.paths[ordinal])
+        return _OpenFile(source=self.table.open_file(ordinal), metadata=metadata, fit=fit)
 
 
 def _damaged(path: str, inside: int, what: str) -> DataFileDamaged:

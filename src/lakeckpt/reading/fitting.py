@@ -1,0 +1,119 @@
+"""How do the values that one file stores become a column of the table's type?
+
+`FileFit` says once per file, from the table's column mapping and the file's schema, which of its columns to read and
+what each becomes: fields found by id or name, in the table's order; what the file lacks is null, or the default; what
+it stores in another type is cast, and never loses anything. `constant` makes the column of a partition.
+
+It does no I/O, knows neither row groups nor deletes, and never changes an array that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lakeckpt.lake.columns import ColumnMapping, FieldPlan, fields_of, resolve
+from lakeckpt.lake.values import Value, arrow_scalar
+from lakeckpt.reading.arrays import plain
+
+__all__ = ["FileFit", "constant", "fit_file"]
+
+_UNITS = ("ns", "us", "ms", "s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFit:
+    """What to read of a file, and what to make of it.
+
+    ``plans`` by column of the table; ``stored``: the file's own columns to read, each once. ``int96_unit``: the unit in
+    which legacy 96-bit timestamps are to be read, so that none overflows that the table's type can hold; None: there
+    are none.
+    """
+
+    plans: Mapping[str, FieldPlan]
+    stored: tuple[str, ...]
+    int96_unit: str | None = None
+
+    def column(self, field: pa.Field, found: Mapping[str, pa.ChunkedArray], rows: int) -> pa.ChunkedArray | pa.Array:
+        """The column ``field`` of the table, of what was ``found`` by the file's names.
+
+        ``pyarrow.ArrowException`` or ``ValueError`` where values do not fit the type.
+        """
+        plan = self.plans[field.name]
+        if plan.index is None:
+            return constant(field.type, plan.default, rows)
+        column = found[plan.name]
+        if plan.same and column.type == field.type:
+            return column
+        return pa.chunked_array([_fit(plain(chunk), plan, field.type) for chunk in column.chunks], field.type)
+
+
+def fit_file(
+    schema: pa.Schema, columns: Iterable[str], mapping: ColumnMapping, metadata: pq.FileMetaData, path: str
+) -> FileFit:
+    """How ``columns`` of a table's ``schema`` are read from the file with this footer. `SchemaError`: they cannot."""
+    columns = tuple(columns)
+    stored = metadata.schema.to_arrow_schema()
+    plans = resolve(schema, columns, mapping, stored, path)
+    names = tuple(dict.fromkeys(plan.name for plan in plans.values() if plan.index is not None))
+    unit = None
+    if any(metadata.schema.column(i).physical_type == "INT96" for i in range(len(metadata.schema))):
+        wanted = {unit for name in columns for unit in _units(schema.field(name).type)}
+        unit = next((unit for unit in _UNITS if unit in wanted), "ns")
+    return FileFit(plans=plans, stored=names, int96_unit=unit)
+
+
+def constant(kind: pa.DataType, value: Value, rows: int) -> pa.Array:
+    """``rows`` times one value (None: null) as an array of the type ``kind``."""
+    return pa.nulls(rows, kind) if value is None else pa.repeat(arrow_scalar(value, kind), rows)
+
+
+def _fit(array: pa.Array, plan: FieldPlan, kind: pa.DataType) -> pa.Array:
+    """An array in its plain form, as ``plan`` says, in the type ``kind``."""
+    if plan.same and array.type == kind:
+        return array
+    if pa.types.is_struct(kind) and pa.types.is_struct(array.type):
+        children = [_child(array, below, kind.field(i).type) for i, below in enumerate(plan.children)]
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        if not children:
+            return array.cast(kind)
+        return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null())
+    inner = fields_of(kind)
+    if len(inner) == len(plan.children) == 1:
+        below = _fit(array.values, plan.children[0], inner[0].type)
+        made = _relisted(array, _list_like(array.type, inner[0].with_type(below.type)), below)
+        return made if made.type == kind else made.cast(kind)
+    if pa.types.is_map(kind) and pa.types.is_map(array.type):
+        entries = array.values
+        pairs = [_fit(entries.field(i), plan.children[i], inner[i].type) for i in range(2)]
+        # A map's entries are a struct whose key is never null.
+        fields = [inner[0].with_nullable(False), inner[1]]
+        return _relisted(array, kind, pa.StructArray.from_arrays(pairs, fields=fields))
+    return array.cast(kind)
+
+
+def _child(array: pa.StructArray, plan: FieldPlan, kind: pa.DataType) -> pa.Array:
+    return constant(kind, plan.default, len(array)) if plan.index is None else _fit(array.field(plan.index), plan, kind)
+
+
+def _relisted(array: pa.Array, kind: pa.DataType, values: pa.Array) -> pa.Array:
+    """The lists of ``array`` over other values, in the same places."""
+    own = array.buffers()[: 1 if pa.types.is_fixed_size_list(array.type) else 2]
+    return pa.Array.from_buffers(kind, len(array), own, array.null_count, array.offset, children=[values])
+
+
+def _list_like(kind: pa.DataType, element: pa.Field) -> pa.DataType:
+    """A type of lists as those of ``kind``, of other elements."""
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(element, kind.list_size)
+    return pa.large_list(element) if pa.types.is_large_list(kind) else pa.list_(element)
+
+
+def _units(kind: pa.DataType) -> set[str]:
+    """The units of the timestamps in a type, at any depth."""
+    if pa.types.is_timestamp(kind):
+        return {kind.unit}
+    return {unit for field in fields_of(kind) for unit in _units(field.type)}
