@@ -179,6 +179,10 @@ def test_the_history_of_an_older_checkpoint_can_be_asked_for(table: Path) -> Non
     slots = [one.slot for one in read_history(script.storage).chain]
     report = audited(script, tip=slots[1])
     assert (report.step, report.verdict, report.readers[0].epochs[0].once) == (8, "proved", 56)
+    assert (report.checkpoints, report.attempts, report.branches) == (2, 1, ())  # what came later was not rolled back
+    script.attempt(8, every=4)
+    script.storage.objects[slot_path(slots[2])] += b"x"
+    assert audited(script, tip=slots[1]) == report
     with pytest.raises(CheckpointNotFound, match="not a checkpoint"):
         audit(script.storage, tip=99)
 

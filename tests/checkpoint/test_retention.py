@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.retention import prune
+from lakeckpt.checkpoint.verify import VerifyReport, verify
 from lakeckpt.errors import AttemptSuperseded, SaveFailed
-from lakeckpt.testing.storage import Fault, FaultyStorage
+from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
 
 
@@ -20,8 +22,8 @@ def folders(storage: MemoryStorage) -> set[str]:
     }
 
 
-def run(storage: Any, steps: int, **options: Any) -> None:
-    saver = manager(storage, {"n": Counter([1.0])}, every=1, **options)
+def run(storage: Any, steps: int, *, value: Any = 1.0, **options: Any) -> None:
+    saver = manager(storage, {"n": Counter([value])}, every=1, **options)
     saver.restore()
     for _ in range(steps):
         saver.step()
@@ -104,3 +106,54 @@ def test_a_failure_to_remove_does_not_fail_the_save() -> None:
     storage = FaultyStorage(inner, fail_at={("delete", 1): Fault.ERROR})
     run(storage, 3, keep=1)
     assert read_history(inner).tip.step == 3 and len(folders(inner)) == 1
+
+
+TENSOR = torch.ones(2)
+
+
+def half_removed(deletes: int) -> MemoryStorage:
+    """A run of which retention was killed at the ``deletes``-th file: of checkpoints 2 and 3 something may be left."""
+    storage = MemoryStorage()
+    run(storage, 3, keep=2, value=TENSOR)
+    with pytest.raises(Killed):
+        run(FaultyStorage(storage, fail_at={("delete", deletes): Fault.KILL}), 1, keep=1, value=TENSOR)
+    return storage
+
+
+def statuses(report: VerifyReport) -> dict[int, str]:
+    return {one.step: one.status for one in report.checkpoints}
+
+
+def test_a_kill_while_old_data_are_removed_is_no_damage() -> None:
+    """Each checkpoint is one file of tensors and one part; the files of tensors go first."""
+    found = []
+    for deletes in range(1, 5):
+        report = verify(half_removed(deletes))
+        assert report.every_damage == () and report.exit_status == 0
+        found.append(statuses(report))
+    assert [(one[2], one[3], one[4]) for one in found] == [
+        ("intact", "intact", "intact"),
+        ("removed", "intact", "intact"),
+        ("removed", "removed", "intact"),
+        ("removed", "removed", "intact"),
+    ]
+    storage = half_removed(2)
+    run(storage, 1, keep=1, value=TENSOR)
+    assert len(folders(storage)) == 1
+
+
+def test_what_is_left_of_a_half_removed_checkpoint_is_still_read() -> None:
+    storage = half_removed(2)
+    (part,) = (path for path in storage.objects if path.startswith("parts/") and "000000000002-" in path)
+    storage.objects[part] = storage.objects[part][:-1]
+    report = verify(storage)
+    assert [one.path for one in report.every_damage] == [part] and statuses(report)[2] == "damaged"
+
+
+def test_a_missing_file_of_a_checkpoint_that_is_kept_is_damage() -> None:
+    storage = MemoryStorage()
+    run(storage, 4, keep=2, value=TENSOR)
+    (file,) = (path for path in storage.objects if path.startswith("objects/") and "000000000003-" in path)
+    storage.delete(file)
+    report = verify(storage)
+    assert [one.path for one in report.every_damage] == [file] and statuses(report)[3] == "damaged"

@@ -60,7 +60,8 @@ def read_history(storage: Storage, *, tip: int | None = None) -> History:
 
 
 def history_of(view: LogView, *, tip: int | None = None) -> History:
-    """The history that a log tells."""
+    """The history that a log tells; with ``tip``, as it was when that checkpoint was the newest."""
+    view = view if tip is None else view.until(tip)
     at = _newest(view) if tip is None else tip
     chain: list[Manifest] = []
     broken_at = None

@@ -70,6 +70,14 @@ class LogView:
         """The identity of the run, or None where nothing can be read."""
         return next((entry.run for _, entry in sorted(self.entries.items())), None)
 
+    def until(self, slot: int) -> LogView:
+        """The log as it was when ``slot`` was its last one."""
+        return LogView(
+            entries={at: entry for at, entry in self.entries.items() if at <= slot},
+            damaged=tuple(one for one in self.damaged if one.path <= slot_path(slot)),
+            last=min(self.last, slot),
+        )
+
 
 def slot_path(slot: int) -> str:
     """Where the entry of a slot lies."""

@@ -27,7 +27,7 @@ from lakeckpt.wire.varint import pack_intervals, unpack_intervals
 __all__ = ["Begin", "Entry", "Manifest", "PartRef", "ReaderRecord", "Stretch", "entry_from_bytes", "entry_to_bytes"]
 
 _KIND = "log"
-_VERSION = (1, 0)
+_VERSION = (1, 1)  # 1.1: "keep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,8 @@ class Manifest:
     library: str
     created_s: float
     write_id: str
+    keep: int | None = None
+    """How many checkpoints of its history retention then left their data; None: an older lakeckpt did not say."""
 
     def __post_init__(self) -> None:
         if [part.rank for part in self.parts] != list(range(self.world_size)):
@@ -193,6 +195,7 @@ def _manifest_to_plain(entry: Manifest) -> dict[str, object]:
         "library": entry.library,
         "created_s": entry.created_s,
         "write_id": entry.write_id,
+        "keep": entry.keep,
     }
 
 
@@ -216,6 +219,7 @@ def _manifest_from_plain(plain: Mapping[str, object]) -> Manifest:
         library=taken(plain, "library", str),
         created_s=taken(plain, "created_s", float),
         write_id=taken(plain, "write_id", str),
+        keep=None if plain.get("keep") is None else number(plain, "keep", least=1),
     )
 
 

@@ -274,6 +274,7 @@ class Saver:
             library=__version__,
             created_s=float(self._clock()),
             write_id=uuid.uuid4().hex,
+            keep=self._settings.keep,
         )
 
     def _put(self, manifest: Manifest, cut: _Cut) -> None:

@@ -1,8 +1,9 @@
 """Are all bytes of a run as they were written?  Every checksum of every checkpoint that still has its data.
 
 The log (each entry against its checksum), the footer indexes, and for each checkpoint its parts and all their files,
-read to the last byte. A checkpoint of which nothing is left was removed by retention; the newest one of the history
-must be there. What is found is listed, nothing is changed.
+read to the last byte. A checkpoint of which nothing is left was removed by retention, and so was one that it did not have
+to keep and of which a file is missing (retention may have been killed half-way); the newest one of the history must be
+there. What is found is listed, nothing is changed.
 
 A few threads read; they are started and joined by `verify`. Imports without torch.
 """
@@ -39,7 +40,7 @@ class CheckedCheckpoint:
     attempt: int
     in_history: bool
     status: Literal["intact", "damaged", "removed"]
-    """Removed: nothing of its data is left, as retention leaves it."""
+    """Removed: nothing of its data is left, or what retention had no need to keep is not all there any more."""
     files: int
     size_bytes: int
     """Of what is there."""
@@ -126,10 +127,16 @@ class Kept:
 
     def __init__(self, storage: Storage) -> None:
         self._folders: dict[str, tuple[int, int]] = {}
+        self._paths: set[str] = set()
         for info in (info for kind in (PARTS, OBJECTS) for info in storage.list(kind)):
             folder = info.path.rpartition("/")[0]
             files, size_bytes = self._folders.get(folder, (0, 0))
             self._folders[folder] = files + 1, size_bytes + info.size_bytes
+            self._paths.add(info.path)
+
+    def holds(self, path: str) -> bool:
+        """Whether there is such a file."""
+        return path in self._paths
 
     def of(self, manifest: Manifest) -> tuple[int, int]:
         """How many files, and bytes, of a checkpoint are there."""
@@ -191,6 +198,9 @@ class _Checked:
         is_tip = tip is not None and tip.slot == manifest.slot
         removed = not files and not is_tip
         damage = [] if removed else list(self._damage(pool))
+        if damage and self._may_go():
+            there = [one for one in damage if self._kept.holds(one.path)]
+            removed, damage = not there, there
         return CheckedCheckpoint(
             slot=manifest.slot,
             step=manifest.step,
@@ -201,6 +211,13 @@ class _Checked:
             size_bytes=size_bytes,
             damage=tuple(damage),
         )
+
+    def _may_go(self) -> bool:
+        """Whether retention had leave to remove it, and may have been killed half-way."""
+        chain = self._history.chain
+        if not chain or chain[-1].keep is None:
+            return False
+        return self._manifest.slot not in {one.slot for one in chain[-chain[-1].keep :]}
 
     def _damage(self, pool: ThreadPoolExecutor) -> Iterator[Damage]:
         jobs: list[tuple[PartRecord, int]] = []

@@ -114,4 +114,6 @@ def _show(console: Console, facts: PlanFacts) -> None:
 
 
 def _borders(cut: int) -> str:
+    if not cut:
+        return "their borders cut no row group"
     return f"their borders cut {say_many(cut, 'row group')}, which {'is' if cut == 1 else 'are'} decoded again"

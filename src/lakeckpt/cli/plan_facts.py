@@ -21,7 +21,7 @@ import pyarrow as pa
 from lakeckpt.core.ends import Tail
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Plan, fit_lanes, start
-from lakeckpt.core.state import Identity
+from lakeckpt.core.state import MAX_LANES, Identity
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.lake.table import Table
 
@@ -31,6 +31,7 @@ Int64Array = npt.NDArray[np.int64]
 _THREADS = 16
 _TINY_FILE, _MANY_FILES = 1_000_000, 32
 _GIANT_GROUP = 512_000_000
+_LARGEST = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,17 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("world_size", "batch_size", "window"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= _LARGEST:
+                raise ConfigError(f"{name} must be at least 1 and at most {_LARGEST}, got {getattr(self, name)}")
         if self.workers < 0 or (self.num_lanes is not None and self.num_lanes < 1):
             raise ConfigError(f"{self.workers} workers and {self.num_lanes} lanes cannot be")
+        if self.lanes > MAX_LANES:
+            raise ConfigError(f"an epoch has at most {MAX_LANES} lanes, got {self.lanes}")
+
+    @property
+    def lanes(self) -> int:
+        """The lanes that a loader would have."""
+        return fit_lanes(self.num_lanes, None, self.world_size, self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +176,7 @@ def _fixed_width(kind: pa.DataType) -> int | None:
 def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology) -> PlanFacts:
     """What reading ``table`` on ``topology`` takes."""
     index = table.index
-    lanes = fit_lanes(topology.num_lanes, None, topology.world_size, topology.workers)
+    lanes = topology.lanes
     window = topology.window if topology.shuffle else 1
     spec = OrderSpec(seed=0, shuffle=topology.shuffle, window=window)
     identity = Identity(
