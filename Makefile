@@ -14,6 +14,10 @@ BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
+# What pip and matplotlib would leave in the home directory. Set them to share a cache between clones.
+export PIP_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/pip
+export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/cache/matplotlib
+
 .PHONY: help demo test test-soak test-system lint types pytest format bench docs clean
 
 help:  ## this list

@@ -1,8 +1,8 @@
 """Are all bytes of a run as they were written?  Every checksum of every checkpoint that still has its data.
 
 The log (each entry against its checksum), the footer indexes, and for each checkpoint its parts and all their files,
-read to the last byte. A checkpoint of which nothing is left was removed by retention, and so was one that it did not have
-to keep and of which a file is missing (retention may have been killed half-way); the newest one of the history must be
+read to the last byte. A checkpoint of which nothing is left was removed by retention, and so was one that it need not
+keep and of which a file is missing (retention may have been killed half-way); the newest one of the history must be
 there. What is found is listed, nothing is changed.
 
 A few threads read; they are started and joined by `verify`. Imports without torch.
