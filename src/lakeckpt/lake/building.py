@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from lakeckpt.errors import DataFileChanged
+from lakeckpt.lake.columns import resolve
 from lakeckpt.lake.deletes import Deletes
 from lakeckpt.lake.footer import FileSummary
 from lakeckpt.lake.formats.pinned import PinnedFile, PinnedFiles
@@ -27,12 +29,16 @@ __all__ = ["index_of", "index_of_version", "listed"]
 _NONE = np.zeros(0, np.int64)
 
 
-def listed(found: Found, pinned: PinnedFiles, *, storage_options: Mapping[str, Any] | None, threads: int) -> Found:
+def listed(
+    found: Found | None, pinned: PinnedFiles, *, storage_options: Mapping[str, Any] | None, threads: int
+) -> Found:
     """The files of a version, sorted, as the store lists them now. `DataFileChanged` where it has others, or none."""
-    known = {info.path: info for info in found.files}
+    if found is None or pinned.root not in (None, found.place):
+        assert pinned.root is not None, "what no folder was found for tells its root"
+        options = storage_options if pinned.storage_options is None else pinned.storage_options
+        found = Found(storage=open_root(pinned.root, options), uri=redact_uri(pinned.root), files=())
     storage, uri = found.storage, found.uri
-    if pinned.root is not None:
-        storage, uri, known = open_root(pinned.root, storage_options), redact_uri(pinned.root), {}
+    known = {info.path: info for info in found.files}
     for file in pinned.files:
         check_key(file.path)
     missing = [file.path for file in pinned.files if file.path not in known]
@@ -46,7 +52,7 @@ def listed(found: Found, pinned: PinnedFiles, *, storage_options: Mapping[str, A
             "or expired: open a version whose files are there, or restore them"
         )
     files = tuple(sorted((known[file.path] for file in pinned.files), key=lambda info: info.path))
-    return replace(found, storage=storage, uri=uri, files=files)
+    return replace(found, files=files)
 
 
 def index_of(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) -> TableIndex:
@@ -69,7 +75,10 @@ def index_of_version(files: Sequence[ObjectInfo], summaries: Sequence[FileSummar
             name,
             schema.field(name).type,
             [file.partition.get(name) for file in in_order],
-            [name not in file.partition for file in in_order],
+            [
+                _is_stored(name, schema.field(name), file, summary, pinned)
+                for file, summary in zip(in_order, summaries, strict=True)
+            ],
         )
         for name in pinned.partition_columns
     )
@@ -82,6 +91,14 @@ def index_of_version(files: Sequence[ObjectInfo], summaries: Sequence[FileSummar
         deletes=Deletes.of(deleted),
         columns=pinned.columns,
     )
+
+
+def _is_stored(name: str, field: pa.Field, file: PinnedFile, summary: FileSummary, pinned: PinnedFiles) -> bool:
+    """Whether a file is read by its own column ``name``, not by the partition's value."""
+    if name not in file.partition or not pinned.constants_where_absent:
+        return name not in file.partition
+    column = pa.schema([field.with_nullable(True)])
+    return resolve(column, [name], pinned.columns, summary.schema, file.path)[name].index is not None
 
 
 def _listing(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) -> dict[str, Any]:

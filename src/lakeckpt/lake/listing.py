@@ -29,7 +29,7 @@ from lakeckpt.lake.partitions import is_partition_folder
 from lakeckpt.lake.storage import ObjectInfo, Storage, check_key, open_storage, redact_uri, split_uri
 from lakeckpt.lake.version import TableFormat
 
-__all__ = ["Found", "Source", "find_files", "list_exactly", "open_root"]
+__all__ = ["Found", "Source", "common_root", "find_files", "list_exactly", "open_root"]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
@@ -140,7 +140,7 @@ def _of_list(texts: Sequence[str], storage_options: Mapping[str, Any] | None, th
     if len(set(texts)) != len(texts):
         twice = next(text for text, count in Counter(texts).items() if count > 1)
         raise ConfigError(f"the file {redact_uri(twice)!r} is listed twice: its rows would count twice")
-    root = _common_root(texts)
+    root = common_root(texts)
     storage = open_root(root, storage_options)
     paths = [text[len(root) :].lstrip("/") for text in texts]
     for path in paths:
@@ -188,7 +188,8 @@ def _split_last(text: str) -> tuple[str, str]:
     return (text[: len(text) - len(name) - 1], name) if folder else (text, "")
 
 
-def _common_root(texts: Sequence[str]) -> str:
+def common_root(texts: Sequence[str]) -> str:
+    """The deepest folder that holds all of these files, above folders named ``key=value``; `ConfigError`: none does."""
     schemes = {split_uri(text)[0] for text in texts}
     if len(schemes) > 1:
         raise ConfigError(f"the files of a table must lie in one store, not in {', '.join(sorted(schemes))}")

@@ -12,7 +12,7 @@ import datetime
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, ObjectMissing
 from lakeckpt.lake.building import index_of, index_of_version, listed
 from lakeckpt.lake.footer import Progress, read_footer, summarize_all
-from lakeckpt.lake.formats.pinned import PinnedFiles, pin
+from lakeckpt.lake.formats.pinned import CatalogTable, PinnedFiles, is_of_catalog, pin
 from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.listing import Source, find_files, list_exactly
+from lakeckpt.lake.listing import Found, Source, find_files, list_exactly
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import ObjectInfo, Storage
 from lakeckpt.lake.version import TableFormat, VersionAsked
@@ -111,7 +111,7 @@ class Table:
 
 
 def open_table(
-    source: Source,
+    source: Source | CatalogTable,
     *,
     version: int | str | None = None,
     snapshot_id: int | None = None,
@@ -142,11 +142,18 @@ def open_table(
     if format is not None and format not in get_args(TableFormat):
         raise ConfigError(f"format={format!r}: expected one of {', '.join(get_args(TableFormat))}")
     asked = VersionAsked.of(version, snapshot_id, timestamp)
-    found = find_files(source, storage_options=storage_options, threads=threads, kind=format)
-    asked.check(found.format, found.uri)
+    found: Found | None = None
     pinned: PinnedFiles | None = None
-    if found.format != "parquet":
-        pinned = pin(found.format, found.place, asked=asked, storage_options=storage_options, threads=threads)
+    kind: TableFormat = "iceberg"
+    place: object = source
+    if not is_of_catalog(source):
+        found = find_files(cast(Source, source), storage_options=storage_options, threads=threads, kind=format)
+        kind, place = found.format, found.place
+        asked.check(kind, found.uri)
+    elif format not in (None, kind):
+        raise ConfigError(f"format={format!r} was given, but {source!r} is a table of an Iceberg catalog")
+    if found is None or kind != "parquet":
+        pinned = pin(kind, place, asked=asked, storage_options=storage_options, threads=threads)
         found = listed(found, pinned, storage_options=storage_options, threads=threads)
     summaries = summarize_all(found.storage, found.files, threads=threads, progress=progress)
     index = index_of(found.files, summaries) if pinned is None else index_of_version(found.files, summaries, pinned)

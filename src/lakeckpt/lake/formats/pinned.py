@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -21,9 +21,28 @@ from lakeckpt.lake.storage import redact_uri
 from lakeckpt.lake.values import Value
 from lakeckpt.lake.version import TableFormat, TableVersion, VersionAsked
 
-__all__ = ["PinnedFile", "PinnedFiles", "need", "pin"]
+__all__ = ["CatalogTable", "PinnedFile", "PinnedFiles", "is_of_catalog", "need", "pin"]
 
 _LIBRARIES = {"delta": "deltalake", "iceberg": "pyiceberg", "hudi": "hudi"}
+
+
+class CatalogTable(Protocol):
+    """What pyiceberg's ``catalog.load_table`` returns."""
+
+    @property
+    def metadata(self) -> Any:
+        """The table's metadata as they were loaded."""
+
+    def location(self) -> str:
+        """The table's folder."""
+        ...
+
+
+def is_of_catalog(source: object) -> bool:
+    """Whether a catalog says where the table is: ``iceberg://catalog/namespace.table``, or a table of pyiceberg's."""
+    return (isinstance(source, str) and source.startswith("iceberg://")) or (
+        type(source).__module__.partition(".")[0] == "pyiceberg" and not isinstance(source, str)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,6 +68,9 @@ class PinnedFiles:
 
     ``partition_columns``: the columns that some file has as a constant, in the order of ``schema``. ``root``: the URI
     that paths are relative to, None for the place that was opened; files must lie below it.
+    ``storage_options`` replace the caller's, where its catalog knows how to open the root; they hold secrets.
+    ``constants_where_absent``: a file that has a partition column of its own is read by that, whatever `PinnedFile`
+    says of it; else what `PinnedFile` says holds.
     """
 
     version: TableVersion
@@ -57,6 +79,8 @@ class PinnedFiles:
     partition_columns: tuple[str, ...] = ()
     columns: ColumnMapping = field(default_factory=ColumnMapping)
     root: str | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    constants_where_absent: bool = False
 
     def __post_init__(self) -> None:
         missing = [name for name in self.partition_columns if name not in self.schema.names]
@@ -68,15 +92,21 @@ class PinnedFiles:
 
 
 def pin(
-    kind: TableFormat, uri: str, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int
+    kind: TableFormat, place: object, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int
 ) -> PinnedFiles:
-    """What the version ``asked`` for of the table at ``uri`` consists of.
+    """What the version ``asked`` for of the table at ``place`` consists of: a URI, or a table of pyiceberg's.
 
     `ConfigError` where the format's library is not installed or has no such version, `TableFeatureUnsupported` where
     the table needs what cannot be read exactly.
     """
+    if kind == "iceberg":
+        need(kind)
+        from lakeckpt.lake.formats import iceberg
+
+        return iceberg.pin(place, asked=asked, storage_options=storage_options, threads=threads)
+    uri = redact_uri(str(place))
     raise ConfigError(
-        f"{redact_uri(uri)!r} is a table in the format {kind}, which cannot be opened yet: reading its Parquet files "
+        f"{uri!r} is a table in the format {kind}, which cannot be opened yet: reading its Parquet files "
         "by path would bring deleted rows back. Pass a list of the files that its current version consists of"
     )
 
