@@ -41,6 +41,9 @@ THIRD_PARTY = {
     "lake": {"numpy", "pyarrow", "fsspec", "s3fs"},
     "reading": {"numpy", "pyarrow"},
 }
+# Modules of a table format, `lakeckpt.lake.formats.<format>…`, import its library; they are loaded when one is opened.
+FORMATS = f"{PACKAGE}.lake.formats."
+LIBRARIES = {"delta": {"deltalake"}, "hudi": {"hudi"}, "iceberg": {"pyiceberg", "pyroaring"}}
 MAY_IMPORT_TORCH = {"data", "tracking", "checkpoint", "integrations", "testing", "cli"}
 # The commit path: what these load, directly or not, must never be torch.
 NEVER_LOADS_TORCH = tuple(
@@ -144,12 +147,21 @@ def _layer(module: str) -> str:
     return module.split(".")[1] if module.count(".") else ""
 
 
+def _format(module: str) -> str:
+    """The table format that a module of ours is about; "" for others."""
+    name = module.removeprefix(FORMATS) if module.startswith(FORMATS) else ""
+    return next((known for known in LIBRARIES if name == known or name.startswith(f"{known}_")), "")
+
+
 def _wrong(item: Import) -> Iterator[str]:
     layer = _layer(item.module)
     if layer not in LEVELS:
         yield f"the layer {layer!r} is not one that the design names"
         return
     top = item.target.split(".")[0]
+    known = _format(item.target)
+    if known and item.at_load and _format(item.module) != known:
+        yield f"loads {item.target} and its library: import it in the function that needs it"
     if item.target == COMPUTED:
         if layer != "cli":
             yield "imports a module whose name is computed, which no test can follow"
@@ -163,6 +175,8 @@ def _wrong(item: Import) -> Iterator[str]:
     elif top == "torch":
         if layer not in MAY_IMPORT_TORCH:
             yield f"{layer} imports {item.target}, and must work without torch"
+    elif top in LIBRARIES.get(_format(item.module), ()):
+        pass
     elif layer in THIRD_PARTY and top not in THIRD_PARTY[layer] and top not in sys.stdlib_module_names:
         yield f"{layer} imports {item.target}, which is neither the standard library nor one of its own few"
 

@@ -58,6 +58,8 @@ def tree(root: Path, **sources: str) -> Path:
         ("cli__main", "import importlib\nimport lakeckpt\nimportlib.import_module(f'lakeckpt.cli.{1}')\n"),
         ("testing__lazy", "import importlib\nT = {'a': 'lakeckpt.data.loader'}\nimportlib.import_module(T['a'])"),
         ("integrations__x", "from lakeckpt import LakeLoader\nimport lightning\n"),
+        ("lake__formats__delta_log", "import deltalake\nfrom lakeckpt.lake.formats import delta_files\n"),
+        ("lake__formats__pinned", "def pin():\n    from lakeckpt.lake.formats import hudi\n"),
     ],
 )
 def test_imports_downward_pass(tmp_path: Path, module: str, source: str) -> None:
@@ -70,6 +72,10 @@ def test_imports_downward_pass(tmp_path: Path, module: str, source: str) -> None
     [
         ("core__order", "import pyarrow", "neither the standard library"),
         ("core__order", "import torch", "without torch"),
+        ("lake__table", "import deltalake", "neither the standard library"),
+        ("lake__formats__hudi", "import deltalake", "neither the standard library"),
+        ("lake__formats__pinned", "from lakeckpt.lake.formats import hudi", "and its library"),
+        ("lake__table", "from lakeckpt.lake.formats.iceberg import pin", "and its library"),
         ("core__order", "from lakeckpt.wire.codec import dumps", "not below it"),
         ("core__order", "from lakeckpt import wire", "whole package|not below it"),
         ("core__order", "from lakeckpt import LakeLoader", r"core imports lakeckpt\.data\.loader"),
@@ -106,6 +112,7 @@ def test_imports_downward_pass(tmp_path: Path, module: str, source: str) -> None
 )
 def test_imports_upward_sideways_or_of_torch_are_found(tmp_path: Path, module: str, source: str, wrong: str) -> None:
     sources = dict.fromkeys(("core__hashing", "wire__codec", "lake__table", "reading__decode", "cli__main"), "")
+    sources |= {"lake__formats__hudi": "", "lake__formats__iceberg": ""}
     sources |= {"data__loader": "import torch", "checkpoint__log": "", "recovery__y": "", module: source}
     root = tree(tmp_path, **sources)
     if module.endswith("__init__"):

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Batch": "lakeckpt.data.batch",
     "CheckpointManager": "lakeckpt.checkpoint.manager",
+    "KeptVersion": "lakeckpt.lake.keep",
     "LakeDataset": "lakeckpt.data.dataset",
     "LakeLoader": "lakeckpt.data.loader",
     "Ragged": "lakeckpt.reading.ragged",
@@ -21,6 +22,7 @@ _PUBLIC = {
     "TransformContext": "lakeckpt.data.transform",
     "convert_state": "lakeckpt.data.convert_state",
     "errors": "lakeckpt.errors",
+    "keep_version": "lakeckpt.lake.keep",
     "merge_states": "lakeckpt.tracking.merge",
     "open_table": "lakeckpt.lake.table",
 }
@@ -28,6 +30,7 @@ _PUBLIC = {
 __all__ = [
     "Batch",
     "CheckpointManager",
+    "KeptVersion",
     "LakeDataset",
     "LakeLoader",
     "Ragged",
@@ -37,6 +40,7 @@ __all__ = [
     "__version__",
     "convert_state",
     "errors",
+    "keep_version",
     "merge_states",
     "open_table",
 ]
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
     from lakeckpt.data.dataset import LakeDataset
     from lakeckpt.data.loader import LakeLoader
     from lakeckpt.data.transform import TransformContext
+    from lakeckpt.lake.keep import KeptVersion, keep_version
     from lakeckpt.lake.table import Table, open_table
     from lakeckpt.reading.ragged import Ragged
     from lakeckpt.tracking.merge import merge_states

@@ -151,7 +151,7 @@ def open_table(
         kind, place = found.format, found.place
         asked.check(kind, found.uri)
     elif format not in (None, kind):
-        raise ConfigError(f"format={format!r} was given, but {source!r} is a table of an Iceberg catalog")
+        raise ConfigError(f"format={format!r} was given, but the table is an Iceberg catalog's")
     if found is None or kind != "parquet":
         pinned = pin(kind, place, asked=asked, storage_options=storage_options, threads=threads)
         found = listed(found, pinned, storage_options=storage_options, threads=threads)

@@ -64,7 +64,7 @@ def arrow_value(value: Any, kind: IcebergType) -> Value:
         return value
     arrow = schema_to_pyarrow(kind)
     nanoseconds = getattr(arrow, "unit", None) == "ns"
-    return value if nanoseconds or not any(test(arrow) for test in _TICKS) else pa.scalar(value, arrow).as_py()  # type: ignore[no-any-return]
+    return value if nanoseconds or not any(test(arrow) for test in _TICKS) else pa.scalar(value, arrow).as_py()
 
 
 def _stored(one: NestedField, mapped: list[MappedField] | None) -> StoredField:

@@ -33,11 +33,14 @@ def put(source: object, *, name: str, version: TableVersion, until_ms: int | Non
     def tagged(table: Table) -> ManageSnapshots | None:
         if version.table_id not in (None, str(table.metadata.table_uuid)):
             raise ConfigError(
-                f"{source!r} is another table (or was made anew): it has the id {table.metadata.table_uuid}"
+                f"{_name(table)!r} is another table (or was made anew): it has the id {table.metadata.table_uuid}"
             )
         snapshot = table.metadata.snapshot_by_id(snapshot_id)
         if snapshot is None:
-            raise TableNotFound(f"{version} is gone from {source!r} already: open a version that is there")
+            raise TableNotFound(
+                f"the table {_name(table)!r} has no snapshot {snapshot_id}: it was expired already, or the table is "
+                "without one yet. Open a version that is there"
+            )
         _check_ref(table.metadata.refs.get(name), name, snapshot_id)
         age_ms = None if until_ms is None else max(1, until_ms - snapshot.timestamp_ms)
         return table.manage_snapshots().create_tag(snapshot_id, name, max_ref_age_ms=age_ms)
@@ -68,7 +71,7 @@ def _commit(source: object, change: Callable[[Table], ManageSnapshots | None], f
     table = load(source, storage_options=None)
     if isinstance(table, StaticTable):
         raise ConfigError(
-            f"{source!r} was opened without a catalog, and tags are committed by one: pass iceberg://catalog/"
+            f"{_name(table)!r} was opened without a catalog, and tags are committed by one: pass iceberg://catalog/"
             "namespace.table, or a table that its catalog loaded"
         )
     for attempt in range(1, MAX_ATTEMPTS + 1):
@@ -85,3 +88,7 @@ def _commit(source: object, change: Callable[[Table], ManageSnapshots | None], f
         except CommitStateUnknownException as error:
             if attempt == MAX_ATTEMPTS:
                 raise TableError(f"{failed}: the catalog did not say whether it was. Try again") from error
+
+
+def _name(table: Table) -> str:
+    return ".".join(table.name())
