@@ -12,6 +12,7 @@ stable, machine-readable name::
     │   ├── NullValueError     a null where none was allowed                                         (ValueError)
     │   ├── DataFileDamaged    a file or row group cannot be decoded: restore it
     │   └── DataFileChanged    the pinned listing no longer holds
+    │       └── TableVersionGone   files of the pinned version are gone: bring them back, or move on
     ├── StateError             a reader state cannot be used                                         (ValueError)
     │   ├── StateMismatch      it belongs to another order of rows
     │   ├── StateInvalid       it is malformed
@@ -74,6 +75,7 @@ __all__ = [
     "TableError",
     "TableFeatureUnsupported",
     "TableNotFound",
+    "TableVersionGone",
     "TrackingError",
     "UnsupportedValue",
     "WireDamaged",
@@ -145,6 +147,23 @@ class DataFileChanged(TableError):
     """A data file is no longer the one that the run pinned."""
 
     kind = "data_file_changed"
+
+
+class TableVersionGone(DataFileChanged):
+    """Files of the pinned version of a table are gone. ``files`` are their paths in the table."""
+
+    kind = "table_version_gone"
+
+    def __init__(self, message: str, *, files: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.files = files
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_gone, (str(self), self.files))
+
+
+def _rebuild_gone(message: str, files: tuple[str, ...]) -> TableVersionGone:
+    return TableVersionGone(message, files=files)
 
 
 class StateError(LakeckptError, ValueError):

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import lakeckpt
-from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, SchemaError, TableNotFound
+from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, SchemaError, TableNotFound, TableVersionGone
 from lakeckpt.lake.storage import open_storage
 from lakeckpt.lake.table import Table, open_table
 from tests.lake.conftest import CANARY, S3
@@ -216,8 +216,12 @@ def test_changes_in_an_object_store_are_found_by_etag_or_on_reading(s3: S3) -> N
         table.verify()
     storage.delete("b.parquet")
     storage.put("c.parquet", [data[:500]])
-    with pytest.raises(DataFileChanged, match=r"'b.parquet' is gone; 'c.parquet' has 500 bytes, not \d+\. Open"):
+    with pytest.raises(
+        DataFileChanged,
+        match=r"'b.parquet' is gone; 'c.parquet' has 500 bytes, not \d+; 1 of its 3 files are gone .* Open",
+    ) as caught:
         table.verify()
+    assert isinstance(caught.value, TableVersionGone) and caught.value.files == ("b.parquet",)
     for ordinal in (1, 2):
         with pytest.raises(DataFileChanged, match=r"'[bc].parquet'"), table.open_file(ordinal) as opened:
             opened.read()

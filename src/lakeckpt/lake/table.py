@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
@@ -17,19 +18,21 @@ from typing import Any, cast, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, ObjectMissing
+from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, ObjectMissing, TableVersionGone
 from lakeckpt.lake.building import index_of, index_of_version, listed
-from lakeckpt.lake.footer import Progress, read_footer, summarize_all
+from lakeckpt.lake.footer import Progress, read_footer
 from lakeckpt.lake.formats.pinned import CatalogTable, PinnedFiles, is_of_catalog, pin
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.listing import Found, Source, find_files, list_exactly
 from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.storage import ObjectInfo, Storage
+from lakeckpt.lake.saved_footers import cached_summaries
+from lakeckpt.lake.storage import ObjectInfo, Storage, open_storage, split_uri
 from lakeckpt.lake.version import TableFormat, VersionAsked
 
 __all__ = ["Table", "open_table"]
 
-_ADVICE = "open the table again to start on its new state, or put the pinned files back to go on with a run"
+THREADS_LOCAL, THREADS_REMOTE = 16, 64
+_ADVICE = "Open the table again to start on its new state, or put the pinned files back to go on with a run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,17 +83,21 @@ class Table:
         return footer.metadata
 
     def verify(self, *, threads: int = 16) -> None:
-        """Compare the pinned listing with the storage as it is now; `DataFileChanged` lists the files that differ.
+        """Compare the pinned listing with the storage as it is now.
 
-        Sizes and ETags decide; a file of the same size that has no ETag and another modification time has its footer
+        `DataFileChanged` lists the files that differ; where any is gone, it is a `TableVersionGone`. Sizes and ETags
+        decide; a file of the same size that has no ETag and another modification time has its footer
         read again. Files that were added since are no part of the pinned table, and no difference.
         """
         now = list_exactly(self.storage, self.index.paths, threads=threads)
+        gone = tuple(path for path in self.index.paths if path not in now)
         differences: list[str] = []
         for ordinal, path in enumerate(self.index.paths):
             difference = self._difference(ordinal, path, now.get(path))
             if difference:
                 differences.append(difference)
+        if gone:
+            raise _gone(self, gone, differences)
         if differences:
             raise _changed(self.uri, differences)
 
@@ -118,7 +125,8 @@ def open_table(
     timestamp: datetime.datetime | str | None = None,
     format: TableFormat | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    threads: int = 16,
+    footer_cache: str | os.PathLike[str] | None = None,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Table:
     """Open the table at ``source`` and pin the files, the deleted rows and the schema that its version consists of.
@@ -130,15 +138,19 @@ def open_table(
 
     The version is the newest, or the one named by ``version`` (Delta: a number; Hudi: an instant; Iceberg: a tag or a
     branch), by ``snapshot_id`` (Iceberg), or the one that was current at ``timestamp`` (a datetime, or ISO 8601 text,
-    with a time zone). Footers are read by ``threads`` threads, and ``progress(files_done, files)`` called as they
-    arrive.
+    with a time zone).
+
+    Footers are read by ``threads`` threads (None: 16 for local folders, else 64), and ``progress(files_done, files)``
+    called as they arrive. ``footer_cache`` is a place, such as that of a run, where they are kept (``footers/``): for
+    files that are still listed with the same path, size and ETag (or time), nothing is read again.
 
     Raises `TableNotFound` (nothing there, no such version), `TableFeatureUnsupported` (the version cannot be read
     exactly), `DataFileDamaged` (a file that is no readable Parquet), `DataFileChanged` (a file is not as the format's
     metadata says), `SchemaError` (files that disagree), `StorageError` (the store failed) and `ConfigError`.
     """
-    if threads < 1:
+    if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
+    threads = threads or THREADS_REMOTE
     if format is not None and format not in get_args(TableFormat):
         raise ConfigError(f"format={format!r}: expected one of {', '.join(get_args(TableFormat))}")
     asked = VersionAsked.of(version, snapshot_id, timestamp)
@@ -155,14 +167,35 @@ def open_table(
     if found is None or kind != "parquet":
         pinned = pin(kind, place, asked=asked, storage_options=storage_options, threads=threads)
         found = listed(found, pinned, storage_options=storage_options, threads=threads)
-    summaries = summarize_all(found.storage, found.files, threads=threads, progress=progress)
+    if isinstance(found.storage, LocalStorage):
+        threads = min(threads, THREADS_LOCAL)
+    cache = None if footer_cache is None else _open_cache(footer_cache, storage_options)
+    summaries = cached_summaries(cache, found.storage, found.files, threads=threads, progress=progress)
     index = index_of(found.files, summaries) if pinned is None else index_of_version(found.files, summaries, pinned)
     return Table(uri=found.uri, storage=found.storage, index=index)
 
 
+def _open_cache(place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Storage:
+    is_local = split_uri(os.fspath(place))[0] == "file"
+    return open_storage(place, storage_options=None if is_local else storage_options)
+
+
+def _gone(table: Table, paths: tuple[str, ...], differences: Sequence[str]) -> TableVersionGone:
+    version = table.index.version
+    pinned = "it was pinned" if version.format == "parquet" else f"it was pinned at {version}"
+    return TableVersionGone(
+        f"the table {table.uri!r} is not as {pinned}: {_some(differences)}; {len(paths)} of its "
+        f"{len(table.index.paths)} files are gone (vacuumed, expired, or written again under other names). {_ADVICE}",
+        files=paths,
+    )
+
+
+def _some(differences: Sequence[str]) -> str:
+    return "; ".join(differences[:20]) + (f"; and {len(differences) - 20} more" if len(differences) > 20 else "")
+
+
 def _changed(uri: str, differences: Sequence[str]) -> DataFileChanged:
-    some = "; ".join(differences[:20]) + (f"; and {len(differences) - 20} more" if len(differences) > 20 else "")
-    return DataFileChanged(f"the table {uri!r} is not as it was pinned: {some}. {_ADVICE[0].upper()}{_ADVICE[1:]}")
+    return DataFileChanged(f"the table {uri!r} is not as it was pinned: {_some(differences)}. {_ADVICE}")
 
 
 class _RangeFile(io.RawIOBase):
