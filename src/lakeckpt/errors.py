@@ -11,6 +11,7 @@ stable, machine-readable name::
     │   ├── TableFeatureUnsupported    the table needs what cannot be read exactly                  (ValueError)
     │   ├── NullValueError     a null where none was allowed                                         (ValueError)
     │   ├── DataFileDamaged    a file or row group cannot be decoded: restore it
+    │   ├── RowGroupTooLarge   it decodes to more than is allowed: raise max_row_group_bytes
     │   └── DataFileChanged    the pinned listing no longer holds
     │       └── TableVersionGone   files of the pinned version are gone: bring them back, or move on
     ├── StateError             a reader state cannot be used                                         (ValueError)
@@ -65,6 +66,7 @@ __all__ = [
     "ObjectExists",
     "ObjectMissing",
     "OverlapError",
+    "RowGroupTooLarge",
     "SaveFailed",
     "SchemaError",
     "StateError",
@@ -125,22 +127,41 @@ class NullValueError(TableError, ValueError):
     kind = "null_value"
 
 
-class DataFileDamaged(TableError):
-    """A data file cannot be decoded. ``file`` is its path in the table, ``row_group`` its ordinal in the file."""
+class _InRowGroup(Exception):
+    """What went wrong in a file of the table, and in which part of it."""
 
-    kind = "data_file_damaged"
-
-    def __init__(self, message: str, *, file: str, row_group: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, file: str = "", row_group: int | None = None, column: str | None = None
+    ) -> None:
         super().__init__(message)
         self.file = file
         self.row_group = row_group
+        self.column = column
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_damaged, (str(self), self.file, self.row_group))
+        return (_rebuild, (type(self), str(self), self.file, self.row_group, self.column))
 
 
-def _rebuild_damaged(message: str, file: str, row_group: int | None) -> DataFileDamaged:
-    return DataFileDamaged(message, file=file, row_group=row_group)
+def _rebuild(
+    kind: type[_InRowGroup], message: str, file: str, row_group: int | None, column: str | None
+) -> _InRowGroup:
+    return kind(message, file=file, row_group=row_group, column=column)
+
+
+class DataFileDamaged(_InRowGroup, TableError):
+    """A data file cannot be decoded.
+
+    ``file`` is its path in the table, ``row_group`` its ordinal in the file, ``column`` the first damaged column; None
+    where it is not known, or the file as a whole.
+    """
+
+    kind = "data_file_damaged"
+
+
+class RowGroupTooLarge(_InRowGroup, TableError):
+    """A row group decodes to more memory than is allowed; ``file``, ``row_group`` and ``column`` say which."""
+
+    kind = "row_group_too_large"
 
 
 class DataFileChanged(TableError):

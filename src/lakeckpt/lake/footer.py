@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lakeckpt.errors import DataFileDamaged, ObjectMissing, SchemaError
+from lakeckpt.lake.column_chunks import encrypted_columns
 from lakeckpt.lake.storage import ObjectInfo, Storage
 
 __all__ = [
@@ -44,9 +45,10 @@ _REPAIR = "restore it from a good copy, write it again, or leave it out of the t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footer:
-    """A parsed footer; ``digest`` is the BLAKE2b-128 of its bytes (without the length and magic that follow them)."""
+    """A parsed footer and its bytes (without the length and magic that follow); ``digest`` is their BLAKE2b-128."""
 
     metadata: pq.FileMetaData
+    encoded: bytes = field(repr=False)
     digest: bytes
 
 
@@ -82,7 +84,28 @@ def read_footer(storage: Storage, path: str, size_bytes: int) -> Footer:
         metadata = pq.read_metadata(pa.BufferReader(b"".join((_MAGIC, body, tail[-8:]))))
     except Exception as error:  # of damaged bytes pyarrow says anything, UnicodeDecodeError and MemoryError included
         raise _damaged(path, f"has a footer that cannot be parsed ({_one_line(error)}): {_REPAIR}") from error
-    return Footer(metadata=metadata, digest=blake2b(body, digest_size=DIGEST_BYTES).digest())
+    _check_columns(path, metadata, body)
+    return Footer(metadata=metadata, encoded=body, digest=blake2b(body, digest_size=DIGEST_BYTES).digest())
+
+
+def _check_columns(path: str, metadata: pq.FileMetaData, body: bytes) -> None:
+    """Refuse what pyarrow would end the process for, when it is asked about a column chunk."""
+    try:
+        encrypted = encrypted_columns(body, metadata.num_columns)
+    except ValueError as error:
+        raise _damaged(path, f"has a footer that is malformed ({error}): {_REPAIR}") from error
+    if encrypted:
+        names = ", ".join(repr(metadata.schema.column(leaf).path) for leaf in encrypted[:5])
+        raise _damaged(
+            path,
+            f"has encrypted columns ({names}{', …' if len(encrypted) > 5 else ''}), which cannot be read: decrypt it, "
+            "or leave it out of the table",
+        )
+    for ordinal in range(metadata.num_row_groups):
+        found = metadata.row_group(ordinal).num_columns
+        if found != metadata.num_columns:
+            what = f"has {found} column chunks in row group {ordinal}, and {metadata.num_columns} columns"
+            raise _damaged(path, f"{what}: {_REPAIR}", ordinal)
 
 
 def summarize(storage: Storage, path: str, size_bytes: int) -> FileSummary:

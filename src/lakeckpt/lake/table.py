@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, ObjectMissing, TableVersionGone
 from lakeckpt.lake.building import index_of, index_of_version, listed
-from lakeckpt.lake.footer import Progress, read_footer
+from lakeckpt.lake.footer import Footer, Progress, read_footer
 from lakeckpt.lake.formats.pinned import CatalogTable, PinnedFiles, is_of_catalog, pin
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.listing import Found, Source, find_files, list_exactly
@@ -73,6 +73,10 @@ class Table:
 
     def footer(self, ordinal: int) -> pq.FileMetaData:
         """Read the footer of a file of the index again. `DataFileChanged` if it is not the pinned one."""
+        return self.whole_footer(ordinal).metadata
+
+    def whole_footer(self, ordinal: int) -> Footer:
+        """As `footer`, with the footer's bytes."""
         file = self.index.files[ordinal]
         try:
             footer = read_footer(self.storage, file.path, file.size_bytes)
@@ -80,7 +84,7 @@ class Table:
             raise _changed(self.uri, [f"{file.path!r} no longer ends as it did ({error})"]) from error
         if footer.digest != file.footer_digest:
             raise _changed(self.uri, [f"{file.path!r} has another footer: it was written again"])
-        return footer.metadata
+        return footer
 
     def verify(self, *, threads: int = 16) -> None:
         """Compare the pinned listing with the storage as it is now.

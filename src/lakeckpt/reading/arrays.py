@@ -23,6 +23,7 @@ __all__ = [
     "canonical",
     "canonical_type",
     "join",
+    "looked_up_bytes",
     "narrowed",
     "plain",
     "plain_type",
@@ -177,6 +178,20 @@ def narrowed(array: pa.Array, kind: pa.DataType) -> pa.ChunkedArray:
     half = len(array) // 2
     halves = (array.take(pa.array(np.arange(a, b))) for a, b in ((0, half), (half, len(array))))
     return pa.chunked_array([chunk for part in halves for chunk in narrowed(part, kind).chunks], kind)
+
+
+def looked_up_bytes(array: pa.Array) -> int:
+    """Return the bytes of the texts that the dictionaries in ``array``, at any depth, stand for."""
+    if pa.types.is_dictionary(array.type):
+        lengths = pc.take(pc.binary_length(array.dictionary), array.indices)
+        return int(pc.sum(lengths.cast(pa.int64())).as_py() or 0)
+    if pa.types.is_struct(array.type):
+        return sum(looked_up_bytes(array.field(number)) for number in range(array.type.num_fields))
+    if pa.types.is_map(array.type):
+        return looked_up_bytes(array.keys) + looked_up_bytes(array.items)
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        return looked_up_bytes(array.values)
+    return 0
 
 
 def _is_list_view(kind: pa.DataType) -> bool:

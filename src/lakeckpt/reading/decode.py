@@ -1,10 +1,10 @@
 """What are the rows [start, stop) of a row group?  An Arrow table of the columns asked for, in the table's own types.
 
 The row group is the unit of decode: its column chunks of those columns (and no others) are read, their pages' checksums
-verified where the file has them, and the rows cut out. Rows that the pinned version deletes do not exist, and are not
-counted. What a file lacks or stores otherwise is made to fit by `lakeckpt.reading.fitting`; partition columns are
-constants. A file is opened once, when first needed, and its footer must be the pinned one; the files used last stay
-open.
+verified where the file has them, in bounded memory (`lakeckpt.reading.row_groups`), and the rows cut out. Rows that
+the pinned version deletes do not exist, and are not counted. What a file lacks or stores otherwise is made to fit by
+`lakeckpt.reading.fitting`; partition columns are constants. A file is opened once, when first needed, and its footer
+must be the pinned one; the files used last stay open.
 
 It never caches rows: every call decodes anew, so the memory that it returns is the caller's alone. One decoder is for
 one thread.
@@ -15,37 +15,18 @@ from __future__ import annotations
 import difflib
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from lakeckpt.errors import ConfigError, DataFileDamaged, LakeckptError, SchemaError, StorageError
+from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.lake.table import Table
 from lakeckpt.lake.values import Value
 from lakeckpt.reading.arrays import plain_type
 from lakeckpt.reading.fitting import FileFit, constant, fit_file
+from lakeckpt.reading.row_groups import DEFAULT_MAX_ROW_GROUP_BYTES, RowGroupReader
 
 __all__ = ["RowGroupDecoder", "select_columns"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OpenFile:
-    source: pa.NativeFile
-    metadata: pq.FileMetaData
-    fit: FileFit
-
-    def read(self, row_group: int, use_threads: bool) -> pa.Table:
-        # A reader keeps the bytes of what it read last for as long as it lives; making one from metadata costs little.
-        reader = pq.ParquetFile(
-            self.source,
-            metadata=self.metadata,
-            pre_buffer=True,
-            coerce_int96_timestamp_unit=self.fit.int96_unit,
-            page_checksum_verification=True,
-        )
-        return reader.read_row_group(row_group, columns=list(self.fit.stored), use_threads=use_threads)
 
 
 def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
@@ -72,10 +53,19 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schem
 
 
 class RowGroupDecoder:
-    """Decodes row groups of ``table``, ``columns`` of them (None: all), keeping at most ``open_files`` files open."""
+    """Decodes row groups of ``table``, ``columns`` of them (None: all), keeping at most ``open_files`` files open.
+
+    The wanted columns of one row group may decode to ``max_row_group_bytes``.
+    """
 
     def __init__(
-        self, table: Table, columns: Sequence[str] | None = None, *, open_files: int = 16, use_threads: bool = True
+        self,
+        table: Table,
+        columns: Sequence[str] | None = None,
+        *,
+        open_files: int = 16,
+        use_threads: bool = True,
+        max_row_group_bytes: int = DEFAULT_MAX_ROW_GROUP_BYTES,
     ) -> None:
         if open_files < 1:
             raise ConfigError(f"open_files must be at least 1, got {open_files}")
@@ -85,14 +75,16 @@ class RowGroupDecoder:
         self._partitions = {column.name: column for column in table.index.partitions}
         self._max_open = open_files
         self._use_threads = use_threads
-        self._open: OrderedDict[int, _OpenFile] = OrderedDict()
+        self._most = max_row_group_bytes
+        self._open: OrderedDict[int, tuple[RowGroupReader, FileFit]] = OrderedDict()
 
     def decode(self, group: int, start: int, stop: int) -> pa.Table:
         """Return rows [start, stop) of those of row group ``group`` (its ordinal in the table) that are not deleted.
 
-        The memory is shared with nothing else that this returns. Raises `DataFileDamaged` (file and row group named),
-        `DataFileChanged` (the file is not the pinned one), `SchemaError` (values do not fit the table's type),
-        `StorageError` (the store failed), `ValueError` (no such rows).
+        The memory is shared with nothing else that this returns. Raises `DataFileDamaged` (file, row group and column
+        named), `RowGroupTooLarge` (more than ``max_row_group_bytes``), `DataFileChanged` (the file is not the pinned
+        one), `SchemaError` (values do not fit the table's type), `StorageError` (the store failed), `ValueError` (no
+        such rows).
         """
         index = self.table.index
         left = int(index.group_rows[group])
@@ -115,7 +107,7 @@ class RowGroupDecoder:
     def close(self) -> None:
         """Close the files that are open; a later `decode` opens them again."""
         while self._open:
-            self._open.popitem()[1].source.close()
+            self._open.popitem()[1][0].source.close()
 
     def _fitted(self, ordinal: int, inside: int, rows: int) -> dict[str, Any]:
         """The columns of a row group with all its stored rows, by the table's names."""
@@ -124,14 +116,15 @@ class RowGroupDecoder:
         if not stored:
             return columns
         path = self.table.index.paths[ordinal]
-        file, found = self._read(ordinal, inside, rows, path)
+        reader, fit = self._file(ordinal)
+        found = reader.read(inside, rows, use_threads=self._use_threads)
         for name in stored:
             field = self.table.schema.field(name)
             try:
-                columns[name] = file.fit.column(field, found, rows)
+                columns[name] = fit.column(field, found, rows)
             except (pa.ArrowException, ValueError) as error:
                 raise SchemaError(
-                    f"column {name!r} of row group {inside} of {path!r} is {found[file.fit.plans[name].name].type} and "
+                    f"column {name!r} of row group {inside} of {path!r} is {found[fit.plans[name].name].type} and "
                     f"does not fit the table's {field.type} ({error}): write that file again, or leave the column out"
                 ) from error
         return columns
@@ -148,42 +141,26 @@ class RowGroupDecoder:
                 constants[name] = partition.value_of(ordinal)
         return constants, stored
 
-    def _read(self, ordinal: int, inside: int, rows: int, path: str) -> tuple[_OpenFile, dict[str, pa.ChunkedArray]]:
-        try:
-            file = self._file(ordinal)
-            if not file.fit.stored:
-                return file, {}
-            found = file.read(inside, self._use_threads)
-        except (LakeckptError, MemoryError):
-            raise
-        except (pa.ArrowException, OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise StorageError(f"row group {inside} of {path!r} could not be read: {error}") from error
-            raise _damaged(path, inside, str(error)) from error
-        if found.num_rows != rows:
-            raise _damaged(path, inside, f"it holds {found.num_rows} rows, but its footer says {rows}")
-        # By name: a column called "a.b" also selects the field b of a struct a.
-        return file, {name: found.column(name) for name in file.fit.stored}
-
-    def _file(self, ordinal: int) -> _OpenFile:
+    def _file(self, ordinal: int) -> tuple[RowGroupReader, FileFit]:
         file = self._open.pop(ordinal, None)
         if file is None:
             while len(self._open) >= self._max_open:
-                self._open.popitem(last=False)[1].source.close()
+                self._open.popitem(last=False)[1][0].source.close()
             file = self._opened(ordinal)
         self._open[ordinal] = file
         return file
 
-    def _opened(self, ordinal: int) -> _OpenFile:
-        index, metadata = self.table.index, self.table.footer(ordinal)
-        fit = fit_file(index.schema, self._split(ordinal)[1], index.columns, metadata, index.paths[ordinal])
-        return _OpenFile(source=self.table.open_file(ordinal), metadata=metadata, fit=fit)
-
-
-def _damaged(path: str, inside: int, what: str) -> DataFileDamaged:
-    return DataFileDamaged(
-        f"row group {inside} of the data file {path!r} cannot be decoded ({' '.join(what.split())[:300]}): "
-        "restore the file from a good copy, or open the table without it",
-        file=path,
-        row_group=inside,
-    )
+    def _opened(self, ordinal: int) -> tuple[RowGroupReader, FileFit]:
+        index, footer = self.table.index, self.table.whole_footer(ordinal)
+        path = index.paths[ordinal]
+        fit = fit_file(index.schema, self._split(ordinal)[1], index.columns, footer.metadata, path)
+        reader = RowGroupReader(
+            self.table.open_file(ordinal),
+            footer,
+            path=path,
+            size_bytes=int(index.size_bytes[ordinal]),
+            columns=fit.stored,
+            int96_unit=fit.int96_unit,
+            most=self._most,
+        )
+        return reader, fit

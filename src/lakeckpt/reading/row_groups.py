@@ -1,0 +1,327 @@
+"""What do these columns of a stored row group hold?  Read once, surveyed, then decoded in no more memory than allowed.
+
+1. The bytes of the column chunks are read, each once, and held: what fails so far is the store's failure, and what
+   follows touches no store.
+2. Every chunk's pages are surveyed (`lakeckpt.reading.pages`): what is certainly too large is refused before anything
+   is decompressed.
+3. Where all of it is certainly small enough, pyarrow decodes the row group at once. Else (texts by dictionary: one long
+   entry may be repeated in every row) it is decoded in slices of so few rows that one slice alone cannot be larger
+   than what is allowed, and refused as soon as their sum is. So it never takes more than twice as much.
+4. Where decoding fails, the columns are decoded one after the other to find which one is damaged.
+
+One reader is for one thread. It holds the footer's numbers of the columns wanted, and never rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from lakeckpt.errors import DataFileDamaged, LakeckptError, RowGroupTooLarge, StorageError
+from lakeckpt.lake.column_chunks import ChunkFacts, chunk_facts
+from lakeckpt.lake.footer import Footer
+from lakeckpt.reading.arrays import looked_up_bytes
+from lakeckpt.reading.held_file import HeldFile
+from lakeckpt.reading.pages import Leaf, Survey, survey
+
+__all__ = ["DEFAULT_MAX_ROW_GROUP_BYTES", "RowGroupReader"]
+
+DEFAULT_MAX_ROW_GROUP_BYTES = 8 * 2**30
+"""What the wanted columns of one row group may decode to, if not told otherwise."""
+
+_HOLE_BYTES = 64 * 1024
+"""Column chunks that are no further apart are read at once."""
+_MOST_ROWS, _FEW_ROWS = 65536, 4096
+"""Rows of a slice; where they must be fewer than these few, the dictionaries are looked at first."""
+_HEADER_MISCOUNT = 100
+"""Old writers (parquet-mr) did not count the header of the dictionary page, which is no longer than that."""
+
+
+class RowGroupReader:
+    """Reads row groups of one file of ``size_bytes`` bytes, opened as ``source``; ``columns`` are what is wanted of it.
+
+    ``int96_unit``: the unit in which legacy 96-bit timestamps are read; ``most``: bytes that a row group may decode to.
+    """
+
+    def __init__(
+        self,
+        source: pa.NativeFile,
+        footer: Footer,
+        *,
+        path: str,
+        size_bytes: int,
+        columns: Sequence[str],
+        int96_unit: str | None,
+        most: int,
+    ) -> None:
+        self.source = source
+        self.path = path
+        self._metadata = footer.metadata
+        self._size = size_bytes
+        self._most = most
+        schema = footer.metadata.schema.to_arrow_schema()
+        self.columns = list(columns)
+        self._int96_unit = int96_unit
+        self._leaves = _leaves(footer.metadata, schema, self.columns)
+        self._slack = _HEADER_MISCOUNT if (footer.metadata.created_by or "").startswith("parquet-mr") else 0
+        try:
+            self._facts = chunk_facts(footer.encoded, list(self._leaves))
+        except ValueError as error:
+            raise DataFileDamaged(
+                f"the data file {path!r} has a footer that is malformed: {error}", file=path
+            ) from error
+
+    def read(self, row_group: int, rows: int, *, use_threads: bool) -> dict[str, pa.ChunkedArray]:
+        """The wanted columns of a row group that has ``rows`` rows, by name.
+
+        Raises `DataFileDamaged` with the row group and, where one can be told, the column; `RowGroupTooLarge`;
+        `StorageError` where the store failed.
+        """
+        if not self.columns:
+            return {}
+        facts = [
+            ChunkFacts(**dict(zip(ChunkFacts.__slots__, row, strict=True))) for row in self._facts[row_group].tolist()
+        ]
+        self._check_places(row_group, facts)
+        source = self._fetch(row_group, facts)
+        surveys = self._survey(row_group, facts, source, rows)
+        try:
+            found = self._decoded(source, row_group, surveys, self.columns, use_threads)
+        except _DECODING as error:
+            self._blame(source, row_group, surveys, error)
+        for name, column in found.items():
+            if len(column) != rows:
+                raise self._damaged(row_group, name, f"it holds {len(column)} rows, but its footer says {rows}")
+        return found
+
+    # --- before decoding
+
+    def _check_places(self, row_group: int, facts: Sequence[ChunkFacts]) -> None:
+        for leaf, chunk in zip(self._leaves.values(), facts, strict=True):
+            if min(chunk.data_page, chunk.compressed_bytes) < 0 or chunk.stop > self._size:
+                raise self._damaged(
+                    row_group,
+                    leaf.name,
+                    f"its footer says that bytes {chunk.start} to {chunk.stop} of {self._size} hold it",
+                )
+        stored = sum(chunk.compressed_bytes for chunk in facts)
+        if stored > self._most:
+            raise self._too_large(row_group, None, stored, "is stored in")
+
+    def _fetch(self, row_group: int, facts: Sequence[ChunkFacts]) -> HeldFile:
+        """The bytes of the column chunks."""
+        parts = []
+        for start, stop in _coalesced(facts, self._slack, self._size):
+            try:
+                self.source.seek(start)
+                part = self.source.read_buffer(stop - start)
+            except LakeckptError:
+                raise
+            except (pa.ArrowException, OSError, ValueError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise StorageError(f"row group {row_group} of {self.path!r} could not be read: {error}") from error
+                raise self._damaged(row_group, None, str(error)) from error
+            if part.size != stop - start:
+                raise self._damaged(row_group, None, f"the file ends at byte {start + part.size}, not at {self._size}")
+            parts.append((start, part))
+        return HeldFile(self._size, parts)
+
+    def _survey(self, row_group: int, facts: Sequence[ChunkFacts], source: HeldFile, rows: int) -> list[Survey]:
+        plenty = self._most // max(1, len(facts))
+        surveys = []
+        for leaf, chunk in zip(self._leaves.values(), facts, strict=True):
+            try:
+                held = source.held(chunk.start, min(self._size, chunk.stop + self._slack))
+                pages = memoryview(held).cast("B")
+                surveys.append(survey(chunk, leaf, pages, rows=rows, plenty=plenty))
+            except ValueError as error:
+                raise self._damaged(row_group, leaf.name, str(error)) from error
+        certain = sum(one.certain_bytes + one.page_bytes * (one.page_bytes > plenty) for one in surveys)
+        if certain > self._most:
+            largest = max(zip(surveys, self._leaves.values(), strict=True), key=lambda pair: pair[0].certain_bytes)
+            raise self._too_large(row_group, largest[1].name, certain, "decodes to at least")
+        return surveys
+
+    # --- decoding
+
+    def _opened(self, source: HeldFile, read_dictionary: list[str] | None = None) -> pq.ParquetFile:
+        return pq.ParquetFile(
+            pa.PythonFile(source, mode="r"),
+            metadata=self._metadata,
+            pre_buffer=False,
+            read_dictionary=read_dictionary,
+            coerce_int96_timestamp_unit=self._int96_unit,
+            page_checksum_verification=True,
+        )
+
+    def _decoded(
+        self,
+        source: HeldFile,
+        row_group: int,
+        surveys: Sequence[Survey],
+        columns: list[str],
+        use_threads: bool,
+    ) -> dict[str, pa.ChunkedArray]:
+        mine = [(one, leaf.name) for one, leaf in self._surveyed(surveys) if leaf.name in columns]
+        most = sum(one.most_bytes for one, _ in mine)
+        sliced = [] if most <= self._most else list(dict.fromkeys(name for one, name in mine if one.looked_up))
+        found: dict[str, pa.ChunkedArray] = {}
+        at_once = [name for name in columns if name not in sliced]
+        if at_once:
+            table = self._opened(source).read_row_group(row_group, columns=at_once, use_threads=use_threads)
+            # By name: a column called "a.b" also selects the field b of a struct a.
+            found = {name: table.column(name) for name in at_once}
+        if sliced:
+            for name in sliced:
+                self._check_lists(source, row_group, surveys, name)
+            a_row = sum(one.longest_bytes for one, _ in mine if one.looked_up)
+            if self._most < a_row * _FEW_ROWS:
+                longest = self._longest(source, row_group, surveys, sliced)
+                a_row = sum(min(one.longest_bytes, longest.get(one, one.longest_bytes)) for one, _ in mine)
+            size = max(1, min(_MOST_ROWS, self._most // max(1, a_row)))
+            total = sum(column.nbytes for column in found.values())
+            found |= self._in_slices(source, row_group, size, sliced, total, use_threads)
+        return {name: found[name] for name in columns}
+
+    def _in_slices(
+        self, source: HeldFile, row_group: int, size: int, columns: list[str], total: int, use_threads: bool
+    ) -> dict[str, pa.ChunkedArray]:
+        opened = self._opened(source)
+        batches = []
+        for batch in opened.iter_batches(size, row_groups=[row_group], columns=columns, use_threads=use_threads):
+            total += batch.nbytes
+            if total > self._most:
+                raise self._too_large(row_group, _largest(batch), total, "decodes to more than")
+            batches.append(batch)
+        if not batches:
+            raise self._damaged(row_group, columns[0], "it holds no rows")
+        table = pa.Table.from_batches(batches)
+        return {name: table.column(name) for name in columns}
+
+    def _surveyed(self, surveys: Sequence[Survey]) -> Iterator[tuple[Survey, Leaf]]:
+        return zip(surveys, self._leaves.values(), strict=True)
+
+    def _check_lists(self, source: HeldFile, row_group: int, surveys: Sequence[Survey], name: str) -> None:
+        """Refuse texts in lists that are too large: any number of them may be in one row, so slices bound nothing.
+
+        They are decoded as numbers of their dictionary, and their lengths added up.
+        """
+        for place, (one, leaf) in enumerate(self._surveyed(surveys)):
+            if leaf.name == name and leaf.nested and one.most_bytes > self._most:
+                path = self._metadata.schema.column(list(self._leaves)[place]).path
+                opened = self._opened(source, [path])
+                column = opened.read_row_group(row_group, columns=[path], use_threads=False).column(0)
+                size = one.certain_bytes + sum(looked_up_bytes(chunk) for chunk in column.chunks)
+                if size > self._most:
+                    raise self._too_large(row_group, name, size, "decodes to")
+
+    def _longest(
+        self, source: HeldFile, row_group: int, surveys: Sequence[Survey], columns: Sequence[str]
+    ) -> dict[Survey, int]:
+        """For texts by dictionary: the longest of the dictionary's entries, in bytes."""
+        found: dict[Survey, int] = {}
+        for one, leaf in self._surveyed(surveys):
+            if leaf.name in columns and one.looked_up and one.by_dictionary and not leaf.nested:
+                try:
+                    opened = self._opened(source, [leaf.name])
+                    first = opened.iter_batches(1, row_groups=[row_group], columns=[leaf.name], use_threads=False)
+                    batch = next(first, None)
+                except _DECODING:
+                    continue  # decoding it will say so
+                if batch is not None and batch.num_columns and pa.types.is_dictionary(batch.column(0).type):
+                    longest = int(pc.max(pc.binary_length(batch.column(0).dictionary)).as_py() or 0)
+                    found[one] = max(longest, found.get(one, 0))
+        return found
+
+    # --- what went wrong
+
+    def _blame(self, source: HeldFile, row_group: int, surveys: Sequence[Survey], error: Exception) -> NoReturn:
+        """Say which column it was: the first that cannot be decoded alone."""
+        for name in self.columns if len(self.columns) > 1 else []:
+            try:
+                self._decoded(source, row_group, surveys, [name], False)
+            except _DECODING as its_own:
+                raise self._damaged(row_group, name, str(its_own)) from its_own
+        only = self.columns[0] if len(self.columns) == 1 else None
+        raise self._damaged(row_group, only, str(error)) from error
+
+    def _damaged(self, row_group: int, column: str | None, what: str) -> DataFileDamaged:
+        which = "" if column is None else f"column {column!r} of "
+        return DataFileDamaged(
+            f"{which}row group {row_group} of the data file {self.path!r} cannot be decoded "
+            f"({' '.join(what.split())[:300]}): restore the file from a good copy, or open the table without it",
+            file=self.path,
+            row_group=row_group,
+            column=column,
+        )
+
+    def _too_large(self, row_group: int, column: str | None, size: int, verb: str) -> RowGroupTooLarge:
+        which = "" if column is None else f", most of it in column {column!r}"
+        return RowGroupTooLarge(
+            f"row group {row_group} of the data file {self.path!r} {verb} {size:,} bytes{which}, and "
+            f"max_row_group_bytes is {self._most:,}: raise it if the memory is there, read fewer columns, or write the "
+            "file again in smaller row groups",
+            file=self.path,
+            row_group=row_group,
+            column=column,
+        )
+
+
+_DECODING = (pa.ArrowException, OSError, ValueError, UnicodeDecodeError, OverflowError)
+"""What pyarrow raises of damaged bytes."""
+
+
+def _coalesced(facts: Sequence[ChunkFacts], slack: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where to read, in order: chunks that lie close together at once."""
+    ranges = sorted((chunk.start, min(size, chunk.stop + slack)) for chunk in facts)
+    start, stop = ranges[0]
+    for first, last in ranges[1:]:
+        if first > stop + _HOLE_BYTES:
+            yield start, stop
+            start, stop = first, last
+        stop = max(stop, last)
+    yield start, stop
+
+
+def _leaves(metadata: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str]) -> dict[int, Leaf]:
+    """The columns of the lowest level of ``columns``, by their ordinal in the file."""
+    counts = [_leaf_count(field.type) for field in schema]
+    names = [name for name, count in zip(schema.names, counts, strict=True) for _ in range(count)]
+    if len(names) != metadata.num_columns:  # types that pyarrow shows otherwise than they are stored
+        names = [metadata.schema.column(leaf).path.split(".")[0] for leaf in range(metadata.num_columns)]
+    dotted = [name for name in columns if "." in name]
+    found = {}
+    for ordinal, name in enumerate(names):
+        column = metadata.schema.column(ordinal)
+        # pyarrow selects by path: a column called "a.b" comes with the field b of a struct a.
+        also = next((one for one in dotted if f"{column.path}.".startswith(f"{one}.")), None)
+        if name in columns or also is not None:
+            name = name if name in columns else str(also)
+            nested = column.max_repetition_level > 0
+            found[ordinal] = Leaf(name=name, nested=nested, width=_width(column))
+    return found
+
+
+def _leaf_count(kind: pa.DataType) -> int:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _leaf_count(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return _leaf_count(kind.value_type)
+    if not kind.num_fields:
+        return 0 if pa.types.is_struct(kind) else 1
+    return sum(_leaf_count(kind.field(number).type) for number in range(kind.num_fields))
+
+
+def _width(column: Any) -> int:
+    """Bytes of one value of a type of fixed width, as Arrow holds it; 0: as its physical type says."""
+    if column.logical_type.type == "DECIMAL":
+        return 32 if column.precision > 38 else 16
+    return int(column.length) if column.physical_type == "FIXED_LEN_BYTE_ARRAY" else 0
+
+
+def _largest(batch: pa.RecordBatch) -> str:
+    return str(max(zip(batch.schema.names, batch.columns, strict=True), key=lambda pair: int(pair[1].nbytes))[0])

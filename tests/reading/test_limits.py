@@ -1,0 +1,160 @@
+"""What cannot be decoded in the memory allowed, or lies about itself, is refused by name; all else is read."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lakeckpt.errors import DataFileDamaged, RowGroupTooLarge
+from lakeckpt.lake.table import open_table
+from lakeckpt.reading.decode import RowGroupDecoder
+from tests.reading.cases import write_file
+from tests.reading.crafted_files import lie, write_encrypted
+
+MIB = 2**20
+
+
+def decode(path: Path, most: int = 8 * 2**30, group: int = 0) -> pa.Table:
+    table = open_table(path)
+    return RowGroupDecoder(table, max_row_group_bytes=most).decode(group, 0, int(table.index.group_rows[group]))
+
+
+def nested(values: int) -> pa.Table:
+    return pa.table({"x": [1], "l": pa.ListArray.from_arrays([0, values], np.zeros(values, np.int64))})
+
+
+BOMBS: dict[str, tuple[pa.Table, dict[str, Any]]] = {
+    "runs": (pa.table({"x": np.zeros(4 * MIB, np.int64)}), {}),
+    "a page of zeros": (pa.table({"x": [b"\0" * 32 * MIB]}), {"compression": "zstd", "use_dictionary": False}),
+    "one long text, often": (pa.table({"x": ["y" * MIB] * 64}), {"compression": "zstd"}),
+    "one long text among short ones": (
+        pa.table({"x": [*(f"{i}" for i in range(6000)), *["y" * 65536] * 400]}),
+        {"compression": "zstd"},
+    ),
+    "texts that grow by prefixes": (
+        pa.table({"x": ["y" * (10 * i) for i in range(2500)]}),
+        {"use_dictionary": False, "column_encoding": {"x": "DELTA_BYTE_ARRAY"}},
+    ),
+    "a list": (nested(4 * MIB), {"compression": "zstd"}),
+    "long texts in lists": (pa.table({"x": [["y" * MIB] * 64]}), {"compression": "zstd"}),
+    "decimals": (pa.table({"x": pa.array([1] * 2 * MIB, pa.decimal128(5))}), {}),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_decodes_to_more_than_is_allowed_is_refused_with_file_row_group_and_column(
+    tmp_path: Path, name: str
+) -> None:
+    table, options = BOMBS[name]
+    path = write_file(tmp_path / "a.parquet", [table.slice(0, 1), table], **options)
+    assert path.stat().st_size < 200_000
+    before = pa.total_allocated_bytes()
+    with pytest.raises(
+        RowGroupTooLarge, match=r"'a\.parquet' decodes to .*max_row_group_bytes is 16,777,216: raise"
+    ) as e:
+        decode(path, 16 * MIB, group=1)
+    assert (e.value.file, e.value.row_group, e.value.column) == ("a.parquet", 1, table.schema.names[-1])
+    assert pa.total_allocated_bytes() - before <= 32 * MIB
+    restored = pickle.loads(pickle.dumps(e.value))
+    assert (type(restored), restored.args, restored.column) == (RowGroupTooLarge, e.value.args, e.value.column)
+    assert decode(path, group=1).equals(pq.read_table(path).slice(1))
+
+
+@pytest.mark.parametrize("most", [400_000, 2 * MIB])
+def test_row_groups_that_could_be_too_large_and_are_not_are_read_whole(tmp_path: Path, most: int) -> None:
+    texts = [*("short" for _ in range(9000)), *(f"{i:09}" for i in range(6000)), "long" * 500, None]
+    table = pa.table({"x": texts, "n": np.arange(len(texts)), "b": pa.array(texts, pa.large_binary())})
+    path = write_file(tmp_path / "a.parquet", [table], compression="none")
+    with pytest.raises(RowGroupTooLarge, match="is stored in"):
+        decode(path, 1000)
+    if most < table.nbytes:
+        with pytest.raises(RowGroupTooLarge, match="decodes to"):
+            decode(path, most)
+    else:
+        assert decode(path, most).equals(table)
+
+
+MEASURED = """
+import resource, sys
+from lakeckpt.errors import RowGroupTooLarge
+from lakeckpt.lake.table import open_table
+from lakeckpt.reading.decode import RowGroupDecoder
+
+table = open_table(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    RowGroupDecoder(table, max_row_group_bytes=64 * 2**20).decode(0, 0, 1)
+except RowGroupTooLarge as error:
+    print(error.column, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_a_small_file_that_decodes_to_gigabytes_and_lies_about_it_takes_little_memory(tmp_path: Path) -> None:
+    table = pa.table({"x": pa.DictionaryArray.from_arrays(np.zeros(5000, np.int32), pa.array(["y" * MIB]))})
+    path = write_file(tmp_path / "a.parquet", [table], compression="zstd", store_schema=False)
+    assert path.stat().st_size < 200_000
+    size = pq.read_metadata(path).row_group(0).column(0).total_uncompressed_size
+    lie(path, size, 1000)
+    child = subprocess.run([sys.executable, "-c", MEASURED, path], capture_output=True, text=True, check=True)
+    column, grown = child.stdout.split()
+    assert column == "x"
+    assert int(grown) < 200, "MiB"
+
+
+def written(tmp_path: Path) -> tuple[Path, pq.ColumnChunkMetaData]:
+    table = pa.table({"x": np.arange(700), "s": [f"text {i}" for i in range(700)]})
+    path = write_file(tmp_path / "a.parquet", [table], compression="none", write_statistics=False)
+    return path, pq.read_metadata(path).row_group(0).column(1)
+
+
+@pytest.mark.parametrize(
+    ("field", "instead"),
+    [
+        ("total_compressed_size", 10**9),
+        ("total_compressed_size", 50),
+        ("dictionary_page_offset", 10**9),
+        ("num_values", 701),
+    ],
+)
+def test_a_footer_that_lies_about_a_column_chunk_is_told_with_the_column(
+    tmp_path: Path, field: str, instead: int
+) -> None:
+    path, chunk = written(tmp_path)
+    headers = {"dictionary_page_offset": 0x26}
+    which = {"num_values": 2, "total_compressed_size": 1}.get(field, 0)
+    lie(path, getattr(chunk, field), instead, which=which, field=headers.get(field, 0x16))
+    with pytest.raises(DataFileDamaged, match=r"column 's' of row group 0 of the data file 'a\.parquet'") as e:
+        decode(path)
+    assert (e.value.file, e.value.row_group, e.value.column) == ("a.parquet", 0, "s")
+    table = open_table(path)
+    assert RowGroupDecoder(table, ["x"]).decode(0, 0, 700).column("x").to_pylist() == list(range(700))
+
+
+def test_a_column_that_cannot_be_decoded_is_found_among_many(tmp_path: Path) -> None:
+    names = [f"c{i}" for i in range(20)]
+    table = pa.table({name: np.random.default_rng(0).integers(0, 2**60, 400) for name in names})
+    path = write_file(tmp_path / "a.parquet", [table], write_page_checksum=True, use_dictionary=False)
+    chunk = pq.read_metadata(path).row_group(0).column(13)
+    content = bytearray(path.read_bytes())
+    content[chunk.data_page_offset + chunk.total_compressed_size // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataFileDamaged, match=r"column 'c13' of row group 0.*(CRC|checksum)") as e:
+        decode(path)
+    assert e.value.column == "c13"
+
+
+@pytest.mark.parametrize("plaintext_footer", [True, False])
+def test_encrypted_files_are_refused_by_name(tmp_path: Path, plaintext_footer: bool) -> None:
+    table = pa.table({"x": [1, 2], "secret": [3, 4]})
+    path = write_encrypted(tmp_path / "a.parquet", table, columns=["secret"], plaintext_footer=plaintext_footer)
+    what = r"encrypted columns \('secret'\)" if plaintext_footer else "an encrypted footer"
+    with pytest.raises(DataFileDamaged, match=rf"'a\.parquet' has {what}.*decrypt it"):
+        open_table(path)
