@@ -104,6 +104,11 @@ def pin(
         from lakeckpt.lake.formats import iceberg
 
         return iceberg.pin(place, asked=asked, storage_options=storage_options, threads=threads)
+    if kind == "delta":
+        need(kind)
+        from lakeckpt.lake.formats import delta
+
+        return delta.pin(str(place), asked=asked, storage_options=storage_options, threads=threads)
     uri = redact_uri(str(place))
     raise ConfigError(
         f"{uri!r} is a table in the format {kind}, which cannot be opened yet: reading its Parquet files "

@@ -1,0 +1,267 @@
+"""Which files, deleted rows and columns is a version of a Delta table?
+
+deltalake replays the log (commits, checkpoints, compacted logs) and reads the deletion vectors; we ask it for the files
+of one version, their partition values and the rows that are left of each, and take from the schema by what physical
+name or field id files store each column. A version is named by its number, or by a time: the newest that was committed
+by then, by the commits' own timestamps where the table has them, else by the modification times of the log's files.
+
+Refused by name, because they could not be read exactly: reader features that are not in `READER_FEATURES`, and
+partition columns of bytes, whose escapes deltalake does not undo. Nothing here opens a data file.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaProtocolError, TableNotFoundError
+
+from lakeckpt.errors import ConfigError, ObjectMissing, StorageError, TableError, TableFeatureUnsupported, TableNotFound
+from lakeckpt.lake.columns import ColumnMapping, StoredField
+from lakeckpt.lake.footer import Int64Array
+from lakeckpt.lake.formats.clients import object_store_options
+from lakeckpt.lake.formats.pinned import PinnedFile, PinnedFiles
+from lakeckpt.lake.listing import common_root, open_root
+from lakeckpt.lake.storage import Storage, redact_uri, split_uri
+from lakeckpt.lake.version import TableVersion, VersionAsked
+
+__all__ = ["READER_FEATURES", "pin"]
+
+READER_FEATURES = frozenset(
+    {
+        "columnMapping",
+        "deletionVectors",
+        "timestampNtz",
+        "typeWidening",
+        "typeWidening-preview",
+        "v2Checkpoint",
+        "vacuumProtocolCheck",
+    }
+)
+"""What a table may need of its readers: https://github.com/delta-io/delta/blob/master/PROTOCOL.md#table-features."""
+MAX_READER_VERSION = 3
+_LOG = "_delta_log"
+_COMMIT_HEAD_BYTES = 64 * 1024
+_ICT, _ICT_SINCE = "delta.enableInCommitTimestamps", "delta.inCommitTimestampEnablementVersion"
+_ID, _PHYSICAL = "delta.columnMapping.id", "delta.columnMapping.physicalName"
+
+
+def pin(place: str, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int) -> PinnedFiles:
+    """What the version ``asked`` for of the table at ``place`` consists of; see `lakeckpt.lake.formats.pinned.pin`."""
+    uri, storage = redact_uri(place), open_root(place, storage_options)
+    version = asked.version
+    if isinstance(version, str) or (version is not None and version < 0):
+        raise ConfigError(f"version={version!r}: versions of the Delta table {uri!r} are numbers from 0")
+    options = object_store_options(place, storage_options)
+    if asked.timestamp is not None:
+        newest = _opened(place, None, options, uri)
+        with _asking(uri, "its properties"):
+            configuration = newest.metadata().configuration
+        version = _version_at(
+            storage, int(asked.timestamp.timestamp() * 1000), configuration, uri, str(asked.timestamp)
+        )
+    table = _opened(place, version, options, uri)
+    return _pinned(table, place, storage, uri)
+
+
+def _opened(place: str, version: int | None, options: dict[str, str], uri: str) -> DeltaTable:
+    what = "its newest version" if version is None else f"its version {version}"
+    with _asking(uri, what):
+        table = DeltaTable(place, version=version, storage_options=options or None)
+        protocol = table.protocol()
+    needed = set(protocol.reader_features or ())
+    if protocol.min_reader_version > MAX_READER_VERSION:
+        needed.add(f"reader version {protocol.min_reader_version}")
+    unknown = sorted(needed - READER_FEATURES)
+    if unknown:
+        raise TableFeatureUnsupported(
+            f"the Delta table {uri!r} needs readers that know {', '.join(unknown)}: we do not, and would misread it. "
+            f"Known are {', '.join(sorted(READER_FEATURES))}; drop the feature, or make a plain copy"
+        )
+    return table
+
+
+def _pinned(table: DeltaTable, place: str, storage: Storage, uri: str) -> PinnedFiles:
+    with _asking(uri, "its files and schema"):
+        metadata, protocol, number = table.metadata(), table.protocol(), table.version()
+        actions = pa.table(table.get_add_actions())
+        fields = json.loads(table.schema().to_json())["fields"]
+        schema = pa.schema(table.schema().to_arrow())
+        base = table.table_uri
+    mapped = protocol.min_reader_version == 2 or "columnMapping" in (protocol.reader_features or ())
+    mode = metadata.configuration.get("delta.columnMapping.mode", "none") if mapped else "none"
+    partitions = tuple(name for name in schema.names if name in set(metadata.partition_columns))
+    for name in partitions:
+        if pa.types.is_binary(schema.field(name).type) or pa.types.is_large_binary(schema.field(name).type):
+            raise TableFeatureUnsupported(
+                f"the Delta table {uri!r} is partitioned by the bytes of {name!r}, which deltalake gives in escaped "
+                "form: partition it by text, or make a plain copy"
+            )
+    paths = actions["path"].to_pylist()
+    root, relative = _rooted(place, paths)
+    values = actions["partition"].to_pylist() if partitions else [{}] * len(paths)
+    deleted: dict[int, Int64Array] = {}
+    if "deletionVectors" in (protocol.reader_features or ()):
+        deleted = _deleted(table, {_location(path, _decoded(base)): i for i, path in enumerate(paths)}, uri)
+    files = tuple(
+        PinnedFile(
+            path=relative[i],
+            size_bytes=size,
+            rows=rows,
+            partition={name: values[i][name] for name in partitions},
+            deleted=deleted.get(i),
+        )
+        for i, (size, rows) in enumerate(
+            zip(actions["size_bytes"].to_pylist(), actions["num_records"].to_pylist(), strict=True)
+        )
+    )
+    return PinnedFiles(
+        version=TableVersion(
+            format="delta", name=str(number), timestamp_ms=_committed_ms(storage, number), table_id=str(metadata.id)
+        ),
+        files=files,
+        schema=schema,
+        partition_columns=partitions,
+        columns=_mapping(fields, mode, set(partitions)),
+        root=root,
+    )
+
+
+def _deleted(table: DeltaTable, files: Mapping[str, int], uri: str) -> dict[int, Int64Array]:
+    """The deleted rows of each file that has any, by the file's place in ``files``."""
+    found: dict[int, Int64Array] = {}
+    with _asking(uri, "its deletion vectors"):
+        for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
+            names, vectors = batch.column("filepath").to_pylist(), batch.column("selection_vector")
+            for place, name in enumerate(names):
+                file = files.get(_decoded(name))
+                if file is None:
+                    raise TableError(
+                        f"deltalake tells deleted rows of {redact_uri(name)!r}, which is no file of the Delta table "
+                        f"{uri!r}: they cannot be honoured, so nothing is read; please report this"
+                    )
+                kept = vectors[place].values.to_numpy(zero_copy_only=False)
+                found[file] = np.flatnonzero(~kept).astype(np.int64)
+    return found
+
+
+def _rooted(place: str, paths: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The folder that holds all files (None: the table's own), and their paths in it. Clones name files elsewhere."""
+    if not any("://" in path for path in paths):
+        return None, [unquote(path) for path in paths]
+    places = [_location(path, place + "/") for path in paths]
+    root = common_root(places)
+    return root, [path[len(root) :].lstrip("/") for path in places]
+
+
+def _location(path: str, base: str) -> str:
+    """Where a path of the log lies: in ``base``, which ends with a slash, unless it is a URL itself."""
+    return _decoded(path) if "://" in path else base + unquote(path)
+
+
+def _decoded(url: str) -> str:
+    """A URL without percent-encoding, as we write them; of local files the path."""
+    scheme, rest = split_uri(url)
+    return rest if scheme == "file" else f"{scheme}://{unquote(rest)}"
+
+
+def _mapping(fields: Sequence[Mapping[str, Any]], mode: str, partitions: set[str]) -> ColumnMapping:
+    if mode not in ("name", "id"):
+        return ColumnMapping()
+    return ColumnMapping(fields={f["name"]: _stored(f, mode) for f in fields if f["name"] not in partitions})
+
+
+def _stored(field: Mapping[str, Any], mode: str) -> StoredField:
+    children = _stored_below(field["type"], mode)
+    if mode == "id":
+        return StoredField(field_id=int(field["metadata"][_ID]), children=children)
+    return StoredField(names=(field["metadata"][_PHYSICAL],), children=children)
+
+
+def _stored_below(kind: Any, mode: str) -> tuple[StoredField, ...]:
+    """The stored fields below a type of the Delta schema; elements, keys and values are told by their place."""
+    if not isinstance(kind, dict):
+        return ()
+    if kind["type"] == "struct":
+        return tuple(_stored(field, mode) for field in kind["fields"])
+    below = [kind["elementType"]] if kind["type"] == "array" else [kind["keyType"], kind["valueType"]]
+    return tuple(StoredField(names=("-",), children=_stored_below(one, mode)) for one in below)
+
+
+def _version_at(storage: Storage, asked_ms: int, configuration: Mapping[str, str], uri: str, shown: str) -> int:
+    """The newest version that was committed by a time."""
+    names = {info.path.rpartition("/")[2]: info for info in storage.list(_LOG)}
+    commits = sorted(
+        (int(name[:20]), info) for name, info in names.items() if name[20:] == ".json" and name[:20].isdigit()
+    )
+    times: dict[int, int] = {}
+    last = -1
+    for number, info in commits:  # clocks may step back: a commit is later than the one before
+        last = times[number] = max(last + 1, (info.mtime_ns or 0) // 1_000_000)
+    in_commits = configuration.get(_ICT) == "true"
+    since = int(configuration.get(_ICT_SINCE, 0))
+
+    def committed(number: int) -> int:
+        told = _commit_info(storage, number).get("inCommitTimestamp") if in_commits and number >= since else None
+        return times[number] if told is None else int(told)
+
+    numbers = [number for number, _ in commits]
+    place = bisect.bisect_right(numbers, asked_ms, key=committed) - 1
+    if place < 0:
+        raise TableNotFound(
+            f"the log of the Delta table {uri!r} has no version as old as {shown}: its oldest commit is "
+            + (f"version {numbers[0]}; open that, or a later time" if numbers else "gone: open it by version")
+        )
+    return numbers[place]
+
+
+def _committed_ms(storage: Storage, number: int) -> int | None:
+    info = _commit_info(storage, number)
+    told = info.get("inCommitTimestamp", info.get("timestamp"))
+    return told if type(told) is int else None
+
+
+def _commit_info(storage: Storage, number: int) -> dict[str, Any]:
+    """What a commit says of itself in its first lines; nothing where it is gone or says nothing."""
+    try:
+        head = storage.read(f"{_LOG}/{number:020}.json", 0, _COMMIT_HEAD_BYTES)
+    except ObjectMissing:
+        return {}
+    for line in head.split(b"\n")[:8]:
+        try:
+            found = json.loads(line).get("commitInfo")
+        except (ValueError, AttributeError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+@contextmanager
+def _asking(uri: str, what: str) -> Iterator[None]:
+    """Turn what deltalake raises into our errors."""
+    try:
+        yield
+    except (TableError, ConfigError, StorageError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # an interrupt; panics of Rust are no `Exception` either
+        text = " ".join(str(error).split())[:500]
+        where = f"of the Delta table {uri!r}, deltalake cannot read {what} ({text})"
+        if isinstance(error, DeltaProtocolError) or "nsupported" in text or "catalog-managed" in text:
+            raise TableFeatureUnsupported(f"{where}: drop the feature that it names, or make a plain copy") from None
+        if isinstance(error, TableNotFoundError):
+            raise TableNotFound(f"{where}: check the path and the credentials") from None
+        if isinstance(error, OSError) or "Generic S3 error" in text or "error sending request" in text:
+            raise StorageError(f"{where}: check the store and the credentials, then try again") from None
+        raise TableNotFound(
+            f"{where}: it is not in the log any more or not yet, or the log is damaged; open another version"
+        ) from None
