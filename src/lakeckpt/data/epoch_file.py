@@ -14,17 +14,13 @@ The file is made with the dataset, locked with flock while it is read and writte
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
-import tempfile
-import uuid
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lakeckpt.core.state import ReaderState
+from lakeckpt.data.shared_file import SharedFile
 
 __all__ = ["EpochFile", "Turn"]
 
@@ -42,47 +38,10 @@ class Turn:
     """Where the main process went: ``{"epoch": …, "state": …}``; None: nowhere, or the iteration is not the first."""
 
 
-def _unlink(path: str, owner: int) -> None:
-    if os.getpid() == owner:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+class EpochFile(SharedFile):
+    """The file; picklable by its path. A copy within one process (of a dataset that was copied) has one of its own."""
 
-
-class EpochFile:
-    """A file that the process which made it shares with those that it starts; picklable by its path.
-
-    A copy within one process (of a dataset that was copied) has a file of its own.
-    """
-
-    def __init__(self) -> None:
-        token = uuid.uuid4().hex
-        self._owner = os.getpid()
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create(f"lakeckpt-epoch-{token}")
-            self._path = f"/proc/{self._owner}/fd/{descriptor}"
-            self._name = os.readlink(self._path)
-            weakref.finalize(self, os.close, descriptor)
-        else:
-            descriptor, self._path = tempfile.mkstemp(prefix=f"lakeckpt-epoch-{token}")
-            os.close(descriptor)
-            self._name = self._path
-            weakref.finalize(self, _unlink, self._path, self._owner)
-
-    def __getstate__(self) -> tuple[int, str, str]:
-        return self._owner, self._path, self._name
-
-    def __setstate__(self, state: tuple[int, str, str]) -> None:
-        self._owner, self._path, self._name = state
-        if self._owner == os.getpid() or not self._is_there():
-            # A copy, or the process that made it is gone or on another machine.
-            self.__init__()  # type: ignore[misc]
-
-    def _is_there(self) -> bool:
-        # By name, too: the number of a process that is gone may be another one's by now.
-        try:
-            return self._name == (os.readlink(self._path) if os.path.islink(self._path) else self._path)
-        except OSError:
-            return False
+    prefix = "epoch"
 
     def epoch(self, rank: int) -> int | None:
         """The epoch that workers of ``rank`` read last; None where none has begun since the last `go_to`."""
@@ -131,9 +90,7 @@ class EpochFile:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:
-        # Opened anew each time: a lock belongs to an opened file, and forked processes would share it.
-        with open(self._path, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with self.opened() as file:
             raw = file.read()
             known: dict[str, Any] = json.loads(raw) if raw else {}
             yield known
