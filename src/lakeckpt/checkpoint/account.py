@@ -20,7 +20,7 @@ from dataclasses import replace
 from lakeckpt.checkpoint.audit_report import EpochAudit, EpochStatus, Finding, FindingKind, ReaderAudit
 from lakeckpt.checkpoint.epoch_account import Piece, Space, count_epoch, space_of
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
-from lakeckpt.checkpoint.rows import Order, name_rows
+from lakeckpt.checkpoint.rows import Order, name_rows, order_name
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan, consumed, consumption, replan
 from lakeckpt.core.state import Identity, ReaderState
@@ -86,12 +86,12 @@ class _Account:
         """Take in all stretches. Returns the state that the reader began with, and the newest one."""
         origin: ReaderState | None = None
         tip: ReaderState | None = None
-        tables: set[str] = set()
+        tables: dict[str, Identity] = {}
         for manifest, record in self._records:
             for stretch in record.stretches:
                 begin, end = ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)
                 origin = origin or begin
-                tables.add(begin.identity.table)
+                tables[order_name(begin.identity)] = begin.identity
                 self._take(manifest, begin, end, stretch.consumed)
                 self._follow(begin)
                 self._follow(end)
@@ -102,8 +102,9 @@ class _Account:
             if record.stretches:
                 self._check_frontier(manifest, record, ReaderState.from_plain(record.stretches[-1].end))
         assert tip is not None and origin is not None
-        for table in sorted({*tables, tip.identity.table}):
-            self._check_table(table, tip.identity)
+        tables[order_name(tip.identity)] = tip.identity
+        for _, identity in sorted(tables.items()):
+            self._check_table(identity)
         self._check_origin(origin)
         return origin, tip
 
@@ -161,18 +162,18 @@ class _Account:
                 f"of optimizer steps at epoch {frontier.epoch}, step {frontier.step}"
             ] = None
 
-    def _check_table(self, table: str, identity: Identity) -> None:
-        order = self._orders.get(table)
+    def _check_table(self, identity: Identity) -> None:
+        table, order = identity.table, self._orders.get(order_name(identity))
         if order is None:
+            what = f"row selection {identity.selection[:12]} of" if identity.selection else "index of"
             self._doubts[
-                f"the index of table {table[:12]} cannot be read: how many rows it has is only the states' word, and "
+                f"the {what} table {table[:12]} cannot be read: how many rows it has is only the states' word, and "
                 "no row can be named"
             ] = None
-        elif identity.selection:
-            self._doubts["rows were selected by a filter, and the index does not count those that remain"] = None
-        elif identity.rows != order.index.num_rows:
+        elif identity.rows != order.num_rows:
+            what = "the row selection of" if identity.selection else "the index of"
             self._doubts[
-                f"the states count {identity.rows:,} rows, and the index of table {table[:12]} {order.index.num_rows:,}"
+                f"the states count {identity.rows:,} rows, and {what} table {table[:12]} {order.num_rows:,}"
             ] = None
 
     def _check_origin(self, origin: ReaderState) -> None:
@@ -213,6 +214,8 @@ class _Account:
         tables = {piece.identity.table for piece in told}
         if len(tables) > 1:
             self._doubts[f"epoch {epoch} was read from {len(tables)} versions of the table, by the user's leave"] = None
+        if len({piece.identity.selection for piece in told}) > 1:
+            self._doubts[f"epoch {epoch} was read with several filters, by the user's leave"] = None
         space = space_of(told, self._orders) if told else Space(self._orders, None)
         if space is None:
             self._doubts[f"epoch {epoch} was read in orders that cannot be compared, and is not counted"] = None
@@ -274,7 +277,7 @@ class _Account:
         self, kind: FindingKind, epoch: int, found: Intervals, manifest: Manifest, space: Space, tip: ReaderState
     ) -> Finding:
         rows = space.table_rows(found.take(0, min(found.size, _NAMED_ROWS)))
-        order = self._orders.get(tip.identity.table)
+        order = self._orders.get(order_name(tip.identity))
         where = [] if rows is None or order is None else name_rows(order, rows, most=self._named_groups)
         return Finding(
             kind=kind,

@@ -10,19 +10,22 @@ in the report. Imports without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
 
 from lakeckpt.checkpoint.account import account
 from lakeckpt.checkpoint.audit_report import AuditReport, Branch
-from lakeckpt.checkpoint.ledger import History, index_path, read_history
+from lakeckpt.checkpoint.ledger import History, index_path, read_history, selection_path
 from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
-from lakeckpt.checkpoint.rows import Order
-from lakeckpt.errors import CheckpointNotFound, ObjectMissing, WireError
+from lakeckpt.checkpoint.rows import Order, order_name
+from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.errors import CheckpointNotFound, ObjectMissing, StateError, WireError
 from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.storage import Storage, describe
 
-__all__ = ["audit", "audit_history", "orders_of", "read_run"]
+__all__ = ["audit", "audit_history", "identities_of", "orders_of", "read_run"]
 
 NAMED_GROUPS = 64
 """How many row groups a finding lists, if not told otherwise."""
@@ -31,6 +34,7 @@ _TRUSTED = (
     "the entries of the log: each holds its checksum",
     "receipts: a batch that the loop had received at a cut was used by then, and by no later step",
     "the footer index: it has the digest that the states name, and the table was the one pinned by it",
+    "the row selection of a filter, likewise: it counted what the filter keeps of each row group",
 )
 
 
@@ -62,18 +66,33 @@ def read_run(storage: Storage, *, tip: int | None = None) -> History:
 
 
 def orders_of(storage: Storage, history: History) -> dict[str, Order]:
-    """The orders of the tables that the history's readers read, by digest, as far as their index can be read."""
-    orders = {}
-    for digest in {reader.index for manifest in history.chain for reader in manifest.readers.values()}:
-        if digest is None:
-            continue
-        try:
+    """The orders of the tables that the history's readers read, by `order_name`: of a table its digest, of a selection
+    that of the table and its own. Those whose index or selection cannot be read are left out."""
+    records = [reader for manifest in history.chain for reader in manifest.readers.values()]
+    indexes: dict[str, TableIndex] = {}
+    for digest in {reader.index for reader in records if reader.index is not None}:
+        with contextlib.suppress(WireError, ObjectMissing):
             index = TableIndex.loads(storage.read(index_path(digest)))
-        except (WireError, ObjectMissing):
-            continue
-        if index.digest == digest:
-            orders[digest] = Order(index)
+            if index.digest == digest:
+                indexes[digest] = index
+    orders = {digest: Order(index) for digest, index in indexes.items()}
+    for identity in identities_of(records):
+        if identity.selection and identity.table in indexes:
+            with contextlib.suppress(WireError, ObjectMissing, ValueError):
+                found = RowSelection.loads(storage.read(selection_path(identity.table, identity.selection)))
+                if found.digest == identity.selection:
+                    orders[order_name(identity)] = Order(indexes[identity.table], found)
     return orders
+
+
+def identities_of(records: Iterable[ReaderRecord]) -> set[Identity]:
+    """The identities of all states in the records of readers whose states are ours."""
+    plains = [plain for one in records for plain in (one.state, *(stretch.begin for stretch in one.stretches))]
+    found = set()
+    for plain in plains:
+        with contextlib.suppress(StateError):
+            found.add(ReaderState.from_plain(plain).identity)
+    return found
 
 
 def audit_history(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lakeckpt.checkpoint.audit_report import EpochAudit, EpochStatus
 from lakeckpt.checkpoint.manifest import Manifest
-from lakeckpt.checkpoint.rows import Order
+from lakeckpt.checkpoint.rows import Order, order_name
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey
 from lakeckpt.core.state import Identity
@@ -57,10 +57,10 @@ class Space:
         """What was found in this space, as rows of the table; None where the index cannot be read."""
         if self._common is None:
             return found
-        return self._rows(self._common, found) if self._common.identity.table in self._orders else None
+        return self._rows(self._common, found) if order_name(self._common.identity) in self._orders else None
 
     def _rows(self, piece: Piece, positions: Intervals) -> Intervals:
-        return self._orders[piece.identity.table].table_rows(piece.identity.spec, piece.key, positions)
+        return self._orders[order_name(piece.identity)].table_rows(piece.identity.spec, piece.key, positions)
 
 
 def space_of(pieces: Sequence[Piece], orders: Mapping[str, Order]) -> Space | None:
@@ -70,7 +70,7 @@ def space_of(pieces: Sequence[Piece], orders: Mapping[str, Order]) -> Space | No
         return None
     if len({piece.order for piece in partial}) == 1:
         return Space(orders, partial[0])
-    return Space(orders, None) if all(piece.identity.table in orders for piece in partial) else None
+    return Space(orders, None) if all(order_name(piece.identity) in orders for piece in partial) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.checkpoint.audit import orders_of, read_run
-from lakeckpt.checkpoint.ledger import History, index_path
+from lakeckpt.checkpoint.ledger import History, index_path, selection_path
 from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
-from lakeckpt.checkpoint.rows import GroupRows, Order, name_rows
+from lakeckpt.checkpoint.rows import GroupRows, Order, name_rows, order_name
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan
 from lakeckpt.core.receipts import Receipt, Span
@@ -69,6 +69,8 @@ class ReaderStep:
     reader: str
     table: str
     """Digest of the pinned table."""
+    selection: str
+    """Digest of the row selection; empty: every row."""
     world_size: int
     epochs: tuple[int, ...]
     ranks: tuple[RankRows, ...]
@@ -84,6 +86,7 @@ class ReaderStep:
         return {
             "reader": self.reader,
             "table": self.table,
+            "selection": self.selection,
             "world_size": self.world_size,
             "epochs": list(self.epochs),
             "rows": self.rows,
@@ -196,11 +199,13 @@ class _Explainer:
         self._pairs = [
             (ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)) for stretch in record.stretches
         ]
-        if state.identity.table not in orders:
+        if order_name(state.identity) not in orders:
+            table, selection = state.identity.table, state.identity.selection
+            paths = [index_path(table), *([selection_path(table, selection)] if selection else [])]
             raise CheckpointDamaged(
-                f"{index_path(state.identity.table)} cannot be read, and without it no row of {name!r} can be named"
+                f"{' or '.join(paths)} cannot be read, and without it no row of {name!r} can be named"
             )
-        self._order = orders[state.identity.table]
+        self._order = orders[order_name(state.identity)]
 
     def step(self, step: int, ranks: Collection[int] | None) -> ReaderStep:
         """The rows of ``step``."""
@@ -214,6 +219,7 @@ class _Explainer:
         return ReaderStep(
             reader=self._name,
             table=self._identity.table,
+            selection=self._identity.selection,
             world_size=world_size,
             epochs=tuple(sorted(epochs)),
             ranks=tuple(found),

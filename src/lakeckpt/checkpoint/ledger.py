@@ -15,7 +15,7 @@ from lakeckpt.checkpoint.log import Damage, LogView, read_log, slot_path
 from lakeckpt.checkpoint.manifest import Begin, Manifest
 from lakeckpt.lake.storage import Storage
 
-__all__ = ["INDEX", "History", "history_of", "index_path", "read_history"]
+__all__ = ["INDEX", "History", "history_of", "index_path", "read_history", "selection_path"]
 
 INDEX = "index"
 
@@ -49,6 +49,11 @@ class History:
 def index_path(digest: str) -> str:
     """Where the footer index with this digest lies."""
     return f"{INDEX}/{digest}.lkc"
+
+
+def selection_path(table: str, selection: str) -> str:
+    """Where the row selection with this digest, of the table with that digest, lies."""
+    return f"{INDEX}/{table}/{selection}.lkc"
 
 
 def read_history(storage: Storage, *, tip: int | None = None) -> History:

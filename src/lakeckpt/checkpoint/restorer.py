@@ -22,7 +22,7 @@ import torch
 from lakeckpt import __version__, errors
 from lakeckpt.checkpoint.agreement import everyone
 from lakeckpt.checkpoint.apply import apply, differences, refuse
-from lakeckpt.checkpoint.fetch import read_object
+from lakeckpt.checkpoint.indexes import documents_of, filtered, offer, save
 from lakeckpt.checkpoint.ledger import index_path
 from lakeckpt.checkpoint.load import Loaded, load
 from lakeckpt.checkpoint.log import Damage, LogView, SlotTaken, list_slots, put_entry, read_entry, read_log, slot_path
@@ -31,6 +31,7 @@ from lakeckpt.checkpoint.parts import PARTS
 from lakeckpt.checkpoint.random_states import derive_random, restore_random
 from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
 from lakeckpt.checkpoint.saver import Attempt
+from lakeckpt.checkpoint.verify import index_damage
 from lakeckpt.errors import (
     AttemptSuperseded,
     CheckpointDamaged,
@@ -40,10 +41,9 @@ from lakeckpt.errors import (
     StorageError,
     WireError,
 )
-from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.storage import Storage, clear_leftovers
 from lakeckpt.tracking.exchange import Exchange
-from lakeckpt.tracking.readers import index_of
+from lakeckpt.tracking.readers import selection_of
 
 __all__ = ["Restorer"]
 
@@ -85,6 +85,7 @@ class Restorer:
     def restore(self) -> tuple[int, Attempt, RestoreReport]:
         """Restore, collectively. Returns the optimizer steps done, the attempt that began and the report."""
         chosen: _Chosen | None = None
+        self._settle_selections()
         for round_ in range(_MOST_ROUNDS):
             told = self._told_by_rank_0(partial(self._choose, fence=round_ >= _POLITE_ROUNDS))
             if told["slot"] == "none":
@@ -97,6 +98,28 @@ class Restorer:
             if begun != "no":
                 return self._finish(told["run"], int(begun), chosen)
         raise AttemptSuperseded(f"other jobs kept writing to this run through {_MOST_ROUNDS} tries: stop them first")
+
+    # --- what filters keep
+
+    def _settle_selections(self) -> None:
+        """Take from the run what the filters of readers keep, or count it, all ranks together; rank 0 saves it."""
+        readers = filtered(self._objects.values())
+        if not readers:
+            return
+        failure: Exception | None = None
+        try:
+            for reader in readers:
+                offer(self._storage, reader)
+                selection_of(reader)
+                if self._exchange.rank == 0:
+                    save(self._storage, reader)
+        except Exception as error:
+            failure = error
+        tally = everyone(self._exchange, {} if failure is None else {"refused": _said(failure)})
+        if failure is not None:
+            raise failure
+        if "refused" in tally.facts:
+            _raise_said(next(iter(tally.facts["refused"])), tally.describe("refused"))
 
     # --- choosing, on rank 0
 
@@ -240,25 +263,24 @@ class Restorer:
             restore_random(loaded.random)
 
     def _check_indexes(self, manifest: Manifest) -> None:
-        """Verify the saved footer indexes; a damaged one is written anew if the live reader still has the same."""
+        """Verify the saved footer indexes and row selections; a damaged one is written anew if the live reader still
+        has the same."""
         if self._exchange.rank:
             return
         for name, reader in manifest.readers.items():
             if reader.index is None:
                 continue
-            path = index_path(reader.index)
-            live = index_of(self._objects[name])
+            live = documents_of(self._objects[name])
             try:
-                data = read_object(self._storage, path)
-                found = TableIndex.loads(data).digest
-                if found != reader.index:
-                    raise WireError(f"the index of {name!r} has the digest {found}, not {reader.index}")
-            except (CheckpointDamaged, WireError, StorageError) as error:
-                # Told, not raised: the state has been applied on all ranks, and training does without this index.
-                self._report(Damage(path=path, reason=str(error)))
-                if live is not None and live.digest == reader.index:
+                damaged = index_damage(self._storage, [reader])
+            except StorageError as error:
+                damaged = [Damage(path=index_path(reader.index), reason=str(error))]
+            # Told, not raised: the state has been applied on all ranks, and training does without this index.
+            for damage in damaged:
+                self._report(damage)
+                if damage.path in live:
                     with contextlib.suppress(StorageError):
-                        self._storage.put(path, [live.dumps()])
+                        self._storage.put(damage.path, [live[damage.path].dumps()])
 
     # --- talking
 

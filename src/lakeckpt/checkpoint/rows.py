@@ -2,7 +2,8 @@
 
 The rows of a table are numbered by *table rows*: row group after row group, in the order of the index. A window whose
 positions are all asked for gives its fragments as they are; only a window that is asked for in part costs a
-permutation. Unshuffled, positions are table rows.
+permutation. Unshuffled, positions are table rows. Rows that the pinned version deletes are not counted; where a filter
+selects rows, only those that it keeps are.
 
 Never reads storage. Imports without torch.
 """
@@ -18,12 +19,19 @@ import numpy.typing as npt
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import EpochLayout, OrderSpec, Window
 from lakeckpt.core.plan import LayoutKey
+from lakeckpt.core.state import Identity
 from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.selection import RowSelection
 
-__all__ = ["GroupRows", "Order", "name_rows"]
+__all__ = ["GroupRows", "Order", "name_rows", "order_name"]
 
 Int64Array = npt.NDArray[np.int64]
 _LAYOUTS = 4
+
+
+def order_name(identity: Identity) -> str:
+    """What tells the orders of one table and selection from others'."""
+    return f"{identity.table}/{identity.selection}" if identity.selection else identity.table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +43,12 @@ class GroupRows:
     row_group: int
     """Its ordinal in the file."""
     rows: Intervals
-    """Rows, counted from the start of the row group."""
+    """Rows, counted from the start of the row group; where not ``stored``, among those that the filter keeps."""
     of: int
-    """How many rows the row group has."""
+    """How many rows are counted so."""
+    stored: bool = True
+    """Whether rows are counted as the file stores them. Which rows a filter keeps of a row group only the table says,
+    unless it keeps all."""
 
     def to_plain(self) -> dict[str, object]:
         """JSON-able values; ``ranges`` are half-open."""
@@ -47,22 +58,29 @@ class GroupRows:
             "rows": self.rows.size,
             "of": self.of,
             "ranges": [list(pair) for pair in self.rows.pairs()],
+            "counted": "stored" if self.stored else "selected",
         }
 
 
 class Order:
-    """The orders of a pinned table's rows, of all epochs and layouts. Keeps the few layouts asked for last."""
+    """The orders of a pinned table's rows, of all epochs and layouts. Keeps the few layouts asked for last.
 
-    def __init__(self, index: TableIndex) -> None:
+    With a ``selection``, of the rows that it keeps. ``ValueError`` where it is of another table.
+    """
+
+    def __init__(self, index: TableIndex, selection: RowSelection | None = None) -> None:
         self.index = index
-        self.starts: Int64Array = np.concatenate([np.zeros(1, np.int64), np.cumsum(index.group_rows, dtype=np.int64)])
+        if selection is not None:
+            selection.check(table=index.digest, existing=index.group_rows)
+        self.group_rows: Int64Array = (index if selection is None else selection).group_rows
+        self.starts: Int64Array = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.group_rows, dtype=np.int64)])
         self._layouts: dict[tuple[OrderSpec, LayoutKey], EpochLayout] = {}
 
     def layout(self, spec: OrderSpec, key: LayoutKey) -> EpochLayout:
         """The layout of an epoch."""
         found = self._layouts.pop((spec, key), None)
         if found is None:
-            found = EpochLayout.build(self.index.group_rows, spec, key.epoch, key.num_lanes, key.rotation)
+            found = EpochLayout.build(self.group_rows, spec, key.epoch, key.num_lanes, key.rotation)
             while len(self._layouts) >= _LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
         self._layouts[spec, key] = found
@@ -106,11 +124,29 @@ class Order:
         groups, rows = self.layout(spec, key).locate(asked)
         return np.asarray(self.starts[groups] + rows, np.int64)
 
+    @property
+    def num_rows(self) -> int:
+        """The rows of an epoch."""
+        return int(self.starts[-1])
+
     def place(self, table_row: int) -> tuple[str, int, int]:
-        """(file, row group in the file, row in the row group) of a table row."""
+        """(file, row group in the file, row in the row group) of a table row; the row as `GroupRows` counts it."""
         group = int(np.searchsorted(self.starts, table_row, side="right")) - 1
         file, ordinal = self.index.group(group)
-        return self.index.paths[file], ordinal, table_row - int(self.starts[group])
+        row = table_row - int(self.starts[group])
+        return self.index.paths[file], ordinal, int(self.named(group, Intervals.of([(row, row + 1)])).rows.starts[0])
+
+    def named(self, group: int, inside: Intervals) -> GroupRows:
+        """Rows of a row group, counted among those that have positions, as the file stores them where that is known."""
+        file, ordinal = self.index.group(group)
+        of = int(self.group_rows[group])
+        is_stored = of == int(self.index.group_rows[group])
+        left = self.index.surviving(group) if is_stored else None
+        if left is not None and inside:
+            rows = np.flatnonzero(left)
+            inside = _runs(np.concatenate([rows[start:stop] for start, stop in inside.pairs()]))
+            of = len(left)
+        return GroupRows(file=self.index.paths[file], row_group=ordinal, rows=inside, of=of, stored=is_stored)
 
 
 def _runs(ascending: Int64Array) -> Intervals:
@@ -130,9 +166,7 @@ def name_rows(order: Order, rows: Intervals, *, most: int) -> Sequence[GroupRows
         start, stop = int(order.starts[group]), int(order.starts[group + 1])
         low, high = int(np.searchsorted(rows.stops, start, side="right")), int(np.searchsorted(rows.starts, stop))
         lows, highs = np.maximum(rows.starts[low:high], start), np.minimum(rows.stops[low:high], stop)
-        file, ordinal = order.index.group(group)
-        inside = Intervals(lows - start, highs - start)
-        named.append(GroupRows(file=order.index.paths[file], row_group=ordinal, rows=inside, of=stop - start))
+        named.append(order.named(group, Intervals(lows - start, highs - start)))
         after = int(np.searchsorted(rows.stops, stop, side="right"))
         at = max(int(rows.starts[after]), stop) if after < len(rows) else -1
     return named

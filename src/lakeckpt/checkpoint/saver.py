@@ -26,7 +26,7 @@ from lakeckpt.checkpoint.commit import (
     verify_objects,
 )
 from lakeckpt.checkpoint.cuts import Place, ReaderTrack
-from lakeckpt.checkpoint.ledger import index_path
+from lakeckpt.checkpoint.indexes import documents_of
 from lakeckpt.checkpoint.log import SlotTaken, put_entry, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import SaveId, TreeRecord
@@ -47,7 +47,6 @@ from lakeckpt.errors import (
 from lakeckpt.lake.storage import Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.merge import is_part, merge_states
-from lakeckpt.tracking.readers import index_of
 from lakeckpt.wire.codec import dumps, loads
 
 __all__ = ["Attempt", "Saver", "Settings"]
@@ -293,13 +292,10 @@ class Saver:
 
     def _write_indexes(self) -> None:
         for track in self._tracks.values():
-            index = index_of(track.reader)
-            if index is None or index.digest in self._indexes:
-                continue
-            path = index_path(index.digest)
-            if not self._storage.list(path):
-                self._storage.put(path, [index.dumps()])
-            self._indexes.add(index.digest)
+            for path, document in documents_of(track.reader).items():
+                if path not in self._indexes and not self._storage.list(path):
+                    self._storage.put(path, [document.dumps()])
+                self._indexes.add(path)
 
     def _adopt(self, manifest: Manifest, cut: _Cut) -> None:
         """The manifest is committed: what follows builds on it."""

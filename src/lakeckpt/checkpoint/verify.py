@@ -10,22 +10,23 @@ A few threads read; they are started and joined by `verify`. Imports without tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from lakeckpt.checkpoint.audit import read_run
+from lakeckpt.checkpoint.audit import identities_of, read_run
 from lakeckpt.checkpoint.fetch import fetch_file, fetch_part, read_object
-from lakeckpt.checkpoint.ledger import INDEX, History, index_path
+from lakeckpt.checkpoint.ledger import INDEX, History, index_path, selection_path
 from lakeckpt.checkpoint.log import Damage
-from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.parts import OBJECTS, PARTS, PartRecord
 from lakeckpt.errors import CheckpointDamaged, WireError
 from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.storage import Storage
 
-__all__ = ["CheckedCheckpoint", "Kept", "VerifyReport", "verify"]
+__all__ = ["CheckedCheckpoint", "Kept", "VerifyReport", "index_damage", "verify"]
 
 _THREADS = 4
 Progress = Callable[[int, int], None]
@@ -110,7 +111,7 @@ def verify(storage: Storage, *, progress: Progress | None = None) -> VerifyRepor
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="lakeckpt-verify") as pool:
         checked = tuple(_Checked(storage, history, manifest, kept, meter).check(pool) for manifest in manifests)
     indexes = {one.index for manifest in manifests for one in manifest.readers.values() if one.index is not None}
-    wrong = [damage for digest in sorted(indexes) for damage in _index_damage(storage, digest)]
+    wrong = index_damage(storage, [one for manifest in manifests for one in manifest.readers.values()])
     leftover_files, leftover_bytes = kept.besides(manifests)
     return VerifyReport(
         run=history.run or "",
@@ -156,10 +157,23 @@ def _folder(kind: str, manifest: Manifest) -> str:
     return f"{kind}/{manifest.save.folder}"
 
 
-def _index_damage(storage: Storage, digest: str) -> Iterator[Damage]:
-    path = index_path(digest)
+def index_damage(storage: Storage, records: Sequence[ReaderRecord]) -> list[Damage]:
+    """What is wrong with the footer indexes and row selections that the records of readers name."""
+    named: dict[str, tuple[str, Callable[[bytes], TableIndex | RowSelection]]] = {
+        index_path(one.index): (one.index, TableIndex.loads) for one in records if one.index is not None
+    }
+    for identity in identities_of(records):
+        if identity.selection and index_path(identity.table) in named:
+            path = selection_path(identity.table, identity.selection)
+            named[path] = (identity.selection, RowSelection.loads)
+    return [damage for path, what in sorted(named.items()) for damage in _document_damage(storage, path, *what)]
+
+
+def _document_damage(
+    storage: Storage, path: str, digest: str, read: Callable[[bytes], TableIndex | RowSelection]
+) -> Iterator[Damage]:
     try:
-        found = TableIndex.loads(read_object(storage, path)).digest
+        found = read(read_object(storage, path)).digest
     except (CheckpointDamaged, WireError) as error:
         yield Damage(path=path, reason=str(error).removeprefix(f"{path}: "))
         return

@@ -8,7 +8,7 @@ so that torch's round robin over workers restores the order of micro-batches wha
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,12 +21,16 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.arguments import flag, one_of, positive, whole
 from lakeckpt.data.epoch_file import EpochFile, Turn
+from lakeckpt.data.identity import IdentityOf
 from lakeckpt.data.progress import Progress
+from lakeckpt.data.selecting import Selecting
 from lakeckpt.data.source import BatchSource, Output, split_rows
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import Transform, bind_transform
 from lakeckpt.data.worker_place import WORKER_FORMAT, WorkerPlace
 from lakeckpt.errors import ConfigError, SchemaError, StateUnavailable
+from lakeckpt.lake.filters import Filters, RowFilter, row_filter
+from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.table import Table, open_table
 from lakeckpt.reading.convert import check_convertible
 from lakeckpt.reading.decode import select_columns
@@ -47,6 +51,9 @@ class LakeDataset(IterableDataset[Any]):
         table: a `lakeckpt.Table`, or what `lakeckpt.open_table` takes.
         batch_size: rows per micro-batch; None yields single rows, for a DataLoader that batches them itself.
         columns: names of the columns to read, in the order wanted; None: all.
+        filters: which rows to read: a pyarrow expression, ``[("a", ">", 3), ("b", "in", [...])]`` (all must hold), or a
+            list of such lists (one must). Rows stay where it is true, and go where it is false or null. They are
+            counted once, row group by row group, before the first iteration; positions count those that stay.
         shuffle: whether to permute row groups, and rows inside of windows, anew for every epoch.
         shuffle_window: row groups whose rows are permuted together. All lanes' windows are in memory at once.
         seed: any integer of 64 bits.
@@ -68,8 +75,10 @@ class LakeDataset(IterableDataset[Any]):
         accept_changes: differences between a loaded state and this dataset to accept, of ``table`` (another listing of
             equally many rows), ``selection``, ``tail``.
         storage_options: passed to the store, where ``table`` is not a `lakeckpt.Table`.
+        progress: called as ``progress(row groups done, row groups)`` while the rows that a filter keeps are counted.
 
-    Raises ConfigError and SchemaError for arguments that cannot be; nothing is read before the first iteration.
+    Raises ConfigError and SchemaError for arguments that cannot be; nothing is read before the first iteration (or
+    before `selection` is asked for, or a state).
     """
 
     def __init__(
@@ -78,6 +87,7 @@ class LakeDataset(IterableDataset[Any]):
         *,
         batch_size: int | None,
         columns: Sequence[str] | None = None,
+        filters: Filters | None = None,
         shuffle: bool = False,
         shuffle_window: int = DEFAULT_WINDOW,
         seed: int = 0,
@@ -94,6 +104,7 @@ class LakeDataset(IterableDataset[Any]):
         block_size: int = DEFAULT_BLOCK_SIZE,
         accept_changes: Collection[str] = (),
         storage_options: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__()
         batch_size = None if batch_size is None else positive("batch_size", batch_size)
@@ -110,6 +121,8 @@ class LakeDataset(IterableDataset[Any]):
         self.columns = _chosen(self.table, columns)
         if output != "arrow":
             check_convertible(select_columns(self.table.schema, self.columns), nulls=nulls)
+        keep = None if filters is None else row_filter(filters, self.table.schema)
+        self._selecting = None if keep is None else Selecting(self.table, keep, progress=progress)
         self.row_wise = batch_size is None
         self.output: Output = output
         self.nulls: Literal["error", "mask"] = nulls
@@ -123,15 +136,11 @@ class LakeDataset(IterableDataset[Any]):
             spec = OrderSpec(seed=whole("seed", seed), shuffle=shuffle, window=window)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        index = self.table.index
-        if flag("endless", endless) and not index.num_rows:
+        if flag("endless", endless) and not self.table.num_rows:
             raise ConfigError("endless=True needs a table with at least one row, and this one has none")
         kind: Tail = tail
         if self.row_wise and not endless:
             kind = "even" if tail == "drop" else "rows"
-        identity = Identity(
-            table=index.digest, selection="", rows=index.num_rows, spec=spec, tail=kind, endless=endless
-        )
         self._source = BatchSource(
             self.table,
             columns=self.columns,
@@ -141,9 +150,10 @@ class LakeDataset(IterableDataset[Any]):
             jagged=jagged,
             transform=bind_transform(transform),
             row_wise=self.row_wise,
+            selecting=self._selecting,
         )
         self._progress = Progress(
-            identity,
+            IdentityOf(self.table, self._selecting, spec, kind, endless),
             batch_size=self.block_size,
             num_lanes=num_lanes,
             row_wise=self.row_wise,
@@ -199,6 +209,23 @@ class LakeDataset(IterableDataset[Any]):
     def _go_to(self, epoch: int) -> None:
         self._progress.begin_epoch(epoch)
         self._epochs.go_to(self.topology[0], epoch, None)
+
+    @property
+    def row_filter(self) -> RowFilter | None:
+        """The filter, as it was understood; None: every row is read."""
+        return None if self._selecting is None else self._selecting.filter
+
+    @property
+    def selection(self) -> RowSelection | None:
+        """The rows that the filter keeps of each row group; None without a filter. Counted now, if not before.
+
+        The ranks of a job share the counting, whichever of them ask and whenever.
+        """
+        return None if self._selecting is None else self._selecting.get()
+
+    def offer_selection(self, found: RowSelection) -> bool:
+        """Take a selection that was saved for counted; tells whether it was needed, and is of this table and filter."""
+        return self._selecting is not None and self._selecting.offer(found)
 
     # --- iteration
 

@@ -23,6 +23,8 @@ from lakeckpt.data.arguments import whole
 from lakeckpt.data.dataset import LakeDataset, items_of
 from lakeckpt.data.routing import Dealer, Failure, Reads, RoutedLoader
 from lakeckpt.errors import ConfigError
+from lakeckpt.lake.filters import RowFilter
+from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.table import Table
 
 __all__ = ["LakeLoader"]
@@ -97,6 +99,20 @@ class LakeLoader(DataLoader[Any]):
     def table(self) -> Table:
         """The table that is read."""
         return self.dataset.table
+
+    @property
+    def row_filter(self) -> RowFilter | None:
+        """The dataset's filter; None: every row is read."""
+        return self.dataset.row_filter
+
+    @property
+    def selection(self) -> RowSelection | None:
+        """See `LakeDataset.selection`."""
+        return self.dataset.selection
+
+    def offer_selection(self, found: RowSelection) -> bool:
+        """See `LakeDataset.offer_selection`."""
+        return self.dataset.offer_selection(found)
 
     @property
     def identity(self) -> Identity:

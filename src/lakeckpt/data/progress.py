@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from lakeckpt.core.plan import Assignment, Plan, fit_lanes, rebase, replan, start
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_LANES, Identity, ReaderState
+from lakeckpt.data.identity import IdentityOf, differing
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
 
 __all__ = ["MAX_EPOCH", "OVERRIDABLE", "Progress"]
@@ -42,14 +43,15 @@ class Progress:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: Identity | IdentityOf,
         *,
         batch_size: int,
         num_lanes: int | None,
         row_wise: bool,
         accept_changes: Collection[str] = (),
     ) -> None:
-        self.identity = identity
+        self._identity = identity
+        self._kept = identity.kept if isinstance(identity, IdentityOf) else ""
         self.last_receipt: Receipt | None = None
         self.over = False
         """Whether the loop has seen the end of the epoch at hand."""
@@ -72,6 +74,13 @@ class Progress:
         self._iteration = 0
 
     # --- what is asked
+
+    @property
+    def identity(self) -> Identity:
+        """What the order of rows is a function of. Where rows are filtered, they are counted for it."""
+        if isinstance(self._identity, IdentityOf):
+            self._identity = self._identity()
+        return self._identity
 
     @property
     def epoch(self) -> int:
@@ -137,7 +146,7 @@ class Progress:
 
     def load(self, state: ReaderState) -> None:
         """Go on from ``state``; StateMismatch, without a change, where it is of another order of rows."""
-        differences = self.identity.differences(state.identity)
+        differences = differing(self.identity, state.identity, kept=self._kept)
         rejected = [line for line in differences if line.split(":")[0] not in self._accept]
         if {self.identity.tail, state.identity.tail} in _SAME_ENDS:
             rejected = [line for line in rejected if not line.startswith("tail:")]

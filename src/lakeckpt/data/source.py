@@ -15,10 +15,12 @@ from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Assignment, LayoutKey
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.data.batch import Batch
+from lakeckpt.data.selecting import Selecting
 from lakeckpt.data.tensors import to_tensors
 from lakeckpt.data.transform import TransformContext
 from lakeckpt.lake.table import Table
 from lakeckpt.reading.convert import convert
+from lakeckpt.reading.filtered import FilteredDecoder
 from lakeckpt.reading.positions import PositionReader
 from lakeckpt.reading.ragged import Ragged
 
@@ -29,7 +31,10 @@ _LAYOUTS_KEPT = 4
 
 
 class BatchSource:
-    """Reads the rows of assignments of one table. Not safe for use by several threads."""
+    """Reads the rows of assignments of one table. Not safe for use by several threads.
+
+    ``selecting``: where positions count the rows that a filter keeps.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class BatchSource:
         jagged: bool,
         transform: Callable[[Any, TransformContext], Any] | None,
         row_wise: bool,
+        selecting: Selecting | None = None,
     ) -> None:
         self._table = table
         self._columns = columns
@@ -51,6 +57,7 @@ class BatchSource:
         self._jagged = jagged
         self._transform = transform
         self._row_wise = row_wise
+        self._selecting = selecting
         self._reader: PositionReader | None = None
         self._lanes = 0
         self._layouts: dict[LayoutKey, EpochLayout] = {}
@@ -98,7 +105,12 @@ class BatchSource:
     def _arrow(self, assignment: Assignment) -> pa.Table:
         if self._reader is None or assignment.lanes != self._lanes:
             # Every lane has one window open at a time.
-            self._reader = PositionReader(self._table, self._columns, self._spec, max_windows=assignment.lanes)
+            decoder = None
+            if self._selecting is not None:
+                decoder = FilteredDecoder(self._table, self._columns, self._selecting.kept)
+            self._reader = PositionReader(
+                self._table, self._columns, self._spec, max_windows=assignment.lanes, decoder=decoder
+            )
             self._lanes = assignment.lanes
         layouts = {key.epoch: self._layout(key) for key in assignment.layouts}
         return self._reader.read([(layouts[s.epoch], s.start, s.stop) for s in assignment.receipt.spans])
@@ -106,7 +118,7 @@ class BatchSource:
     def _layout(self, key: LayoutKey) -> EpochLayout:
         layout = self._layouts.get(key)
         if layout is None:
-            rows = self._table.index.group_rows
+            rows = (self._table.index if self._selecting is None else self._selecting.get()).group_rows
             layout = EpochLayout.build(rows, self._spec, key.epoch, key.num_lanes, key.rotation)
             while len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.pop(next(iter(self._layouts)))

@@ -70,7 +70,8 @@ class TrueRows:
     def _layout(self, epoch: int, num_lanes: int, rotation: int) -> EpochLayout:
         known = self._layouts.get((epoch, num_lanes, rotation))
         if known is None:
-            rows, spec = self._dataset.table.index.group_rows, self._dataset.identity.spec
+            counted = self._dataset.selection or self._dataset.table.index
+            rows, spec = counted.group_rows, self._dataset.identity.spec
             known = EpochLayout.build(rows, spec, epoch, num_lanes, rotation)
             self._layouts[epoch, num_lanes, rotation] = known
         return known

@@ -20,7 +20,7 @@ from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.source import row_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.convert import convert
-from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.reading.decode import RowGroupDecoder, select_columns
 from lakeckpt.reading.ragged import Ragged, to_pylist
 
 __all__ = ["Key", "RowKeys", "canonical"]
@@ -65,10 +65,15 @@ class RowKeys:
         """Return the key of each row of each row group of the table, decoded without any order."""
         dataset = self.dataset
         names = [self._key] if isinstance(self._key, str) else dataset.columns
-        decoder = RowGroupDecoder(dataset.table, names)
+        wanted = select_columns(dataset.table.schema, names).names
+        keep = dataset.row_filter
+        decoder = RowGroupDecoder(dataset.table, list(dict.fromkeys([*wanted, *(keep.columns if keep else ())])))
         groups: list[list[Hashable]] = []
-        for group, rows in enumerate(dataset.table.index.group_rows.tolist()):
-            table = decoder.decode(group, 0, rows)
+        for group, existing in enumerate(dataset.table.index.group_rows.tolist()):
+            table = decoder.decode(group, 0, existing)
+            # By pyarrow's own filter, not by what was counted: the law would not notice wrong counts otherwise.
+            table = (table if keep is None else table.filter(keep.expression)).select(wanted)
+            rows = table.num_rows
             if dataset.output == "arrow":
                 groups.append(_arrow_rows(table, self._key if isinstance(self._key, str) else None))
                 continue

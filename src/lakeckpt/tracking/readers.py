@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
 
-__all__ = ["TrackedReader", "index_of"]
+__all__ = ["TrackedReader", "index_of", "selection_of"]
 
 
 @runtime_checkable
@@ -47,6 +47,11 @@ class TrackedReader(Protocol):
         Each pair is of one order and one epoch (or one endless stream), in the order of consumption.
         """
         ...
+
+
+def selection_of(reader: object) -> Any | None:
+    """The row selection of ``reader`` (with ``digest`` and ``dumps()``), counted if need be; None: it has no filter."""
+    return getattr(reader, "selection", None) if getattr(reader, "row_filter", None) is not None else None
 
 
 def index_of(reader: object) -> Any | None:

@@ -1,0 +1,73 @@
+"""What does a run keep of the tables that it reads?  The footer index of each, and the row selection of each filter.
+
+They are written once, under their digests, and never change. A filter's rows are counted once for a run: `offer` hands
+a reader what the run has saved, and `save` saves what was counted, so that no attempt counts again what another has.
+
+Imports without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from lakeckpt.checkpoint.ledger import INDEX, index_path, selection_path
+from lakeckpt.errors import ObjectMissing, WireError
+from lakeckpt.lake.selection import FILTER_DIGITS, RowSelection
+from lakeckpt.lake.storage import Storage
+from lakeckpt.tracking.readers import index_of, selection_of
+
+__all__ = ["Document", "documents_of", "filtered", "offer", "save"]
+
+
+class Document(Protocol):
+    """What is written under its digest."""
+
+    @property
+    def digest(self) -> str:
+        """Of its content."""
+        ...
+
+    def dumps(self) -> bytes:
+        """Its bytes."""
+        ...
+
+
+def documents_of(reader: object) -> Mapping[str, Document]:
+    """What a run keeps of the table of ``reader``, by path; the rows that a filter keeps are counted for it."""
+    index, selection = index_of(reader), selection_of(reader)
+    if index is None:
+        return {}
+    found: dict[str, Document] = {index_path(index.digest): index}
+    if selection is not None:
+        found[selection_path(index.digest, selection.digest)] = selection
+    return found
+
+
+def filtered(readers: Iterable[object]) -> list[Any]:
+    """Those of ``readers`` that have a filter."""
+    return [one for one in readers if getattr(one, "row_filter", None) is not None and index_of(one) is not None]
+
+
+def offer(storage: Storage, reader: Any) -> bool:
+    """Offer ``reader``, which has a filter, the selection that the run at ``storage`` has saved of it.
+
+    Tells whether it was taken. Where the same filter was counted with different results (by another release of pyarrow,
+    say), the newest is offered. What is damaged is passed over: it is counted again.
+    """
+    table, wanted = index_of(reader).digest, reader.row_filter.digest  # type: ignore[union-attr]
+    folder = f"{INDEX}/{table}"
+    saved = [info for info in storage.list(folder) if info.path.removeprefix(f"{folder}/")[:FILTER_DIGITS] == wanted]
+    for info in sorted(saved, key=lambda one: (one.mtime_ns or 0, one.path), reverse=True):
+        with contextlib.suppress(WireError, ObjectMissing, ValueError):
+            if reader.offer_selection(RowSelection.loads(storage.read(info.path))):
+                return True
+    return False
+
+
+def save(storage: Storage, reader: object) -> None:
+    """Save the selection of ``reader``, which has a filter, if the run has not got it yet."""
+    for path, document in documents_of(reader).items():
+        if isinstance(document, RowSelection) and not storage.list(path):
+            storage.put(path, [document.dumps()])

@@ -1,0 +1,312 @@
+"""Filtered reading keeps the law: in lockstep, exact at every offset and topology; rows are counted once, by anyone."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from lakeckpt import LakeDataset, LakeLoader, Table, open_table
+from lakeckpt.data import selecting
+from lakeckpt.data.selecting import count_together
+from lakeckpt.errors import ConfigError, SchemaError, StateMismatch
+from lakeckpt.lake.filters import row_filter
+from lakeckpt.lake.selection import RowSelection
+from lakeckpt.reading.count import count_rows
+from lakeckpt.testing import assert_exactly_once
+from tests.data.reading import ids
+from tests.lake.filtering import expressions, tables, with_deletes
+from tests.tracking.processes import run_processes
+
+f = pc.field
+KEPT = [i for i in range(60) if i % 3 != 1 and i >= 12]
+
+
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 rows in row groups of 8: ``x`` is null, 0 or 1 in turn, so that each is cut into, or kept, or not."""
+    folder = tmp_path_factory.mktemp("filtered")
+    whole = pa.table({"id": range(60), "x": [None if i % 3 == 1 else i % 2 for i in range(60)], "y": range(60)})
+    for part in range(2):
+        pq.write_table(whole.slice(30 * part, 30), folder / f"{part}.parquet", row_group_size=8)
+    return folder
+
+
+FILTER = f("x").is_valid() & (f("y") >= 12)
+
+
+def make_of(table: Table, *, count_once: bool = False, **fixed: Any) -> Callable[..., LakeLoader]:
+    counted: list[RowSelection] = []
+
+    def make_loader(rank: int, world_size: int, num_workers: int, **options: Any) -> LakeLoader:
+        chosen = {"batch_size": 4, "columns": ["id"], "filters": FILTER, **fixed, **options}
+        dataset = LakeDataset(table, **chosen, rank=rank, world_size=world_size)
+        for one in counted:
+            dataset.offer_selection(one)
+        if count_once and not counted and dataset.selection is not None:
+            counted.append(dataset.selection)
+        return LakeLoader(dataset, num_workers=num_workers)
+
+    return make_loader
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"shuffle": True, "tail": "drop", "num_lanes": 6},
+        {"shuffle": True, "endless": True},
+        {"shuffle": True, "batch_size": None, "block_size": 3},
+        {"columns": None, "nulls": "mask", "output": "numpy"},
+        {"batch_size": 64, "filters": [("y", ">", 57)]},
+        {"filters": [("y", ">", 570)]},
+    ],
+    ids=str,
+)
+def test_every_kept_row_counts_once_restored_everywhere(lake: Path, case: dict[str, Any]) -> None:
+    shapes = [(1, 0), (2, 0), (3, 0)] if case.get("batch_size", 4) else [(1, 0), (2, 0)]
+    assert_exactly_once(make_of(open_table(lake), count_once=True, **case), topologies=shapes, offsets=3, chains=2)
+
+
+def test_the_law_sees_a_count_that_is_wrong(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row too few of a row group: decoding says so. None where there are some: the law does."""
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        found, counted = count_rows(*args, **options)
+        rows = found.group_rows.copy()
+        rows[2] -= 1
+        return type(found)(table=found.table, filter=found.filter, text=found.text, group_rows=rows), counted
+
+    monkeypatch.setattr(selecting, "count_rows", wrong)
+    with pytest.raises(Exception, match="were counted"):
+        assert_exactly_once(make_of(open_table(lake)), topologies=[(1, 0)], chains=0)
+
+    def fewer(*args: Any, **options: Any) -> Any:
+        found, counted = count_rows(*args, **options)
+        rows = found.group_rows.copy()
+        rows[2] = 0
+        return type(found)(table=found.table, filter=found.filter, text=found.text, group_rows=rows), counted
+
+    monkeypatch.setattr(selecting, "count_rows", fewer)  # a row group of which nothing is read is not checked
+    with pytest.raises(AssertionError):
+        assert_exactly_once(make_of(open_table(lake)), topologies=[(1, 0)], chains=0)
+
+
+@settings(max_examples=12)
+@given(data=st.data(), shuffle=st.booleans(), ranks=st.integers(1, 3))
+def test_delivered_rows_are_those_of_pyarrows_filter(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, shuffle: bool, ranks: int
+) -> None:
+    whole = data.draw(tables())
+    expression = data.draw(expressions(whole.schema))
+    deleted = data.draw(st.sets(st.integers(0, whole.num_rows - 1), max_size=5))
+    folder = tmp_path_factory.mktemp("t")
+    pq.write_table(whole, folder / "a.parquet", row_group_size=5)
+    table = with_deletes(open_table(folder), {0: sorted(deleted)})
+    wanted = [one for one in whole.filter(expression)["id"].to_pylist() if one not in deleted]
+    make = make_of(table, filters=expression, shuffle=shuffle, output="arrow", batch_size=3)
+    loaders = [make(rank, ranks, 0) for rank in range(ranks)]
+    found = [[batch["id"].to_pylist() for batch in loader] for loader in loaders]
+    assert len({len(one) for one in found}) == 1, "every rank has as many steps"
+    assert sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(found))) == wanted
+    assert_exactly_once(
+        make_of(
+            table, count_once=True, filters=expression, shuffle=shuffle, output="arrow", batch_size=3, columns=None
+        ),
+        topologies=[(1, 0), (2, 0)],
+        offsets=1,
+        chains=1,
+    )
+
+
+def test_a_state_of_another_filter_is_refused_by_name(lake: Path) -> None:
+    table = open_table(lake)
+    state = make_of(table)(0, 1, 0).state_dict()
+    for other, said in (
+        ({"filters": [("y", ">", 13)]}, r"the filter changed.*this dataset keeps y > 13"),
+        ({"filters": None}, "this dataset has none"),
+    ):
+        with pytest.raises(StateMismatch, match=said):
+            make_of(table, **other)(0, 1, 0).load_state_dict(state)
+    with pytest.raises(StateMismatch, match="this dataset has a filter"):
+        make_of(table)(0, 1, 0).load_state_dict(make_of(table, filters=None)(0, 1, 0).state_dict())
+    make_of(table, filters=(f("y") >= 12) & f("x").is_valid())(0, 1, 0).load_state_dict(state)
+
+
+def test_a_filter_that_keeps_as_many_rows_may_be_accepted(lake: Path) -> None:
+    table = open_table(lake)
+    state = make_of(table, filters=[("y", "<", 30)])(0, 1, 0).state_dict()
+    other = {"filters": [("y", ">=", 30)]}
+    with pytest.raises(StateMismatch, match="the filter changed"):
+        make_of(table, **other)(0, 1, 0).load_state_dict(state)
+    make_of(table, **other, accept_changes=["selection"])(0, 1, 0).load_state_dict(state)
+
+
+def test_wrong_filters_are_refused_when_the_dataset_is_made(lake: Path) -> None:
+    with pytest.raises(SchemaError, match="'z'"):
+        LakeDataset(open_table(lake), batch_size=4, filters=[("z", ">", 1)])
+    loader = LakeLoader(LakeDataset(open_table(lake), batch_size=4, filters=[("y", "<", 0)], endless=True))
+    with pytest.raises(ConfigError, match="y < 0 keeps none"):
+        iter(loader)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]:
+    """How often rows were counted, in this process or one that it forked."""
+    log = tmp_path / "counts"
+    log.touch()
+
+    def noted(*args: Any, **options: Any) -> Any:
+        with log.open("a") as file:
+            file.write("x")
+        return count_rows(*args, **options)
+
+    monkeypatch.setattr(selecting, "count_rows", noted)
+    return lambda: log.stat().st_size
+
+
+def test_rows_are_counted_once_and_only_when_they_must_be(lake: Path, counts: Callable[[], int]) -> None:
+    loader = make_of(open_table(lake), shuffle=True)(0, 1, 2)
+    assert counts() == 0
+    for _ in range(2):
+        assert sorted(row for batch in ids(loader) for row in batch) == KEPT
+    assert loader.selection is not None and loader.selection.num_rows == len(KEPT)
+    assert counts() == 1
+
+
+def test_workers_of_another_loader_count_once_among_them(lake: Path, counts: Callable[[], int]) -> None:
+    dataset = LakeDataset(open_table(lake), batch_size=4, columns=["id"], filters=FILTER)
+    for _ in range(2):
+        rows = ids(DataLoader(dataset, batch_size=None, num_workers=3, multiprocessing_context="fork"))
+        assert sorted(row for batch in rows for row in batch) == KEPT
+    assert counts() == 1
+    assert len(dataset) == -(-len(KEPT) // 4) or len(dataset) > 0
+    assert counts() == 1, "the main process has it from its workers"
+
+
+def test_workers_that_get_a_pickled_dataset_have_the_counts(lake: Path) -> None:
+    loader = make_of(open_table(lake))(0, 1, 0)
+    started = LakeLoader(loader.dataset, num_workers=1, multiprocessing_context="forkserver")
+    assert sorted(row for batch in ids(started) for row in batch) == KEPT
+
+
+def test_progress_is_told_while_rows_are_counted(lake: Path) -> None:
+    said: list[tuple[int, int]] = []
+    dataset = LakeDataset(
+        open_table(lake), batch_size=4, filters=FILTER, progress=lambda done, total: said.append((done, total))
+    )
+    assert not said and dataset.selection is not None
+    assert said[-1] == (8, 8)
+
+
+# --- ranks that count together
+
+
+class MemoryBoard:
+    """A board of threads. ``deaf``: batches of which nothing is ever heard."""
+
+    def __init__(self, deaf: frozenset[int] = frozenset()) -> None:
+        self.taken = itertools.count()
+        self.shown: dict[int, bytes] = {}
+        self.deaf = deaf
+
+    def take(self) -> int:
+        return next(self.taken)
+
+    def publish(self, batch: int, data: bytes) -> None:
+        if batch not in self.deaf:
+            self.shown[batch] = data
+
+    def fetch(self, batch: int, timeout_s: float) -> bytes | None:
+        return self.shown.get(batch)
+
+
+@pytest.fixture(scope="module")
+def many_files(tmp_path_factory: pytest.TempPathFactory) -> Table:
+    folder = tmp_path_factory.mktemp("many")
+    for part in range(20):
+        pq.write_table(pa.table({"a": range(part, part + 10)}), folder / f"{part:02}.parquet")
+    return open_table(folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_ranks_share_the_counting_and_come_to_the_same(
+    many_files: Table, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = row_filter([("a", "in", [3, 12, 25])], many_files.schema)
+    alone, _ = count_rows(many_files, keep)
+    done: list[int] = []
+    counted = selecting._counted
+    monkeypatch.setattr(selecting, "_counted", lambda t, k, units: done.append(len(units)) or counted(t, k, units))
+    board = MemoryBoard()
+    found = [count_together(many_files, keep, board, ranks=ranks) for _ in range(ranks)]
+    assert {one.digest for one in found} == {alone.digest}
+    assert sum(done) == 20, "each unit once, though every rank had its counts"
+
+
+def test_what_a_rank_took_and_does_not_deliver_is_counted_by_others(many_files: Table) -> None:
+    keep = row_filter([("a", ">", 12)], many_files.schema)
+    board = MemoryBoard(deaf=frozenset({1, 3}))
+    taken = [board.take() for _ in range(3)]  # by a rank that dies
+    assert taken == [0, 1, 2]
+    said: list[tuple[int, int]] = []
+    found = count_together(many_files, keep, board, ranks=2, progress=lambda *now: said.append(now), patience_s=0.0)
+    assert found == count_rows(many_files, keep)[0]
+    assert said[-1] == (20, 20)
+
+
+def test_garbage_on_the_board_is_counted_again(many_files: Table) -> None:
+    keep = row_filter([("a", ">", 12)], many_files.schema)
+    board = MemoryBoard()
+    board.take()
+    board.shown[0] = b"garbage"
+    assert count_together(many_files, keep, board, ranks=2) == count_rows(many_files, keep)[0]
+
+
+def job(rank: int, folder: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    mine: list[int] = []
+    counted = selecting._counted
+    selecting._counted = lambda t, k, units: mine.append(len(units)) or counted(t, k, units)  # type: ignore[func-returns-value]
+    dataset = LakeDataset(f"{folder}/lake", batch_size=4, columns=["id"], filters=[("id", ">=", 100)])
+    if rank == 0:  # alone, as savers ask: nobody answers, and nothing hangs
+        assert dataset.state_dict()["identity"]["rows"] == 1500
+    dist.barrier()
+    assert dataset.selection is not None and dataset.selection.num_rows == 1500
+    rows = [row for batch in LakeLoader(dataset) for row in batch["id"].tolist()]
+    Path(folder, f"rows.{rank}").write_text(",".join(map(str, rows)))
+    Path(folder, f"units.{rank}").write_text(str(sum(mine)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_ranks_of_a_job_count_once_and_one_may_need_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "lake").mkdir()
+    for part in range(16):
+        pq.write_table(pa.table({"id": range(100 * part, 100 * part + 100)}), tmp_path / "lake" / f"{part:02}.parquet")
+    run_processes(2, job, str(tmp_path))
+    rows = [int(one) for rank in range(2) for one in (tmp_path / f"rows.{rank}").read_text().split(",")]
+    assert sorted(rows) == list(range(100, 1600))
+    assert [(tmp_path / f"units.{rank}").read_text() for rank in range(2)] == ["16", "0"]
+
+
+def test_threads_that_need_the_counts_at_once_count_once(lake: Path, counts: Callable[[], int]) -> None:
+    dataset = LakeDataset(open_table(lake), batch_size=4, filters=FILTER)
+    threads = [threading.Thread(target=lambda: dataset.selection) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert counts() == 1

@@ -1,0 +1,190 @@
+"""A filter says what pyarrow's says, under a digest that no spelling changes; what is no filter is refused."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import pickle
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lakeckpt.errors import ConfigError, SchemaError
+from lakeckpt.lake.filters import row_filter
+from tests.lake.filtering import expressions, tables
+
+f = pc.field
+SCHEMA = pa.schema(
+    [
+        ("a", pa.int32()),
+        ("b", pa.string()),
+        ("u", pa.uint64()),
+        ("x", pa.float64()),
+        ("d", pa.decimal128(9, 2)),
+        ("t", pa.timestamp("us", tz="UTC")),
+        ("s", pa.struct([("y", pa.int64())])),
+        ("flag", pa.bool_()),
+    ]
+)
+
+
+@given(data=st.data())
+def test_a_filter_keeps_the_rows_that_pyarrow_keeps(data: st.DataObject) -> None:
+    table = data.draw(tables())
+    expression = data.draw(expressions(table.schema))
+    kept = table.filter(row_filter(expression, table.schema).mask(table))
+    assert kept["id"].to_pylist() == table.filter(expression)["id"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((f("a") > 3) & (f("b") == "x"), (f("b") == "x") & (f("a") > 3)),
+        ((f("a") > 3) & ((f("b") == "x") & f("flag")), ((f("a") > 3) & (f("b") == "x")) & f("flag")),
+        ((f("a") > 3) | (f("a") > 3), f("a") > 3),
+        (f("a") > 3, pc.scalar(3) < f("a")),
+        (f("a") > 3, f("a") > pa.scalar(3, pa.int8())),
+        (f("a") > 3, f("a") > 3.0),
+        (f("d") == 1, f("d") == decimal.Decimal("1.00")),
+        (f("b").isin(["x", "y", "x"]), f("b").isin(["y", "x"])),
+        (f("b").isin(["x"]), f("b").isin(pa.array(["x"], pa.large_string()))),
+        (~~(f("a") > 3), f("a") > 3),
+        (~(f("a") == 3), f("a") != 3),
+        (f("a") > f("u"), f("u") < f("a")),
+        ([("a", ">", 3), ("b", "in", {"x", "y"})], (f("a") > 3) & f("b").isin(["x", "y"])),
+        ([[("a", ">", 3)], [("b", "==", "x")]], (f("a") > 3) | (f("b") == "x")),
+        ([["a", "=", 3]], [("a", "==", 3)]),
+        ([("a", "not in", [1])], ~f("a").isin([1])),
+    ],
+    ids=str,
+)
+def test_two_spellings_of_one_filter_have_one_digest(one: Any, other: Any) -> None:
+    assert row_filter(one, SCHEMA) == row_filter(other, SCHEMA)
+    assert row_filter(one, SCHEMA).digest == row_filter(other, SCHEMA).digest
+
+
+LONG = [str(i) for i in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (f("a") > 3, f("a") >= 3),
+        (f("a") > 3, f("a") > 4),
+        (f("a") > 3, f("u") > 3),
+        (f("a") > 3, ~(f("a") <= 3)),
+        (f("b") == "1", f("b") == "01"),
+        (f("b").isin(LONG), f("b").isin([*LONG[:50], "another", *LONG[51:]])),  # in pyarrow's text both are one
+        (f("b").isin(["x"]), f("b").isin(["x", None])),
+        (f("b").isin(["x"]), f("b") == "x"),
+        (f("x") == 0.0, f("x").isin([0.0])),
+        (f("a").is_null(), f("a").is_valid()),
+        (f("x").is_null(), f("x").is_null(nan_is_null=True)),
+        (pc.match_substring(f("b"), "x"), pc.match_substring(f("b"), "x", ignore_case=True)),
+        (f("s", "y") > 1, f("a") > 1),
+        (f("a").cast("int8") > 1, f("a").cast("int16") > 1),
+    ],
+    ids=str,
+)
+def test_two_filters_have_two_digests(one: Any, other: Any) -> None:
+    assert row_filter(one, SCHEMA).digest != row_filter(other, SCHEMA).digest
+
+
+@pytest.mark.parametrize(
+    ("filters", "digest"),
+    [
+        (f("a") > 3, "e821a42fd4b551badf86c3511092f03a"),
+        ([("a", ">", 3), ("b", "in", ["x", "y"])], "8670bd6c56f162a94e66391da99d8ab0"),
+        (~(f("x") < 0.5) | f("flag") | f("t").is_null(), "f0f83edb5de2a1f5f0cd9feb415d8244"),
+        (f("t") >= datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC), "01ccf80bb35cef2d5543f9867d2fbb7a"),
+        (pc.match_substring(f("b"), "q", ignore_case=True), "664b598598d66f2546278de2a216fdf7"),
+        ((f("s", "y") + 1 == 2) & (f("d") < decimal.Decimal("2.5")), "90dc65d8a426c6aa1d275fbd35d15558"),
+        (f("a").cast("int8").isin([1, None]), "28e259292e83320139fb4faa55cd0ef2"),
+    ],
+)
+def test_digests_are_those_of_the_first_release(filters: Any, digest: str) -> None:
+    """They are in states and in the names of saved selections: whatever changes here, changes which filter it is."""
+    assert row_filter(filters, SCHEMA).digest == digest
+
+
+@given(data=st.data())
+def test_a_filter_that_was_pickled_to_a_worker_is_the_same(data: st.DataObject) -> None:
+    table = data.draw(tables())
+    keep = row_filter(data.draw(expressions(table.schema)), table.schema)
+    again = pickle.loads(pickle.dumps(keep))
+    assert again == keep and again.mask(table).equals(keep.mask(table))
+
+
+@pytest.mark.parametrize(
+    ("filters", "error", "match"),
+    [
+        (f("zz") > 1, SchemaError, "'zz'"),
+        ([("bb", "==", "x")], SchemaError, "it has 'b'"),
+        (f("b") > 3, SchemaError, "b is string"),
+        ([("b", ">", 3)], SchemaError, r"\('b', '>', 3\) compares the column 'b', which is string, with 3"),
+        ([("t", ">", datetime.datetime(2024, 1, 1))], SchemaError, "timestamp"),
+        (f("a") + 1, SchemaError, "gives int32 and not true or false"),
+        (f("s"), SchemaError, "not true or false"),
+        (pc.Expression._call("random", [], pc.RandomOptions()) > f("x"), ConfigError, "'random'"),
+        (pc.Expression._call("strftime", [f("t")], pc.StrftimeOptions()) == "x", ConfigError, "'strftime'"),
+        (f(0) > 1, ConfigError, "by their names"),
+        (pc.scalar(True), ConfigError, "no column"),
+        (f("s") == pa.scalar({"y": 1}, SCHEMA.field("s").type), ConfigError, "constant"),
+        ([("a", "~", 3)], ConfigError, "operator '~'"),
+        ([("a", ">", None)], ConfigError, "is_null"),
+        ([("b", "in", "abc")], ConfigError, "list of values"),
+        ([("a", "in", 3)], ConfigError, "list of values"),
+        ([], ConfigError, "leave filters out"),
+        ([[]], ConfigError, "filters are"),
+        ([[("a", ">", 3)], []], ConfigError, "filters are"),
+        ("a > 3", ConfigError, "filters are"),
+        ({"a": 3}, ConfigError, "filters are"),
+        ([("a", ">")], ConfigError, "filters are"),
+        ([("a", ">", object())], ConfigError, "cannot hold"),
+        (3, ConfigError, "filters are"),
+    ],
+    ids=str,
+)
+def test_what_is_no_filter_of_the_table_is_refused(filters: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        row_filter(filters, SCHEMA)
+
+
+def test_nulls_go_where_the_filter_is_null_and_stay_where_it_is_true() -> None:
+    table = pa.table({"a": pa.array([1, 2, None])})
+    kept = {
+        str(one): table.filter(row_filter(one, table.schema).mask(table))["a"].to_pylist()
+        for one in ([("a", "!=", 1)], [("a", "not in", [1])], [("a", "in", [None])], f("a").is_null() | (f("a") == 1))
+    }
+    assert list(kept.values()) == [[2], [2, None], [None], [1, None]]
+
+
+def test_numbers_are_compared_where_pyarrow_overflows() -> None:
+    """pyarrow compares uint64 as int64, and decimals with integers as decimals of 19 digits more: and then fails."""
+    big = pa.table({"u": pa.array([1, 2**63 + 5, None], pa.uint64()), "d": pa.array([decimal.Decimal("1.25")] * 3)})
+    for one, kept in ((f("u") > 3, [False, True, False]), (f("d") > 1, [True] * 3)):
+        assert row_filter(one, big.schema).mask(big).to_pylist() == kept
+
+
+def test_a_value_that_cannot_be_compared_is_named_when_it_is_met() -> None:
+    table = pa.table({"u": pa.array([2**63 + 5], pa.uint64())})
+    keep = row_filter(f("u") > -1, table.schema)
+    with pytest.raises(SchemaError, match="u > -1"):
+        keep.mask(table)
+
+
+def test_tuples_mean_what_they_mean_to_pyarrow() -> None:
+    table = pa.table({"a": pa.array([1, 2, 3, None]), "b": pa.array(["x", "y", None, "x"])})
+    for filters in (
+        [("a", ">", 1)],
+        [("a", "<=", 2), ("b", "!=", "x")],
+        [[("a", "in", [1, 3])], [("b", "not in", ["x"])]],
+        [("b", "in", ("x",))],
+    ):
+        mine = table.filter(row_filter(filters, table.schema).mask(table))
+        assert mine.equals(table.filter(pq.filters_to_expression(filters)))
