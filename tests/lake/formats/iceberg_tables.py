@@ -33,10 +33,12 @@ from pyiceberg.manifest import (
     ManifestListWriterV2,
     ManifestWriterV2,
 )
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Snapshot, Summary
 from pyiceberg.table.update import AddSnapshotUpdate, SetSnapshotRefUpdate
 from pyiceberg.typedef import Record
+from pyiceberg.types import IntegerType, ListType, NestedField, StructType
 from pyroaring import BitMap
 
 PATH_ID, POS_ID = 2147483546, 2147483545
@@ -170,6 +172,15 @@ class _ManifestWriter(ManifestWriterV2):
     @property
     def _meta(self) -> dict[str, str]:
         return {**super()._meta, "content": "deletes" if self._of == ManifestContent.DELETES else "data"}
+
+    def _with_partition(self, format_version: Any) -> Schema:
+        """As the specification has it: pyiceberg takes field ids of equality deletes for longs."""
+        whole = super()._with_partition(format_version)
+        file = whole.find_field("data_file")
+        equality_ids = NestedField(135, "equality_ids", ListType(136, IntegerType()), required=False)
+        fields = [equality_ids if one.field_id == 135 else one for one in file.field_type.fields]
+        made = NestedField(2, "data_file", StructType(*fields), required=True)
+        return Schema(*(made if one.field_id == 2 else one for one in whole.fields))
 
     def new_writer(self) -> AvroOutputFile[ManifestEntry]:
         return AvroOutputFile[ManifestEntry](

@@ -92,13 +92,13 @@ def _planned(table: Table, chosen: Chosen, threads: int) -> list[PlannedFile]:
     try:
         manifests = chosen.snapshot.manifests(table.io)
         return plan_files(manifests, table.io, table.metadata.specs(), threads=threads)
-    except LakeckptError:
-        raise
     except FileNotFoundError as error:
         raise TableError(
             f"metadata of snapshot {chosen.snapshot.snapshot_id} of {_name(table)!r} is gone ({error}): the snapshot "
             "was expired, or its files were removed. Open a snapshot that is there"
         ) from error
+    except LakeckptError:
+        raise
     except Exception as error:  # whatever damaged Avro and the stores' clients make pyiceberg raise
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise TableError(

@@ -65,10 +65,10 @@ def read_location(io: FileIO, location: str, start: int = 0, size_bytes: int | N
             if start:
                 stream.seek(start)
             data = bytes(stream.read() if size_bytes is None else stream.read(size_bytes))
-    except LakeckptError:
-        raise
     except FileNotFoundError as error:
         raise _damaged(location, "is gone: the snapshot was expired or its files removed") from error
+    except LakeckptError:
+        raise
     except Exception as error:  # the store's client may raise anything
         raise TableError(f"{location!r} could not be read ({_one_line(error)})") from error
     if size_bytes is not None and len(data) != size_bytes:
