@@ -16,7 +16,14 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import Table
 
 from lakeckpt import LakeDataset, LakeLoader, open_table
-from lakeckpt.errors import ConfigError, DataFileChanged, TableError, TableFeatureUnsupported, TableNotFound
+from lakeckpt.errors import (
+    ConfigError,
+    DataFileChanged,
+    TableError,
+    TableFeatureUnsupported,
+    TableNotFound,
+    TableVersionGone,
+)
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.testing import assert_exactly_once
 from tests.lake.formats.iceberg_tables import (
@@ -217,7 +224,7 @@ def test_metadata_of_a_snapshot_that_is_gone_is_named(table: Table) -> None:
     for path in (folder_of(table) / "metadata").glob("*-m0.avro"):
         path.unlink()
     for source in (table, table.metadata_location):
-        with pytest.raises(TableError, match=r"metadata of snapshot .* is gone"):
+        with pytest.raises(TableVersionGone, match=r"metadata of snapshot .* is gone"):
             open_table(source)
 
 

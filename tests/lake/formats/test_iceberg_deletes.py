@@ -26,7 +26,7 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import LongType, NestedField, StringType
 
 from lakeckpt import open_table
-from lakeckpt.errors import DataFileDamaged, TableError, TableFeatureUnsupported
+from lakeckpt.errors import DataFileDamaged, TableError, TableFeatureUnsupported, TableVersionGone
 from lakeckpt.lake.formats.iceberg_deletes import deleted_rows
 from lakeckpt.lake.formats.iceberg_plan import DeleteFile, PlannedFile
 from tests.lake.formats.iceberg_tables import (
@@ -213,7 +213,7 @@ def test_vectors_whose_bitmap_is_malformed_or_not_as_long_as_said_are_named(tabl
     with pytest.raises(DataFileDamaged, match="malformed deletion vector"):
         open_table(at_version_3(table, [replace(entry, location=location, more=more)]))
     Path(location.removeprefix("file://")).unlink()
-    with pytest.raises(DataFileDamaged, match="is gone"):
+    with pytest.raises(TableVersionGone, match="is gone"):
         open_table(at_version_3(table, [replace(entry, location=location, more=more)]))
 
 
@@ -286,7 +286,7 @@ def test_a_delete_file_that_is_gone_or_cut_is_named(table: Table) -> None:
         open_table(table)
     assert caught.value.file == entry.location
     Path(entry.location.removeprefix("file://")).unlink()
-    with pytest.raises(DataFileDamaged, match="is gone"):
+    with pytest.raises(TableVersionGone, match="is gone"):
         open_table(table)
 
 

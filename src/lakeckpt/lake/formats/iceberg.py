@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pyiceberg.table import Table
 
-from lakeckpt.errors import LakeckptError, TableError, TableFeatureUnsupported
+from lakeckpt.errors import LakeckptError, TableError, TableFeatureUnsupported, TableVersionGone
 from lakeckpt.lake.deletes import Int64Array
 from lakeckpt.lake.formats.iceberg_deletes import deleted_rows
 from lakeckpt.lake.formats.iceberg_equality import rows_deleted_by_value
@@ -93,9 +93,10 @@ def _planned(table: Table, chosen: Chosen, threads: int) -> list[PlannedFile]:
         manifests = chosen.snapshot.manifests(table.io)
         return plan_files(manifests, table.io, table.metadata.specs(), threads=threads)
     except FileNotFoundError as error:
-        raise TableError(
+        raise TableVersionGone(
             f"metadata of snapshot {chosen.snapshot.snapshot_id} of {_name(table)!r} is gone ({error}): the snapshot "
-            "was expired, or its files were removed. Open a snapshot that is there"
+            "was expired, or its files were removed. Open a snapshot that is there",
+            files=(),
         ) from error
     except LakeckptError:
         raise

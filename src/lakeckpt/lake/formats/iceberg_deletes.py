@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 from pyroaring import BitMap64
 
-from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError, TableFeatureUnsupported
+from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError, TableFeatureUnsupported, TableVersionGone
 from lakeckpt.lake.deletes import Int64Array
 from lakeckpt.lake.formats.iceberg_plan import DeleteFile, PlannedFile
 
@@ -33,7 +33,8 @@ _FIELD_ID = b"PARQUET:field_id"
 def deleted_rows(planned: Sequence[PlannedFile], io: FileIO, *, threads: int) -> dict[str, Int64Array]:
     """Location of a data file → its deleted rows, ascending, each once (int64); files without any have no entry.
 
-    `DataFileDamaged` names the delete file that cannot be read or does not fit its data file.
+    `DataFileDamaged` names the delete file that cannot be read or does not fit its data file, `TableVersionGone` the
+    one that is gone.
     """
     wanted: dict[str, set[str]] = defaultdict(set)
     files: dict[str, DeleteFile] = {}
@@ -59,14 +60,18 @@ def deleted_rows(planned: Sequence[PlannedFile], io: FileIO, *, threads: int) ->
 
 
 def read_location(io: FileIO, location: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-    """Bytes of a file that a snapshot refers to. `DataFileDamaged` where it is gone or shorter, `TableError` else."""
+    """Bytes of a file that a snapshot refers to. `TableVersionGone`, `DataFileDamaged` (shorter) or `TableError`."""
     try:
         with io.new_input(location).open() as stream:
             if start:
                 stream.seek(start)
             data = bytes(stream.read() if size_bytes is None else stream.read(size_bytes))
     except FileNotFoundError as error:
-        raise _damaged(location, "is gone: the snapshot was expired or its files removed") from error
+        raise TableVersionGone(
+            f"the delete file {location!r} is gone: the snapshot was expired, or its files were removed. Open a "
+            "snapshot that is there, or restore the file",
+            files=(location,),
+        ) from error
     except LakeckptError:
         raise
     except Exception as error:  # the store's client may raise anything
