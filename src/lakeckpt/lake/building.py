@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from lakeckpt.errors import DataFileChanged
+from lakeckpt.errors import DataFileChanged, TableVersionGone
 from lakeckpt.lake.columns import resolve
 from lakeckpt.lake.deletes import Deletes
 from lakeckpt.lake.footer import FileSummary
@@ -32,7 +32,7 @@ _NONE = np.zeros(0, np.int64)
 def listed(
     found: Found | None, pinned: PinnedFiles, *, storage_options: Mapping[str, Any] | None, threads: int
 ) -> Found:
-    """The files of a version, sorted, as the store lists them now. `DataFileChanged` where it has others, or none."""
+    """A version's files, sorted, as the store lists them now. `TableVersionGone`, `DataFileChanged`: they differ."""
     if found is None or pinned.root not in (None, found.place):
         assert pinned.root is not None, "what no folder was found for tells its root"
         options = storage_options if pinned.storage_options is None else pinned.storage_options
@@ -47,10 +47,12 @@ def listed(
     wrong = [text for file in pinned.files if (text := _difference(file, known.get(file.path)))]
     if wrong:
         some = "; ".join(wrong[:20]) + (f"; and {len(wrong) - 20} more" if len(wrong) > 20 else "")
-        raise DataFileChanged(
+        gone = tuple(file.path for file in pinned.files if file.path not in known)
+        text = (
             f"{pinned.version} of {uri!r} cannot be read: {some}. Files of old versions go when the table is vacuumed "
             "or expired: open a version whose files are there, or restore them"
         )
+        raise TableVersionGone(text, files=gone) if gone else DataFileChanged(text)
     files = tuple(sorted((known[file.path] for file in pinned.files), key=lambda info: info.path))
     return replace(found, files=files)
 

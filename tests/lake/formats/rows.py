@@ -5,24 +5,34 @@ from __future__ import annotations
 import math
 import uuid
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
 
 from lakeckpt import LakeDataset, LakeLoader, open_table
+from lakeckpt.lake.table import Table
 
 
 def delivered(source: Any, *, columns: list[str] | None = None, **asked: Any) -> Counter[Hashable]:
     """The rows that an epoch over the table delivers."""
-    dataset = LakeDataset(open_table(source, **asked), batch_size=5, columns=columns, output="arrow", shuffle=True)
+    return delivered_of(open_table(source, **asked), columns=columns)
+
+
+def delivered_of(table: Table, *, columns: list[str] | None = None) -> Counter[Hashable]:
+    """The rows that an epoch over an opened table delivers."""
+    dataset = LakeDataset(table, batch_size=5, columns=columns, output="arrow", shuffle=True, rank=0, world_size=1)
     return sum((rows_of(batch) for batch in LakeLoader(dataset)), Counter())
 
 
 def rows_of(table: pa.Table) -> Counter[Hashable]:
     """The rows of an Arrow table."""
-    names = table.column_names
-    return Counter(tuple((name, countable(row[name])) for name in sorted(names)) for row in table.to_pylist())
+    return bag(table.to_pylist())
+
+
+def bag(rows: Iterable[Mapping[str, Any]]) -> Counter[Hashable]:
+    """Rows as a multiset."""
+    return Counter(tuple((name, countable(row[name])) for name in sorted(row)) for row in rows)
 
 
 def countable(value: Any) -> Hashable:

@@ -235,7 +235,7 @@ def test_a_data_file_that_is_gone_or_was_written_again_is_named(table: Table) ->
     with pytest.raises(DataFileChanged, match="bytes, not"):
         open_table(table)
     path.unlink()
-    with pytest.raises(DataFileChanged, match="is gone"):
+    with pytest.raises(TableVersionGone, match="is gone"):
         open_table(table)
 
 
