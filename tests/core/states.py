@@ -14,10 +14,24 @@ DIGEST = "0123456789abcdef" * 4
 
 
 def identity_of(
-    rows: int, tail: str = "short", *, endless: bool = False, seed: int = 7, table: str = DIGEST
+    rows: int,
+    tail: str = "short",
+    *,
+    endless: bool = False,
+    seed: int = 7,
+    table: str = DIGEST,
+    version: str = "",
 ) -> Identity:
     spec = OrderSpec(seed=seed, shuffle=True, window=4)
-    return Identity(table=table, selection="", rows=rows, spec=spec, tail=tail, endless=endless)  # type: ignore[arg-type]
+    return Identity(
+        table=table,
+        selection="",
+        rows=rows,
+        spec=spec,
+        tail=tail,  # type: ignore[arg-type]
+        endless=endless,
+        version=version,
+    )
 
 
 topologies = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 9))
@@ -35,6 +49,7 @@ def reached_states(draw: st.DrawFn, *, most_rows: int = 400) -> ReaderState:
         endless=endless,
         seed=draw(st.integers(-(2**63), 2**64 - 1)),
         table=draw(st.sampled_from([DIGEST, "", "not hex", "0F"])),
+        version=draw(st.sampled_from(["", "Delta version 12"])),
     )
     world_size, lanes, batch_size = draw(topologies)
     epoch = 0 if endless else draw(st.integers(0, 3))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import MAX_SEGMENTS, Plan, replan, start
 from lakeckpt.core.rest import Left, Rest
-from lakeckpt.core.state import ReaderState, Segment
+from lakeckpt.core.state import MAX_VERSION, ReaderState, Segment
 from lakeckpt.errors import NewerFormat, WireDamaged, WireError
 from lakeckpt.wire.codec import dumps, loads
 from lakeckpt.wire.reader_state import KIND, VERSION, dumps_state, loads_state
@@ -22,12 +22,13 @@ from tests.core.states import identity_of, reached_states
 from tests.golden.reader_state.states import FOLDER, GOLDEN, path_of
 
 PETA = 10**15
+_WHOLE = loads(dumps_state(GOLDEN["fresh"]), kind=KIND, supported=VERSION).value
 
 
 @given(reached_states())
 def test_states_come_back_equal_and_equal_states_are_equal_bytes(state: ReaderState) -> None:
     data = dumps_state(state)
-    assert loads_state(data) == state
+    assert loads_state(data) == state and loads_state(data).identity.version == state.identity.version
     assert dumps_state(ReaderState.from_plain(state.to_plain())) == data
 
 
@@ -43,7 +44,7 @@ def test_thirty_two_segments_of_a_huge_job_take_at_most_a_kibibyte() -> None:
         segments.append(
             Segment(micro_batch=micro_batch, step=step, num_lanes=lanes, batch_size=2**20 - 1, world_size=lanes)
         )
-    identity = replace(identity_of(40 * PETA, seed=2**64 - 1), selection="9" * 64)
+    identity = replace(identity_of(40 * PETA, seed=2**64 - 1), selection="9" * 64, version="v" * MAX_VERSION)
     state = ReaderState(identity=identity, epoch=10**6, segments=tuple(segments), step=segments[-1].step + 2**10)
     data = dumps_state(state)
     assert len(segments) == 32 and loads_state(data) == state
@@ -86,7 +87,7 @@ def test_ten_thousand_scattered_intervals_take_at_most_sixteen_bytes_each() -> N
 
 @given(reached_states(), st.data())
 def test_any_other_numbers_are_another_state_or_refused(state: ReaderState, data: st.DataObject) -> None:
-    table, selection, seed, numbers = _payload(state)
+    table, selection, seed, numbers, *version = _payload(state)
     changed = bytearray(numbers)
     at = data.draw(st.integers(0, len(changed) - 1))
     kind = data.draw(st.sampled_from(["flip", "cut", "add"]))
@@ -96,7 +97,8 @@ def test_any_other_numbers_are_another_state_or_refused(state: ReaderState, data
         del changed[at:]
     else:
         changed.insert(at, data.draw(st.integers(0, 255)))
-    crafted = dumps([table, selection, seed, bytes(changed)], kind=KIND, version=VERSION)
+    minor = len(version)
+    crafted = dumps([table, selection, seed, bytes(changed), *version], kind=KIND, version=(1, minor))
     try:
         found = loads_state(crafted)
     except WireDamaged:
@@ -118,6 +120,8 @@ def test_any_other_numbers_are_another_state_or_refused(state: ReaderState, data
         ["", "", 0, b""],
         ["", "", 2**70, b"\x00"],
         [["deep"], "", 0, b"\x00\x00"],
+        [*_WHOLE, 7],
+        [*_WHOLE, "v" * (MAX_VERSION + 1)],
     ],
 )
 def test_documents_that_hold_no_state_are_refused(value: object) -> None:
@@ -150,7 +154,7 @@ def test_every_bit_of_a_document_is_guarded() -> None:
 
 def test_newer_minor_versions_read_and_newer_major_versions_are_refused() -> None:
     state = GOLDEN["fresh"]
-    with_more = [*_payload(state), "a field of the future"]
+    with_more = [*_payload(state), "Delta version 3", "a field of the future"]
     assert loads_state(dumps(with_more, kind=KIND, version=(1, 9))) == state
     with pytest.raises(NewerFormat, match="upgrade lakeckpt"):
         loads_state(dumps(with_more, kind=KIND, version=(2, 0)))

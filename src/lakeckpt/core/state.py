@@ -10,7 +10,7 @@ It never lists single rows, and never holds a path, a column name or a credentia
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import get_args
 
 from lakeckpt.core.ends import Tail
@@ -32,6 +32,9 @@ MAX_LANES = 1 << 20
 MAX_ROWS = 1 << 56
 """The most rows of an epoch, and of all micro-batches of a state together: below it no product overflows 64 bits."""
 
+MAX_VERSION = 64
+"""The most characters of a table version's name."""
+
 _TAILS: tuple[Tail, ...] = get_args(Tail)
 
 
@@ -49,8 +52,12 @@ class Identity:
     tail: Tail
     endless: bool
     permutation_version: int = PERMUTATION_VERSION
+    version: str = field(default="", compare=False)
+    """What the table's format calls the version, for people; empty where it has none. ``table`` decides."""
 
     def __post_init__(self) -> None:
+        if len(self.version) > MAX_VERSION:
+            raise ValueError(f"a table version is named in at most {MAX_VERSION} characters, got {self.version!r:.200}")
         if self.tail not in _TAILS:
             raise ValueError(f"tail must be one of {', '.join(_TAILS)}, got {self.tail!r}")
         if not 0 <= self.rows <= MAX_ROWS:
@@ -70,6 +77,7 @@ class Identity:
             "tail": self.tail,
             "endless": self.endless,
             "permutation_version": self.permutation_version,
+            **({"version": self.version} if self.version else {}),
         }
 
     @classmethod
@@ -92,14 +100,21 @@ class Identity:
                 tail=text(plain, "tail"),  # type: ignore[arg-type]
                 endless=bool(flags["endless"]),
                 permutation_version=integer(plain, "permutation_version", least=1),
+                version=text(plain, "version") if "version" in plain else "",
             )
         except ValueError as error:
             raise StateInvalid(f"not the identity of an order: {error}") from error
 
     def differences(self, other: Identity) -> list[str]:
         """Return one line for each field in which ``other`` differs, naming both values."""
-        mine, its = self.to_plain(), other.to_plain()
-        return [f"{name}: {mine[name]!r} became {its[name]!r}" for name in mine if mine[name] != its[name]]
+        mine, its = self._said(), other._said()
+        return [f"{name}: {mine[name]} became {its[name]}" for name in mine if mine[name] != its[name]]
+
+    def _said(self) -> dict[str, str]:
+        said = {name: repr(value) for name, value in self.to_plain().items() if name != "version"}
+        if self.version:
+            said["table"] += f" ({self.version})"
+        return said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

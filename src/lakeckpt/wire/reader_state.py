@@ -1,7 +1,8 @@
 """How does a reader state lie in a checkpoint?  In a few hundred bytes, whatever the size of the table.
 
-The document (kind ``reader-state``) holds ``[table, selection, seed, numbers]``. The digests are bytes where they are
-hex; ``numbers`` are unsigned LEB128 (`lakeckpt.wire.varint`), chosen so that what is usual takes a byte:
+The document (kind ``reader-state``) holds ``[table, selection, seed, numbers]``, and since 1.1 what the table's format
+calls its version, where it has a name. The digests are bytes where they are hex; ``numbers`` are unsigned LEB128
+(`lakeckpt.wire.varint`), chosen so that what is usual takes a byte:
 
 =========  ==========================================================================================================
 what       numbers
@@ -36,7 +37,8 @@ from lakeckpt.wire.varint import pack_numbers, unpack_numbers
 __all__ = ["KIND", "VERSION", "dumps_state", "loads_state"]
 
 KIND = "reader-state"
-VERSION = (1, 0)
+VERSION = (1, 1)
+_NAMELESS = (1, 0)
 _TAILS: tuple[Tail, ...] = get_args(Tail)
 _SHUFFLE, _ENDLESS, _BASE = 1, 2, 4
 
@@ -53,7 +55,9 @@ def dumps_state(state: ReaderState) -> bytes:
         identity.spec.seed,
         pack_numbers(_numbers(state)),
     ]
-    return dumps(value, kind=KIND, version=VERSION)
+    if identity.version:
+        return dumps([*value, identity.version], kind=KIND, version=VERSION)
+    return dumps(value, kind=KIND, version=_NAMELESS)
 
 
 def loads_state(data: bytes) -> ReaderState:
@@ -64,14 +68,15 @@ def loads_state(data: bytes) -> ReaderState:
     value = loads(data, kind=KIND, supported=VERSION).value
     if not isinstance(value, list) or len(value) < 4:
         raise WireDamaged(f"a reader state is [table, selection, seed, numbers], got {value!r:.80}")
-    table, selection, seed, packed = value[:4]
-    if type(seed) is not int or type(packed) is not bytes:
+    table, selection, seed, packed, version = (*value, "")[:5]
+    if type(seed) is not int or type(packed) is not bytes or type(version) is not str:
         raise WireDamaged(
-            f"a reader state's seed and numbers are an integer and bytes, got {seed!r:.40}, {packed!r:.40}"
+            f"a reader state's seed, numbers and version are an integer, bytes and text, got {seed!r:.40}, "
+            f"{packed!r:.40}, {version!r:.40}"
         )
     numbers = unpack_numbers(packed)
     try:
-        return _state(_digest_from_wire(table), _digest_from_wire(selection), seed, numbers)
+        return _state(_digest_from_wire(table), _digest_from_wire(selection), seed, numbers, version)
     except WireDamaged:
         raise
     except (ValueError, OverflowError) as error:
@@ -105,7 +110,7 @@ def _rest_numbers(rest: Rest) -> Iterator[int]:
             last = stop
 
 
-def _state(table: str, selection: str, seed: int, numbers: Iterator[int]) -> ReaderState:
+def _state(table: str, selection: str, seed: int, numbers: Iterator[int], version: str) -> ReaderState:
     flags, tail, permutation_version, rows, window = _take(numbers, 5)
     if tail >= len(_TAILS) or flags > _SHUFFLE | _ENDLESS | _BASE:
         raise WireDamaged(f"a reader state has no flags {flags:#x} or no tail {tail}")
@@ -117,6 +122,7 @@ def _state(table: str, selection: str, seed: int, numbers: Iterator[int]) -> Rea
         tail=_TAILS[tail],
         endless=bool(flags & _ENDLESS),
         permutation_version=permutation_version,
+        version=version,
     )
     epoch, steps, row, count = _take(numbers, 4)
     segments = tuple(_segments(numbers, count))

@@ -6,6 +6,7 @@ written again: it stands for checkpoints that a released version left behind.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from lakeckpt.core.intervals import Intervals
@@ -57,6 +58,12 @@ GOLDEN: dict[str, ReaderState] = {
         ),
         step=100_300,
     ),
+    "of-a-version": ReaderState(
+        identity=replace(_TABLE, version="Delta version 12"),
+        epoch=3,
+        segments=(Segment(micro_batch=0, step=0, num_lanes=12, batch_size=512, world_size=4),),
+        step=7,
+    ),
     "re-cut": ReaderState(
         identity=_TABLE,
         epoch=1,
@@ -87,7 +94,7 @@ GOLDEN: dict[str, ReaderState] = {
 
 
 def path_of(name: str) -> Path:
-    return FOLDER / f"{name}-1.0.lkc"
+    return FOLDER / f"{name}-1.{int(bool(GOLDEN[name].identity.version))}.lkc"
 
 
 def main() -> None:
