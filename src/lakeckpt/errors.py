@@ -82,6 +82,7 @@ __all__ = [
     "UnsupportedValue",
     "WireDamaged",
     "WireError",
+    "error_of",
 ]
 
 
@@ -335,3 +336,9 @@ class ConditionalPutUnsupported(StorageError):
     """The store cannot put an object only where there is none."""
 
     kind = "conditional_put_unsupported"
+
+
+def error_of(kind: str, text: str, *, otherwise: type[LakeckptError]) -> LakeckptError:
+    """What another process raised, told as its ``kind`` and its text; of class ``otherwise`` where no class has it."""
+    every = [one for one in globals().values() if isinstance(one, type) and issubclass(one, LakeckptError)]
+    return next((one for one in every if one.kind == kind), otherwise)(text)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lakeckpt import __version__, errors
+from lakeckpt import __version__
 from lakeckpt.checkpoint.agreement import everyone
 from lakeckpt.checkpoint.apply import apply, differences, refuse
 from lakeckpt.checkpoint.indexes import documents_of, filtered, offer, save
@@ -40,6 +40,7 @@ from lakeckpt.errors import (
     LakeckptError,
     StorageError,
     WireError,
+    error_of,
 )
 from lakeckpt.lake.storage import Storage, clear_leftovers
 from lakeckpt.tracking.exchange import Exchange
@@ -50,11 +51,6 @@ __all__ = ["Restorer"]
 _MOST_ENTRIES = 4096
 _POLITE_ROUNDS = 3
 _MOST_ROUNDS = 100
-_KINDS: dict[str, type[LakeckptError]] = {
-    one.kind: one
-    for one in vars(errors).values()
-    if isinstance(one, type) and issubclass(one, LakeckptError) and one is not errors.DataFileDamaged
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,4 +309,4 @@ def _said(error: Exception) -> str:
 
 
 def _raise_said(said: str, text: str) -> NoReturn:
-    raise _KINDS.get(said.partition(":")[0], CheckpointError)(text)
+    raise error_of(said.partition(":")[0], text, otherwise=CheckpointError)

@@ -14,17 +14,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from lakeckpt import errors
-from lakeckpt.errors import ConfigError, LakeckptError, TableError
+from lakeckpt.errors import ConfigError, LakeckptError, TableError, error_of
 
 __all__ = ["hear_first"]
 
 _FOUND, _FAILED = 0, 1
-_KINDS: dict[str, type[LakeckptError]] = {
-    one.kind: one
-    for one in vars(errors).values()
-    if isinstance(one, type) and issubclass(one, LakeckptError) and one is not errors.DataFileDamaged
-}
 
 
 def hear_first(find: Callable[[], bytes], *, explicit: tuple[int, int] | None, dp_group: Any) -> bytes:
@@ -60,7 +54,7 @@ def hear_first(find: Callable[[], bytes], *, explicit: tuple[int, int] | None, d
         raise failure
     if status == _FAILED:
         kind, _, text = data.decode().partition("\0")
-        raise _KINDS.get(kind, TableError)(f"on the first rank: {text}")
+        raise error_of(kind, f"on the first rank: {text}", otherwise=TableError)
     return data
 
 

@@ -8,11 +8,13 @@ footer's digest, with what was pinned; `Table.verify` compares the whole listing
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast, get_args
 
 import pyarrow as pa
@@ -42,6 +44,11 @@ class Table:
     uri: str
     storage: Storage
     index: TableIndex
+    reopen: Callable[[], Table] | None = field(default=None, repr=False)
+    """Opens what is the newest version now; None where a version was named, and in other processes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_table, (self.uri, self.storage, self.index))  # how it was opened holds credentials
 
     def __repr__(self) -> str:
         return f"Table({self.uri!r}, files={len(self.index.paths)}, rows={self.num_rows})"
@@ -176,7 +183,26 @@ def open_table(
     cache = None if footer_cache is None else _open_cache(footer_cache, storage_options)
     summaries = cached_summaries(cache, found.storage, found.files, threads=threads, progress=progress)
     index = index_of(found.files, summaries) if pinned is None else index_of_version(found.files, summaries, pinned)
-    return Table(uri=found.uri, storage=found.storage, index=index)
+    again = partial(
+        _reopened,
+        source,
+        format=format,
+        storage_options=storage_options,
+        footer_cache=footer_cache,
+        threads=threads,
+    )
+    return Table(uri=found.uri, storage=found.storage, index=index, reopen=None if asked.given else again)
+
+
+def _table(uri: str, storage: Storage, index: TableIndex) -> Table:
+    return Table(uri=uri, storage=storage, index=index)
+
+
+def _reopened(source: Source | CatalogTable, **options: Any) -> Table:
+    if is_of_catalog(source) and not isinstance(source, str):
+        with contextlib.suppress(NotImplementedError):  # of a metadata file, which does not change
+            source = cast(CatalogTable, source).refresh()
+    return open_table(source, **options)
 
 
 def _open_cache(place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Storage:

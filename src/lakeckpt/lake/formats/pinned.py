@@ -37,6 +37,10 @@ class CatalogTable(Protocol):
         """The table's folder."""
         ...
 
+    def refresh(self) -> CatalogTable:
+        """The table as it is now."""
+        ...
+
 
 def is_of_catalog(source: object) -> bool:
     """Whether a catalog says where the table is: ``iceberg://catalog/namespace.table``, or a table of pyiceberg's."""
