@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 from hypothesis import given
@@ -11,7 +13,9 @@ from lakeckpt.checkpoint.rows import Order, name_rows
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import LayoutKey
+from lakeckpt.lake.deletes import Deletes
 from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.selection import RowSelection
 
 
 def index_of(files: list[list[int]]) -> TableIndex:
@@ -75,6 +79,42 @@ def test_a_place_is_the_one_that_the_files_have() -> None:
         *(("000.parquet", 2, row) for row in range(2)),
         *(("002.parquet", 1, row) for row in range(4)),
     ]
+
+
+@given(data=st.data(), files=tables)
+def test_rows_are_named_as_the_file_stores_them_where_that_can_be_known(
+    data: st.DataObject, files: list[list[int]]
+) -> None:
+    """Deleted rows are not counted; of a row group that a filter keeps in part, rows are counted among those kept."""
+    stored = index_of(files)
+    gone = {
+        file: np.array(sorted(data.draw(st.sets(st.integers(0, sum(rows) - 1)))), np.int64)
+        for file, rows in enumerate(files)
+        if sum(rows)
+    }
+    index = replace(stored, deletes=Deletes.of(gone))
+    kept = [data.draw(st.sampled_from([rows, rows // 2, 0])) for rows in index.group_rows.tolist()]
+    selection = RowSelection(table=index.digest, filter="0" * 32, text="", group_rows=np.array(kept, np.int64))
+    order = Order(index, selection)
+    assert order.num_rows == sum(kept)
+    expected = []
+    for group, rows in enumerate(kept):
+        file, ordinal = index.group(group)
+        before = sum(files[file][:ordinal])
+        left = [row for row in range(files[file][ordinal]) if row + before not in set(gone.get(file, []))]
+        known = rows == len(left)
+        names = left if known else list(range(rows))
+        expected += [(index.paths[file], ordinal, name, known, files[file][ordinal] if known else rows)
+                     for name in names]  # fmt: skip
+    assert [order.place(row) for row in range(order.num_rows)] == [one[:3] for one in expected]
+    named = name_rows(order, Intervals.whole(order.num_rows), most=10**9)
+    found = [
+        (one.file, one.row_group, row, one.stored, one.of)
+        for one in named
+        for start, stop in one.rows.pairs()
+        for row in range(start, stop)
+    ]
+    assert found == expected
 
 
 def test_only_a_few_layouts_are_kept_and_each_is_right() -> None:
