@@ -179,8 +179,7 @@ def test_ranks_restore_together_and_rank_0_saves_the_counts(table: Path) -> None
         loader = script.loaders(2)[rank]
         held = manager(storage, {"reader": loader}, exchange=exchange)
         held.restore()
-        rows = sum(len(batch["id"]) for batch in loader)
-        return rows
+        return sum(len(batch["id"]) for batch in loader)
 
     assert sum(good(run_ranks(2, body))) == len(KEPT)
     assert len([path for path in storage.objects if path.startswith("index/")]) == 1
