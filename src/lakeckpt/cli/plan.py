@@ -14,19 +14,30 @@ from lakeckpt.cli.output import (
     progress_bar,
     say_bytes,
     say_many,
+    say_when,
 )
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from lakeckpt.cli.plan_facts import PlanFacts
+    from lakeckpt.lake.table import Table
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``lakeckpt plan``."""
-    parser.add_argument("table", metavar="TABLE", nargs="+", help="a folder, glob, file or URL; or several files")
+    parser.add_argument(
+        "table",
+        metavar="TABLE",
+        nargs="+",
+        help="a folder, glob, file or URL, iceberg://catalog/namespace.table; or several files",
+    )
+    parser.add_argument("--version", metavar="V", help="a Delta version, an Iceberg tag or branch, a Hudi instant")
+    parser.add_argument("--snapshot-id", type=int, metavar="ID", help="an Iceberg snapshot")
+    parser.add_argument("--timestamp", metavar="TIME", help="the version of that time: 2026-01-31T12:00:00Z")
+    parser.add_argument("--format", metavar="F", help="parquet, delta, iceberg or hudi, where a folder is several")
     parser.add_argument("--columns", metavar="A,B,…", help="the columns to be read (default: all)")
     parser.add_argument("--world-size", type=int, default=1, metavar="W", help="data-parallel ranks (default: 1)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader workers of each rank (default: 0)")
@@ -44,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan and print; 0."""
     console = None if args.json else make_console()
-    from lakeckpt.cli.plan_facts import Topology, column_bytes, plan_facts
-    from lakeckpt.lake.table import open_table
+    from lakeckpt.cli.plan_columns import column_bytes
+    from lakeckpt.cli.plan_facts import Topology, plan_facts
 
     topology = Topology(
         world_size=args.world_size,
@@ -57,9 +68,7 @@ def run(args: argparse.Namespace) -> int:
         tail=args.tail,
     )
     columns = None if args.columns is None else [name.strip() for name in args.columns.split(",")]
-    source = args.table[0] if len(args.table) == 1 else args.table
-    with progress_bar("footers", show=not args.json) as progress:
-        table = open_table(source, storage_options=options_of(args.storage_options), progress=progress)
+    table = _open(args)
     with progress_bar("columns", show=not args.json) as progress:
         sizes = column_bytes(table, columns, progress=progress)
     facts = plan_facts(table, sizes, topology)
@@ -70,10 +79,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _open(args: argparse.Namespace) -> Table:
+    """The table, at the version that was asked for."""
+    from lakeckpt.lake.table import open_table
+
+    named: str | None = args.version
+    with progress_bar("footers", show=not args.json) as progress:
+        return open_table(
+            args.table[0] if len(args.table) == 1 else args.table,
+            version=int(named) if named is not None and named.isdecimal() else named,
+            snapshot_id=args.snapshot_id,
+            timestamp=args.timestamp,
+            format=args.format,
+            storage_options=options_of(args.storage_options),
+            progress=progress,
+        )
+
+
 def _show(console: Console, facts: PlanFacts) -> None:
     named = ", ".join(facts.columns[:6]) + (f", … {len(facts.columns) - 6} more" if len(facts.columns) > 6 else "")
     per_group = facts.rows // max(1, facts.row_groups)
-    console.print(f"[bold]{literal(facts.table)}[/]  {facts.format}")
+    console.print(f"[bold]{literal(facts.table)}[/]  {literal(_named(facts))}")
     table = make_table()
     table.show_header = False
     table.add_column(style="dim")
@@ -81,7 +107,7 @@ def _show(console: Console, facts: PlanFacts) -> None:
     lines = [
         ("files", f"{facts.files:,}, {say_bytes(facts.file_bytes)}"),
         ("row groups", f"{facts.row_groups:,}, {say_many(per_group, 'row')} each on average"),
-        ("rows", f"{facts.rows:,}"),
+        ("rows", f"{facts.rows:,}" + (f"; {facts.deleted_rows:,} more are deleted" if facts.deleted_rows else "")),
         (
             "columns",
             f"{len(facts.columns)}: {named}; {say_bytes(facts.stored_bytes)} stored, "
@@ -111,6 +137,14 @@ def _show(console: Console, facts: PlanFacts) -> None:
     for warning in facts.warnings:
         console.print("[yellow]![/] ", end="")
         console.print(warning, markup=False)
+
+
+def _named(facts: PlanFacts) -> str:
+    kind = facts.format.capitalize()
+    if facts.version is None:
+        return kind
+    made = "" if facts.version_ms is None else f", of {say_when(facts.version_ms / 1000)}"
+    return f"{kind} version {facts.version}{made}"
 
 
 def _borders(cut: int) -> str:

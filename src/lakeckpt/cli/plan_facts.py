@@ -1,34 +1,29 @@
 """What will reading a table take?  Steps, bytes and memory of a topology, and what is unwise about it.
 
-Bytes are told from the footers: *stored* bytes are those of the asked columns on disk, *decoded* ones an estimate of
-what they take in memory (exact for fixed-width columns; text that is stored by dictionary can take more). Per rank,
-every lane has one window open at a time.
-
-Reads no rows. The footers that `open_table` does not keep (sizes by column) are read by a few threads, which
-`column_bytes` starts and joins.
+*Stored* bytes are those of the asked columns on disk, *decoded* ones an estimate of what they take in memory (exact for
+fixed-width columns; text that is stored by dictionary can take more); see `lakeckpt.cli.plan_columns`. Per rank, every
+lane has one window open at a time. Reads nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
+from lakeckpt.cli.output import say_many
+from lakeckpt.cli.plan_columns import ColumnBytes
 from lakeckpt.core.ends import Tail
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Plan, fit_lanes, start
 from lakeckpt.core.state import MAX_LANES, Identity
-from lakeckpt.errors import ConfigError, SchemaError
+from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table import Table
 
-__all__ = ["ColumnBytes", "PlanFacts", "Topology", "column_bytes", "plan_facts"]
+__all__ = ["PlanFacts", "Topology", "plan_facts"]
 
 Int64Array = npt.NDArray[np.int64]
-_THREADS = 16
 _TINY_FILE, _MANY_FILES = 1_000_000, 32
 _GIANT_GROUP = 512_000_000
 _LARGEST = 1 << 31
@@ -62,24 +57,22 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnBytes:
-    """The asked columns of each row group: int64, shape (row groups,) each."""
-
-    names: tuple[str, ...]
-    stored: Int64Array
-    decoded: Int64Array
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFacts:
     """All that ``plan`` says."""
 
     table: str
     format: str
+    version: str | None
+    """What the format calls it; None: plain Parquet has no versions."""
+    version_ms: int | None
+    """When it was made: milliseconds since 1970."""
     files: int
     file_bytes: int
     row_groups: int
     rows: int
+    """That exist."""
+    deleted_rows: int
+    """That files hold, and that do not exist in this version."""
     columns: tuple[str, ...]
     partition_columns: tuple[str, ...]
     stored_bytes: int
@@ -110,69 +103,6 @@ class PlanFacts:
         return asdict(self)
 
 
-def column_bytes(
-    table: Table, columns: Sequence[str] | None, *, progress: Callable[[int, int], None] | None = None
-) -> ColumnBytes:
-    """Sizes of ``columns`` (None: all) by row group; ``progress(files done, files)``.
-
-    Raises `SchemaError` for a column that there is not, `DataFileChanged` where a file was written again.
-    """
-    partitions = {one.name for one in table.index.partitions}
-    known = [name for name in table.schema.names if name not in partitions]
-    unknown = [name for name in columns or () if name not in table.schema.names]
-    if unknown:
-        raise SchemaError(
-            f"the table has no column {', '.join(map(repr, unknown))}; it has {', '.join(table.schema.names)}"
-        )
-    names = known if columns is None else [name for name in known if name in columns]
-    widths = {name: _fixed_width(table.schema.field(name).type) for name in names}
-    files = len(table.index.paths)
-    parts: list[tuple[Int64Array, Int64Array]] = []
-    with ThreadPoolExecutor(max(1, min(_THREADS, files)), thread_name_prefix="lakeckpt-plan") as pool:
-        for done, found in enumerate(pool.map(lambda file: _of_file(table, file, widths), range(files)), start=1):
-            parts.append(found)
-            if progress is not None:
-                progress(done, files)
-    none = np.zeros(0, np.int64)
-    return ColumnBytes(
-        names=tuple(names),
-        stored=np.concatenate([none, *(stored for stored, _ in parts)]),
-        decoded=np.concatenate([none, *(decoded for _, decoded in parts)]),
-    )
-
-
-def _of_file(table: Table, file: int, widths: dict[str, int | None]) -> tuple[Int64Array, Int64Array]:
-    footer = table.footer(file)
-    leaves = [footer.schema.column(leaf).path for leaf in range(len(footer.schema))]
-    of_leaf = [next((name for name in widths if path == name or path.startswith(name + ".")), None) for path in leaves]
-    stored, decoded = np.zeros((2, footer.num_row_groups), np.int64)
-    for ordinal in range(footer.num_row_groups):
-        group = footer.row_group(ordinal)
-        for leaf, name in enumerate(of_leaf):
-            if name is not None:
-                chunk = group.column(leaf)
-                stored[ordinal] += max(chunk.total_compressed_size, 0)
-                if widths[name] is None:
-                    decoded[ordinal] += max(chunk.total_uncompressed_size, 0) + 4 * group.num_rows
-        decoded[ordinal] += group.num_rows * sum(width for width in widths.values() if width is not None)
-    return stored, decoded
-
-
-def _fixed_width(kind: pa.DataType) -> int | None:
-    """Bytes of one value as it is delivered; None where it varies."""
-    if pa.types.is_boolean(kind):
-        return 1
-    if pa.types.is_decimal(kind):
-        return 8
-    if pa.types.is_fixed_size_list(kind):
-        inner = _fixed_width(kind.value_type)
-        return None if inner is None else inner * int(kind.list_size)
-    if pa.types.is_struct(kind):
-        widths = [_fixed_width(kind.field(i).type) for i in range(kind.num_fields)]
-        return None if None in widths else sum(width for width in widths if width is not None)
-    return int(kind.byte_width) if pa.types.is_primitive(kind) else None
-
-
 def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology) -> PlanFacts:
     """What reading ``table`` on ``topology`` takes."""
     index = table.index
@@ -195,11 +125,14 @@ def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology) -> PlanFact
     mean, most = (float(windows.mean()), float(windows.max())) if len(windows) else (0.0, 0.0)
     facts = PlanFacts(
         table=table.uri,
-        format="Parquet",
+        format=index.version.format,
+        version=index.version.name or None,
+        version_ms=index.version.timestamp_ms,
         files=len(index.paths),
         file_bytes=int(index.size_bytes.sum()),
         row_groups=len(index.group_rows),
         rows=index.num_rows,
+        deleted_rows=index.deletes.total,
         columns=sizes.names,
         partition_columns=tuple(one.name for one in index.partitions),
         stored_bytes=int(sizes.stored.sum()),
@@ -264,6 +197,17 @@ def _with_warnings(facts: PlanFacts, table: Table, sizes: ColumnBytes) -> PlanFa
         found.append(
             f'tail="drop" leaves out {100 * facts.dropped_rows / facts.rows:.1f} % of each epoch '
             f'({facts.dropped_rows:,} rows); tail="short" keeps them'
+        )
+    if sizes.with_checksums < sizes.looked_at:
+        found.append(
+            f"no page checksums: {sizes.looked_at - sizes.with_checksums:,} of {say_many(sizes.looked_at, 'file')} "
+            "looked at have none, so damage that still decodes is not noticed. Write them with checksums (pyarrow: "
+            "write_page_checksum=True)"
+        )
+    if facts.deleted_rows > facts.rows:
+        found.append(
+            f"mostly deleted: {facts.deleted_rows:,} rows that do not exist are decoded beside {facts.rows:,} that do; "
+            "compact the table"
         )
     if not facts.rows:
         found.append("the table has no rows")
