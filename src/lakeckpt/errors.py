@@ -38,6 +38,8 @@ stable, machine-readable name::
     └── StorageError           a store failed                                                           (OSError)
         ├── ObjectExists       a conditional put lost                                           (FileExistsError)
         ├── ObjectMissing                                                                     (FileNotFoundError)
+        ├── ObjectChanged      it is not the object that was listed
+        ├── StorageTimeout     no (whole) answer in the time that a call has: look at the store        (TimeoutError)
         └── ConditionalPutUnsupported   the store cannot commit atomically: use another
 """
 
@@ -63,6 +65,7 @@ __all__ = [
     "MissingRanksError",
     "NewerFormat",
     "NullValueError",
+    "ObjectChanged",
     "ObjectExists",
     "ObjectMissing",
     "OverlapError",
@@ -74,6 +77,7 @@ __all__ = [
     "StateMismatch",
     "StateUnavailable",
     "StorageError",
+    "StorageTimeout",
     "TableError",
     "TableFeatureUnsupported",
     "TableNotFound",
@@ -330,6 +334,18 @@ class ObjectMissing(StorageError, FileNotFoundError):
     """There is no such object."""
 
     kind = "object_missing"
+
+
+class ObjectChanged(StorageError):
+    """There is another object than the one that was listed: its ETag differs."""
+
+    kind = "object_changed"
+
+
+class StorageTimeout(StorageError, TimeoutError):
+    """The store did not give a whole answer in the time that a call has."""
+
+    kind = "storage_timeout"
 
 
 class ConditionalPutUnsupported(StorageError):

@@ -42,7 +42,7 @@ class MemoryStorage:
                 if not folder or path == folder or path.startswith(folder + "/")
             ]
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         with self.changed:
             if path not in self.objects:
                 raise ObjectMissing(f"{path} is not there")

@@ -102,7 +102,7 @@ def test_a_crafted_part_whose_checksums_are_right_is_refused(number: int) -> Non
     touched: list[str] = []
 
     class Watched(MemoryStorage):
-        def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
             touched.append(path)
             return super().read(path, start, stop)
 

@@ -110,7 +110,7 @@ def test_an_index_that_cannot_be_read_is_told_and_does_not_stop_one_rank_of_a_jo
         saver.step()
 
     class Refusing(LocalStorage):
-        def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
             if path.startswith("index/"):
                 raise StorageError(f"{path}: the store is busy")
             return super().read(path, start, stop)

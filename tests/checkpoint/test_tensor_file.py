@@ -146,11 +146,11 @@ def test_tensors_are_swapped_only_with_notice() -> None:
 
 def test_a_store_that_fails_is_not_damage() -> None:
     class Unreachable(MemoryStorage):
-        def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
             raise StorageError(110, "connection timed out")
 
     class BadSector(MemoryStorage):
-        def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
             raise StorageError(5, "input/output error")
 
     part = write(MemoryStorage(), {"a": torch.ones(1)})

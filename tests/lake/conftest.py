@@ -33,7 +33,11 @@ class S3:
 
     @property
     def options(self) -> dict[str, Any]:
-        place = {"endpoint_url": self.endpoint, "region_name": "us-east-1"}
+        return self.options_at(self.endpoint)
+
+    def options_at(self, endpoint: str) -> dict[str, Any]:
+        """The same bucket by another way, as through a proxy."""
+        place = {"endpoint_url": endpoint, "region_name": "us-east-1"}
         return {"key": "test-key", "secret": CANARY, "client_kwargs": place}
 
     def keys(self) -> list[str]:

@@ -29,7 +29,7 @@ class Reads:
         self._inner = LocalStorage(root)
         self.ranges: list[tuple[int, int | None]] = []
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         self.ranges.append((start, stop))
         return self._inner.read(path, start, stop)
 
@@ -44,7 +44,7 @@ class Bytes(LocalStorage):
         super().__init__("/nowhere")
         self.data = data
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         return self.data[start:stop]
 
 

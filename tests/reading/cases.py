@@ -157,7 +157,7 @@ class CountingStorage:
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         return self.inner.list(prefix)
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         if self.fail is not None:
             raise self.fail
         self.reads.append((path, start, stop))

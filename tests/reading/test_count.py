@@ -37,8 +37,8 @@ class Meter:
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         return self.below.list(prefix)
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        data = self.below.read(path, start, stop)
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        data = self.below.read(path, start, stop, etag=etag)
         with self.lock:
             self.reads.append((path, start, start + len(data)))
         return data

@@ -30,10 +30,10 @@ class Store:
             return self.listed.setdefault(prefix, self.inner.list(prefix))
         return self.inner.list(prefix)
 
-    def read(self, path, start=0, stop=None):
+    def read(self, path, start=0, stop=None, *, etag=None):
         if self.wrong == "reads one too many" and stop is not None:
-            return self.inner.read(path, start, stop + 1)
-        return self.inner.read(path, start, stop)
+            return self.inner.read(path, start, stop + 1, etag=etag)
+        return self.inner.read(path, start, stop, etag=etag)
 
     def put(self, path, chunks):
         if self.wrong == "shows what was torn":

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lakeckpt.errors import DataFileDamaged, ObjectMissing, SchemaError
+from lakeckpt.errors import DataFileDamaged, ObjectChanged, ObjectMissing, SchemaError
 from lakeckpt.lake.column_chunks import encrypted_columns
 from lakeckpt.lake.storage import ObjectInfo, Storage
 
@@ -62,12 +62,15 @@ class FileSummary:
     group_bytes: Int64Array
 
 
-def read_footer(storage: Storage, path: str, size_bytes: int) -> Footer:
-    """Read and parse the footer of a file whose listed size is ``size_bytes``. `DataFileDamaged`, `StorageError`."""
+def read_footer(storage: Storage, path: str, size_bytes: int, etag: str | None = None) -> Footer:
+    """Read and parse the footer of a file whose listed size is ``size_bytes``. `DataFileDamaged`, `StorageError`.
+
+    `ObjectChanged` where it has another ETag than ``etag``, which a listing gave.
+    """
     if size_bytes < 12:
         what = "is empty (0 bytes)" if size_bytes == 0 else f"has only {size_bytes} bytes"
         raise _damaged(path, f"{what}, too few for a Parquet file: {_REPAIR}")
-    tail = _read_exactly(storage, path, max(0, size_bytes - TAIL_BYTES), size_bytes)
+    tail = _read_exactly(storage, path, max(0, size_bytes - TAIL_BYTES), size_bytes, etag)
     if tail[-4:] == _ENCRYPTED:
         raise _damaged(path, "has an encrypted footer, which cannot be read: decrypt it, or leave it out of the table")
     if tail[-4:] != _MAGIC:
@@ -78,7 +81,7 @@ def read_footer(storage: Storage, path: str, size_bytes: int) -> Footer:
     if length > min(size_bytes - 12, MAX_FOOTER_BYTES):
         raise _damaged(path, f"claims a footer of {length} bytes in a file of {size_bytes}: {_REPAIR}")
     if length + 8 > len(tail):
-        tail = _read_exactly(storage, path, size_bytes - length - 8, size_bytes)
+        tail = _read_exactly(storage, path, size_bytes - length - 8, size_bytes, etag)
     body = tail[-8 - length : -8]
     try:
         metadata = pq.read_metadata(pa.BufferReader(b"".join((_MAGIC, body, tail[-8:]))))
@@ -108,13 +111,16 @@ def _check_columns(path: str, metadata: pq.FileMetaData, body: bytes) -> None:
             raise _damaged(path, f"{what}: {_REPAIR}", ordinal)
 
 
-def summarize(storage: Storage, path: str, size_bytes: int) -> FileSummary:
+def summarize(storage: Storage, path: str, size_bytes: int, etag: str | None = None) -> FileSummary:
     """Read a footer, check that its parts agree, and keep what an index needs.
 
     Column chunks are not looked at: ``RowGroupMetaData.column`` ends the process (an exception of C++ that pyarrow does
     not catch) where a footer is damaged in certain ways. Where a footer lies about them, decoding says so.
     """
-    footer = read_footer(storage, path, size_bytes)
+    try:
+        footer = read_footer(storage, path, size_bytes, etag)
+    except ObjectChanged as error:
+        raise _damaged(path, f"was written again since it was listed ({error}): open the table again") from error
     metadata = footer.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     group_rows = np.array([group.num_rows for group in groups], dtype=np.int64)
@@ -140,7 +146,7 @@ def summarize_all(
     found: list[FileSummary | None] = [None] * len(files)
     schemas: dict[pa.Schema, pa.Schema] = {}  # one object for all files that have the same one
     with ThreadPoolExecutor(max_workers=max(1, min(threads, len(files))), thread_name_prefix="lakeckpt-footer") as pool:
-        futures = {pool.submit(summarize, storage, f.path, f.size_bytes): i for i, f in enumerate(files)}
+        futures = {pool.submit(summarize, storage, f.path, f.size_bytes, f.etag): i for i, f in enumerate(files)}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
                 summary = future.result()
@@ -153,9 +159,9 @@ def summarize_all(
     return [summary for summary in found if summary is not None]
 
 
-def _read_exactly(storage: Storage, path: str, start: int, stop: int) -> bytes:
+def _read_exactly(storage: Storage, path: str, start: int, stop: int, etag: str | None) -> bytes:
     try:
-        data = storage.read(path, start, stop)
+        data = storage.read(path, start, stop, etag=etag)
     except ObjectMissing as error:
         raise _damaged(path, "was listed, but is not there any more: open the table again") from error
     if len(data) != stop - start:

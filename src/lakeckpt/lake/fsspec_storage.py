@@ -15,6 +15,7 @@ import contextlib
 import errno
 import inspect
 import itertools
+import json
 import os
 import secrets
 import threading
@@ -24,8 +25,16 @@ from typing import Any
 
 import fsspec
 
-from lakeckpt.errors import ConditionalPutUnsupported, ConfigError, ObjectExists, ObjectMissing, StorageError
+from lakeckpt.errors import (
+    ConditionalPutUnsupported,
+    ConfigError,
+    ObjectChanged,
+    ObjectExists,
+    ObjectMissing,
+    StorageError,
+)
 from lakeckpt.lake.chunks import CallersError, guarded, unwrapping
+from lakeckpt.lake.credentials import Secrets
 from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, is_temporary
 from lakeckpt.lake.storage import Buffer, ObjectInfo, check_key, check_prefix, redact_uri, split_uri
 
@@ -41,12 +50,19 @@ _MEMORY_LOCK = threading.Lock()
 class FsspecStorage:
     """A `Storage` under a URL that fsspec knows; ``storage_options`` go to its filesystem as they are."""
 
-    __slots__ = ("_conditional", "_filesystem", "_options", "_scheme", "_uri", "name")
+    __slots__ = ("_conditional", "_filesystem", "_hidden", "_options", "_others", "_scheme", "_uri", "name")
 
     def __init__(self, uri: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
         self._uri = uri.rstrip("/")
         self._scheme = split_uri(uri)[0]
         self._options = dict(storage_options or {})
+        # Any of them could be a secret: what is text goes to other processes as credentials do, objects as they are.
+        told = {name: value for name, value in self._options.items() if _is_plain(value)}
+        self._others = {name: value for name, value in self._options.items() if name not in told}
+        hidden = {"options": json.dumps(told)} if told else {}
+        if redact_uri(self._uri) != self._uri:
+            hidden["uri"] = self._uri
+        self._hidden = Secrets(hidden)
         self._filesystem: tuple[int, Any, str] | None = None
         self._conditional = False
         self.name = redact_uri(self._uri)
@@ -55,7 +71,7 @@ class FsspecStorage:
         return f"FsspecStorage({self.name!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self._uri, self._options))
+        return (_rebuild, (self.name, self._others, self._hidden))
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         folder = check_prefix(prefix)
@@ -71,22 +87,29 @@ class FsspecStorage:
         found = [_info(entry, name[len(below) :]) for name, entry in entries.items() if name.startswith(below)]
         return sorted((info for info in found if info is not None), key=lambda info: info.path)
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         check_key(path)
         if start < 0 or (stop is not None and stop < 0):
             raise StorageError(f"cannot read bytes [{start}, {stop}) of {path!r}: bounds must not be negative")
         if stop is not None and stop <= start:
             return b""
         with self._explaining("read", path):
-            filesystem, root = self._open()
-            if start == 0 and stop is None:
-                return bytes(filesystem.cat_file(f"{root}/{path}"))
-            try:
-                return bytes(filesystem.cat_file(f"{root}/{path}", start=start, end=stop))
-            except Exception:
-                if start >= self._size_bytes(path):  # stores refuse a range that begins at the end
-                    return b""
-                raise
+            data = self._read(path, start, stop)
+            # Looked at afterwards: what has the ETag now had it then, unless it was put back in between.
+            if etag is not None and (now := _etag_of(self._told(path))) not in (None, etag):
+                raise ObjectChanged(f"{path!r} in {self.name} has the ETag {now}, not {etag}: it was written again")
+            return data
+
+    def _read(self, path: str, start: int, stop: int | None) -> bytes:
+        filesystem, root = self._open()
+        if start == 0 and stop is None:
+            return bytes(filesystem.cat_file(f"{root}/{path}"))
+        try:
+            return bytes(filesystem.cat_file(f"{root}/{path}", start=start, end=stop))
+        except Exception:
+            if start >= int(self._told(path)["size"]):  # stores refuse a range that begins at the end
+                return b""
+            raise
 
     def put(self, path: str, chunks: Iterable[Buffer]) -> int:
         check_key(path)
@@ -240,9 +263,12 @@ class FsspecStorage:
             self._filesystem = opened = (process, filesystem, root.rstrip("/"))
         return opened[1:]
 
-    def _size_bytes(self, path: str) -> int:
+    def _told(self, path: str) -> Mapping[str, Any]:
+        """What the filesystem says of an object now."""
         filesystem, root = self._open()
-        return int(filesystem.info(f"{root}/{path}")["size"])
+        filesystem.invalidate_cache()
+        told: Mapping[str, Any] = filesystem.info(f"{root}/{path}")
+        return told
 
     @contextlib.contextmanager
     def _explaining(self, verb: str, path: str) -> Iterator[None]:
@@ -260,7 +286,7 @@ class FsspecStorage:
             raise wrapped from None
         except Exception as error:
             wrapped = StorageError(f"cannot {verb} {where}: {type(error).__name__}: {self._redacted(error)}")
-            wrapped.errno = getattr(error, "errno", None) or errno.EIO
+            wrapped.errno = getattr(error, "errno", None) or errno.EREMOTEIO
             raise wrapped from None
 
     def _redacted(self, error: BaseException) -> str:
@@ -270,18 +296,31 @@ class FsspecStorage:
         return text.replace(self._uri, self.name)
 
 
-def _rebuild(uri: str, options: dict[str, Any]) -> FsspecStorage:
-    return FsspecStorage(uri, storage_options=options)
+def _rebuild(name: str, others: dict[str, Any], hidden: Secrets) -> FsspecStorage:
+    values = hidden.take() if hidden else {}
+    options = {**json.loads(values.get("options", "{}")), **others}
+    return FsspecStorage(values.get("uri", name), storage_options=options)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _info(entry: Mapping[str, Any], path: str) -> ObjectInfo | None:
     """What one entry of an fsspec listing says; None for folders, their placeholders and unfinished objects."""
     if entry.get("type", "file") != "file" or not path or path.endswith("/") or is_temporary(path):
         return None
-    etag = next((str(entry[key]).strip('"') for key in ("ETag", "etag") if entry.get(key)), None)
+    etag = _etag_of(entry)
     times = (entry.get(key) for key in ("LastModified", "last_modified", "mtime", "updated", "created"))
     time = next((value for value in times if value is not None), None)
     return ObjectInfo(path=path, size_bytes=int(entry["size"]), etag=etag, mtime_ns=_nanoseconds(time))
+
+
+def _etag_of(entry: Mapping[str, Any]) -> str | None:
+    return next((str(entry[key]).strip('"') for key in ("ETag", "etag") if entry.get(key)), None)
 
 
 def _nanoseconds(time: Any) -> int | None:

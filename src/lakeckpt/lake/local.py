@@ -81,7 +81,7 @@ class LocalStorage:
         found.sort(key=lambda info: info.path)
         return found
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         parts = check_key(path)
         if start < 0 or (stop is not None and stop < 0):
             raise StorageError(f"cannot read bytes [{start}, {stop}) of {path!r}: bounds must not be negative")

@@ -74,8 +74,12 @@ class Storage(Protocol):
         """
         ...
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes ``[start, stop)`` of an object, fewer where it ends before. `ObjectMissing` where there is none."""
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        """Bytes ``[start, stop)`` of an object, fewer where it ends before. `ObjectMissing` where there is none.
+
+        All bytes are of one version of the object. With ``etag``, as a listing gave it, they are of that one, or
+        `ObjectChanged` is raised; a store whose listings have no ETags has nothing to compare.
+        """
         ...
 
     def put(self, path: str, chunks: Iterable[Buffer]) -> int:
@@ -190,10 +194,11 @@ def clear_leftovers(storage: Storage) -> int:
 
 
 def open_storage(uri: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Storage:
-    """Open the storage rooted at a local path, a ``file://`` URL or any URL that fsspec knows; makes nothing there.
+    """Open the storage rooted at a local path, a ``file://`` URL, an ``s3://`` URL or any that fsspec knows.
 
-    ``storage_options`` go to the fsspec filesystem as they are (keys, endpoint, …); local folders take none.
-    `ConfigError` where the URL cannot be used.
+    Makes nothing there. ``storage_options`` for S3 may have the names of s3fs, boto3, object_store, pyarrow or
+    pyiceberg (`docs/reference/storage-options.md`); for other stores they go to the fsspec filesystem as they are;
+    local folders take none. `ConfigError` where the URL or an option cannot be used.
     """
     text = os.fspath(uri)
     if not isinstance(text, str) or not text:
@@ -205,6 +210,10 @@ def open_storage(uri: str | os.PathLike[str], *, storage_options: Mapping[str, A
         from lakeckpt.lake.local import LocalStorage
 
         return LocalStorage(os.path.expanduser(rest))
+    if scheme in ("s3", "s3a"):
+        from lakeckpt.lake.s3 import S3Storage
+
+        return S3Storage(text, storage_options=storage_options)
     from lakeckpt.lake.fsspec_storage import FsspecStorage
 
     return FsspecStorage(text, storage_options=storage_options)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +19,21 @@ from typing import Any, cast, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, ObjectMissing, TableVersionGone
+from lakeckpt.errors import (
+    ConfigError,
+    DataFileChanged,
+    DataFileDamaged,
+    ObjectChanged,
+    ObjectMissing,
+    TableVersionGone,
+)
 from lakeckpt.lake.building import index_of, index_of_version, listed
 from lakeckpt.lake.footer import Footer, Progress, read_footer
 from lakeckpt.lake.formats.pinned import CatalogTable, PinnedFiles, is_of_catalog, pin
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.listing import Found, Source, find_files, list_exactly
 from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.range_file import ADVICE, RangeFile, changed, some
 from lakeckpt.lake.saved_footers import cached_summaries
 from lakeckpt.lake.storage import ObjectInfo, Storage, open_storage, split_uri
 from lakeckpt.lake.version import TableFormat, VersionAsked
@@ -34,7 +41,6 @@ from lakeckpt.lake.version import TableFormat, VersionAsked
 __all__ = ["Table", "open_table"]
 
 THREADS_LOCAL, THREADS_REMOTE = 16, 64
-_ADVICE = "Open the table again to start on its new state, or put the pinned files back to go on with a run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,13 +76,13 @@ class Table:
             try:
                 opened = pa.OSFile(self.storage.local_path(file.path))
             except (ObjectMissing, FileNotFoundError) as error:
-                raise _changed(self.uri, [f"{file.path!r} is gone"]) from error
+                raise changed(self.uri, [f"{file.path!r} is gone"]) from error
             if opened.size() != file.size_bytes:
                 size = opened.size()
                 opened.close()
-                raise _changed(self.uri, [f"{file.path!r} has {size} bytes, not {file.size_bytes}"])
+                raise changed(self.uri, [f"{file.path!r} has {size} bytes, not {file.size_bytes}"])
             return opened
-        return pa.PythonFile(_RangeFile(self.storage, self.uri, file.path, file.size_bytes), mode="r")
+        return pa.PythonFile(RangeFile(self.storage, self.uri, file), mode="r")
 
     def footer(self, ordinal: int) -> pq.FileMetaData:
         """Read the footer of a file of the index again. `DataFileChanged` if it is not the pinned one."""
@@ -86,11 +92,13 @@ class Table:
         """As `footer`, with the footer's bytes."""
         file = self.index.files[ordinal]
         try:
-            footer = read_footer(self.storage, file.path, file.size_bytes)
+            footer = read_footer(self.storage, file.path, file.size_bytes, file.etag)
+        except ObjectChanged as error:
+            raise changed(self.uri, [f"{file.path!r} was written again (its ETag is not {file.etag})"]) from error
         except DataFileDamaged as error:
-            raise _changed(self.uri, [f"{file.path!r} no longer ends as it did ({error})"]) from error
+            raise changed(self.uri, [f"{file.path!r} no longer ends as it did ({error})"]) from error
         if footer.digest != file.footer_digest:
-            raise _changed(self.uri, [f"{file.path!r} has another footer: it was written again"])
+            raise changed(self.uri, [f"{file.path!r} has another footer: it was written again"])
         return footer
 
     def verify(self, *, threads: int = 16) -> None:
@@ -110,7 +118,7 @@ class Table:
         if gone:
             raise _gone(self, gone, differences)
         if differences:
-            raise _changed(self.uri, differences)
+            raise changed(self.uri, differences)
 
     def _difference(self, ordinal: int, path: str, info: ObjectInfo | None) -> str | None:
         file = self.index.files[ordinal]
@@ -214,59 +222,7 @@ def _gone(table: Table, paths: tuple[str, ...], differences: Sequence[str]) -> T
     version = table.index.version
     pinned = "it was pinned" if version.format == "parquet" else f"it was pinned at {version}"
     return TableVersionGone(
-        f"the table {table.uri!r} is not as {pinned}: {_some(differences)}; {len(paths)} of its "
-        f"{len(table.index.paths)} files are gone (vacuumed, expired, or written again under other names). {_ADVICE}",
+        f"the table {table.uri!r} is not as {pinned}: {some(differences)}; {len(paths)} of its "
+        f"{len(table.index.paths)} files are gone (vacuumed, expired, or written again under other names). {ADVICE}",
         files=paths,
     )
-
-
-def _some(differences: Sequence[str]) -> str:
-    return "; ".join(differences[:20]) + (f"; and {len(differences) - 20} more" if len(differences) > 20 else "")
-
-
-def _changed(uri: str, differences: Sequence[str]) -> DataFileChanged:
-    return DataFileChanged(f"the table {uri!r} is not as it was pinned: {_some(differences)}. {_ADVICE}")
-
-
-class _RangeFile(io.RawIOBase):
-    """An object of a storage as a file that pyarrow can seek and read in; each read is one ranged read."""
-
-    def __init__(self, storage: Storage, uri: str, path: str, size_bytes: int) -> None:
-        super().__init__()
-        self._storage, self._uri, self._path, self._size = storage, uri, path, size_bytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def size(self) -> int:
-        return self._size
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, start + offset)
-        return self._position
-
-    def read(self, size: int | None = -1) -> bytes:
-        stop = self._size if size is None or size < 0 else min(self._size, self._position + size)
-        if stop <= self._position:
-            return b""
-        try:
-            data = self._storage.read(self._path, self._position, stop)
-        except ObjectMissing as error:
-            raise _changed(self._uri, [f"{self._path!r} is gone"]) from error
-        if len(data) != stop - self._position:
-            raise _changed(self._uri, [f"{self._path!r} ends at {self._position + len(data)}, not at {self._size}"])
-        self._position = stop
-        return data
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)

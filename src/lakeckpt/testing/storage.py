@@ -81,9 +81,9 @@ class FaultyStorage:
         self._leave(fault, "list", prefix)
         return found
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         fault = self._enter("read", path)
-        data = self.inner.read(path, start, stop)
+        data = self.inner.read(path, start, stop, etag=etag)
         self._leave(fault, "read", path)
         if fault is Fault.FLIPPED and data:
             middle = len(data) // 2

@@ -21,7 +21,7 @@ from functools import partial
 
 import pytest
 
-from lakeckpt.errors import ObjectExists, ObjectMissing, StorageError
+from lakeckpt.errors import ObjectChanged, ObjectExists, ObjectMissing, StorageError
 from lakeckpt.lake.storage import ObjectInfo, Storage
 
 __all__ = ["BAD_PATHS", "MakeStorage", "StorageLaw"]
@@ -105,6 +105,20 @@ class StorageLaw:
             (5, 2),
         ):
             assert storage.read("x", start, stop) == data[start:stop], (start, stop)
+
+    def test_a_read_of_what_was_listed_gives_that_or_nothing(self, make_storage: MakeStorage) -> None:
+        storage = make_storage()
+        storage.put("x", [b"0123456789"])
+        (listed,) = storage.list()
+        assert storage.read("x", 2, 5, etag=listed.etag) == b"234"
+        assert storage.read("x", etag=listed.etag) == b"0123456789"
+        storage.put("x", [b"abcdefghij"])
+        if listed.etag is not None:
+            for start, stop in ((0, None), (2, 5), (0, 10)):
+                with pytest.raises(ObjectChanged, match="x"):
+                    storage.read("x", start, stop, etag=listed.etag)
+        (listed,) = storage.list()
+        assert storage.read("x", 2, 5, etag=listed.etag) == b"cde"
 
     def test_ranges_of_a_missing_object_are_missing(self, make_storage: MakeStorage) -> None:
         with pytest.raises(ObjectMissing):

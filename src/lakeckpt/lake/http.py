@@ -1,0 +1,170 @@
+"""What did the server answer to one request, by a given time?
+
+`HttpClient.exchange` makes one attempt at one request over urllib3: connect, send, read the whole answer, each wait no
+longer than is left. It repeats nothing, follows nothing, caches nothing, decodes nothing; whoever calls decides (see
+``deadlines``). Failures of the way to the server and answers that end before their stated length are `Retryable`, told
+in our own words: clients' messages may show what was sent.
+
+Bytes arrive in pieces with a look at the clock after each, so that a server that drips ends in a timeout as well as one
+that stalls. Not bounded: name resolution, which is the system's, and the head of an answer that drips byte by byte.
+Threads may share a client; a forked process needs one of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import urllib3
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    NewConnectionError,
+    ReadTimeoutError,
+    SSLError,
+)
+
+from lakeckpt.errors import StorageTimeout
+from lakeckpt.lake.deadlines import Retryable
+
+__all__ = ["Answer", "HttpClient"]
+
+CONNECT_S = 5.0
+PIECE_BYTES = 1 << 20
+_LEAST_S = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """``headers`` have lower-case names. ``body`` is None where it would have had more than the bytes allowed."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes | None
+
+    @property
+    def content(self) -> bytes:
+        """The body; that it was not too large has been looked at."""
+        assert self.body is not None
+        return self.body
+
+
+class HttpClient:
+    """Connections to one server, at most ``connections`` of them kept. ``clock`` tells when an attempt is over; it is
+    over, too, when no byte has come for ``stall_s``."""
+
+    __slots__ = ("_clock", "_pool", "_stall_s")
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        stall_s: float,
+        connections: int,
+        verify: bool | str | None = None,
+        proxy: str | None = None,
+    ) -> None:
+        arguments: dict[str, Any] = {"maxsize": connections, "num_pools": 4, "retries": False}
+        if verify is False:
+            arguments["cert_reqs"] = "CERT_NONE"
+        elif isinstance(verify, str):
+            arguments["ca_certs"] = verify
+        self._clock, self._stall_s = clock, stall_s
+        self._pool = urllib3.ProxyManager(proxy, **arguments) if proxy else urllib3.PoolManager(**arguments)
+
+    def exchange(
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        body: Sequence[memoryview] = (),
+        until: float,
+        most_bytes: int,
+    ) -> Answer:
+        """Send a request and read its answer by ``until``, on the clock. `Retryable` where there was none."""
+        left_s = self._left_s(until)
+        try:
+            response = self._pool.request(
+                method,
+                url,
+                headers=headers,
+                body=self._pieces(body, until) if body else None,  # type: ignore[arg-type]  # it takes any buffer
+                timeout=urllib3.Timeout(connect=min(CONNECT_S, left_s), read=left_s),
+                preload_content=False,
+                decode_content=False,
+                redirect=False,
+            )
+        except (HTTPError, OSError) as error:
+            raise _failed(error) from None
+        whole = False
+        try:
+            answer = self._read(response, method, until, most_bytes)
+            whole = answer.body is not None
+            return answer
+        except (HTTPError, OSError) as error:
+            raise _failed(error) from None
+        finally:
+            if whole:
+                _set_timeout(response, CONNECT_S)
+                response.release_conn()
+            else:
+                response.close()
+
+    def _read(self, response: Any, method: str, until: float, most_bytes: int) -> Answer:
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        told = headers.get("content-length", "")
+        size = int(told) if told.isdecimal() and len(told) < 19 else None
+        if method == "HEAD" or response.status in (204, 304):
+            return Answer(status=response.status, headers=headers, body=b"")
+        pieces: list[bytes] = []
+        at = 0
+        while size is None or at < size:
+            if (size or at) > most_bytes:
+                return Answer(status=response.status, headers=headers, body=None)
+            _set_timeout(response, self._left_s(until))
+            piece = response.read1(PIECE_BYTES if size is None else min(PIECE_BYTES, size - at))
+            if not piece:
+                break
+            pieces.append(piece)
+            at += len(piece)
+        if size is not None and at < size:
+            raise Retryable(f"the answer ended after {at} of {size} bytes", errno=errno.ECONNRESET)
+        return Answer(status=response.status, headers=headers, body=b"".join(pieces))
+
+    def _pieces(self, body: Sequence[memoryview], until: float) -> Iterator[memoryview]:
+        for chunk in body:
+            for start in range(0, len(chunk), PIECE_BYTES):
+                self._left_s(until)
+                yield chunk[start : start + PIECE_BYTES]
+
+    def _left_s(self, until: float) -> float:
+        left_s = until - self._clock()
+        if left_s <= 0:
+            raise _late()
+        return max(min(left_s, self._stall_s), _LEAST_S)
+
+
+def _set_timeout(response: Any, timeout_s: float) -> None:
+    socket = getattr(getattr(response, "connection", None), "sock", None)
+    if socket is not None:
+        socket.settimeout(timeout_s)
+
+
+def _late() -> Retryable:
+    return Retryable("no whole answer in time", kind=StorageTimeout, errno=errno.ETIMEDOUT)
+
+
+def _failed(error: Exception) -> Retryable:
+    """What went wrong on the way, in our words: never the client's, which may show headers or URLs."""
+    if isinstance(error, ConnectTimeoutError | ReadTimeoutError | TimeoutError) and not isinstance(
+        error, NewConnectionError
+    ):
+        return _late()
+    if isinstance(error, NewConnectionError):
+        return Retryable("no connection to the server", errno=errno.ECONNREFUSED)
+    if isinstance(error, SSLError):
+        return Retryable("no secure connection to the server (check its certificate, or ca_bundle)", errno=errno.EPROTO)
+    return Retryable(f"the connection broke ({type(error).__name__})", errno=errno.ECONNRESET)

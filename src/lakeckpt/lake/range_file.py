@@ -1,0 +1,75 @@
+"""How does pyarrow seek and read in an object of a store?  Each read is one of that range, of the pinned ETag.
+
+What is not as it was pinned (gone, written again, of another length) is `DataFileChanged`, whoever notices it first.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing
+from lakeckpt.lake.index import DataFile
+from lakeckpt.lake.storage import Storage
+
+__all__ = ["ADVICE", "RangeFile", "changed", "some"]
+
+ADVICE = "Open the table again to start on its new state, or put the pinned files back to go on with a run"
+
+
+def changed(uri: str, differences: Sequence[str]) -> DataFileChanged:
+    """The error that says how the table at ``uri`` differs from what was pinned."""
+    return DataFileChanged(f"the table {uri!r} is not as it was pinned: {some(differences)}. {ADVICE}")
+
+
+def some(differences: Sequence[str]) -> str:
+    """The first 20 of ``differences``, and how many more there are."""
+    return "; ".join(differences[:20]) + (f"; and {len(differences) - 20} more" if len(differences) > 20 else "")
+
+
+class RangeFile(io.RawIOBase):
+    """A pinned ``file`` of the table at ``uri``, for reading."""
+
+    def __init__(self, storage: Storage, uri: str, file: DataFile) -> None:
+        super().__init__()
+        self._storage, self._uri, self._file = storage, uri, file
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        return self._file.size_bytes
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        file, start = self._file, self._position
+        stop = file.size_bytes if size is None or size < 0 else min(file.size_bytes, start + size)
+        if stop <= start:
+            return b""
+        try:
+            data = self._storage.read(file.path, start, stop, etag=file.etag)
+        except ObjectMissing as error:
+            raise changed(self._uri, [f"{file.path!r} is gone"]) from error
+        except ObjectChanged as error:
+            raise changed(self._uri, [f"{file.path!r} was written again (its ETag is not {file.etag})"]) from error
+        if len(data) != stop - start:
+            raise changed(self._uri, [f"{file.path!r} ends at {start + len(data)}, not at {file.size_bytes}"])
+        self._position = stop
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
