@@ -84,10 +84,20 @@ def slot_path(slot: int) -> str:
     return f"{LOG}/{slot:010d}.lkc"
 
 
-def list_slots(storage: Storage) -> list[int]:
-    """The slots that are taken, in order. Other names in the folder are not ours and are passed over."""
+def list_slots(storage: Storage, *, taken: int = -1) -> list[int]:
+    """The slots that are taken, in order. Other names in the folder are not ours and are passed over.
+
+    ``taken`` is a slot that a put has found taken. Where the listing ends before it, the listing is of the past (some
+    stores, and caches before stores, give such): all slots up to ``taken`` are taken, then, and those after it are
+    looked for one by one.
+    """
     found = (_NAME.fullmatch(info.path) for info in storage.list(LOG))
-    return sorted(int(match.group(1)) for match in found if match is not None)
+    listed = sorted(int(match.group(1)) for match in found if match is not None)
+    if taken < 0 or (listed and listed[-1] >= taken):
+        return listed
+    while _is_taken(storage, taken + 1):
+        taken += 1
+    return list(range(taken + 1))
 
 
 def read_entry(storage: Storage, slot: int) -> Entry:
@@ -98,12 +108,14 @@ def read_entry(storage: Storage, slot: int) -> Entry:
     return entry
 
 
-def read_log(storage: Storage, *, slots: Iterable[int] | None = None) -> LogView:
+def read_log(storage: Storage, *, slots: Iterable[int] | None = None, taken: int = -1) -> LogView:
     """Read the whole log (or ``slots``) with several requests at once; damaged entries and holes are reported.
+
+    ``taken`` as in `list_slots`.
 
     Raises `NewerFormat` where an entry was written by a newer major version, and `StorageError` where the store fails.
     """
-    listed = list_slots(storage) if slots is None else sorted(slots)
+    listed = list_slots(storage, taken=taken) if slots is None else sorted(slots)
     entries: dict[int, Entry] = {}
     damaged: list[Damage] = []
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-log") as pool:
@@ -150,6 +162,14 @@ def put_entry(storage: Storage, entry: Entry) -> None:
                 return
             if not tries_left:
                 raise
+
+
+def _is_taken(storage: Storage, slot: int) -> bool:
+    try:
+        storage.read(slot_path(slot), 0, 1)
+    except ObjectMissing:
+        return False
+    return True
 
 
 def _lies_there(storage: Storage, path: str, data: bytes) -> bool:

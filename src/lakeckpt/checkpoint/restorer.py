@@ -76,6 +76,7 @@ class Restorer:
         self._clock = clock
         self._damaged: dict[str, Damage] = {}
         self._rejected: set[int] = set()
+        self._taken = -1  # the last slot that a put of ours has found taken
         self._view = LogView(entries={}, damaged=(), last=-1)
 
     def restore(self) -> tuple[int, Attempt, RestoreReport]:
@@ -130,8 +131,9 @@ class Restorer:
 
     def _look(self) -> Manifest | None:
         """Read the log; the newest commit that was not found damaged, or None on a fresh start."""
-        listed = list_slots(self._storage)
-        self._view = read_log(self._storage, slots=None if len(listed) <= _MOST_ENTRIES else listed[-_MOST_ENTRIES:])
+        listed = list_slots(self._storage, taken=self._taken)
+        newest = None if len(listed) <= _MOST_ENTRIES else listed[-_MOST_ENTRIES:]
+        self._view = read_log(self._storage, slots=newest, taken=self._taken)
         for damage in self._view.damaged:
             self._report(damage)
         manifests = self._view.manifests
@@ -157,6 +159,7 @@ class Restorer:
             try:
                 put_entry(self._storage, self._entry(run, slot, None if chosen is None else chosen.slot))
             except SlotTaken:
+                self._taken = slot
                 continue
             return slot
         raise AttemptSuperseded(f"other jobs took {_MOST_ROUNDS} slots of the log in a row: stop them first")
@@ -167,6 +170,7 @@ class Restorer:
         try:
             put_entry(self._storage, self._entry(told["run"], slot, restored))
         except SlotTaken:
+            self._taken = slot
             return {"begun": "no"}
         with contextlib.suppress(StorageError):  # what dead writers left is in nobody's way
             clear_leftovers(self._storage)
