@@ -25,7 +25,7 @@ _INSTEAD = {
     "parquet": "plain Parquet files have no versions: write new files instead of changing those that a run reads",
     "delta": "set delta.deletedFileRetentionDuration and delta.logRetentionDuration to more than the run takes, "
     "and let no VACUUM use less",
-    "hudi": "set hoodie.cleaner.commits.retained (or hours.retained) so that the cleaner keeps the instant",
+    "hudi": "set hoodie.clean.commits.retained (or hoodie.clean.hours.retained) so that the cleaner keeps the instant",
 }
 
 

@@ -17,7 +17,6 @@ import pyarrow as pa
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.columns import ColumnMapping
 from lakeckpt.lake.footer import Int64Array
-from lakeckpt.lake.storage import redact_uri
 from lakeckpt.lake.values import Value
 from lakeckpt.lake.version import TableFormat, TableVersion, VersionAsked
 
@@ -113,11 +112,10 @@ def pin(
         from lakeckpt.lake.formats import delta
 
         return delta.pin(str(place), asked=asked, storage_options=storage_options, threads=threads)
-    uri = redact_uri(str(place))
-    raise ConfigError(
-        f"{uri!r} is a table in the format {kind}, which cannot be opened yet: reading its Parquet files "
-        "by path would bring deleted rows back. Pass a list of the files that its current version consists of"
-    )
+    need("hudi")
+    from lakeckpt.lake.formats import hudi
+
+    return hudi.pin(str(place), asked=asked, storage_options=storage_options, threads=threads)
 
 
 def need(kind: str) -> None:

@@ -1,0 +1,116 @@
+"""Which instants of a Hudi table completed, which base files did each write, and which of those must be there at one?
+
+hudi lists the base files that lie in the store: a file that the cleaner removed, or that was lost, is silently no part
+of its answer, and an older one may stand in for it. The commits in the active timeline say what there must be:
+
+- of each file group, the file that was last written by then, unless the group was replaced by then;
+- of a group whose last write before is archived, the file that the first write afterwards says it came from, and some
+  file at all where the group was replaced afterwards.
+
+Reads commits only, through hudi.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hudi import HudiInstant, HudiTable
+
+__all__ = ["Commit", "FileGroup", "Written", "expected_files", "lost_groups", "read_commits"]
+
+FileGroup = tuple[str, str]
+"""A partition's path and a file id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A base file: its path in the table, its size (None: not told), the instant of the one before (None: none)."""
+
+    path: str
+    size_bytes: int | None
+    before: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Commit:
+    """A completed instant: the base files that it wrote, the file groups that it replaced, what else it says."""
+
+    instant: HudiInstant
+    files: Mapping[FileGroup, Written]
+    replaced: frozenset[FileGroup]
+    extra: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.instant.timestamp
+
+
+def read_commits(table: HudiTable) -> list[Commit]:
+    """The completed instants of the active timeline by the time that they were requested, oldest first.
+
+    ``ValueError`` or ``TypeError`` where one is malformed, and what hudi raises.
+    """
+    timeline = table.get_timeline()
+    found = {
+        instant.timestamp: instant
+        for some in (
+            timeline.get_completed_commits(),
+            timeline.get_completed_deltacommits(),
+            timeline.get_completed_replacecommits(),
+            timeline.get_completed_clustering_commits(),
+        )
+        for instant in some
+    }
+    return [_commit(found[name], timeline.get_instant_metadata_in_json(found[name])) for name in sorted(found)]
+
+
+def _commit(instant: HudiInstant, text: str) -> Commit:
+    told = json.loads(text)
+    if not isinstance(told, dict):
+        raise TypeError(f"the metadata of instant {instant.timestamp} are no object")
+    files: dict[FileGroup, Written] = {}
+    for partition, stats in (told.get("partitionToWriteStats") or {}).items():
+        for stat in stats:
+            path = stat.get("path")
+            if path and path.endswith(".parquet"):  # log files, and writes of nothing, are no base files
+                before, size = stat.get("prevCommit"), stat.get("fileSizeInBytes")
+                files[partition, str(stat["fileId"])] = Written(
+                    path=str(path),
+                    size_bytes=size if type(size) is int and size > 0 else None,
+                    before=None if before in (None, "", "null") else str(before),
+                )
+    gone = {(str(p), str(one)) for p, ids in (told.get("partitionToReplaceFileIds") or {}).items() for one in ids}
+    return Commit(instant=instant, files=files, replaced=frozenset(gone), extra=told.get("extraMetadata") or {})
+
+
+def expected_files(commits: Sequence[Commit], at: str) -> dict[FileGroup, Written]:
+    """The base file of each file group at an instant, of those that the active timeline tells of."""
+    current: dict[FileGroup, Written] = {}
+    gone: set[FileGroup] = set()
+    for commit in commits:
+        if commit.name <= at:
+            current |= commit.files
+            gone |= commit.replaced
+    return {group: written for group, written in current.items() if group not in gone}
+
+
+def lost_groups(commits: Sequence[Commit], at: str, present: Mapping[FileGroup, str]) -> Iterator[str]:
+    """The files that must be there at an instant and are not, as texts; ``present``: the base file of each group."""
+    expected = expected_files(commits, at)
+    for group, written in expected.items():
+        if present.get(group) != written.path:
+            yield written.path
+    made: set[FileGroup] = {group for commit in commits if commit.name <= at for group in commit.files}
+    for commit in commits:
+        if commit.name <= at:
+            continue
+        for group in sorted(commit.replaced - made):
+            if group not in present:
+                yield f"{'/'.join(filter(None, group))}_…"
+        for group, written in commit.files.items():
+            if group not in made and written.before is not None and written.before <= at and group not in present:
+                yield f"{'/'.join(filter(None, group))}_…_{written.before}.parquet"
+        made |= set(commit.files) | commit.replaced
