@@ -18,6 +18,8 @@ _PUBLIC = {
     "LakeLoader": "lakeckpt.data.loader",
     "Ragged": "lakeckpt.reading.ragged",
     "Receipt": "lakeckpt.core.receipts",
+    "SkipList": "lakeckpt.core.skips",
+    "SkipWarning": "lakeckpt.data.skip_warning",
     "Table": "lakeckpt.lake.table",
     "TransformContext": "lakeckpt.data.transform",
     "convert_state": "lakeckpt.data.convert_state",
@@ -35,6 +37,8 @@ __all__ = [
     "LakeLoader",
     "Ragged",
     "Receipt",
+    "SkipList",
+    "SkipWarning",
     "Table",
     "TransformContext",
     "__version__",
@@ -49,10 +53,12 @@ if TYPE_CHECKING:
     from lakeckpt import errors
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.core.receipts import Receipt
+    from lakeckpt.core.skips import SkipList
     from lakeckpt.data.batch import Batch
     from lakeckpt.data.convert_state import convert_state
     from lakeckpt.data.dataset import LakeDataset
     from lakeckpt.data.loader import LakeLoader
+    from lakeckpt.data.skip_warning import SkipWarning
     from lakeckpt.data.transform import TransformContext
     from lakeckpt.lake.keep import KeptVersion, keep_version
     from lakeckpt.lake.table import Table, open_table

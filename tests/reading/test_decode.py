@@ -243,13 +243,32 @@ def test_a_column_chunk_that_is_gone_is_noticed_without_checksums(tmp_path: Path
         RowGroupDecoder(table).decode(0, 0, 1)
 
 
-def test_a_file_cut_while_it_is_open_is_damaged(tmp_path: Path) -> None:
+def test_a_file_cut_while_it_is_open_has_changed(tmp_path: Path) -> None:
     path = write_file(tmp_path / "a.parquet", [numbers(400), numbers(400)])
     decoder = RowGroupDecoder(open_table(tmp_path))
     decoder.decode(0, 0, 1)
     os.truncate(path, pages(path, 1, 0)[0] + 10)
-    with pytest.raises(DataFileDamaged, match=r"row group 1 of the data file 'a\.parquet'"):
+    with pytest.raises(DataFileChanged, match=r"'a\.parquet' ends at byte"):
         decoder.decode(1, 0, 1)
+
+
+def test_a_file_written_again_while_it_is_open_has_changed_and_is_not_damaged(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.parquet", [numbers(400), numbers(400)])
+    decoder = RowGroupDecoder(open_table(tmp_path))
+    decoder.decode(0, 0, 1)
+    content = path.read_bytes()
+    with path.open("r+b") as file:  # in place: the file that is open becomes another one
+        file.write(bytes(len(content)))
+    with pytest.raises(DataFileChanged, match=r"'a\.parquet'"):
+        decoder.decode(1, 0, 1)
+
+
+def test_damage_that_a_second_read_does_not_find_is_none(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.parquet", [numbers(400)])
+    table = open_table(tmp_path)
+    storage = FlippingOnce(table.storage, pages(path, 0, 0)[0] + 10)
+    decoded = RowGroupDecoder(dataclasses.replace(table, storage=storage)).decode(0, 0, 400)
+    assert decoded.equals(pq.read_table(path)) and storage.flipped == 1
 
 
 def test_a_file_replaced_by_another_is_told_before_anything_is_decoded(tmp_path: Path) -> None:

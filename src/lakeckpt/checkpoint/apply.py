@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,8 +22,9 @@ from lakeckpt.checkpoint.load import Loaded
 from lakeckpt.checkpoint.manifest import ReaderRecord
 from lakeckpt.checkpoint.tensors import host_bytes, spec_of
 from lakeckpt.checkpoint.tree import flatten, rebuild
-from lakeckpt.errors import CheckpointMismatch, StateError
-from lakeckpt.tracking.readers import TrackedReader
+from lakeckpt.core.skips import SkipList
+from lakeckpt.errors import CheckpointMismatch, StateError, StateMismatch
+from lakeckpt.tracking.readers import SkippingReader, TrackedReader
 from lakeckpt.wire.codec import TensorRef
 
 __all__ = ["apply", "differences", "refuse"]
@@ -146,7 +148,10 @@ def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, Read
         try:
             if name in readers:
                 undo.append(_undo(one, one.state_dict()))
+                if isinstance(one, SkippingReader):
+                    undo.append(partial(one.load_skipped, one.skipped()))
                 one.load_state_dict(dict(readers[name].state))
+                _load_skipped(one, readers[name].skips)
             else:
                 _load_one(one, loaded.trees[name], loaded.tensors, undo)
         except StateError:
@@ -156,6 +161,13 @@ def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, Read
             go_back()
             raise CheckpointMismatch(f"{name!r} refused its state from the checkpoint: {error!r}") from error
     return go_back
+
+
+def _load_skipped(one: Any, skips: SkipList) -> None:
+    if isinstance(one, SkippingReader):
+        one.load_skipped(skips)
+    elif skips:
+        raise StateMismatch(f"{len(skips)} row groups were skipped, and a {type(one).__name__} cannot skip them again")
 
 
 def _turn(one: Any) -> int:

@@ -8,14 +8,15 @@ was consumed as of the cut, whatever has been delivered since. It never communic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lakeckpt.checkpoint.manifest import ReaderRecord, Stretch
 from lakeckpt.core.plan import consumption
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import ConfigError
-from lakeckpt.tracking.readers import TrackedReader, index_of
+from lakeckpt.tracking.readers import SkippingReader, TrackedReader, index_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
 
 __all__ = ["Place", "ReaderTrack", "by_reader"]
@@ -29,18 +30,21 @@ class Place:
     """Up to where it has been consumed; None: nothing since the last commit, or since the state was loaded."""
     state: Mapping[str, Any]
     """Its plain state (where consumption depends on the data: this rank's part)."""
+    skips: SkipList = field(default_factory=SkipList)
+    """What this rank had to skip: of the epochs that are not over, and since the last commit."""
 
 
 class ReaderTrack:
     """One tracked reader, from a restore on."""
 
-    __slots__ = ("_at", "_before", "_frontier", "_recorded", "_recorder", "name", "reader")
+    __slots__ = ("_at", "_before", "_frontier", "_recorded", "_recorded_skips", "_recorder", "name", "reader")
 
     def __init__(self, name: str, reader: TrackedReader) -> None:
         self.name = name
         self.reader = reader
         self._before = reader.last_receipt  # up to here it is recorded, or was delivered before the run began
         self._recorded: Mapping[str, Any] = reader.state_dict()
+        self._recorded_skips = self._skipped(None)
         self._recorder = StepRecorder()
         self._frontier: Frontier | None = None
         self._at: Receipt | None = None  # consumed since then
@@ -59,11 +63,16 @@ class ReaderTrack:
         # a script does there (a scheduler's step, say) is in the objects then, and must not be done again.
         last = self.reader.last_receipt
         if self._at is None:
-            return Place(receipt=None, state=self.reader.state_dict() if last == self._before else self._recorded)
-        return Place(receipt=self._at, state=self.reader.state_dict(None if last is self._at else self._at))
+            state = self.reader.state_dict() if last == self._before else self._recorded
+            return Place(receipt=None, state=state, skips=self._recorded_skips)
+        state = self.reader.state_dict(None if last is self._at else self._at)
+        return Place(receipt=self._at, state=state, skips=self._skipped(self._at))
 
-    def record(self, place: Place, *, step: int, state: Mapping[str, Any]) -> ReaderRecord:
-        """What the manifest of a save at ``place`` says; ``state`` is that of the whole job."""
+    def _skipped(self, at: Receipt | None) -> SkipList:
+        return self.reader.skipped(at) if isinstance(self.reader, SkippingReader) else SkipList()
+
+    def record(self, place: Place, *, step: int, state: Mapping[str, Any], skips: SkipList) -> ReaderRecord:
+        """What the manifest of a save at ``place`` says; ``state`` and ``skips`` are those of the whole job."""
         stretches = () if place.receipt is None else self.reader.stretches(place.receipt)
         index = index_of(self.reader)
         return ReaderRecord(
@@ -74,6 +83,7 @@ class ReaderTrack:
             ),
             steps=self._recorder.record(step),
             index=None if index is None else str(index.digest),
+            skips=skips,
         )
 
     def committed(self, place: Place, *, step: int) -> None:
@@ -83,6 +93,7 @@ class ReaderTrack:
             return
         self.reader.mark(place.receipt)
         self._before, self._recorded = place.receipt, place.state
+        self._recorded_skips = place.skips
         if self._at == place.receipt:
             self._at = None
 

@@ -17,17 +17,19 @@ from lakeckpt.checkpoint.digests import DIGEST_BYTES
 from lakeckpt.checkpoint.fields import confined, fields_of, number, taken
 from lakeckpt.checkpoint.parts import PARTS, SaveId
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import StateInvalid, WireDamaged
 from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.codec import dumps, loads
 from lakeckpt.wire.reader_state import dumps_state, loads_state
+from lakeckpt.wire.skips import skips_from_wire, skips_to_wire
 from lakeckpt.wire.varint import pack_intervals, unpack_intervals
 
 __all__ = ["Begin", "Entry", "Manifest", "PartRef", "ReaderRecord", "Stretch", "entry_from_bytes", "entry_to_bytes"]
 
 _KIND = "log"
-_VERSION = (1, 1)  # 1.1: "keep"
+_VERSION = (1, 2)  # 1.1: "keep"; 1.2: "skips"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,9 @@ class ReaderRecord:
     """The frontiers after each optimizer step since the parent."""
     index: str | None = None
     """Digest (hex) of the footer index of its table: ``index/<digest>.lkc``."""
+    skips: SkipList = field(default_factory=SkipList)
+    """What of the consumed positions did not come, on any rank, being damaged: since the parent, and since the start of
+    every epoch that is not over."""
 
     def consumed(self) -> dict[int, Intervals]:
         """epoch → the positions consumed since the parent."""
@@ -241,12 +246,15 @@ def _reader_to_plain(reader: ReaderRecord) -> dict[str, object]:
         ]
         for one in reader.stretches
     ]
-    return {
+    plain: dict[str, object] = {
         "state": _state_to_wire(reader.state),
         "stretches": stretches,
         "steps": reader.steps.to_plain(),
         "index": reader.index,
     }
+    if reader.skips:
+        plain["skips"] = skips_to_wire(reader.skips)
+    return plain
 
 
 def _reader_from_plain(plain: Mapping[str, object]) -> ReaderRecord:
@@ -259,6 +267,7 @@ def _reader_from_plain(plain: Mapping[str, object]) -> ReaderRecord:
         stretches=tuple(_stretch(row) for row in taken(plain, "stretches", list)),
         steps=steps,
         index=None if plain.get("index") is None else taken(plain, "index", str),
+        skips=skips_from_wire(plain.get("skips", [])),
     )
 
 

@@ -10,21 +10,24 @@ Imports without torch, and never reads or writes by itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lakeckpt.checkpoint.digests import DIGEST_BYTES, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fields import Ranks, confined, fields_of, number, ranks_of, taken
+from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.codec import dumps, loads
+from lakeckpt.wire.skips import skips_from_wire, skips_to_wire
 
 __all__ = ["OBJECTS", "PARTS", "FileRecord", "PartRecord", "SaveId", "TensorRecord", "TreeRecord", "file_digest"]
 
 PARTS = "parts"
 OBJECTS = "objects"
 _KIND = "part"
-_VERSION = (1, 0)
+_VERSION = (1, 1)  # 1.1: "skips"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +114,8 @@ class PartRecord:
     files: tuple[FileRecord, ...]
     tensors: tuple[TensorRecord, ...]
     trees: tuple[TreeRecord, ...]
+    skips: Mapping[str, SkipList] = field(default_factory=dict)
+    """reader → what this rank had to skip of it, where it had to."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -135,6 +140,8 @@ class PartRecord:
             ],
             "trees": [[one.item, one.document, one.digest, _lists(one.ranks)] for one in self.trees],
         }
+        if any(self.skips.values()):
+            plain["skips"] = {name: skips_to_wire(skips) for name, skips in self.skips.items() if skips}
         return dumps(plain, kind=_KIND, version=_VERSION)
 
     @classmethod
@@ -154,6 +161,10 @@ class PartRecord:
                 TreeRecord(item=item, document=document, digest=digest, ranks=ranks_of(ranks))
                 for item, document, digest, ranks in _rows(plain, "trees", (str, bytes, bytes, list))
             ),
+            skips={
+                str(name): skips_from_wire(rows)
+                for name, rows in (taken(plain, "skips", dict) if "skips" in plain else {}).items()
+            },
         )
 
 

@@ -9,15 +9,17 @@ Imports without torch: it takes bytes. Its threads are started and joined inside
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fields import Ranks
 from lakeckpt.checkpoint.parts import FileRecord, PartRecord, SaveId, TensorRecord, TreeRecord, file_digest
 from lakeckpt.checkpoint.tensor_file import layout
+from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import SaveFailed
 from lakeckpt.lake.storage import Storage
 
@@ -47,6 +49,7 @@ def persist(
     cut: bytes,
     tensors: Sequence[OwnedTensor],
     trees: Sequence[TreeRecord],
+    skips: Mapping[str, SkipList] = MappingProxyType({}),
 ) -> PartRecord:
     """Write the share of ``rank`` and publish its part. Raises `StorageError` or `SaveFailed`; then it is not there."""
     packs = list(_packed(tensors))
@@ -67,6 +70,7 @@ def persist(
         files=tuple(files),
         tensors=tuple(records),
         trees=tuple(trees),
+        skips=skips,
     )
     storage.put(save.part_path(rank), [part.to_bytes()])
     return part

@@ -34,6 +34,7 @@ from lakeckpt.checkpoint.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.random_states import RANDOM
 from lakeckpt.checkpoint.retention import prune
 from lakeckpt.checkpoint.waiting import Waiter
+from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import (
     AttemptSuperseded,
     CheckpointIncomplete,
@@ -123,7 +124,7 @@ class Saver:
         rank = self._exchange.rank
         slot = int(agreement.told["slot"])
         try:
-            self._persist(save, staged, agreement)
+            self._persist(cut, save, staged, agreement)
         except Exception as error:
             publish_failure(self._storage, save, rank, error)
             if not isinstance(error, LakeckptError):
@@ -202,7 +203,7 @@ class Saver:
 
     # --- persist
 
-    def _persist(self, save: SaveId, staged: Staged, agreement: Agreement) -> None:
+    def _persist(self, cut: _Cut, save: SaveId, staged: Staged, agreement: Agreement) -> None:
         rank, world_size = self._exchange.rank, self._exchange.world_size
         share = agreement.share(rank)
         tensors = [
@@ -225,6 +226,7 @@ class Saver:
             cut=agreement.cut,
             tensors=tensors,
             trees=trees,
+            skips={name: place.skips for name, place in cut.places.items() if place.skips},
         )
 
     # --- commit
@@ -266,7 +268,12 @@ class Saver:
             cut=agreement.cut,
             parts=tuple(refs),
             readers={
-                name: track.record(cut.places[name], step=cut.step, state=states[name])
+                name: track.record(
+                    cut.places[name],
+                    step=cut.step,
+                    state=states[name],
+                    skips=SkipList().union(*(part.skips[name] for part in parts if name in part.skips)),
+                )
                 for name, track in self._tracks.items()
             },
             seed=self.attempt.seed,

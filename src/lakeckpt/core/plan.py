@@ -12,13 +12,14 @@ re-cut. It never reads a table, and never changes a state.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lakeckpt.core.deal import Deal, EpochDeal
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.core.rest import Left, Rest
+from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import Identity, ReaderState, Segment
 from lakeckpt.core.stream import StreamDeal
 from lakeckpt.errors import StateMismatch
@@ -59,6 +60,8 @@ class Assignment:
     """Which of this rank's lanes it comes from, counted from 0: the worker that owns the lane reads it."""
     lanes: int
     """How many lanes this rank has."""
+    skips: SkipList = field(default_factory=SkipList)
+    """What is known not to be read of these epochs."""
 
 
 def fit_lanes(wanted: int | None, stored: int | None, world_size: int, workers: int) -> int:

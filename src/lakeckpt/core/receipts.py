@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lakeckpt.core.plain import integer, integers, listing
+from lakeckpt.core.skips import Skip
 from lakeckpt.errors import StateInvalid
 
 __all__ = ["Receipt", "Span"]
@@ -55,26 +56,39 @@ class Receipt:
     """Rows of all ranks in this step."""
     row: int | None = None
     """In row-wise use: which row of the micro-batch this is."""
+    skips: tuple[Skip, ...] = ()
+    """What of the micro-batch could not be read and did not come (``on_bad_row_group="skip"``)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} of {self.world_size}")
         if self.rows > self.step_rows:
             raise ValueError(f"{self.rows} rows in a step of {self.step_rows}")
+        if self.skips and self.skipped > self.rows:
+            raise ValueError(f"{self.skipped} of {self.rows} rows were skipped")
 
     @property
     def rows(self) -> int:
-        """The number of rows of the micro-batch."""
+        """The number of rows of the micro-batch, as it was dealt out; ``skipped`` of them did not come."""
         return sum(span.rows for span in self.spans)
 
     @property
+    def skipped(self) -> int:
+        """How many of its rows could not be read, and did not come."""
+        return sum(skip.rows for skip in self.skips)
+
+    @property
     def weight(self) -> float:
-        """``rows * world_size / step_rows``: scale the mean loss by it, and DDP's average over ranks is over rows."""
-        return self.rows * self.world_size / self.step_rows if self.step_rows else 0.0
+        """``(rows - skipped) * world_size / step_rows``: scale the mean loss by it, and DDP's average over ranks is
+        over rows.
+
+        Skipped rows count as rows of no loss, on every rank alike: what a row weighs depends on no other rank's damage.
+        """
+        return (self.rows - self.skipped) * self.world_size / self.step_rows if self.step_rows else 0.0
 
     def to_plain(self) -> dict[str, object]:
         """Return the receipt as JSON-able values."""
-        return {
+        plain: dict[str, object] = {
             "epoch": self.epoch,
             "micro_batch": self.micro_batch,
             "lane": self.lane,
@@ -85,6 +99,9 @@ class Receipt:
             "step_rows": self.step_rows,
             "row": self.row,
         }
+        if self.skips:
+            plain["skips"] = [skip.to_plain() for skip in self.skips]
+        return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, object]) -> Receipt:
@@ -99,6 +116,7 @@ class Receipt:
                 spans=tuple(Span(epoch=epoch, start=start, stop=stop) for epoch, start, stop in triples),
                 lane=integer(plain, "lane", least=-1),
                 row=None if row is None else integer(plain, "row"),
+                skips=tuple(Skip.from_plain(entry) for entry in listing(plain, "skips")) if "skips" in plain else (),
                 **{name: integer(plain, name) for name in names},
             )
         except ValueError as error:

@@ -24,6 +24,7 @@ from lakeckpt.data.epoch_file import EpochFile, Turn
 from lakeckpt.data.identity import IdentityOf
 from lakeckpt.data.progress import Progress
 from lakeckpt.data.selecting import Selecting
+from lakeckpt.data.skip_warning import warn_of_skips
 from lakeckpt.data.source import BatchSource, Output, split_rows
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import Transform, bind_transform
@@ -71,6 +72,9 @@ class LakeDataset(IterableDataset[Any]):
         jagged: give lists of numbers as jagged nested tensors (torch output only).
         rank, world_size: the data-parallel rank and size; both or neither.
         dp_group: the data-parallel ProcessGroup or DeviceMesh, if it is not the default group.
+        on_bad_row_group: ``"raise"`` raises DataFileDamaged where a row group cannot be decoded; ``"skip"`` goes on
+            without its rows: micro-batches are short by them, ``batch.receipt.skips`` says so, checkpoints record it,
+            and what goes on from one skips the same rows. Not for single rows.
         block_size: row-wise use: rows read per visit to a lane, so that decoding stays sequential.
         accept_changes: differences between a loaded state and this dataset to accept, of ``table`` (another listing of
             equally many rows), ``selection``, ``tail``.
@@ -101,6 +105,7 @@ class LakeDataset(IterableDataset[Any]):
         rank: int | None = None,
         world_size: int | None = None,
         dp_group: Any = None,
+        on_bad_row_group: Literal["raise", "skip"] = "raise",
         block_size: int = DEFAULT_BLOCK_SIZE,
         accept_changes: Collection[str] = (),
         storage_options: Mapping[str, Any] | None = None,
@@ -114,6 +119,12 @@ class LakeDataset(IterableDataset[Any]):
         one_of("tail", tail, ("short", "drop"))
         one_of("output", output, ("torch", "numpy", "arrow"))
         one_of("nulls", nulls, ("error", "mask"))
+        one_of("on_bad_row_group", on_bad_row_group, ("raise", "skip"))
+        if on_bad_row_group == "skip" and batch_size is None:
+            raise ConfigError(
+                'on_bad_row_group="skip" needs a batch_size: of single rows, ranks would get different numbers, and no '
+                "longer be in step"
+            )
         if flag("jagged", jagged) and output != "torch":
             raise ConfigError(f'jagged=True gives nested tensors and needs output="torch", got output={output!r}')
         self.table = table if isinstance(table, Table) else open_table(table, storage_options=storage_options)
@@ -151,6 +162,7 @@ class LakeDataset(IterableDataset[Any]):
             transform=bind_transform(transform),
             row_wise=self.row_wise,
             selecting=self._selecting,
+            skips_bad=on_bad_row_group == "skip",
         )
         self._progress = Progress(
             IdentityOf(self.table, self._selecting, spec, kind, endless),
@@ -245,8 +257,10 @@ class LakeDataset(IterableDataset[Any]):
         skip = progress.state.row
         for assignment in progress.assignments(rank):
             progress.check(iteration)
-            for item, receipt in items_of(source.read(assignment), assignment.receipt, self.row_wise, skip):
+            whole, found = source.read(assignment)
+            for item, receipt in items_of(found, whole, self.row_wise, skip):
                 progress.check(iteration)
+                warn_of_skips(receipt, progress.skips)
                 progress.delivered(receipt)
                 yield item
             skip = 0
@@ -298,7 +312,8 @@ class LakeDataset(IterableDataset[Any]):
         step, skip = place.next_step, place.skip
         while plan.steps is None or step < plan.steps:
             assignment = plan.assignment(step, rank)
-            for item, receipt in items_of(source.read(assignment), assignment.receipt, self.row_wise, skip):
+            whole, found = source.read(assignment)
+            for item, receipt in items_of(found, whole, self.row_wise, skip):
                 ended = receipt.row is None or receipt.row + 1 == receipt.rows
                 self._worker_place = place.at(step + workers, 0) if ended else place.at(step, (receipt.row or 0) + 1)
                 yield item

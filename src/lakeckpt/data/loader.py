@@ -18,10 +18,12 @@ from torch.utils.data import DataLoader
 
 from lakeckpt.core.hashing import derive_key
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.arguments import whole
 from lakeckpt.data.dataset import LakeDataset, items_of
 from lakeckpt.data.routing import Dealer, Failure, Reads, RoutedLoader
+from lakeckpt.data.skip_warning import warn_of_skips
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.filters import RowFilter
 from lakeckpt.lake.selection import RowSelection
@@ -164,6 +166,7 @@ class LakeLoader(DataLoader[Any]):
                 raise batch.error
             for item, mine in items_of(batch, receipt, self._row_wise, skip):
                 progress.check(iteration)
+                warn_of_skips(mine, progress.skips)
                 progress.delivered(mine)
                 yield item
             skip = 0
@@ -208,3 +211,19 @@ class LakeLoader(DataLoader[Any]):
         """Return what was consumed since the mark up to ``at``, as (from, to) pairs of states of one epoch each."""
         self._settle()
         return self._progress.stretches(at)
+
+    def skipped(self, at: Receipt | None = None) -> SkipList:
+        """Return the row groups that this rank had to skip (``on_bad_row_group="skip"``) up to ``at``: of the epoch at
+        hand, and of all since the last checkpoint.
+
+        The state does not hold it, being the same on every rank. `CheckpointManager` joins what the ranks skipped and
+        records it; who saves states alone saves all ranks' lists (``to_plain``) beside it.
+        """
+        return self._progress.skipped(at)
+
+    def load_skipped(self, skips: SkipList) -> None:
+        """Skip what is listed, without trying to read it, from the next iteration on; after `load_state_dict`.
+
+        Raises StateMismatch in row-wise use, where the list is not empty.
+        """
+        self._progress.load_skipped(skips)

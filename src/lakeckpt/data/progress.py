@@ -10,10 +10,11 @@ It reads no rows and talks to nobody.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lakeckpt.core.plan import Assignment, Plan, fit_lanes, rebase, replan, start
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.skips import Skip, SkipList
 from lakeckpt.core.state import MAX_LANES, Identity, ReaderState
 from lakeckpt.data.identity import IdentityOf, differing
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
@@ -36,6 +37,8 @@ class _Run:
 
     start: ReaderState
     end: ReaderState
+    skips: list[tuple[int, Skip]] = field(default_factory=list)
+    """(step, what of its micro-batch did not come)."""
 
 
 class Progress:
@@ -71,6 +74,9 @@ class Progress:
         self._settled: tuple[int, int] | None = None
         self._plan: Plan | None = None
         self._runs: list[_Run] = []
+        self._marked_skips = SkipList()
+        self.skips = SkipList()
+        """What of the epoch at hand (and of others since the mark) was skipped, as far as this rank knows."""
         self._iteration = 0
 
     # --- what is asked
@@ -198,6 +204,9 @@ class Progress:
         assert (receipt.step, receipt.row or 0) == reached, f"{receipt} was delivered at step and row {reached}"
         self._state = self._after(self._state, receipt)
         self._runs[-1].end = self._state
+        if receipt.skips:
+            self._runs[-1].skips += [(receipt.step, skip) for skip in receipt.skips]
+            self.skips = self.skips.union(SkipList(skip.group for skip in receipt.skips))
         self.last_receipt = receipt
 
     def finish(self) -> None:
@@ -209,19 +218,56 @@ class Progress:
         plan = self.plan
         step = self.state.step
         while plan.steps is None or step < plan.steps:
-            yield plan.assignment(step, rank)
+            assignment = plan.assignment(step, rank)
+            yield replace(assignment, skips=self.skips) if self.skips else assignment
             step += 1
 
     # --- what a checkpoint asks
 
     def mark(self, receipt: Receipt | None) -> None:
         """Forget what was consumed up to ``receipt`` (None: all that was delivered): it has been recorded."""
+        if self.skips:
+            self._marked_skips = self._open(self.skipped(receipt), receipt)
         if receipt is None:
             self._runs = [_Run(start=run.end, end=run.end) for run in self._runs[-1:]]
-            return
-        run = self._run_of(receipt)
-        run.start = self._after(run.end, receipt)
-        self._runs = self._runs[self._runs.index(run) :]
+        else:
+            run = self._run_of(receipt)
+            run.start = self._after(run.end, receipt)
+            run.skips = [(step, skip) for step, skip in run.skips if step > receipt.step]
+            self._runs = self._runs[self._runs.index(run) :]
+        if self.skips:
+            self.skips = self.skipped(None)
+
+    def skipped(self, receipt: Receipt | None) -> SkipList:
+        """Return what this rank knows to have been skipped, up to ``receipt`` (None: of all that was delivered)."""
+        found = [skip.group for run in self._runs for _, skip in run.skips]
+        if not found:
+            return self._marked_skips
+        if receipt is not None:
+            last = self._run_of(receipt)
+            found = [skip.group for run in self._runs[: self._runs.index(last)] for _, skip in run.skips]
+            found += [skip.group for step, skip in last.skips if step <= receipt.step]
+        return self._marked_skips.union(SkipList(found))
+
+    def load_skipped(self, skips: SkipList) -> None:
+        """Skip what is on the list, whatever it would be to read now: what this goes on from has recorded it."""
+        if skips and self._row_wise:
+            raise StateMismatch(
+                f"what this goes on from skipped {len(skips)} row groups, which single rows cannot do: read on with the "
+                "batch_size that it had"
+            )
+        self._marked_skips = skips
+        self.skips = self.skipped(None)
+
+    def _open(self, skips: SkipList, receipt: Receipt | None) -> SkipList:
+        """Those of epochs that may have rows to come: what is over is in the ledger."""
+        state = self._state
+        if state is None:
+            return skips
+        if not self.identity.endless:
+            return skips.since(state.epoch if receipt is None else min(state.epoch, receipt.epoch))
+        rest = Plan(state).rest(state.step, state.row)
+        return skips.since(min([rest.next_epoch, *(left.epoch for left in rest.begun)]))
 
     def stretches(self, receipt: Receipt | None) -> list[tuple[ReaderState, ReaderState]]:
         """Return (from, to) for what was consumed since the mark, up to ``receipt``."""

@@ -1,12 +1,14 @@
 """How does an assignment become a batch?  Read, convert, transform: the same in the main process and in workers.
 
 A source is a pure function of assignments, with a cache of decoded windows: it holds no place in the data, so that any
-worker can serve any assignment, in any order. It is picklable; what is decoded is not part of it.
+worker can serve any assignment, in any order. It is picklable; what is decoded is not part of it. What it cannot read
+and may skip is told by the receipts that it returns, and remembered until the process or the epoch ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -23,6 +25,7 @@ from lakeckpt.reading.convert import convert
 from lakeckpt.reading.filtered import FilteredDecoder
 from lakeckpt.reading.positions import PositionReader
 from lakeckpt.reading.ragged import Ragged
+from lakeckpt.reading.skipping import Skipper
 
 __all__ = ["BatchSource", "Output", "row_of", "split_rows"]
 
@@ -48,6 +51,7 @@ class BatchSource:
         transform: Callable[[Any, TransformContext], Any] | None,
         row_wise: bool,
         selecting: Selecting | None = None,
+        skips_bad: bool = False,
     ) -> None:
         self._table = table
         self._columns = columns
@@ -58,6 +62,7 @@ class BatchSource:
         self._transform = transform
         self._row_wise = row_wise
         self._selecting = selecting
+        self._skipper = Skipper(table.index, finds_more=skips_bad)
         self._reader: PositionReader | None = None
         self._lanes = 0
         self._layouts: dict[LayoutKey, EpochLayout] = {}
@@ -70,15 +75,17 @@ class BatchSource:
         if self._reader is not None:
             self._reader.clear()
 
-    def read(self, assignment: Assignment) -> Any:
-        """Return what the loop gets for ``assignment``: a batch; in row-wise use with a transform, a list of rows."""
-        receipt = assignment.receipt
-        table = self._arrow(assignment)
+    def read(self, assignment: Assignment) -> tuple[Receipt, Any]:
+        """Return what the loop gets for ``assignment``: a batch; in row-wise use with a transform, a list of rows.
+
+        The receipt is the assignment's, and says what was skipped.
+        """
+        table, receipt = self._arrow(assignment)
         if self._output == "arrow":
-            return self._finished(table, receipt)
+            return receipt, self._finished(table, receipt)
         columns = convert(table, nulls=self._nulls)
         found: dict[str, Any] = to_tensors(columns, nested=self._jagged) if self._output == "torch" else dict(columns)
-        return self._finished(Batch(found, receipt), receipt)
+        return receipt, self._finished(Batch(found, receipt), receipt)
 
     def _finished(self, batch: Any, receipt: Receipt) -> Any:
         if self._transform is None:
@@ -102,18 +109,27 @@ class BatchSource:
             return Batch(result, receipt)
         return result
 
-    def _arrow(self, assignment: Assignment) -> pa.Table:
+    def _arrow(self, assignment: Assignment) -> tuple[pa.Table, Receipt]:
         if self._reader is None or assignment.lanes != self._lanes:
             # Every lane has one window open at a time.
             decoder = None
             if self._selecting is not None:
                 decoder = FilteredDecoder(self._table, self._columns, self._selecting.kept)
             self._reader = PositionReader(
-                self._table, self._columns, self._spec, max_windows=assignment.lanes, decoder=decoder
+                self._table,
+                self._columns,
+                self._spec,
+                max_windows=assignment.lanes,
+                decoder=decoder,
+                skipper=self._skipper,
             )
             self._lanes = assignment.lanes
+        if assignment.skips and self._skipper.learn(assignment.skips):
+            self._reader.clear()  # what is held may be of row groups that are skipped from now on
         layouts = {key.epoch: self._layout(key) for key in assignment.layouts}
-        return self._reader.read([(layouts[s.epoch], s.start, s.stop) for s in assignment.receipt.spans])
+        receipt = assignment.receipt
+        table, skips = self._reader.read_around([(layouts[s.epoch], s.start, s.stop) for s in receipt.spans])
+        return table, replace(receipt, skips=skips) if skips else receipt
 
     def _layout(self, key: LayoutKey) -> EpochLayout:
         layout = self._layouts.get(key)

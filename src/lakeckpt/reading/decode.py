@@ -4,7 +4,8 @@ The row group is the unit of decode: its column chunks of those columns (and no 
 verified where the file has them, in bounded memory (`lakeckpt.reading.row_groups`), and the rows cut out. Rows that
 the pinned version deletes do not exist, and are not counted. What a file lacks or stores otherwise is made to fit by
 `lakeckpt.reading.fitting`; partition columns are constants. A file is opened once, when first needed, and its footer
-must be the pinned one; the files used last stay open.
+must be the pinned one; the files used last stay open. What cannot be decoded is compared with the pinned listing (a
+file that was written again meanwhile is `DataFileChanged`) and read once more before it counts as damaged.
 
 It never caches rows: every call decodes anew, so the memory that it returns is the caller's alone. One decoder is for
 one thread.
@@ -19,7 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lakeckpt.errors import ConfigError, SchemaError
+from lakeckpt.errors import ConfigError, DataFileDamaged, SchemaError
 from lakeckpt.lake.table import Table
 from lakeckpt.lake.values import Value
 from lakeckpt.reading.arrays import plain_type
@@ -95,7 +96,7 @@ class RowGroupDecoder:
         ordinal, inside = index.group(group)
         path = index.paths[ordinal]
         try:
-            fitted = self._fitted(ordinal, inside, rows) if rows else {}
+            fitted = self._read(ordinal, inside, rows) if rows else {}
         except MemoryError as error:
             error.add_note(f"while decoding row group {inside} of {path!r} ({rows} rows)")
             raise
@@ -108,6 +109,16 @@ class RowGroupDecoder:
         """Close the files that are open; a later `decode` opens them again."""
         while self._open:
             self._open.popitem()[1][0].source.close()
+
+    def _read(self, ordinal: int, inside: int, rows: int) -> dict[str, Any]:
+        """As `_fitted`. Damage is believed only of the pinned file, and when it is read so twice."""
+        try:
+            return self._fitted(ordinal, inside, rows)
+        except DataFileDamaged:
+            if ordinal in self._open:
+                self._open.pop(ordinal)[0].source.close()
+            self.table.verify_file(ordinal)
+            return self._fitted(ordinal, inside, rows)
 
     def _fitted(self, ordinal: int, inside: int, rows: int) -> dict[str, Any]:
         """The columns of a row group with all its stored rows, by the table's names."""

@@ -8,6 +8,9 @@ rows were served, or when more than ``max_windows`` would be held (the one unuse
 Memory of a row is served once. A slice is the decoded row group's own memory, handed out to be written to: so where
 positions of an unshuffled window are asked for again, the window is decoded again. A gather is a copy of its own.
 
+Where a `Skipper` goes around damaged row groups, their rows are missing from the window: positions keep their places,
+and what stands at those of a missing row group is left out of what is served, and told.
+
 Nothing here runs per row, and nothing is kept but windows: any position can be entered at any time.
 """
 
@@ -24,10 +27,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lakeckpt.core.order import EpochLayout, OrderSpec, Window
+from lakeckpt.core.skips import Skip
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table import Table
 from lakeckpt.reading.arrays import join, narrowed
 from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.reading.skipping import Skipper
 
 __all__ = ["Part", "Piece", "PositionReader", "parts_of"]
 
@@ -94,20 +99,31 @@ class _Served:
         return grown == stop - start
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gap:
+    """The rows [start, stop) of a window's fragments that are missing: those of row group ``group``."""
+
+    start: int
+    stop: int
+    group: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Held:
     """A decoded window; ``permutation`` is None where rows stand in order."""
 
     table: pa.Table
+    """All rows but those in ``gaps``."""
     permutation: npt.NDArray[np.int64] | None
     served: _Served
+    gaps: tuple[_Gap, ...]
 
 
 class PositionReader:
     """Reads rows of ``table`` by their positions in the order that ``spec`` makes of it. For one thread.
 
     At most ``max_windows`` decoded windows are held: as many as lanes are read in turn, else windows are decoded again
-    and again. ``columns`` as for `RowGroupDecoder`.
+    and again. ``columns`` as for `RowGroupDecoder`. Without a ``skipper``, damage is raised.
     """
 
     def __init__(
@@ -118,6 +134,7 @@ class PositionReader:
         *,
         max_windows: int,
         decoder: RowGroupDecoder | None = None,
+        skipper: Skipper | None = None,
     ) -> None:
         if max_windows < 1:
             raise ConfigError(f"max_windows must be at least 1, got {max_windows}")
@@ -125,6 +142,7 @@ class PositionReader:
         self.windows_decoded = 0
         """How many windows were decoded so far: more than there are means that they were decoded again."""
         self._decoder = RowGroupDecoder(table, columns) if decoder is None else decoder
+        self._skipper = skipper
         self._max_windows = max_windows
         self._held: OrderedDict[_Key, _Held] = OrderedDict()
 
@@ -141,46 +159,81 @@ class PositionReader:
     def read(self, pieces: Sequence[Piece]) -> pa.Table:
         """Return the rows at the positions of ``pieces``, in their order; pieces may be of any lanes and epochs.
 
-        The rows' memory is the caller's, to write to. Raises what `RowGroupDecoder.decode` does; `ValueError` for
+        Of positions whose rows are skipped there are none; `read_around` tells which. The rows' memory is the caller's,
+        to write to. Raises what `RowGroupDecoder.decode` does; `ValueError` for
         positions outside of an epoch, or a layout of another order than ``spec``.
         """
+        return self.read_around(pieces)[0]
+
+    def read_around(self, pieces: Sequence[Piece]) -> tuple[pa.Table, tuple[Skip, ...]]:
+        """Return what `read` does, and what was skipped."""
+        skips: list[Skip] = []
         parts = parts_of(pieces)
         for part in parts:
             if part.layout.spec != self.spec:
                 raise ValueError(f"a layout of {part.layout.spec} was given to a reader of {self.spec}")
-        tables = [self._serve(part) for part in parts]
+        tables = [self._serve(part, skips) for part in parts]
         if not tables:
-            return self.schema.empty_table()
-        return tables[0] if len(tables) == 1 else pa.concat_tables(tables)
+            return self.schema.empty_table(), ()
+        return tables[0] if len(tables) == 1 else pa.concat_tables(tables), tuple(skips)
 
     def clear(self) -> None:
         """Forget the windows held and close files; reading goes on by decoding anew."""
         self._held.clear()
         self._decoder.close()
 
-    def _serve(self, part: Part) -> pa.Table:
+    def _serve(self, part: Part, skips: list[Skip]) -> pa.Table:
         held = self._held.pop(part.key, None)
         if held is None or not (held.served.add(part.start, part.stop) or held.permutation is not None):
             # Not here, or (unshuffled) memory that is already somebody's.
             held = None
             while len(self._held) >= self._max_windows:
                 self._held.popitem(last=False)
-            held = self._decoded(part.window)
+            held = self._decoded(part.layout, part.window)
             held.served.add(part.start, part.stop)
         if held.served.size < part.window.rows:
             self._held[part.key] = held
         start, stop = part.start - part.window.start, part.stop - part.window.start
+        if held.gaps:
+            return self._serve_around(part, held, start, stop, skips)
         if held.permutation is None:
             return held.table.slice(start, stop - start)
         return self._gathered(held.table, held.permutation[start:stop])
 
-    def _decoded(self, window: Window) -> _Held:
+    def _serve_around(self, part: Part, held: _Held, start: int, stop: int, skips: list[Skip]) -> pa.Table:
+        """Serve offsets [start, stop) of a window with gaps, and note in ``skips`` what is missing."""
+        assert self._skipper is not None
+        rows = np.arange(start, stop) if held.permutation is None else held.permutation[start:stop]
+        missing = np.zeros(len(rows), bool)
+        before = np.zeros(len(rows), np.int64)
+        for gap in held.gaps:
+            mine = (gap.start <= rows) & (rows < gap.stop)
+            missing |= mine
+            before += np.where(rows >= gap.stop, gap.stop - gap.start, 0)
+            if mine.any():
+                skips.append(self._skipper.skip(part.layout, gap.group, part.start, part.stop, int(mine.sum())))
+        kept = (rows - before)[~missing]
+        if held.permutation is not None:
+            return self._gathered(held.table, kept)
+        return held.table.slice(int(kept[0]), len(kept)) if len(kept) else self.schema.empty_table()
+
+    def _decoded(self, layout: EpochLayout, window: Window) -> _Held:
         self.windows_decoded += 1
-        tables = [self._decoder.decode(part.group, part.start, part.stop) for part in window.fragments]
+        tables, gaps, offset = [], [], 0
+        for part in window.fragments:
+            if self._skipper is None:
+                found = self._decoder.decode(part.group, part.start, part.stop)
+            else:
+                found = self._skipper.decode(self._decoder, layout, window, part)
+            if found is None:
+                gaps.append(_Gap(start=offset, stop=offset + part.rows, group=part.group))
+            tables.append(self.schema.empty_table() if found is None else found)
+            offset += part.rows
         permutation = window.permutation()
         table = _block(tables) if permutation is not None else pa.concat_tables(tables)
-        assert table.num_rows == window.rows, "a window's fragments do not add up to it"
-        return _Held(table=table, permutation=permutation, served=_Served())
+        missing = sum(gap.stop - gap.start for gap in gaps)
+        assert table.num_rows + missing == window.rows, "a window's fragments do not add up to it"
+        return _Held(table=table, permutation=permutation, served=_Served(), gaps=tuple(gaps))
 
     def _gathered(self, block: pa.Table, rows: npt.NDArray[np.int64]) -> pa.Table:
         indices = pa.array(rows)

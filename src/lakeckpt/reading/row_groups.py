@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lakeckpt.errors import DataFileDamaged, LakeckptError, RowGroupTooLarge, StorageError
+from lakeckpt.errors import DataFileChanged, DataFileDamaged, LakeckptError, RowGroupTooLarge, StorageError
 from lakeckpt.lake.column_chunks import ChunkFacts, chunk_facts
 from lakeckpt.lake.footer import Footer
 from lakeckpt.reading.arrays import looked_up_bytes
@@ -122,11 +122,12 @@ class RowGroupReader:
             except LakeckptError:
                 raise
             except (pa.ArrowException, OSError, ValueError) as error:
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise StorageError(f"row group {row_group} of {self.path!r} could not be read: {error}") from error
-                raise self._damaged(row_group, None, str(error)) from error
+                raise StorageError(f"row group {row_group} of {self.path!r} could not be read: {error}") from error
             if part.size != stop - start:
-                raise self._damaged(row_group, None, f"the file ends at byte {start + part.size}, not at {self._size}")
+                raise DataFileChanged(
+                    f"the data file {self.path!r} ends at byte {start + part.size}, not at {self._size}: it was cut or "
+                    "written again since it was pinned. Restore it, or open the table again"
+                )
             parts.append((start, part))
         return HeldFile(self._size, parts)
 

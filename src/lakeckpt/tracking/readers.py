@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import ReaderState
 
-__all__ = ["TrackedReader", "index_of", "selection_of"]
+__all__ = ["SkippingReader", "TrackedReader", "index_of", "selection_of"]
 
 
 @runtime_checkable
@@ -52,6 +53,19 @@ class TrackedReader(Protocol):
 def selection_of(reader: object) -> Any | None:
     """The row selection of ``reader`` (with ``digest`` and ``dumps()``), counted if need be; None: it has no filter."""
     return getattr(reader, "selection", None) if getattr(reader, "row_filter", None) is not None else None
+
+
+@runtime_checkable
+class SkippingReader(Protocol):
+    """A tracked reader that may go on without rows that cannot be read. What it skips, each rank knows of itself."""
+
+    def skipped(self, at: Receipt | None = None) -> SkipList:
+        """What this rank skipped (or was loaded with) up to ``at``: at least that of all epochs that are not over."""
+        ...
+
+    def load_skipped(self, skips: SkipList, /) -> None:
+        """Skip what is listed. Raises `StateError` without a change where that cannot be."""
+        ...
 
 
 def index_of(reader: object) -> Any | None:

@@ -1,0 +1,79 @@
+"""What if a row group cannot be read?  Decide whether to go on without it, and remember that, for as long as it counts.
+
+What is tried is a *stretch*: the rows of one row group in one window. A stretch that was found damaged, here or (by the
+skip list that comes with an assignment) in what the run goes on from, is not tried again in that epoch, though it may
+have healed since: what was told of it stays true. Only damage is gone around (`DataFileDamaged`): a store that fails, a
+file that is gone or was written again, values that do not fit, a row group that is too large are raised as ever.
+
+It reads nothing itself, and holds no rows.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.order import EpochLayout, Fragment, Window
+from lakeckpt.core.skips import MOST_SKIPPED, Skip, SkipList, SkippedGroup
+from lakeckpt.errors import DataFileDamaged
+from lakeckpt.lake.index import TableIndex
+from lakeckpt.reading.decode import RowGroupDecoder
+
+__all__ = ["Skipper"]
+
+
+class Skipper:
+    """Goes around damaged row groups of the table of ``index``.
+
+    ``finds_more``: whether damage that is not on the list yet is added to it; else it is raised.
+    """
+
+    def __init__(self, index: TableIndex, *, finds_more: bool) -> None:
+        self.known = SkipList()
+        """What is not tried."""
+        self._index = index
+        self._finds_more = finds_more
+
+    def learn(self, known: SkipList) -> bool:
+        """Add what others found; tell whether any of it is new."""
+        before = self.known
+        self.known = before.union(known)
+        return self.known != before
+
+    def decode(
+        self, decoder: RowGroupDecoder, layout: EpochLayout, window: Window, fragment: Fragment
+    ) -> pa.Table | None:
+        """Return the rows of ``fragment``; None where it is skipped."""
+        whole = self._entry(layout, fragment.group, window.start, window.stop, "")
+        if self.known.reason(whole) is not None:
+            return None
+        try:
+            return decoder.decode(fragment.group, fragment.start, fragment.stop)
+        except DataFileDamaged as error:
+            if not self._finds_more:
+                raise
+            if len(self.known) >= MOST_SKIPPED:
+                error.add_note(f"{len(self.known)} row groups were skipped already: that is more than an odd damage")
+                raise
+            found = self._entry(layout, fragment.group, window.start, window.stop, str(error))
+            self.known = self.known.union(SkipList([found]))
+            return None
+
+    def skip(self, layout: EpochLayout, group: int, start: int, stop: int, rows: int) -> Skip:
+        """Return that ``rows`` rows of ``group`` did not come, which stand between positions [start, stop)."""
+        entry = self._entry(layout, group, start, stop, "")
+        return Skip(group=self._entry(layout, group, start, stop, self.known.reason(entry) or ""), rows=rows)
+
+    def _entry(self, layout: EpochLayout, group: int, start: int, stop: int, reason: str) -> SkippedGroup:
+        file, row_group = self._index.group(group)
+        return SkippedGroup(
+            table=self._index.digest,
+            epoch=layout.epoch,
+            num_lanes=layout.num_lanes,
+            rotation=layout.rotation,
+            group=group,
+            file=self._index.paths[file],
+            row_group=row_group,
+            reason=" ".join(reason.split())[:300],
+            positions=Intervals.of([(start, stop)]),
+        )
