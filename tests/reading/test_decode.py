@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import tempfile
@@ -14,11 +15,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, SchemaError, StorageError
+from lakeckpt.lake.storage import Storage
 from lakeckpt.lake.table import Table, open_table
 from lakeckpt.reading.convert import convert
 from lakeckpt.reading.decode import RowGroupDecoder, select_columns
 from lakeckpt.reading.ragged import to_pylist
-from tests.reading.cases import columns, counted, write_file, write_ids
+from tests.reading.cases import CountingStorage, columns, counted, write_file, write_ids
 
 
 def numbers(count: int, begin: int = 0) -> pa.Table:
@@ -263,8 +265,24 @@ def test_a_file_written_again_while_it_is_open_has_changed_and_is_not_damaged(tm
         decoder.decode(1, 0, 1)
 
 
+class FlippingOnce(CountingStorage):
+    """A storage whose first read over byte ``at`` of a file has that byte wrong."""
+
+    def __init__(self, inner: Storage, at: int) -> None:
+        super().__init__(inner)
+        self.at = at
+        self.flipped = 0
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        found = bytearray(super().read(path, start, stop))
+        if not self.flipped and start <= self.at < start + len(found):
+            self.flipped += 1
+            found[self.at - start] ^= 0x55
+        return bytes(found)
+
+
 def test_damage_that_a_second_read_does_not_find_is_none(tmp_path: Path) -> None:
-    path = write_file(tmp_path / "a.parquet", [numbers(400)])
+    path = write_file(tmp_path / "a.parquet", [numbers(400)], write_page_checksum=True)
     table = open_table(tmp_path)
     storage = FlippingOnce(table.storage, pages(path, 0, 0)[0] + 10)
     decoded = RowGroupDecoder(dataclasses.replace(table, storage=storage)).decode(0, 0, 400)

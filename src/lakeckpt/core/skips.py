@@ -31,7 +31,7 @@ class SkippedGroup:
     """Rows of one row group that did not come: those at ``positions`` of an epoch."""
 
     table: str
-    """Digest of the pinned table (hex)."""
+    """Digest of the pinned table (hex); where rows are selected, a slash and the digest of the row selection."""
     epoch: int
     num_lanes: int
     """The lanes that the epoch's order was made with, and their rotation: what positions mean."""

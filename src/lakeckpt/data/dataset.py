@@ -24,7 +24,7 @@ from lakeckpt.data.epoch_file import EpochFile, Turn
 from lakeckpt.data.identity import IdentityOf
 from lakeckpt.data.progress import Progress
 from lakeckpt.data.selecting import Selecting
-from lakeckpt.data.skip_warning import warn_of_skips
+from lakeckpt.data.skip_warning import skips_bad_row_groups, warn_of_skips
 from lakeckpt.data.source import BatchSource, Output, split_rows
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import Transform, bind_transform
@@ -73,8 +73,7 @@ class LakeDataset(IterableDataset[Any]):
         rank, world_size: the data-parallel rank and size; both or neither.
         dp_group: the data-parallel ProcessGroup or DeviceMesh, if it is not the default group.
         on_bad_row_group: ``"raise"`` raises DataFileDamaged where a row group cannot be decoded; ``"skip"`` goes on
-            without its rows: micro-batches are short by them, ``batch.receipt.skips`` says so, checkpoints record it,
-            and what goes on from one skips the same rows. Not for single rows.
+            without its rows, as ``batch.receipt.skips`` and checkpoints then tell. Not for single rows.
         block_size: row-wise use: rows read per visit to a lane, so that decoding stays sequential.
         accept_changes: differences between a loaded state and this dataset to accept, of ``table`` (another listing of
             equally many rows), ``selection``, ``tail``.
@@ -119,12 +118,7 @@ class LakeDataset(IterableDataset[Any]):
         one_of("tail", tail, ("short", "drop"))
         one_of("output", output, ("torch", "numpy", "arrow"))
         one_of("nulls", nulls, ("error", "mask"))
-        one_of("on_bad_row_group", on_bad_row_group, ("raise", "skip"))
-        if on_bad_row_group == "skip" and batch_size is None:
-            raise ConfigError(
-                'on_bad_row_group="skip" needs a batch_size: of single rows, ranks would get different numbers, and no '
-                "longer be in step"
-            )
+        skips_bad = skips_bad_row_groups(on_bad_row_group, batch_size)
         if flag("jagged", jagged) and output != "torch":
             raise ConfigError(f'jagged=True gives nested tensors and needs output="torch", got output={output!r}')
         self.table = table if isinstance(table, Table) else open_table(table, storage_options=storage_options)
@@ -162,7 +156,7 @@ class LakeDataset(IterableDataset[Any]):
             transform=bind_transform(transform),
             row_wise=self.row_wise,
             selecting=self._selecting,
-            skips_bad=on_bad_row_group == "skip",
+            skips_bad=skips_bad,
         )
         self._progress = Progress(
             IdentityOf(self.table, self._selecting, spec, kind, endless),

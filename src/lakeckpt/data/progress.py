@@ -253,8 +253,8 @@ class Progress:
         """Skip what is on the list, whatever it would be to read now: what this goes on from has recorded it."""
         if skips and self._row_wise:
             raise StateMismatch(
-                f"what this goes on from skipped {len(skips)} row groups, which single rows cannot do: read on with the "
-                "batch_size that it had"
+                f"what this goes on from skipped {len(skips)} row groups, which single rows cannot do: read on with "
+                "the batch_size that it had"
             )
         self._marked_skips = skips
         self.skips = self.skipped(None)

@@ -1,4 +1,4 @@
-"""How does a training script hear that rows are missing?  By a warning: once for each row group that is skipped."""
+"""May rows be missing, and how does a training script hear of it?  By a warning, once for each row group skipped."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import warnings
 
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
+from lakeckpt.data.arguments import one_of
+from lakeckpt.errors import ConfigError
 
-__all__ = ["SkipWarning", "warn_of_skips"]
+__all__ = ["SkipWarning", "skips_bad_row_groups", "warn_of_skips"]
 
 
 class SkipWarning(UserWarning):
@@ -25,3 +27,14 @@ def warn_of_skips(receipt: Receipt, known: SkipList) -> None:
                 SkipWarning,
                 stacklevel=4,
             )
+
+
+def skips_bad_row_groups(asked: object, batch_size: int | None) -> bool:
+    """Return whether ``on_bad_row_group=asked`` is to skip; ConfigError where it cannot be."""
+    one_of("on_bad_row_group", asked, ("raise", "skip"))
+    if asked == "skip" and batch_size is None:
+        raise ConfigError(
+            'on_bad_row_group="skip" needs a batch_size: of single rows ranks would get different numbers, and no '
+            "longer be in step"
+        )
+    return asked == "skip"

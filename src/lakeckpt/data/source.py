@@ -62,13 +62,14 @@ class BatchSource:
         self._transform = transform
         self._row_wise = row_wise
         self._selecting = selecting
-        self._skipper = Skipper(table.index, finds_more=skips_bad)
+        self._skips_bad = skips_bad
+        self._skipper: Skipper | None = None
         self._reader: PositionReader | None = None
         self._lanes = 0
         self._layouts: dict[LayoutKey, EpochLayout] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None, "_layouts": {}}
+        return {**self.__dict__, "_reader": None, "_skipper": None, "_layouts": {}}
 
     def clear(self) -> None:
         """Forget what was decoded: delivered arrays are the loop's to write to, so none is served twice."""
@@ -110,6 +111,9 @@ class BatchSource:
         return result
 
     def _arrow(self, assignment: Assignment) -> tuple[pa.Table, Receipt]:
+        if self._skipper is None:
+            selection = "" if self._selecting is None else self._selecting.get().digest
+            self._skipper = Skipper(self._table.index, selection=selection, finds_more=self._skips_bad)
         if self._reader is None or assignment.lanes != self._lanes:
             # Every lane has one window open at a time.
             decoder = None

@@ -23,15 +23,16 @@ __all__ = ["Skipper"]
 
 
 class Skipper:
-    """Goes around damaged row groups of the table of ``index``.
+    """Goes around damaged row groups of the table of ``index``; ``selection`` is the digest of the rows selected of it.
 
     ``finds_more``: whether damage that is not on the list yet is added to it; else it is raised.
     """
 
-    def __init__(self, index: TableIndex, *, finds_more: bool) -> None:
+    def __init__(self, index: TableIndex, *, selection: str, finds_more: bool) -> None:
         self.known = SkipList()
         """What is not tried."""
         self._index = index
+        self._table = f"{index.digest}/{selection}" if selection else index.digest
         self._finds_more = finds_more
 
     def learn(self, known: SkipList) -> bool:
@@ -67,7 +68,7 @@ class Skipper:
     def _entry(self, layout: EpochLayout, group: int, start: int, stop: int, reason: str) -> SkippedGroup:
         file, row_group = self._index.group(group)
         return SkippedGroup(
-            table=self._index.digest,
+            table=self._table,
             epoch=layout.epoch,
             num_lanes=layout.num_lanes,
             rotation=layout.rotation,
