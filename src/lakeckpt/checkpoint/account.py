@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lakeckpt.checkpoint.audit_report import EpochAudit, EpochStatus, Finding, FindingKind, ReaderAudit
+from lakeckpt.checkpoint.audit_report import EpochAudit, EpochStatus, Finding, FindingKind, ReaderAudit, SkippedRows
 from lakeckpt.checkpoint.epoch_account import Piece, Space, count_epoch, space_of
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.rows import Order, name_rows, order_name
+from lakeckpt.checkpoint.skipped import skipped_in
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan, consumed, consumption, replan
 from lakeckpt.core.state import Identity, ReaderState
@@ -54,6 +55,8 @@ class _Account:
         self._pieces: dict[int, list[Piece]] = {}
         self._ends: dict[int, ReaderState] = {}
         self._latest: ReaderState | None = None
+        self._skipped: dict[int, list[Piece]] = {}
+        self._skips: list[SkippedRows] = []
         self._topologies: dict[tuple[int, int, int], None] = {}
 
     def audit(self) -> ReaderAudit:
@@ -62,6 +65,8 @@ class _Account:
         identity: Identity | None = None
         try:
             origin, tip = self._collect()
+            self._skipped, self._skips, unknown = skipped_in(self._records, self._orders)
+            self._doubts.update(dict.fromkeys(unknown))
             identity = tip.identity
             known = consumed(tip)
             for epoch in self._epochs(origin, tip, known):
@@ -78,6 +83,7 @@ class _Account:
             findings=tuple(findings),
             doubts=tuple(self._doubts),
             notes=tuple(self._notes),
+            skips=tuple(self._skips),
         )
 
     # --- the records
@@ -216,7 +222,8 @@ class _Account:
             self._doubts[f"epoch {epoch} was read from {len(tables)} versions of the table, by the user's leave"] = None
         if len({piece.identity.selection for piece in told}) > 1:
             self._doubts[f"epoch {epoch} was read with several filters, by the user's leave"] = None
-        space = space_of(told, self._orders) if told else Space(self._orders, None)
+        missing = self._skipped.get(epoch, [])
+        space = space_of([*told, *missing], self._orders) if told else Space(self._orders, None)
         if space is None:
             self._doubts[f"epoch {epoch} was read in orders that cannot be compared, and is not counted"] = None
             return
@@ -228,6 +235,7 @@ class _Account:
             pieces=pieces,
             before=before,
             claim=claim,
+            skipped=missing,
             dropped=self._dropped(epoch) if status == "complete" else None,
         )
         epochs.append(counted.audit)

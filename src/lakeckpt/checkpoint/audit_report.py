@@ -14,7 +14,17 @@ from typing import Literal
 
 from lakeckpt.checkpoint.rows import GroupRows
 
-__all__ = ["AuditReport", "Branch", "EpochAudit", "EpochStatus", "Finding", "FindingKind", "ReaderAudit", "Verdict"]
+__all__ = [
+    "AuditReport",
+    "Branch",
+    "EpochAudit",
+    "EpochStatus",
+    "Finding",
+    "FindingKind",
+    "ReaderAudit",
+    "SkippedRows",
+    "Verdict",
+]
 
 Verdict = Literal["proved", "violated", "unproved"]
 EpochStatus = Literal["complete", "in progress", "left behind"]
@@ -39,6 +49,8 @@ class EpochAudit:
     """How many times too many rows were consumed, over all rows."""
     lost: int
     """Rows that were not consumed and never will be."""
+    skipped: int
+    """Rows that were left out because they could not be read (``on_bad_row_group="skip"``), when their turn came."""
     dropped: int
     """Rows left out on purpose, by ``tail="drop"``."""
     left: int
@@ -47,7 +59,8 @@ class EpochAudit:
     """Rows consumed before the ledger begins, by the word of the reader's first state."""
 
     def __post_init__(self) -> None:
-        total = self.once + self.repeated + self.again + self.lost + self.dropped + self.left + self.before
+        total = self.once + self.repeated + self.again + self.lost + self.skipped + self.dropped + self.left
+        total += self.before
         assert total == self.rows, f"epoch {self.epoch}: {total} of {self.rows} rows accounted for"
 
 
@@ -99,6 +112,22 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedRows:
+    """Rows of one row group that were consumed and had not come, being damaged."""
+
+    epoch: int
+    file: str
+    row_group: int
+    """Its ordinal in the file."""
+    rows: int
+    reason: str
+
+    def to_plain(self) -> dict[str, object]:
+        """JSON-able values."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderAudit:
     """One reader of the run."""
 
@@ -113,6 +142,8 @@ class ReaderAudit:
     findings: tuple[Finding, ...]
     doubts: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    skips: tuple[SkippedRows, ...] = ()
+    """What could not be read, by row group."""
 
     def to_plain(self) -> dict[str, object]:
         """JSON-able values."""
@@ -127,6 +158,7 @@ class ReaderAudit:
             "findings": [one.to_plain() for one in self.findings],
             "doubts": list(self.doubts),
             "notes": list(self.notes),
+            "skips": [one.to_plain() for one in self.skips],
         }
 
 
@@ -225,12 +257,18 @@ class AuditReport:
         return self._sum("again")
 
     @property
+    def skipped(self) -> int:
+        """Rows left out because they could not be read, over all readers and epochs."""
+        return self._sum("skipped")
+
+    @property
     def words(self) -> str:
         """The verdict in one line."""
         done = f"{self.checkpoints:,} checkpoints up to step {self.step:,}"
         if self.verdict == "proved":
             dropped = f", {self._sum('dropped'):,} dropped on purpose" if self._sum("dropped") else ""
-            return f"{done}: {self._sum('once'):,} rows counted exactly once, 0 lost, 0 repeated{dropped}"
+            skipped = f", {self.skipped:,} SKIPPED because they could not be read" if self.skipped else ""
+            return f"{done}: {self._sum('once'):,} rows counted exactly once, 0 lost, 0 repeated{dropped}{skipped}"
         if self.verdict == "violated":
             again = f", {self.again:,} more to be read again" if self.again else ""
             return f"{done}: {self.lost:,} rows lost, {self.repeated:,} repeated{again}"
@@ -251,6 +289,7 @@ class AuditReport:
             "repeated": self.repeated,
             "surplus": self.surplus,
             "again": self.again,
+            "skipped": self.skipped,
             "dropped": self._sum("dropped"),
             "readers": [reader.to_plain() for reader in self.readers],
             "branches": [branch.to_plain() for branch in self.branches],

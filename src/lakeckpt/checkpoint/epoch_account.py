@@ -95,12 +95,14 @@ def count_epoch(
     pieces: Sequence[Piece],
     before: Piece | None,
     claim: Piece | None,
+    skipped: Sequence[Piece],
     dropped: Piece | None,
 ) -> Counted:
     """Count the ``rows`` rows of an epoch.
 
     ``pieces`` are what was recorded, in order; ``before`` what had been consumed before the record begins; ``claim``
-    what the newest state takes for consumed; ``dropped`` what its ends leave out. All None: nothing.
+    what the newest state takes for consumed; ``skipped`` what had not come of that; ``dropped`` what its ends leave
+    out. All None: nothing.
     """
     none, every = Intervals.empty(), Intervals.whole(rows)
     over = status == "complete"
@@ -113,11 +115,14 @@ def count_epoch(
     again = seen.difference(claimed.union(left_out))
     again = again.difference(twice)
     inherited = none if before is None else space.of(before).difference(twice.union(again))
+    came = seen.difference(twice.union(again, inherited))
+    missing = came.intersection(none.union(*(space.of(piece) for piece in skipped)))
     audit = EpochAudit(
         epoch=epoch,
         status=status,
         rows=rows,
-        once=seen.difference(twice.union(again, inherited)).size,
+        once=came.size - missing.size,
+        skipped=missing.size,
         repeated=twice.size,
         again=again.size,
         surplus=surplus,

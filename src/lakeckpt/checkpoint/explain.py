@@ -20,6 +20,7 @@ from lakeckpt.checkpoint.ledger import History, index_path, selection_path
 from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.rows import GroupRows, Order, name_rows, order_name
+from lakeckpt.checkpoint.skipped import rows_skipped
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan
 from lakeckpt.core.receipts import Receipt, Span
@@ -55,6 +56,8 @@ class RankRows:
     """int64, shape (rows,): rows of the table (row group after row group), in the order in which they were read."""
     where: tuple[GroupRows, ...]
     """The same by file and row group."""
+    skipped: int = 0
+    """Rows that were dealt to the rank and had not come, being damaged; they are not among the others."""
 
     @property
     def rows(self) -> int:
@@ -97,6 +100,7 @@ class ReaderStep:
         plain: dict[str, object] = {
             "rank": rank.rank,
             "rows": rank.rows,
+            "skipped": rank.skipped,
             "micro_batches": [
                 {
                     "number": one.number,
@@ -206,6 +210,7 @@ class _Explainer:
                 f"{' or '.join(paths)} cannot be read, and without it no row of {name!r} can be named"
             )
         self._order = orders[order_name(state.identity)]
+        self._skipped = rows_skipped(record.skips, state.identity, self._order)
 
     def step(self, step: int, ranks: Collection[int] | None) -> ReaderStep:
         """The rows of ``step``."""
@@ -275,7 +280,7 @@ class _Explainer:
     # --- which rows are that?
 
     def _rank(self, rank: int, stretches: list[tuple[Plan, Place, Place]]) -> RankRows:
-        micro_batches, rows = [], [np.zeros(0, np.int64)]
+        micro_batches, rows, skipped = [], [np.zeros(0, np.int64)], 0
         for plan, low, high in stretches:
             for loader_step in range(low[0], high[0] + (high[1] > 0)):
                 assignment = plan.assignment(loader_step, rank)
@@ -283,7 +288,9 @@ class _Explainer:
                 stop = high[1] if loader_step == high[0] else assignment.receipt.rows
                 spans = _cut(assignment.receipt, start, stop)
                 keys = {key.epoch: key for key in assignment.layouts}
-                rows += [self._rows(span, keys[span.epoch], plan) for span in spans]
+                came = [self._rows(span, keys[span.epoch], plan) for span in spans]
+                skipped += sum(span.rows for span in spans) - sum(map(len, came))
+                rows += came
                 micro_batches.append(
                     MicroBatch(
                         number=assignment.receipt.micro_batch,
@@ -299,10 +306,16 @@ class _Explainer:
             micro_batches=tuple(micro_batches),
             table_rows=found,
             where=tuple(name_rows(self._order, every, most=len(found))),
+            skipped=skipped,
         )
 
     def _rows(self, span: Span, key: LayoutKey, plan: Plan) -> npt.NDArray[np.int64]:
-        return self._order.locate(plan.state.identity.spec, key, Intervals.of([(span.start, span.stop)]))
+        found = self._order.locate(plan.state.identity.spec, key, Intervals.of([(span.start, span.stop)]))
+        missing = self._skipped.get(span.epoch)
+        if not missing:
+            return found
+        before = np.searchsorted(missing.starts, found, side="right") - 1
+        return found[(before < 0) | (found >= missing.stops[before])]
 
 
 def _place(state: ReaderState) -> Place:

@@ -124,6 +124,23 @@ class Order:
         groups, rows = self.layout(spec, key).locate(asked)
         return np.asarray(self.starts[groups] + rows, np.int64)
 
+    def at_group(self, spec: OrderSpec, key: LayoutKey, positions: Intervals, group: int) -> Intervals:
+        """Those of ``positions`` at which rows of row group ``group`` stand."""
+        layout = self.layout(spec, key)
+        found = []
+        for start, stop in positions.pairs():
+            for window in layout.windows(start, stop):
+                rows = window.permutation()
+                rows = np.arange(window.rows) if rows is None else rows
+                begin = 0
+                for fragment in window.fragments:
+                    if fragment.group == group:
+                        at = window.start + np.flatnonzero((begin <= rows) & (rows < begin + fragment.rows))
+                        at = at[(start <= at) & (at < stop)]
+                        found += [_runs(at)] if len(at) else []
+                    begin += fragment.rows
+        return Intervals.empty().union(*found)
+
     @property
     def num_rows(self) -> int:
         """The rows of an epoch."""

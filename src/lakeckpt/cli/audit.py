@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-_COUNTS = ("once", "lost", "repeated", "again", "dropped", "left", "before")
+_COUNTS = ("once", "lost", "repeated", "again", "skipped", "dropped", "left", "before")
 _ALWAYS = ("once", "lost", "repeated")
 _HEADS = {"again": "to repeat", "left": "to come", "before": "before"}
 _GROUPS = 6
@@ -104,6 +104,15 @@ def _show_reader(console: Console, reader: ReaderAudit, *, every: bool) -> None:
             style="red" if bad else None,
         )
     console.print(table)
+    for skip in reader.skips if every else reader.skips[:_GROUPS]:
+        console.print("[yellow]skipped:[/] ", end="")
+        console.print(
+            f"{say_many(skip.rows, 'row')} of row group {skip.row_group} of {skip.file!r} in epoch {skip.epoch}: "
+            f"{skip.reason}",
+            markup=False,
+        )
+    if not every and len(reader.skips) > _GROUPS:
+        console.print(f"[dim]… and {len(reader.skips) - _GROUPS:,} more row groups (--all lists them)[/]")
     for note in reader.notes:
         console.print("note: " + note, style="dim", markup=False)
 

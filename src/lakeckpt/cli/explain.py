@@ -77,6 +77,8 @@ def _row_groups(reader: ReaderStep) -> object:
             head = ("", "")
         if not rank.where:
             table.add_row(*head, "", "", "0", "")
+        if rank.skipped:
+            table.add_row("", "", "", "", f"{rank.skipped:,}", "skipped: could not be read", style="yellow")
     return table
 
 

@@ -256,7 +256,7 @@ class Progress:
                 f"what this goes on from skipped {len(skips)} row groups, which single rows cannot do: read on with "
                 "the batch_size that it had"
             )
-        self._marked_skips = skips
+        self._marked_skips = self._open(skips, None)
         self.skips = self.skipped(None)
 
     def _open(self, skips: SkipList, receipt: Receipt | None) -> SkipList:
