@@ -266,16 +266,16 @@ def test_a_file_written_again_while_it_is_open_has_changed_and_is_not_damaged(tm
 
 
 class FlippingOnce(CountingStorage):
-    """A storage whose first read over byte ``at`` of a file has that byte wrong."""
+    """A storage whose first read over byte ``at`` of a file, its footer aside, has that byte wrong."""
 
     def __init__(self, inner: Storage, at: int) -> None:
         super().__init__(inner)
         self.at = at
         self.flipped = 0
 
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        found = bytearray(super().read(path, start, stop))
-        if not self.flipped and start <= self.at < start + len(found):
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        found = bytearray(super().read(path, start, stop, etag=etag))
+        if not self.flipped and start <= self.at < start + len(found) and not found.endswith(b"PAR1"):
             self.flipped += 1
             found[self.at - start] ^= 0x55
         return bytes(found)

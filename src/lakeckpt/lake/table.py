@@ -120,14 +120,6 @@ class Table:
         if differences:
             raise changed(self.uri, differences)
 
-    def verify_file(self, ordinal: int) -> None:
-        """Compare one file of the index with the storage as it is now; raises as `verify`."""
-        path = self.index.paths[ordinal]
-        now = list_exactly(self.storage, [path], threads=1)
-        difference = self._difference(ordinal, path, now.get(path))
-        if difference:
-            raise _changed(self.uri, [difference]) if path in now else _gone(self, (path,), [difference])
-
     def _difference(self, ordinal: int, path: str, info: ObjectInfo | None) -> str | None:
         file = self.index.files[ordinal]
         if info is None:

@@ -4,8 +4,8 @@ The row group is the unit of decode: its column chunks of those columns (and no 
 verified where the file has them, in bounded memory (`lakeckpt.reading.row_groups`), and the rows cut out. Rows that
 the pinned version deletes do not exist, and are not counted. What a file lacks or stores otherwise is made to fit by
 `lakeckpt.reading.fitting`; partition columns are constants. A file is opened once, when first needed, and its footer
-must be the pinned one; the files used last stay open. What cannot be decoded is compared with the pinned listing (a
-file that was written again meanwhile is `DataFileChanged`) and read once more before it counts as damaged.
+must be the pinned one; the files used last stay open. Where something cannot be decoded, the file is
+opened again (one that was written again meanwhile is `DataFileChanged`) and read once more before it counts as damaged.
 
 It never caches rows: every call decodes anew, so the memory that it returns is the caller's alone. One decoder is for
 one thread.
@@ -111,13 +111,12 @@ class RowGroupDecoder:
             self._open.popitem()[1][0].source.close()
 
     def _read(self, ordinal: int, inside: int, rows: int) -> dict[str, Any]:
-        """As `_fitted`. Damage is believed only of the pinned file, and when it is read so twice."""
+        """As `_fitted`. Damage is believed only of the pinned file (opened again, it must be that), read so twice."""
         try:
             return self._fitted(ordinal, inside, rows)
         except DataFileDamaged:
             if ordinal in self._open:
                 self._open.pop(ordinal)[0].source.close()
-            self.table.verify_file(ordinal)
             return self._fitted(ordinal, inside, rows)
 
     def _fitted(self, ordinal: int, inside: int, rows: int) -> dict[str, Any]:
