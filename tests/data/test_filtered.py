@@ -25,7 +25,7 @@ from lakeckpt.lake.selection import RowSelection
 from lakeckpt.reading.count import count_rows
 from lakeckpt.testing import assert_exactly_once
 from tests.data.reading import ids
-from tests.lake.filtering import expressions, tables, with_deletes
+from tests.lake.filtering import expressions, kept_by_pyarrow, tables, with_deletes
 from tests.tracking.processes import run_processes
 
 f = pc.field
@@ -109,11 +109,12 @@ def test_delivered_rows_are_those_of_pyarrows_filter(
 ) -> None:
     whole = data.draw(tables())
     expression = data.draw(expressions(whole.schema))
+    kept = kept_by_pyarrow(whole, expression)["id"].to_pylist()
     deleted = data.draw(st.sets(st.integers(0, whole.num_rows - 1), max_size=5))
     folder = tmp_path_factory.mktemp("t")
     pq.write_table(whole, folder / "a.parquet", row_group_size=5)
     table = with_deletes(open_table(folder), {0: sorted(deleted)})
-    wanted = [one for one in whole.filter(expression)["id"].to_pylist() if one not in deleted]
+    wanted = [one for one in kept if one not in deleted]
     make = make_of(table, filters=expression, shuffle=shuffle, output="arrow", batch_size=3)
     loaders = [make(rank, ranks, 0) for rank in range(ranks)]
     found = [[batch["id"].to_pylist() for batch in loader] for loader in loaders]

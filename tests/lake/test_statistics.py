@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from lakeckpt.lake.filters import row_filter
 from lakeckpt.lake.prune import verdicts
 from lakeckpt.lake.statistics import Bounds, constant_bounds, stored_bounds
-from tests.lake.filtering import KINDS, expressions, tables
+from tests.lake.filtering import KINDS, expressions, kept_by_pyarrow, tables
 from tests.lake.tables import footer_of
 
 f = pc.field
@@ -43,6 +43,7 @@ def bounds_of(data: bytes, schema: pa.Schema) -> dict[str, Bounds]:
 
 def check(data: bytes, table: pa.Table, expression: pc.Expression, group_rows: int) -> None:
     """The verdicts on each row group against its rows."""
+    kept_by_pyarrow(table, expression)
     bounds = bounds_of(data, table.schema)
     keep = row_filter(expression, table.schema)
     groups = -(-table.num_rows // group_rows)
