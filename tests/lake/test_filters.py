@@ -181,6 +181,21 @@ def test_a_value_that_cannot_be_compared_is_named_when_it_is_met() -> None:
         keep.mask(table)
 
 
+def test_nanoseconds_are_compared_and_spelled_without_pandas() -> None:
+    kind = pa.timestamp("ns")
+    table = pa.table({"t": pa.array([1577836800000000001, 1577836800000000002, None], kind)})
+    odd = pa.scalar(1577836800000000001, kind)
+    for one, kept in (
+        (f("t") == odd, [True, False, False]),
+        (f("t").isin(pa.array([odd, pa.scalar(None, kind)])), [True, False, True]),
+        (f("t") > odd, [False, True, False]),
+    ):
+        keep = row_filter(one, table.schema)
+        assert keep.mask(table).to_pylist() == kept and "2020-01-01 00:00:00.000000001" in str(keep)
+    hours = pa.table({"d": pa.array([3], pa.duration("ns"))})
+    assert str(row_filter(f("d") == pa.scalar(3, pa.duration("ns")), hours.schema)) == "d == 3"
+
+
 def test_tuples_mean_what_they_mean_to_pyarrow() -> None:
     table = pa.table({"a": pa.array([1, 2, 3, None]), "b": pa.array(["x", "y", None, "x"])})
     for filters in (

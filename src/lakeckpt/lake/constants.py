@@ -65,6 +65,9 @@ def spelled(one: Constant) -> str:
     """A constant, for people."""
     if one.plain[0] == "null":
         return "null"
+    if pa.types.is_temporal(one.scalar.type):  # nanoseconds have no Python value without pandas
+        said = _cast(one.scalar, pa.string())
+        return str(one.plain[-1]) if said is None else str(said)
     return f'"{one.plain[1]}"' if one.plain[0] == "text" else str(one.scalar)
 
 
@@ -83,7 +86,7 @@ def _as(scalar: pa.Scalar, kind: pa.DataType) -> pa.Scalar | None:
     if not scalar.is_valid or scalar.type == kind:
         return None
     given = scalar.type
-    value: Any = scalar.as_py() if not types.is_timestamp(given) else None
+    value: Any = None if types.is_temporal(given) else scalar.as_py()
     if types.is_floating(given) and types.is_integer(kind):
         if value != value or abs(value) >= _EXACT or value != int(value):
             return None

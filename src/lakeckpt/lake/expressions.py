@@ -144,7 +144,8 @@ def _contained(part: pc.Expression, values: tuple[Constant, ...]) -> pc.Expressi
     some = [one.scalar for one in values if one.scalar.is_valid]
     if not some:
         return part.is_null() if values else pc.scalar(False)
-    return part.isin(pa.array([one.scalar.as_py() for one in values], some[0].type))
+    kind = some[0].type
+    return part.isin(pa.array([one.scalar if one.scalar.is_valid else pa.scalar(None, kind) for one in values], kind))
 
 
 def columns_of(node: Node) -> tuple[str, ...]:

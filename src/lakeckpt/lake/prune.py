@@ -102,9 +102,9 @@ def _known(node: Call, bounds: Mapping[str, Bounds]) -> Bounds | None:
 
 
 def _of_constant(node: Constant, groups: int) -> Verdicts:
-    value = node.scalar.as_py()
-    if value is not None and not isinstance(value, bool):
+    if node.scalar.is_valid and not pa.types.is_boolean(node.scalar.type):
         return _anything(groups)
+    value = node.scalar.as_py()
     full = [np.full(groups, value is which, np.bool_) for which in (True, False, None)]
     return Verdicts(true=full[0], false=full[1], null=full[2])
 
@@ -153,7 +153,7 @@ def _contained(node: Call, known: Bounds) -> Verdicts:
         return _anything(len(known.rows))
     true, only = np.zeros((2, len(known.rows)), np.bool_)
     if len(values) > _MOST_VALUES:
-        ends = pc.min_max(pa.array([one.as_py() for one in values], values[0].type))
+        ends = pc.min_max(pa.array(values, values[0].type))
         true = _flags("less_equal", known.low, ends["max"]) & _flags("greater_equal", known.high, ends["min"])
     else:
         for value in values:
