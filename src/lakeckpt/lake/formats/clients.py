@@ -1,49 +1,93 @@
 """How are a store and its credentials told to a format's own client, which opens the table's metadata by itself?
 
-The options that a caller gives for an fsspec filesystem go to object_store, on which deltalake stands, under its
-names, with bounds on how long it may try. What object_store names itself (``aws_region``, …) goes to it as it is.
-Credentials of the environment need no option: the client finds them there. Values are never shown.
+deltalake and hudi stand on object_store: it is told, under its names, what the caller said of the store (of S3 under
+any name that `S3Options` knows) and what botocore finds in the environment and its configuration files, as our own
+store has it; with bounds on how long it may try. Of other stores, texts go as they are. Values are never shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import botocore.exceptions
+import botocore.session
+
+from lakeckpt.errors import ConfigError
+from lakeckpt.lake.credentials import silent
+from lakeckpt.lake.s3_options import S3Options
 from lakeckpt.lake.storage import split_uri
 
 __all__ = ["object_store_options"]
 
-_NAMES = {
-    "key": "aws_access_key_id",
-    "secret": "aws_secret_access_key",
-    "token": "aws_session_token",
-    "endpoint_url": "aws_endpoint",
-    "region_name": "aws_region",
-    "anon": "aws_skip_signature",
-}
 _BOUNDS = {"timeout": "60s", "connect_timeout": "10s", "max_retries": "4", "retry_timeout": "120s"}
+_AMAZON = (".amazonaws.com", ".amazonaws.com.cn")
 
 
 def object_store_options(uri: str, storage_options: Mapping[str, Any] | None) -> dict[str, str]:
-    """The options of object_store for what ``storage_options`` say of the store of ``uri``; {} for local files."""
+    """The options of object_store for what ``storage_options`` say of the store of ``uri``; {} for local files.
+
+    They hold credentials. `ConfigError` where S3 options are unknown or no credentials are found.
+    """
     scheme, _ = split_uri(uri)
     if scheme == "file":
         return {}
-    found = dict(_BOUNDS)
-    for name, value in _flat(storage_options or {}):
-        if isinstance(value, str | bool | int):
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            found[_NAMES.get(name, name) if scheme in ("s3", "s3a") else name] = text
-    if found.get("aws_endpoint", "").startswith("http://"):
-        found["aws_allow_http"] = "true"
+    if scheme not in ("s3", "s3a"):
+        return _BOUNDS | {name: value for name, value in (storage_options or {}).items() if isinstance(value, str)}
+    given = S3Options.of(storage_options)
+    found = _BOUNDS | _flags(given)
+    try:
+        session = botocore.session.Session(profile=given.profile)
+        found |= _place(session, given) | _credentials(session, given)
+    except botocore.exceptions.BotoCoreError as error:
+        raise ConfigError(f"cannot open an S3 bucket: {given.secrets.scrub(str(error))}") from None
     return found
 
 
-def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The options of one level: s3fs nests those of botocore's client."""
-    for name, value in options.items():
-        if name == "client_kwargs" and isinstance(value, Mapping):
-            yield from _flat(value)
-        else:
-            yield name, value
+def _flags(given: S3Options) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if given.requester_pays:
+        found["aws_request_payer"] = "true"
+    if given.virtual_hosts is not None:
+        found["aws_virtual_hosted_style_request"] = str(given.virtual_hosts).lower()
+    if given.verify is False:
+        found["allow_invalid_certificates"] = "true"
+    if given.proxy is not None:
+        found["proxy_url"] = given.proxy
+    return found
+
+
+def _place(session: Any, given: S3Options) -> dict[str, str]:
+    region = given.region or session.get_config_variable("region") or "us-east-1"
+    client = session.create_client(
+        "s3", region_name=region, endpoint_url=given.endpoint, aws_access_key_id="-", aws_secret_access_key="-"
+    )
+    endpoint = str(client.meta.endpoint_url)
+    client.close()
+    if given.endpoint is None and endpoint.endswith(_AMAZON):
+        return {"aws_region": region}
+    return {
+        "aws_region": region,
+        "aws_endpoint": endpoint,
+        "aws_allow_http": str(endpoint.startswith("http://")).lower(),
+    }
+
+
+def _credentials(session: Any, given: S3Options) -> dict[str, str]:
+    if given.anonymous:
+        return {"aws_skip_signature": "true"}
+    if given.secrets:
+        taken = given.secrets.take()
+        key, secret, token = taken["key"], taken["secret"], taken.get("token")
+    else:
+        with silent():
+            there = session.get_credentials()
+            if there is None:
+                raise ConfigError(
+                    "no credentials were found for an S3 bucket: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a "
+                    "profile; or pass key and secret, or anon=True, as storage_options"
+                )
+            frozen = there.get_frozen_credentials()
+            key, secret, token = frozen.access_key, frozen.secret_key, frozen.token
+    found = {"aws_access_key_id": str(key), "aws_secret_access_key": str(secret)}
+    return found | ({} if token is None else {"aws_session_token": str(token)})

@@ -23,7 +23,16 @@ import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaProtocolError, TableNotFoundError
 
-from lakeckpt.errors import ConfigError, ObjectMissing, StorageError, TableError, TableFeatureUnsupported, TableNotFound
+from lakeckpt.errors import (
+    ConfigError,
+    DataFileDamaged,
+    ObjectMissing,
+    StorageError,
+    TableError,
+    TableFeatureUnsupported,
+    TableNotFound,
+    TableVersionGone,
+)
 from lakeckpt.lake.columns import ColumnMapping, StoredField
 from lakeckpt.lake.footer import Int64Array
 from lakeckpt.lake.formats.clients import object_store_options
@@ -48,6 +57,7 @@ READER_FEATURES = frozenset(
 """What a table may need of its readers: https://github.com/delta-io/delta/blob/master/PROTOCOL.md#table-features."""
 MAX_READER_VERSION = 3
 _LOG = "_delta_log"
+_VECTORS = "its deletion vectors"
 _COMMIT_HEAD_BYTES = 64 * 1024
 _ICT, _ICT_SINCE = "delta.enableInCommitTimestamps", "delta.inCommitTimestampEnablementVersion"
 _ID, _PHYSICAL = "delta.columnMapping.id", "delta.columnMapping.physicalName"
@@ -137,7 +147,7 @@ def _pinned(table: DeltaTable, place: str, storage: Storage, uri: str) -> Pinned
 def _deleted(table: DeltaTable, files: Mapping[str, int], uri: str) -> dict[int, Int64Array]:
     """The deleted rows of each file that has any, by the file's place in ``files``."""
     found: dict[int, Int64Array] = {}
-    with _asking(uri, "its deletion vectors"):
+    with _asking(uri, _VECTORS):
         for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
             names, vectors = batch.column("filepath").to_pylist(), batch.column("selection_vector")
             for place, name in enumerate(names):
@@ -262,6 +272,12 @@ def _asking(uri: str, what: str) -> Iterator[None]:
             raise TableNotFound(f"{where}: check the path and the credentials") from None
         if isinstance(error, OSError) or "Generic S3 error" in text or "error sending request" in text:
             raise StorageError(f"{where}: check the store and the credentials, then try again") from None
+        if what == _VECTORS:
+            if "not found" in text.lower():
+                raise TableVersionGone(
+                    f"{where}: one is gone; vacuum takes those of old versions. Open a version whose files are there"
+                ) from None
+            raise DataFileDamaged(f"{where}: one is damaged; restore it, or open a version without it") from None
         raise TableNotFound(
             f"{where}: it is not in the log any more or not yet, or the log is damaged; open another version"
         ) from None
