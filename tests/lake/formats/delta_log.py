@@ -133,5 +133,6 @@ def add_file(root: Path, path: str, table: pa.Table, values: dict[str, str | Non
             "size": (root / path).stat().st_size,
             "modificationTime": 1,
             "dataChange": True,
+            "stats": json.dumps({"numRecords": table.num_rows}),
         }
     }

@@ -277,7 +277,8 @@ def _asking(uri: str, what: str) -> Iterator[None]:
                 raise TableVersionGone(
                     f"{where}: one is gone; vacuum takes those of old versions. Open a version whose files are there"
                 ) from None
-            raise DataFileDamaged(f"{where}: one is damaged; restore it, or open a version without it") from None
+            if "Deletion Vector" in text:
+                raise DataFileDamaged(f"{where}: one is damaged; restore it, or open a version without it") from None
         raise TableNotFound(
             f"{where}: it is not in the log any more or not yet, or the log is damaged; open another version"
         ) from None
