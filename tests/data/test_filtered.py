@@ -19,13 +19,14 @@ from torch.utils.data import DataLoader
 from lakeckpt import LakeDataset, LakeLoader, Table, open_table
 from lakeckpt.data import selecting
 from lakeckpt.data.selecting import count_together
-from lakeckpt.errors import ConfigError, SchemaError, StateMismatch
+from lakeckpt.errors import ConfigError, DataFileDamaged, SchemaError, StateMismatch
 from lakeckpt.lake.filters import row_filter
 from lakeckpt.lake.selection import RowSelection
 from lakeckpt.reading.count import count_rows
 from lakeckpt.testing import assert_exactly_once
 from tests.data.reading import ids
 from tests.lake.filtering import expressions, kept_by_pyarrow, tables, with_deletes
+from tests.reading.damage import Damage
 from tests.tracking.processes import run_processes
 
 f = pc.field
@@ -311,3 +312,24 @@ def test_threads_that_need_the_counts_at_once_count_once(lake: Path, counts: Cal
     for one in threads:
         one.join()
     assert counts() == 1
+
+
+@pytest.mark.filterwarnings("ignore::lakeckpt.SkipWarning")
+def test_damage_beside_the_filters_columns_is_skipped_with_the_rows_that_it_keeps(tmp_path: Path) -> None:
+    whole = pa.table({"id": range(40), "x": [i % 4 for i in range(40)]})
+    pq.write_table(whole, tmp_path / "a.parquet", row_group_size=10, write_page_checksum=True)
+    damage = Damage(open_table(tmp_path))
+    damage.hurt("a.parquet", 2, column=0)
+    options = {"batch_size": 3, "columns": ["id"], "filters": [("x", ">", 1)], "shuffle": True}
+    loaders = [
+        LakeLoader(LakeDataset(damage.table, on_bad_row_group="skip", rank=rank, world_size=2, **options))
+        for rank in range(2)
+    ]
+    steps = [list(loader) for loader in loaders]
+    assert len(steps[0]) == len(steps[1])
+    rows = sorted(row for rank in steps for batch in rank for row in batch["id"].tolist())
+    assert rows == [i for i in range(40) if i % 4 > 1 and not 20 <= i < 30]
+    assert sum(batch.receipt.skipped for rank in steps for batch in rank) == 4
+    damage.hurt("a.parquet", 1, column=1)
+    with pytest.raises(DataFileDamaged, match="row group 1"):  # how many rows it keeps cannot be counted
+        next(iter(LakeLoader(LakeDataset(damage.table, on_bad_row_group="skip", **options))))
