@@ -203,5 +203,5 @@ def broken(script: Script) -> Any:
     def fail() -> None:
         raise SchemaError("the filter cannot be evaluated")
 
-    loader.dataset._selecting.get = fail  # type: ignore[method-assign, union-attr, assignment]
+    loader.dataset._versions.at_hand.selecting.get = fail  # type: ignore[method-assign, union-attr, assignment]
     return loader

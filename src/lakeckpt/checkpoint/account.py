@@ -14,7 +14,7 @@ Pure: it reads nothing and changes nothing. Imports without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from lakeckpt.checkpoint.audit_report import EpochAudit, EpochStatus, Finding, FindingKind, ReaderAudit, SkippedRows
@@ -35,17 +35,27 @@ _NAMED_ROWS = 2**22
 Records = Sequence[tuple[Manifest, ReaderRecord]]
 
 
-def account(name: str, records: Records, orders: Mapping[str, Order], *, named_groups: int) -> ReaderAudit:
+def account(
+    name: str,
+    records: Records,
+    orders: Mapping[str, Order],
+    *,
+    named_groups: int,
+    given_up: Collection[int] = (),
+) -> ReaderAudit:
     """The account of reader ``name``; ``records`` are its records in the history, oldest first, at least one.
 
     ``orders`` are the orders of the tables by digest, as far as their index can be read. A finding lists at most
-    ``named_groups`` row groups.
+    ``named_groups`` row groups. ``given_up`` are the epochs of which an attempt gave up the rest.
     """
-    return _Account(name, records, orders, named_groups).audit()
+    return _Account(name, records, orders, named_groups, given_up).audit()
 
 
 class _Account:
-    def __init__(self, name: str, records: Records, orders: Mapping[str, Order], named_groups: int) -> None:
+    def __init__(
+        self, name: str, records: Records, orders: Mapping[str, Order], named_groups: int, given_up: Collection[int]
+    ) -> None:
+        self._given_up = given_up
         self._name = name
         self._records = records
         self._orders = orders
@@ -146,7 +156,7 @@ class _Account:
         if before is not None and before.epoch < state.epoch:
             lanes, batch_size, world_size = state.segment.topology
             last = replan(
-                replace(before, identity=state.identity),
+                replace(before, identity=state.identity.of_version(before.identity)),
                 num_lanes=lanes,
                 batch_size=batch_size,
                 world_size=world_size,
@@ -215,8 +225,12 @@ class _Account:
         claim = self._claim(tip, epoch, newest, known)
         told = [*pieces, *(one for one in (before, claim) if one is not None)]
         status = _status(epoch, tip, claim)
-        if not told and (status == "in progress" or not tip.identity.rows):
+        rows = self._identity_of(epoch, tip).rows
+        if not told and (status == "in progress" or not rows):
             return  # not begun
+        if status == "complete" and epoch in self._given_up:
+            status = "given up"
+            self._notes[f"the rest of epoch {epoch} was given up: its table version was gone"] = None
         tables = {piece.identity.table for piece in told}
         if len(tables) > 1:
             self._doubts[f"epoch {epoch} was read from {len(tables)} versions of the table, by the user's leave"] = None
@@ -229,7 +243,7 @@ class _Account:
             return
         counted = count_epoch(
             epoch,
-            rows=tip.identity.rows,
+            rows=rows,
             status=status,
             space=space,
             pieces=pieces,
@@ -255,11 +269,18 @@ class _Account:
         if not state.identity.endless and epoch != state.epoch:
             if epoch > state.epoch:
                 return None
-            positions = Intervals.whole(state.identity.rows)
-        else:
-            found = consumed(state) if known is None else known
-            positions = found.get(epoch, Intervals.empty()).difference(_undealt(state, epoch))
+            identity = self._identity_of(epoch, state)
+            key = LayoutKey(epoch=epoch, num_lanes=state.segment.num_lanes, rotation=0)
+            whole = Intervals.whole(identity.rows)
+            return Piece(identity=identity, key=key, positions=whole, manifest=manifest) if whole else None
+        found = consumed(state) if known is None else known
+        positions = found.get(epoch, Intervals.empty()).difference(_undealt(state, epoch))
         return _piece(state, epoch, positions, manifest) if positions else None
+
+    def _identity_of(self, epoch: int, state: ReaderState) -> Identity:
+        """The identity that ``epoch`` was read by: each epoch may be of another version; else that of ``state``."""
+        end = None if state.identity.endless else self._ends.get(epoch)
+        return state.identity if end is None else end.identity
 
     def _dropped(self, epoch: int) -> Piece | None:
         """What the ends leave out of ``epoch`` on purpose, by the plan of its last stretch."""
@@ -285,7 +306,7 @@ class _Account:
         self, kind: FindingKind, epoch: int, found: Intervals, manifest: Manifest, space: Space, tip: ReaderState
     ) -> Finding:
         rows = space.table_rows(found.take(0, min(found.size, _NAMED_ROWS)))
-        order = self._orders.get(order_name(tip.identity))
+        order = self._orders.get(order_name(self._identity_of(epoch, tip)))
         where = [] if rows is None or order is None else name_rows(order, rows, most=self._named_groups)
         return Finding(
             kind=kind,

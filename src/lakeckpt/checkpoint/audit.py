@@ -25,7 +25,7 @@ from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.storage import Storage, describe
 
-__all__ = ["audit", "audit_history", "identities_of", "orders_of", "read_run"]
+__all__ = ["audit", "audit_history", "identities_of", "orders_of", "read_run", "tables_of"]
 
 NAMED_GROUPS = 64
 """How many row groups a finding lists, if not told otherwise."""
@@ -70,7 +70,7 @@ def orders_of(storage: Storage, history: History) -> dict[str, Order]:
     that of the table and its own. Those whose index or selection cannot be read are left out."""
     records = [reader for manifest in history.chain for reader in manifest.readers.values()]
     indexes: dict[str, TableIndex] = {}
-    for digest in {reader.index for reader in records if reader.index is not None}:
+    for digest in tables_of(records):
         with contextlib.suppress(WireError, ObjectMissing):
             index = TableIndex.loads(storage.read(index_path(digest)))
             if index.digest == digest:
@@ -83,6 +83,16 @@ def orders_of(storage: Storage, history: History) -> dict[str, Order]:
                 if found.digest == identity.selection:
                     orders[order_name(identity)] = Order(indexes[identity.table], found)
     return orders
+
+
+def tables_of(records: Iterable[ReaderRecord]) -> set[str]:
+    """The digests of the indexes that the records of readers name, those of the versions read before included."""
+    found: set[str] = set()
+    for one in records:
+        if one.index is not None:
+            tables = {identity.table for identity in identities_of([one])}
+            found |= {one.index, *(tables if one.index in tables else ())}
+    return found
 
 
 def identities_of(records: Iterable[ReaderRecord]) -> set[Identity]:
@@ -109,9 +119,11 @@ def audit_history(
         for name, record in manifest.readers.items():
             by_reader.setdefault(name, []).append((manifest, record))
     tip = history.tip
+    at = {manifest.attempt for manifest in history.chain}
     readers = []
     for done, (name, records) in enumerate(sorted(by_reader.items()), start=1):
-        readers.append(account(name, records, orders, named_groups=named_groups))
+        given_up = [begin.given_up[name] for begin in history.begins if begin.attempt in at and name in begin.given_up]
+        readers.append(account(name, records, orders, named_groups=named_groups, given_up=given_up))
         last = records[-1][0]
         if tip is not None and last.slot != tip.slot:
             doubts.append(f"reader {name!r} is in no checkpoint after step {last.step:,}: what it read is unknown")

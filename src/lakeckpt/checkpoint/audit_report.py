@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Verdict = Literal["proved", "violated", "unproved"]
-EpochStatus = Literal["complete", "in progress", "left behind"]
+EpochStatus = Literal["complete", "in progress", "left behind", "given up"]
 FindingKind = Literal["repeated", "lost", "again"]
 _EXIT = {"proved": 0, "violated": 1, "unproved": 2}
 
@@ -38,7 +38,8 @@ class EpochAudit:
 
     epoch: int
     status: EpochStatus
-    """Left behind: begun, and the reader has gone back to an earlier epoch since."""
+    """Left behind: begun, and the reader has gone back to an earlier epoch since. Given up: its table version was gone
+    in its midst, and the user had said to go on with the next one."""
     rows: int
     once: int
     repeated: int
@@ -52,7 +53,7 @@ class EpochAudit:
     skipped: int
     """Rows that were left out because they could not be read (``on_bad_row_group="skip"``), when their turn came."""
     dropped: int
-    """Rows left out on purpose, by ``tail="drop"``."""
+    """Rows left out on purpose: by ``tail="drop"``, or with the rest of an epoch that was given up."""
     left: int
     """Rows still to come."""
     before: int

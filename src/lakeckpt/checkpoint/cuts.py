@@ -15,8 +15,9 @@ from lakeckpt.checkpoint.manifest import ReaderRecord, Stretch
 from lakeckpt.core.plan import consumption
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
+from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import ConfigError
-from lakeckpt.tracking.readers import SkippingReader, TrackedReader, index_of
+from lakeckpt.tracking.readers import SkippingReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
 
 __all__ = ["Place", "ReaderTrack", "by_reader"]
@@ -74,7 +75,6 @@ class ReaderTrack:
     def record(self, place: Place, *, step: int, state: Mapping[str, Any], skips: SkipList) -> ReaderRecord:
         """What the manifest of a save at ``place`` says; ``state`` and ``skips`` are those of the whole job."""
         stretches = () if place.receipt is None else self.reader.stretches(place.receipt)
-        index = index_of(self.reader)
         return ReaderRecord(
             state=state,
             stretches=tuple(
@@ -82,9 +82,17 @@ class ReaderTrack:
                 for begin, end in stretches
             ),
             steps=self._recorder.record(step),
-            index=None if index is None else str(index.digest),
+            index=self._index_of(state),
             skips=skips,
         )
+
+    def _index_of(self, state: Mapping[str, Any]) -> str | None:
+        """The digest of the index that ``state`` is of: a reader may be at a newer version than a receipt."""
+        index = index_of(self.reader)
+        if index is None:
+            return None
+        table = ReaderState.from_plain(state).identity.table
+        return table if table in {one.digest for one, _ in versions_of(self.reader)} else str(index.digest)
 
     def committed(self, place: Place, *, step: int) -> None:
         """A commit has recorded all up to ``place`` and ``step``."""

@@ -105,11 +105,13 @@ def count_epoch(
     out. All None: nothing.
     """
     none, every = Intervals.empty(), Intervals.whole(rows)
-    over = status == "complete"
+    over = status in ("complete", "given up")
     told = ([] if before is None else [before]) + list(pieces)
     seen, twice, first = _add_up(told, space)
     surplus = sum(piece.positions.size for piece in told) - seen.size
     left_out = none if dropped is None else space.of(dropped).difference(seen)
+    if status == "given up":
+        left_out = every.difference(seen)
     claimed = every.difference(left_out) if over else none if claim is None else space.of(claim)
     lost = claimed.difference(seen)
     again = seen.difference(claimed.union(left_out))

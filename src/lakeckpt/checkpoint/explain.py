@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.skipped import rows_skipped
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage import Storage
 from lakeckpt.tracking.steps import Frontier
@@ -161,7 +161,7 @@ def explain_history(
     manifest = _holder(history, step)
     readers = []
     for name, record in sorted(manifest.readers.items()):
-        readers.append(_Explainer(manifest, name, record, orders).step(step, ranks))
+        readers += _Explainer(manifest, name, record, orders).steps(step, ranks)
     if not readers:
         raise CheckpointNotFound(f"{slot_path(manifest.slot)}: no reader was tracked, and no rows were recorded")
     return StepExplained(
@@ -200,35 +200,53 @@ class _Explainer:
         self._record = record
         state = ReaderState.from_plain(record.state)
         self._identity = state.identity
+        self._orders = orders
         self._pairs = [
             (ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)) for stretch in record.stretches
         ]
-        if order_name(state.identity) not in orders:
-            table, selection = state.identity.table, state.identity.selection
+
+    def steps(self, step: int, ranks: Collection[int] | None) -> list[ReaderStep]:
+        """The rows of ``step``; one entry for each table version that it read of, where an epoch began inside of it."""
+        by_order: dict[str, tuple[Identity, list[tuple[Plan, Place, Place]]]] = {}
+        for one in self._stretches(step):
+            identity = one[0].state.identity
+            by_order.setdefault(order_name(identity), (identity, []))[1].append(one)
+        if not by_order:
+            by_order[order_name(self._identity)] = self._identity, []
+        return [self._step(step, ranks, identity, stretches) for identity, stretches in by_order.values()]
+
+    def _order_of(self, identity: Identity) -> Order:
+        order = self._orders.get(order_name(identity))
+        if order is None:
+            table, selection = identity.table, identity.selection
             paths = [index_path(table), *([selection_path(table, selection)] if selection else [])]
             raise CheckpointDamaged(
-                f"{' or '.join(paths)} cannot be read, and without it no row of {name!r} can be named"
+                f"{' or '.join(paths)} cannot be read, and without it no row of {self._name!r} can be named"
             )
-        self._order = orders[order_name(state.identity)]
-        self._skipped = rows_skipped(record.skips, state.identity, self._order)
+        return order
 
-    def step(self, step: int, ranks: Collection[int] | None) -> ReaderStep:
-        """The rows of ``step``."""
-        stretches = list(self._stretches(step))
+    def _step(
+        self,
+        step: int,
+        ranks: Collection[int] | None,
+        identity: Identity,
+        stretches: list[tuple[Plan, Place, Place]],
+    ) -> ReaderStep:
+        order = self._order_of(identity)
         world_size = stretches[0][0].segment.world_size if stretches else self._manifest.world_size
         wanted = sorted(range(world_size) if ranks is None else set(ranks))
         if wanted and not 0 <= wanted[0] <= wanted[-1] < world_size:
             raise ConfigError(f"step {step:,} was made by ranks 0 to {world_size - 1}, there is no rank {wanted[-1]}")
-        found = [self._rank(rank, stretches) for rank in wanted]
+        found = [self._rank(rank, stretches, identity) for rank in wanted]
         epochs = {span.epoch for rank in found for one in rank.micro_batches for span in one.spans}
         return ReaderStep(
             reader=self._name,
-            table=self._identity.table,
-            selection=self._identity.selection,
+            table=identity.table,
+            selection=identity.selection,
             world_size=world_size,
             epochs=tuple(sorted(epochs)),
             ranks=tuple(found),
-            order=self._order,
+            order=order,
         )
 
     # --- between which places did the step go?
@@ -279,7 +297,8 @@ class _Explainer:
 
     # --- which rows are that?
 
-    def _rank(self, rank: int, stretches: list[tuple[Plan, Place, Place]]) -> RankRows:
+    def _rank(self, rank: int, stretches: list[tuple[Plan, Place, Place]], identity: Identity) -> RankRows:
+        order, missing = self._order_of(identity), self._missing(identity)
         micro_batches, rows, skipped = [], [np.zeros(0, np.int64)], 0
         for plan, low, high in stretches:
             for loader_step in range(low[0], high[0] + (high[1] > 0)):
@@ -288,7 +307,7 @@ class _Explainer:
                 stop = high[1] if loader_step == high[0] else assignment.receipt.rows
                 spans = _cut(assignment.receipt, start, stop)
                 keys = {key.epoch: key for key in assignment.layouts}
-                came = [self._rows(span, keys[span.epoch], plan) for span in spans]
+                came = [_without(missing.get(span.epoch), _rows(span, keys[span.epoch], plan, order)) for span in spans]
                 skipped += sum(span.rows for span in spans) - sum(map(len, came))
                 rows += came
                 micro_batches.append(
@@ -305,17 +324,24 @@ class _Explainer:
             rank=rank,
             micro_batches=tuple(micro_batches),
             table_rows=found,
-            where=tuple(name_rows(self._order, every, most=len(found))),
+            where=tuple(name_rows(order, every, most=len(found))),
             skipped=skipped,
         )
 
-    def _rows(self, span: Span, key: LayoutKey, plan: Plan) -> npt.NDArray[np.int64]:
-        found = self._order.locate(plan.state.identity.spec, key, Intervals.of([(span.start, span.stop)]))
-        missing = self._skipped.get(span.epoch)
-        if not missing:
-            return found
-        before = np.searchsorted(missing.starts, found, side="right") - 1
-        return found[(before < 0) | (found >= missing.stops[before])]
+    def _missing(self, identity: Identity) -> dict[int, Intervals]:
+        return rows_skipped(self._record.skips, identity, self._order_of(identity))
+
+
+def _rows(span: Span, key: LayoutKey, plan: Plan, order: Order) -> npt.NDArray[np.int64]:
+    return order.locate(plan.state.identity.spec, key, Intervals.of([(span.start, span.stop)]))
+
+
+def _without(missing: Intervals | None, found: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The table rows ``found``, less those that were skipped."""
+    if not missing:
+        return found
+    before = np.searchsorted(missing.starts, found, side="right") - 1
+    return found[(before < 0) | (found >= missing.stops[before])]
 
 
 def _place(state: ReaderState) -> Place:

@@ -16,7 +16,7 @@ from lakeckpt.checkpoint.ledger import INDEX, index_path, selection_path
 from lakeckpt.errors import ObjectMissing, WireError
 from lakeckpt.lake.selection import FILTER_DIGITS, RowSelection
 from lakeckpt.lake.storage import Storage
-from lakeckpt.tracking.readers import index_of, selection_of
+from lakeckpt.tracking.readers import index_of, versions_of
 
 __all__ = ["Document", "documents_of", "filtered", "offer", "save"]
 
@@ -36,12 +36,11 @@ class Document(Protocol):
 
 def documents_of(reader: object) -> Mapping[str, Document]:
     """What a run keeps of the table of ``reader``, by path; the rows that a filter keeps are counted for it."""
-    index, selection = index_of(reader), selection_of(reader)
-    if index is None:
-        return {}
-    found: dict[str, Document] = {index_path(index.digest): index}
-    if selection is not None:
-        found[selection_path(index.digest, selection.digest)] = selection
+    found: dict[str, Document] = {}
+    for index, selection in versions_of(reader):
+        found[index_path(index.digest)] = index
+        if selection is not None:
+            found[selection_path(index.digest, selection.digest)] = selection
     return found
 
 

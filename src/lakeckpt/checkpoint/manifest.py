@@ -29,7 +29,7 @@ from lakeckpt.wire.varint import pack_intervals, unpack_intervals
 __all__ = ["Begin", "Entry", "Manifest", "PartRef", "ReaderRecord", "Stretch", "entry_from_bytes", "entry_to_bytes"]
 
 _KIND = "log"
-_VERSION = (1, 2)  # 1.1: "keep"; 1.2: "skips"
+_VERSION = (1, 3)  # 1.1: "keep"; 1.2: "skips"; 1.3: "given_up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,8 @@ class Begin:
     """When, in seconds since 1970, by the clock of rank 0's machine."""
     write_id: str
     """Unique to this put: tells our entry from another's where the answer of a store was lost."""
+    given_up: Mapping[str, int] = field(default_factory=dict)
+    """reader → the epoch of which it gives the rest up, as its table version is gone."""
 
     @property
     def attempt(self) -> int:
@@ -168,10 +170,12 @@ def _begin_to_plain(entry: Begin) -> dict[str, object]:
         "library": entry.library,
         "created_s": entry.created_s,
         "write_id": entry.write_id,
+        **({"given_up": dict(entry.given_up)} if entry.given_up else {}),
     }
 
 
 def _begin_from_plain(plain: Mapping[str, object]) -> Begin:
+    given_up = fields_of(plain.get("given_up", {}), "the epochs that are given up")
     return Begin(
         run=taken(plain, "run", str),
         slot=number(plain, "slot"),
@@ -180,6 +184,7 @@ def _begin_from_plain(plain: Mapping[str, object]) -> Begin:
         library=taken(plain, "library", str),
         created_s=taken(plain, "created_s", float),
         write_id=taken(plain, "write_id", str),
+        given_up={str(name): number(given_up, name) for name in given_up},
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.log import Damage
 from lakeckpt.checkpoint.manifest import Manifest
@@ -56,3 +57,5 @@ class RestoreReport:
     per_rank: tuple[str, ...]
     """Units (``tensor:…``, ``tree:…``) of which the ranks had different contents. After a change of the world size,
     rank r has those of the old rank r, and a new rank those of the old rank r mod W."""
+    given_up: Mapping[str, str] = field(default_factory=dict)
+    """reader → why the rest of its epoch was given up: its table version is gone (``on_version_gone="next_epoch"``)."""

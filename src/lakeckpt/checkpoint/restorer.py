@@ -13,7 +13,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from lakeckpt.checkpoint.load import Loaded, load
 from lakeckpt.checkpoint.log import Damage, LogView, SlotTaken, list_slots, put_entry, read_entry, read_log, slot_path
 from lakeckpt.checkpoint.manifest import Begin, Manifest
 from lakeckpt.checkpoint.parts import PARTS
+from lakeckpt.checkpoint.pinning import Pins, fit_readers, go_to, pins_of_rank_0, records_at, versions_of_ranks
 from lakeckpt.checkpoint.random_states import derive_random, restore_random
 from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
 from lakeckpt.checkpoint.saver import Attempt
@@ -49,6 +50,7 @@ from lakeckpt.tracking.readers import selection_of
 __all__ = ["Restorer"]
 
 _MOST_ENTRIES = 4096
+_GIVEN_UP = "given up by "
 _POLITE_ROUNDS = 3
 _MOST_ROUNDS = 100
 
@@ -57,6 +59,12 @@ _MOST_ROUNDS = 100
 class _Chosen:
     manifest: Manifest
     loaded: Loaded
+    pins: Pins
+
+    @property
+    def epochs_given_up(self) -> dict[str, int]:
+        """reader → the epoch of which the rest is given up."""
+        return {name: int(self.manifest.readers[name].state["epoch"]) for name in self.pins.given_up}
 
 
 class Restorer:
@@ -82,7 +90,6 @@ class Restorer:
     def restore(self) -> tuple[int, Attempt, RestoreReport]:
         """Restore, collectively. Returns the optimizer steps done, the attempt that began and the report."""
         chosen: _Chosen | None = None
-        self._settle_selections()
         for round_ in range(_MOST_ROUNDS):
             told = self._told_by_rank_0(partial(self._choose, fence=round_ >= _POLITE_ROUNDS))
             if told["slot"] == "none":
@@ -91,7 +98,7 @@ class Restorer:
                 chosen = self._load_and_vote(int(told["slot"]))
                 if chosen is None:
                     continue
-            begun = self._told_by_rank_0(partial(self._begin, told))["begun"]
+            begun = self._told_by_rank_0(partial(self._begin, told, chosen))["begun"]
             if begun != "no":
                 return self._finish(told["run"], int(begun), chosen)
         raise AttemptSuperseded(f"other jobs kept writing to this run through {_MOST_ROUNDS} tries: stop them first")
@@ -103,20 +110,15 @@ class Restorer:
         readers = filtered(self._objects.values())
         if not readers:
             return
-        failure: Exception | None = None
-        try:
+
+        def settle() -> None:
             for reader in readers:
                 offer(self._storage, reader)
                 selection_of(reader)
                 if self._exchange.rank == 0:
                     save(self._storage, reader)
-        except Exception as error:
-            failure = error
-        tally = everyone(self._exchange, {} if failure is None else {"refused": _said(failure)})
-        if failure is not None:
-            raise failure
-        if "refused" in tally.facts:
-            _raise_said(next(iter(tally.facts["refused"])), tally.describe("refused"))
+
+        self._together(settle)
 
     # --- choosing, on rank 0
 
@@ -164,11 +166,11 @@ class Restorer:
             return slot
         raise AttemptSuperseded(f"other jobs took {_MOST_ROUNDS} slots of the log in a row: stop them first")
 
-    def _begin(self, told: Mapping[str, str]) -> dict[str, str]:
+    def _begin(self, told: Mapping[str, str], chosen: _Chosen | None) -> dict[str, str]:
         slot = int(told["last"]) + 1
         restored = None if told["slot"] == "none" else int(told["slot"])
         try:
-            put_entry(self._storage, self._entry(told["run"], slot, restored))
+            put_entry(self._storage, self._entry(told["run"], slot, restored, chosen))
         except SlotTaken:
             self._taken = slot
             return {"begun": "no"}
@@ -176,7 +178,7 @@ class Restorer:
             clear_leftovers(self._storage)
         return {"begun": str(slot)}
 
-    def _entry(self, run: str, slot: int, restored: int | None) -> Begin:
+    def _entry(self, run: str, slot: int, restored: int | None, chosen: _Chosen | None = None) -> Begin:
         return Begin(
             run=run,
             slot=slot,
@@ -185,6 +187,7 @@ class Restorer:
             library=__version__,
             created_s=float(self._clock()),
             write_id=uuid.uuid4().hex,
+            given_up={} if chosen is None else chosen.epochs_given_up,
         )
 
     def _report(self, damage: Damage) -> None:
@@ -203,6 +206,8 @@ class Restorer:
         except Exception as error:
             failure = error
         votes = {} if failure is None else {_verdict(failure): _said(failure)}
+        if chosen is not None:
+            votes = {f"{_GIVEN_UP}{name}": reason for name, reason in chosen.pins.given_up.items()}
         tally = everyone(self._exchange, votes)
         if "refused" in tally.facts:
             if failure is not None and "refused" in votes:
@@ -214,7 +219,13 @@ class Restorer:
                 text = said.partition(": ")[2]
                 self._report(Damage(path=slot_path(slot), reason=f"this checkpoint is not whole: {text}"))
             return None
-        return chosen
+        assert chosen is not None
+        given_up = {
+            fact.removeprefix(_GIVEN_UP): next(iter(said))
+            for fact, said in tally.facts.items()
+            if fact.startswith(_GIVEN_UP)
+        }
+        return replace(chosen, pins=Pins(indexes=chosen.pins.indexes, given_up=given_up))
 
     def _load(self, slot: int) -> _Chosen:
         try:
@@ -227,7 +238,8 @@ class Restorer:
         lines = differences(self._objects, loaded, manifest.readers)
         if lines:
             raise refuse(lines, slot=manifest.slot)
-        return _Chosen(manifest=manifest, loaded=loaded)
+        pins = fit_readers(self._storage, self._objects, manifest.readers, look=self._exchange.rank == 0)
+        return _Chosen(manifest=manifest, loaded=loaded, pins=pins)
 
     # --- applying, on every rank
 
@@ -235,14 +247,58 @@ class Restorer:
         attempt = Attempt(run=run, number=number, last=number, parent=None, seed=torch.initial_seed() % 2**63)
         step, restored = 0, None
         per_rank: tuple[str, ...] = ()
-        if chosen is not None:
+        given_up: Mapping[str, str] = {}
+        if chosen is None:
+            self._together(self._same_versions)
+            self._settle_selections()
+        else:
             manifest = chosen.manifest
-            self._apply(manifest, chosen.loaded)
+            self._apply_at_versions(chosen)
             self._check_indexes(manifest)
             attempt.parent, attempt.seed = manifest.slot, manifest.seed
             step, restored, per_rank = manifest.step, CheckpointInfo.of(manifest), chosen.loaded.per_rank
+            given_up = chosen.pins.given_up
+            self._warn_of(given_up)
         damaged = tuple(self._damaged.values())
-        return step, attempt, RestoreReport(restored=restored, attempt=number, damaged=damaged, per_rank=per_rank)
+        report = RestoreReport(restored=restored, attempt=number, damaged=damaged, per_rank=per_rank, given_up=given_up)
+        return step, attempt, report
+
+    def _warn_of(self, given_up: Mapping[str, str]) -> None:
+        for name, reason in given_up.items():
+            if self._exchange.rank == 0:
+                text = f"{name!r} gives the rest of its epoch up, and goes on with the next one: {reason}"
+                warnings.warn(text, DamageWarning, stacklevel=5)
+
+    def _same_versions(self) -> None:
+        """Where a run begins, all ranks read the versions of their tables that rank 0 has opened."""
+        said = everyone(self._exchange, versions_of_ranks(self._objects)).facts
+        if all(len(values) == 1 for values in said.values()):
+            return
+        self._told_by_rank_0(self._put_indexes)
+        go_to(self._objects, pins_of_rank_0(self._storage, said, rank=self._exchange.rank))
+
+    def _put_indexes(self) -> dict[str, str]:
+        for reader in self._objects.values():
+            for path, document in documents_of(reader).items():
+                self._storage.put(path, [document.dumps()])
+        return {}
+
+    def _apply_at_versions(self, chosen: _Chosen) -> None:
+        """Let readers go to the versions that they need, and load all states; all or nothing, on all ranks."""
+        go_back: Callable[[], None] = lambda: None  # noqa: E731
+
+        def repin() -> None:
+            nonlocal go_back
+            go_back = go_to(self._objects, chosen.pins.indexes)
+
+        try:
+            self._together(repin)
+            self._settle_selections()
+            records = records_at(self._objects, chosen.manifest.readers, chosen.pins.given_up)
+            self._apply(replace(chosen.manifest, readers=records), chosen.loaded)
+        except BaseException:
+            go_back()
+            raise
 
     def _apply(self, manifest: Manifest, loaded: Loaded) -> None:
         failure: Exception | None = None
@@ -283,6 +339,19 @@ class Restorer:
                         self._storage.put(damage.path, [live[damage.path].dumps()])
 
     # --- talking
+
+    def _together(self, work: Callable[[], None]) -> None:
+        """Do ``work`` on every rank; what it raises on one is raised on all."""
+        failure: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            failure = error
+        tally = everyone(self._exchange, {} if failure is None else {"refused": _said(failure)})
+        if failure is not None:
+            raise failure
+        if "refused" in tally.facts:
+            _raise_said(next(iter(tally.facts["refused"])), tally.describe("refused"))
 
     def _told_by_rank_0(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
         """What ``work`` says on rank 0, on every rank; what it raises there is raised everywhere."""

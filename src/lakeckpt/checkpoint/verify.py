@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from lakeckpt.checkpoint.audit import identities_of, read_run
+from lakeckpt.checkpoint.audit import identities_of, read_run, tables_of
 from lakeckpt.checkpoint.fetch import fetch_file, fetch_part, read_object
 from lakeckpt.checkpoint.ledger import INDEX, History, index_path, selection_path
 from lakeckpt.checkpoint.log import Damage
@@ -160,7 +160,7 @@ def _folder(kind: str, manifest: Manifest) -> str:
 def index_damage(storage: Storage, records: Sequence[ReaderRecord]) -> list[Damage]:
     """What is wrong with the footer indexes and row selections that the records of readers name."""
     named: dict[str, tuple[str, Callable[[bytes], TableIndex | RowSelection]]] = {
-        index_path(one.index): (one.index, TableIndex.loads) for one in records if one.index is not None
+        index_path(digest): (digest, TableIndex.loads) for digest in tables_of(records)
     }
     for identity in identities_of(records):
         if identity.selection and index_path(identity.table) in named:

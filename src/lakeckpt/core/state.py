@@ -10,7 +10,7 @@ It never lists single rows, and never holds a path, a column name or a credentia
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import get_args
 
 from lakeckpt.core.ends import Tail
@@ -21,7 +21,7 @@ from lakeckpt.core.plain import integer, integers, listing, mapping, text
 from lakeckpt.core.rest import Left, Rest
 from lakeckpt.errors import StateInvalid
 
-__all__ = ["FORMAT", "MAX_LANES", "MAX_ROWS", "Identity", "ReaderState", "Segment"]
+__all__ = ["FORMAT", "MAX_LANES", "MAX_ROWS", "MAX_VERSION", "Identity", "ReaderState", "Segment"]
 
 FORMAT = "lakeckpt.reader/1"
 """The name and major version of a plain state."""
@@ -104,6 +104,10 @@ class Identity:
             )
         except ValueError as error:
             raise StateInvalid(f"not the identity of an order: {error}") from error
+
+    def of_version(self, other: Identity) -> Identity:
+        """This identity, of the table version and the row selection that ``other`` is of."""
+        return replace(self, table=other.table, selection=other.selection, rows=other.rows, version=other.version)
 
     def differences(self, other: Identity) -> list[str]:
         """Return one line for each field in which ``other`` differs, naming both values."""

@@ -6,11 +6,14 @@ Integers of numpy and of torch are as good as Python's; a bool is never an integ
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
-from lakeckpt.errors import ConfigError
+import pyarrow as pa
 
-__all__ = ["flag", "one_of", "positive", "whole"]
+from lakeckpt.errors import ConfigError, SchemaError
+
+__all__ = ["chosen_columns", "flag", "one_of", "positive", "whole"]
 
 MOST = 1 << 31
 
@@ -47,3 +50,21 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Refuse ``value`` where it is none of ``allowed``."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def chosen_columns(schema: pa.Schema, columns: Sequence[str] | None) -> list[str] | None:
+    """Columns by name, each once, of ``schema``; None: all. `ConfigError`, `SchemaError`."""
+    if columns is None:
+        return None
+    named = isinstance(columns, Iterable) and not isinstance(columns, (str, bytes, Set))  # a set has no order
+    if not named or not all(isinstance(name, str) for name in columns):
+        raise ConfigError(f"columns must be a list of names, got {columns!r}")
+    names = list(columns)
+    if not names:
+        raise ConfigError("columns must name at least one column, got none")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"columns are named twice: {sorted({name for name in names if names.count(name) > 1})}")
+    missing = [name for name in names if name not in schema.names]
+    if missing:
+        raise SchemaError(f"the table has no column {', '.join(map(repr, missing))}; it has {schema.names}")
+    return names

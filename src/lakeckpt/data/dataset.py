@@ -8,8 +8,7 @@ so that torch's round robin over workers restores the order of micro-batches wha
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -17,26 +16,22 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lakeckpt.core.ends import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
-from lakeckpt.data.arguments import flag, one_of, positive, whole
+from lakeckpt.data.arguments import chosen_columns, flag, one_of, positive, whole
 from lakeckpt.data.epoch_file import EpochFile, Turn
-from lakeckpt.data.identity import IdentityOf
 from lakeckpt.data.progress import Progress
-from lakeckpt.data.selecting import Selecting
 from lakeckpt.data.skip_warning import skips_bad_row_groups, warn_of_skips
-from lakeckpt.data.source import BatchSource, Output, split_rows
+from lakeckpt.data.source import BatchSource, Output, items_of
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import Transform, bind_transform
+from lakeckpt.data.versions import Pinning, Versions, check_moves
 from lakeckpt.data.worker_place import WORKER_FORMAT, WorkerPlace
-from lakeckpt.errors import ConfigError, SchemaError, StateUnavailable
-from lakeckpt.lake.filters import Filters, RowFilter, row_filter
+from lakeckpt.errors import ConfigError, StateUnavailable
+from lakeckpt.lake.filters import Filters, RowFilter
 from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.table import Table, open_table
-from lakeckpt.reading.convert import check_convertible
-from lakeckpt.reading.decode import select_columns
 
-__all__ = ["DEFAULT_BLOCK_SIZE", "DEFAULT_WINDOW", "LakeDataset", "items_of"]
+__all__ = ["DEFAULT_BLOCK_SIZE", "DEFAULT_WINDOW", "LakeDataset"]
 
 DEFAULT_BLOCK_SIZE = 1024
 """Rows that are read per visit to a lane in row-wise use."""
@@ -77,6 +72,10 @@ class LakeDataset(IterableDataset[Any]):
         block_size: row-wise use: rows read per visit to a lane, so that decoding stays sequential.
         accept_changes: differences between a loaded state and this dataset to accept, of ``table`` (another listing of
             equally many rows), ``selection``, ``tail``.
+        on_new_version: ``"keep"``: the version of the table that the dataset or its state names is read for ever.
+            ``"next_epoch"``: each epoch is of the version that is the newest when it begins, on all ranks.
+        on_version_gone: what restoring does in the midst of an epoch whose version is gone or was written again.
+            ``"raise"``, or ``"next_epoch"``: give the rest of it up (`lakeckpt audit` says so) and begin the next one.
         storage_options: passed to the store, where ``table`` is not a `lakeckpt.Table`.
         progress: called as ``progress(row groups done, row groups)`` while the rows that a filter keeps are counted.
 
@@ -107,6 +106,8 @@ class LakeDataset(IterableDataset[Any]):
         on_bad_row_group: Literal["raise", "skip"] = "raise",
         block_size: int = DEFAULT_BLOCK_SIZE,
         accept_changes: Collection[str] = (),
+        on_new_version: Literal["keep", "next_epoch"] = "keep",
+        on_version_gone: Literal["raise", "next_epoch"] = "raise",
         storage_options: Mapping[str, Any] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -121,13 +122,10 @@ class LakeDataset(IterableDataset[Any]):
         skips_bad = skips_bad_row_groups(on_bad_row_group, batch_size)
         if flag("jagged", jagged) and output != "torch":
             raise ConfigError(f'jagged=True gives nested tensors and needs output="torch", got output={output!r}')
-        self.table = table if isinstance(table, Table) else open_table(table, storage_options=storage_options)
+        table = table if isinstance(table, Table) else open_table(table, storage_options=storage_options)
+        check_moves(table, on_new_version=on_new_version, on_version_gone=on_version_gone, endless=endless)
         self.batch_size = batch_size
-        self.columns = _chosen(self.table, columns)
-        if output != "arrow":
-            check_convertible(select_columns(self.table.schema, self.columns), nulls=nulls)
-        keep = None if filters is None else row_filter(filters, self.table.schema)
-        self._selecting = None if keep is None else Selecting(self.table, keep, progress=progress)
+        self.columns = chosen_columns(table.schema, columns)
         self.row_wise = batch_size is None
         self.output: Output = output
         self.nulls: Literal["error", "mask"] = nulls
@@ -141,13 +139,23 @@ class LakeDataset(IterableDataset[Any]):
             spec = OrderSpec(seed=whole("seed", seed), shuffle=shuffle, window=window)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if flag("endless", endless) and not self.table.num_rows:
+        if flag("endless", endless) and not table.num_rows:
             raise ConfigError("endless=True needs a table with at least one row, and this one has none")
         kind: Tail = tail
         if self.row_wise and not endless:
             kind = "even" if tail == "drop" else "rows"
+        pinning = Pinning(
+            columns=self.columns,
+            nulls=None if output == "arrow" else nulls,
+            filters=filters,
+            counting=progress,
+            spec=spec,
+            tail=kind,
+            endless=endless,
+        )
+        pinned = pinning.pin(table)
         self._source = BatchSource(
-            self.table,
+            table,
             columns=self.columns,
             spec=spec,
             output=output,
@@ -155,15 +163,24 @@ class LakeDataset(IterableDataset[Any]):
             jagged=jagged,
             transform=bind_transform(transform),
             row_wise=self.row_wise,
-            selecting=self._selecting,
+            selecting=pinned.selecting,
             skips_bad=skips_bad,
         )
         self._progress = Progress(
-            IdentityOf(self.table, self._selecting, spec, kind, endless),
+            pinned.identity,
             batch_size=self.block_size,
             num_lanes=num_lanes,
             row_wise=self.row_wise,
             accept_changes=accept_changes,
+            moves=on_new_version == "next_epoch",
+        )
+        self._versions = Versions(
+            pinning,
+            pinned,
+            self._source,
+            self._progress,
+            on_new_version=on_new_version,
+            on_version_gone=on_version_gone,
         )
         self._epochs = EpochFile()
         self._worker_state: Mapping[str, Any] | None = None
@@ -186,6 +203,11 @@ class LakeDataset(IterableDataset[Any]):
         if get_worker_info() is not None and self._pickled_topology is not None:
             return self._pickled_topology
         return resolve_topology(self._explicit_rank, self._dp_group)
+
+    @property
+    def table(self) -> Table:
+        """The table, at the version that is read."""
+        return self._versions.at_hand.table
 
     @property
     def identity(self) -> Identity:
@@ -219,7 +241,8 @@ class LakeDataset(IterableDataset[Any]):
     @property
     def row_filter(self) -> RowFilter | None:
         """The filter, as it was understood; None: every row is read."""
-        return None if self._selecting is None else self._selecting.filter
+        selecting = self._versions.at_hand.selecting
+        return None if selecting is None else selecting.filter
 
     @property
     def selection(self) -> RowSelection | None:
@@ -227,19 +250,28 @@ class LakeDataset(IterableDataset[Any]):
 
         The ranks of a job share the counting, whichever of them ask and whenever.
         """
-        return None if self._selecting is None else self._selecting.get()
+        return self._versions.at_hand.selection
 
     def offer_selection(self, found: RowSelection) -> bool:
         """Take a selection that was saved for counted; tells whether it was needed, and is of this table and filter."""
-        return self._selecting is not None and self._selecting.offer(found)
+        selecting = self._versions.at_hand.selecting
+        return selecting is not None and selecting.offer(found)
 
     # --- iteration
+
+    def move(self) -> None:
+        """With ``on_new_version="next_epoch"``, where an epoch begins: go on with the newest version; collective.
+
+        Whoever iterates the dataset does it.
+        """
+        self._versions.move(explicit=self._explicit_rank, dp_group=self._dp_group)
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         if worker is not None:
             return self._iterate_as_worker(worker.id, worker.num_workers, worker.seed - worker.id)
         rank, world_size = self.topology
+        self.move()
         self._progress.settle(world_size, 0)
         # Now, not when the first item is asked for: what changes the place in between puts this iterator out of date.
         return self._iterate(rank, self._progress.begin_iteration())
@@ -264,6 +296,7 @@ class LakeDataset(IterableDataset[Any]):
     def _iterate_as_worker(self, worker: int, workers: int, base_seed: int) -> Iterator[Any]:
         rank, world_size = self.topology
         progress = self._progress
+        self._versions.check_worker()
         loaded, self._worker_state = self._worker_state, None
         mine = None if loaded is None else WorkerPlace.from_plain(loaded)
         if mine is not None:
@@ -366,34 +399,3 @@ class LakeDataset(IterableDataset[Any]):
         if self._progress.identity.tail == "even":
             return rows // lanes * (lanes // world_size)
         return rows // world_size + (rank < rows % world_size)
-
-
-def items_of(found: Any, receipt: Receipt, row_wise: bool, skip: int) -> Iterator[tuple[Any, Receipt]]:
-    """Yield what the loop gets of one micro-batch, with receipts; of rows, all but the first ``skip``."""
-    if not row_wise:
-        yield found, receipt
-        return
-    rows = found if isinstance(found, list) else split_rows(found)
-    for number in range(skip, receipt.rows):
-        mine = replace(receipt, row=number)
-        row = rows[number]
-        if hasattr(row, "receipt"):
-            row.receipt = mine
-        yield row, mine
-
-
-def _chosen(table: Table, columns: Sequence[str] | None) -> list[str] | None:
-    if columns is None:
-        return None
-    named = isinstance(columns, Iterable) and not isinstance(columns, (str, bytes, Set))  # a set has no order
-    if not named or not all(isinstance(name, str) for name in columns):
-        raise ConfigError(f"columns must be a list of names, got {columns!r}")
-    names = list(columns)
-    if not names:
-        raise ConfigError("columns must name at least one column, got none")
-    if len(set(names)) != len(names):
-        raise ConfigError(f"columns are named twice: {sorted({name for name in names if names.count(name) > 1})}")
-    missing = [name for name in names if name not in table.schema.names]
-    if missing:
-        raise SchemaError(f"the table has no column {', '.join(map(repr, missing))}; it has {table.schema.names}")
-    return names

@@ -6,17 +6,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lakeckpt.core.ends import Tail
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.state import Identity
+from lakeckpt.core.state import MAX_VERSION, Identity
 from lakeckpt.data.selecting import Selecting
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.selection import filter_of
 from lakeckpt.lake.table import Table
 
-__all__ = ["IdentityOf", "differing"]
+__all__ = ["IdentityOf", "at_version", "differing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class IdentityOf:
         rows = self.table.num_rows if found is None else found.num_rows
         if self.endless and not rows:
             raise ConfigError(f"endless=True needs at least one row, and the filter {found and found.text} keeps none")
+        version = self.table.index.version
         return Identity(
             table=self.table.index.digest,
             selection="" if found is None else found.digest,
@@ -47,6 +48,7 @@ class IdentityOf:
             spec=self.spec,
             tail=self.tail,
             endless=self.endless,
+            version=str(version)[:MAX_VERSION] if version.name else "",
         )
 
 
@@ -59,6 +61,12 @@ def differing(mine: Identity, its: Identity, *, kept: str) -> list[str]:
         f"selection: {_selections(mine.selection, its.selection, kept)}" if line.startswith("selection:") else line
         for line in mine.differences(its)
     ]
+
+
+def at_version(mine: Identity, its: Identity) -> Identity:
+    """``its``, as if it were of the table version that ``mine`` is of; another filter stays another."""
+    there = its.of_version(mine)
+    return there if filter_of(mine.selection) == filter_of(its.selection) else replace(there, selection=its.selection)
 
 
 def _selections(mine: str, its: str, kept: str) -> str:

@@ -21,11 +21,14 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.arguments import whole
-from lakeckpt.data.dataset import LakeDataset, items_of
+from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.routing import Dealer, Failure, Reads, RoutedLoader
 from lakeckpt.data.skip_warning import warn_of_skips
+from lakeckpt.data.source import items_of
+from lakeckpt.data.versions import Fit, Pinned
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.filters import RowFilter
+from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.table import Table
 
@@ -144,7 +147,9 @@ class LakeLoader(DataLoader[Any]):
     # --- iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.dataset.move()
         self._settle()
+        self._routed.renew(self.dataset._source.generation)
         rank = self._dealer.rank = self.topology[0]
         iteration = self._progress.begin_iteration()
         if self._own_generator is not None:
@@ -227,3 +232,22 @@ class LakeLoader(DataLoader[Any]):
         Raises StateMismatch in row-wise use, where the list is not empty.
         """
         self._progress.load_skipped(skips)
+
+    # --- table versions, for checkpoint managers
+
+    @property
+    def versions(self) -> list[Pinned]:
+        """The table versions that something was read of since the last checkpoint, and the one at hand."""
+        return self.dataset._versions.read
+
+    def fit(self, state: Mapping[str, Any], saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
+        """See `lakeckpt.data.versions.Versions.fit`."""
+        return self.dataset._versions.fit(ReaderState.from_plain(state), saved, look=look)
+
+    def repin(self, index: TableIndex) -> Callable[[], None]:
+        """Read the table version that ``index`` pins; a state is loaded next. Returns what undoes it."""
+        return self.dataset._versions.repin(index)
+
+    def next_epoch(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of the start of the epoch after that of ``state``, at the version at hand."""
+        return self._progress.following(ReaderState.from_plain(state)).to_plain()

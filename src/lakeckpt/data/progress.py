@@ -9,14 +9,14 @@ It reads no rows and talks to nobody.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from lakeckpt.core.plan import Assignment, Plan, fit_lanes, rebase, replan, start
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import Skip, SkipList
 from lakeckpt.core.state import MAX_LANES, Identity, ReaderState
-from lakeckpt.data.identity import IdentityOf, differing
+from lakeckpt.data.identity import IdentityOf, at_version, differing
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
 
 __all__ = ["MAX_EPOCH", "OVERRIDABLE", "Progress"]
@@ -52,9 +52,11 @@ class Progress:
         num_lanes: int | None,
         row_wise: bool,
         accept_changes: Collection[str] = (),
+        moves: bool = False,
     ) -> None:
-        self._identity = identity
-        self._kept = identity.kept if isinstance(identity, IdentityOf) else ""
+        self._moves = moves
+        self._identity: Identity | IdentityOf
+        self._pin(identity)
         self.last_receipt: Receipt | None = None
         self.over = False
         """Whether the loop has seen the end of the epoch at hand."""
@@ -97,6 +99,25 @@ class Progress:
     def begun(self) -> bool:
         """Whether there is a state to go on from: one that was loaded, or settled for an iteration."""
         return self._state is not None
+
+    @property
+    def at_start(self) -> bool:
+        """Whether nothing of the epoch at hand has been delivered."""
+        return self._state is None or self.over or _is_start(self._state)
+
+    @property
+    def tables(self) -> set[str]:
+        """The digests of the tables that something was delivered of since the mark, and of the one at hand."""
+        return {run.end.identity.table for run in self._runs}
+
+    def accepts(self, change: str) -> bool:
+        """Whether the user accepts a difference between states and the dataset."""
+        return change in self._accept
+
+    def goes_on_elsewhere(self, state: ReaderState) -> bool:
+        """Whether ``state`` needs nothing of the table version it names, where versions move: of an epoch not begun, or
+        all read."""
+        return self._moves and not state.identity.endless and (_is_start(state) or Plan(state).at_end)
 
     @property
     def plan(self) -> Plan:
@@ -150,8 +171,19 @@ class Progress:
             return start(self.identity, epoch=self.epoch, **topology)
         return replan(self._state, **topology)
 
+    def following(self, state: ReaderState) -> ReaderState:
+        """The start of the epoch after that of ``state``, in the order of this identity."""
+        num_lanes, batch_size, world_size = state.segment.topology
+        epoch = state.epoch + 1
+        return start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
+
     def load(self, state: ReaderState) -> None:
         """Go on from ``state``; StateMismatch, without a change, where it is of another order of rows."""
+        identity = self.identity
+        if self.goes_on_elsewhere(state):
+            if not _is_start(state):  # the loop has yet to see the end of an epoch of which nothing is left
+                identity = identity.of_version(state.identity)
+            state = replace(state, identity=at_version(self.identity, state.identity))
         differences = differing(self.identity, state.identity, kept=self._kept)
         rejected = [line for line in differences if line.split(":")[0] not in self._accept]
         if {self.identity.tail, state.identity.tail} in _SAME_ENDS:
@@ -165,10 +197,10 @@ class Progress:
                 f"({', '.join(sorted(OVERRIDABLE))} can be overridden)."
             )
         if self.identity.tail != state.identity.tail or (state.row and not self._row_wise):
-            state = rebase(state, self.identity)
+            state = rebase(state, identity)
         self.last_receipt = None
         self._iteration += 1
-        self._set(replace(state, identity=self.identity))
+        self._set(replace(state, identity=identity))
         self._settled = None
 
     def begin_epoch(self, epoch: int) -> None:
@@ -183,6 +215,36 @@ class Progress:
             self._first_epoch = epoch
         else:
             self._set(self._next_epoch(epoch))
+
+    def move_to(self, identity: Identity | IdentityOf) -> None:
+        """Read the epoch at hand, of which nothing has been delivered, in the order of another table version."""
+        assert self.at_start, "a version is never changed inside of an epoch"
+        epoch = self.epoch
+        self._pin(identity)
+        self._first_epoch = epoch
+        if self._state is not None:
+            self.last_receipt = None
+            self._set(self._next_epoch(epoch))
+            self._settled = None
+
+    def repin(self, identity: Identity | IdentityOf) -> Callable[[], None]:
+        """Go on in the order of another table version, from nowhere: a state is loaded next. Returns what undoes it."""
+        before = {**self.__dict__, "_runs": list(self._runs)}
+        self._pin(identity)
+        self.last_receipt, self.over = None, False
+        self._state = self._settled = self._plan = None
+        self._iteration += 1
+
+        def undo() -> None:
+            iteration = self._iteration + 1
+            self.__dict__.update(before)
+            self._iteration = iteration
+
+        return undo
+
+    def _pin(self, identity: Identity | IdentityOf) -> None:
+        self._identity = identity
+        self._kept = identity.kept if isinstance(identity, IdentityOf) else ""
 
     def begin_iteration(self) -> int:
         """Return a number for the iteration that begins; `check` refuses those of earlier ones."""
@@ -310,3 +372,7 @@ class Progress:
             f"epoch {receipt.epoch}, step {receipt.step} is not among what this loader has delivered since the last "
             "checkpoint: pass the receipt of a batch that the loop received since then"
         )
+
+
+def _is_start(state: ReaderState) -> bool:
+    return state.step == 0 and state.row == 0 and state.base is None and len(state.segments) == 1

@@ -91,6 +91,16 @@ class RoutedLoader(DataLoader[tuple[Receipt, Any]]):
             collate_fn=_as_it_is,
             **options,
         )
+        self._generation = 0
+
+    def renew(self, generation: int) -> None:
+        """Let go of workers that live on from one iteration to the next if they read another version of the table."""
+        if generation != self._generation and self._iterator is not None:
+            shut_down = getattr(self._iterator, "_shutdown_workers", None)
+            if shut_down is not None:
+                shut_down()
+            self._iterator = None
+        self._generation = generation
 
     def _get_iterator(self) -> _BaseDataLoaderIter:
         if self.num_workers == 0:

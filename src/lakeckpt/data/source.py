@@ -7,7 +7,7 @@ and may skip is told by the receipts that it returns, and remembered until the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from lakeckpt.reading.positions import PositionReader
 from lakeckpt.reading.ragged import Ragged
 from lakeckpt.reading.skipping import Skipper
 
-__all__ = ["BatchSource", "Output", "row_of", "split_rows"]
+__all__ = ["BatchSource", "Output", "items_of", "row_of", "split_rows"]
 
 Output = Literal["torch", "numpy", "arrow"]
 _LAYOUTS_KEPT = 4
@@ -67,9 +67,17 @@ class BatchSource:
         self._reader: PositionReader | None = None
         self._lanes = 0
         self._layouts: dict[LayoutKey, EpochLayout] = {}
+        self.generation = 0
+        """How often another version was gone to: copies in other processes are out of date then."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None, "_skipper": None, "_layouts": {}}
+
+    def repin(self, table: Table, columns: list[str], selecting: Selecting | None) -> None:
+        """Read another version of the table from now on."""
+        self._table, self._columns, self._selecting = table, columns, selecting
+        self._reader, self._skipper, self._layouts = None, None, {}
+        self.generation += 1
 
     def clear(self) -> None:
         """Forget what was decoded: delivered arrays are the loop's to write to, so none is served twice."""
@@ -144,6 +152,20 @@ class BatchSource:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[key] = layout
         return layout
+
+
+def items_of(found: Any, receipt: Receipt, row_wise: bool, skip: int) -> Iterator[tuple[Any, Receipt]]:
+    """Yield what the loop gets of one micro-batch, with receipts; of rows, all but the first ``skip``."""
+    if not row_wise:
+        yield found, receipt
+        return
+    rows = found if isinstance(found, list) else split_rows(found)
+    for number in range(skip, receipt.rows):
+        mine = replace(receipt, row=number)
+        row = rows[number]
+        if hasattr(row, "receipt"):
+            row.receipt = mine
+        yield row, mine
 
 
 def split_rows(batch: Any) -> list[Any]:

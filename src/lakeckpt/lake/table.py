@@ -52,9 +52,11 @@ class Table:
     index: TableIndex
     reopen: Callable[[], Table] | None = field(default=None, repr=False)
     """Opens what is the newest version now; None where a version was named, and in other processes."""
+    named: bool = False
+    """Whether a version was named when it was opened."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_table, (self.uri, self.storage, self.index))  # how it was opened holds credentials
+        return (_table, (self.uri, self.storage, self.index, self.named))  # how to open it again holds credentials
 
     def __repr__(self) -> str:
         return f"Table({self.uri!r}, files={len(self.index.paths)}, rows={self.num_rows})"
@@ -199,11 +201,12 @@ def open_table(
         footer_cache=footer_cache,
         threads=threads,
     )
-    return Table(uri=found.uri, storage=found.storage, index=index, reopen=None if asked.given else again)
+    named = bool(asked.given)
+    return Table(uri=found.uri, storage=found.storage, index=index, reopen=None if named else again, named=named)
 
 
-def _table(uri: str, storage: Storage, index: TableIndex) -> Table:
-    return Table(uri=uri, storage=storage, index=index)
+def _table(uri: str, storage: Storage, index: TableIndex, named: bool) -> Table:
+    return Table(uri=uri, storage=storage, index=index, named=named)
 
 
 def _reopened(source: Source | CatalogTable, **options: Any) -> Table:

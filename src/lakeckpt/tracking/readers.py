@@ -7,14 +7,14 @@ ranks, and its consumption enters the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import ReaderState
 
-__all__ = ["SkippingReader", "TrackedReader", "index_of", "selection_of"]
+__all__ = ["SkippingReader", "TrackedReader", "VersionedReader", "index_of", "selection_of", "versions_of"]
 
 
 @runtime_checkable
@@ -48,6 +48,42 @@ class TrackedReader(Protocol):
         Each pair is of one order and one epoch (or one endless stream), in the order of consumption.
         """
         ...
+
+
+@runtime_checkable
+class VersionedReader(Protocol):
+    """A tracked reader of a table that has versions, as one rank sees it. Called by the training thread only."""
+
+    @property
+    def versions(self) -> Sequence[Any]:
+        """The versions that something was read of since the mark, and the one at hand: each with ``table`` (with an
+        ``index``) and ``selection`` (None: it has no filter)."""
+        ...
+
+    def fit(self, state: Mapping[str, Any], saved: Any, *, look: bool) -> Any:
+        """How to go on from ``state``: ``index`` (of the version to `repin` to first; None: the one at hand does), and
+        ``given_up``: why the rest of its epoch is given up; empty: it is not.
+
+        ``saved`` gives the index that was kept under a digest, or None. With ``look``, the files of the version are
+        compared with the store. Raises a `TableError` where the version is needed and gone.
+        """
+        ...
+
+    def repin(self, index: Any) -> Callable[[], None]:
+        """Read the version that ``index`` pins; a state is loaded next. Returns what undoes it."""
+        ...
+
+    def next_epoch(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of the start of the epoch after that of ``state``, at the version at hand."""
+        ...
+
+
+def versions_of(reader: object) -> list[tuple[Any, Any | None]]:
+    """(index, row selection or None) of each table version that ``reader`` reads; empty where it names none."""
+    if isinstance(reader, VersionedReader):
+        return [(one.table.index, one.selection) for one in reader.versions]
+    index = index_of(reader)
+    return [] if index is None else [(index, selection_of(reader))]
 
 
 def selection_of(reader: object) -> Any | None:

@@ -1,0 +1,271 @@
+"""Which version of its table does a dataset read, and when does it go on with another one?
+
+A dataset reads the version that it was opened with, or the one that a restored state names (`Versions.fit` looks
+whether that one is still there, `Versions.repin` goes to it). With ``on_new_version="next_epoch"`` it goes on with the
+newest one where an epoch begins (`Versions.move`): all ranks with the same, which the first of them finds. Inside of an
+epoch a version is never changed.
+
+Reads listings and footers only when asked to look; counts no rows (`lakeckpt.data.selecting` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lakeckpt.core.ends import Tail
+from lakeckpt.core.order import OrderSpec
+from lakeckpt.core.state import ReaderState
+from lakeckpt.data.arguments import one_of
+from lakeckpt.data.hearing import hear_first
+from lakeckpt.data.identity import IdentityOf
+from lakeckpt.data.progress import Progress
+from lakeckpt.data.selecting import Selecting
+from lakeckpt.data.source import BatchSource
+from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, TableError, TableVersionGone
+from lakeckpt.lake.filters import Filters, row_filter
+from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.selection import RowSelection
+from lakeckpt.lake.table import Table
+from lakeckpt.reading.convert import check_convertible
+from lakeckpt.reading.decode import select_columns
+
+__all__ = ["Fit", "Pinned", "Pinning", "Versions", "check_moves"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """A version of the table, as a dataset reads it."""
+
+    table: Table
+    selecting: Selecting | None
+    identity: IdentityOf
+
+    @property
+    def selection(self) -> RowSelection | None:
+        """The rows that the filter keeps, counted if need be; None without a filter."""
+        return None if self.selecting is None else self.selecting.get()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a dataset goes on from a state."""
+
+    index: TableIndex | None = None
+    """The version to go to first (`Versions.repin`); None: the one at hand does."""
+    given_up: str = ""
+    """Why the rest of the state's epoch is given up and the next one begun; empty: it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinning:
+    """What a dataset wants of every version of its table."""
+
+    columns: Sequence[str] | None
+    """None: those of the version that it was opened with."""
+    nulls: Literal["error", "mask"] | None
+    """None: Arrow columns are given as they are."""
+    filters: Filters | None
+    counting: Callable[[int, int], None] | None
+    spec: OrderSpec
+    tail: Tail
+    endless: bool
+
+    def pin(self, table: Table) -> Pinned:
+        """``table`` as it is read. `SchemaError` and `ConfigError` where it cannot be."""
+        if self.nulls is not None:
+            names = None if self.columns is None else list(self.columns)
+            check_convertible(select_columns(table.schema, names), nulls=self.nulls)
+        keep = None if self.filters is None else row_filter(self.filters, table.schema)
+        selecting = None if keep is None else Selecting(table, keep, progress=self.counting)
+        identity = IdentityOf(table, selecting, self.spec, self.tail, self.endless)
+        return Pinned(table=table, selecting=selecting, identity=identity)
+
+
+def check_moves(table: Table, *, on_new_version: object, on_version_gone: object, endless: bool) -> None:
+    """`ConfigError` where these cannot be, of ``table``."""
+    one_of("on_new_version", on_new_version, ("keep", "next_epoch"))
+    one_of("on_version_gone", on_version_gone, ("raise", "next_epoch"))
+    if on_new_version == "next_epoch" and (endless or table.reopen is None):
+        named = "a version was named when the table was opened, or it was opened in another process"
+        why = "an endless stream has no epochs" if endless else named
+        raise ConfigError(f'on_new_version="next_epoch" cannot be: {why}')
+
+
+class Versions:
+    """The versions that one dataset reads, in the main process. ``at_hand`` is the one that is read now."""
+
+    def __init__(
+        self,
+        pinning: Pinning,
+        pinned: Pinned,
+        source: BatchSource,
+        progress: Progress,
+        *,
+        on_new_version: Literal["keep", "next_epoch"],
+        on_version_gone: Literal["raise", "next_epoch"],
+    ) -> None:
+        self.at_hand = pinned
+        self._pinning = pinning
+        self._first = pinned.table
+        self._source = source
+        self._progress = progress
+        self._moves = on_new_version == "next_epoch"
+        self._gives_up = on_version_gone == "next_epoch"
+        self._is_new = True
+        self._read = {pinned.table.index.digest: pinned}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What counts rows is told to the main process alone, and other processes read one version.
+        read = {self.at_hand.table.index.digest: self.at_hand}
+        return {**self.__dict__, "_pinning": replace(self._pinning, counting=None), "_read": read}
+
+    def check_worker(self) -> None:
+        """`ConfigError` in a worker of somebody else's DataLoader, where versions move."""
+        if self._moves:
+            raise ConfigError(
+                'on_new_version="next_epoch" was asked for, and the workers of a torch DataLoader cannot be told of a '
+                "new version: use lakeckpt.LakeLoader"
+            )
+
+    @property
+    def read(self) -> list[Pinned]:
+        """Those that something was read of since the last checkpoint, and the one at hand."""
+        needed = {self.at_hand.table.index.digest, *self._progress.tables}
+        self._read = {digest: one for digest, one in self._read.items() if digest in needed}
+        return list(self._read.values())
+
+    # --- after a restore
+
+    def fit(self, state: ReaderState, saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
+        """How to go on from ``state``; with ``look``, after a look whether the version that it names is still there.
+
+        ``saved`` gives the index with a digest that was kept beside the state, or None. Raises `TableVersionGone` and
+        `DataFileChanged` where files of the version are gone or others, unless what is left of it is to be given up;
+        `SchemaError` where the version has not got the columns.
+        """
+        wanted, live = state.identity.table, self.at_hand.table
+        if self._progress.accepts("table") or self._progress.goes_on_elsewhere(state):
+            return Fit()
+        if wanted == live.index.digest and not look:
+            return Fit()
+        index = saved(wanted)
+        if index is None or (wanted != live.index.digest and live.named):
+            return Fit()  # loading the state refuses it, and names both versions
+        try:
+            if wanted == live.index.digest:
+                _compare_etags(live, index)
+                return Fit()
+            if look:
+                replace(live, index=index).verify()
+        except DataFileChanged as error:
+            if self._gives_up and not state.identity.endless:
+                return Fit(given_up=str(error))
+            raise _with_advice(error, state.epoch) from None
+        self._of(index)
+        return Fit(index=index)
+
+    def repin(self, index: TableIndex) -> Callable[[], None]:
+        """Read the version that ``index`` pins; the place is lost. Returns what undoes both."""
+        before = self.at_hand
+        pinned = self._of(index)
+        undo = self._progress.repin(pinned.identity)
+        self._go_to(pinned)
+
+        def go_back() -> None:
+            self._go_to(before)
+            undo()
+
+        return go_back
+
+    # --- where an epoch begins
+
+    def move(self, *, explicit: tuple[int, int] | None, dp_group: Any) -> None:
+        """Go on with the newest version where an epoch begins; collective if the dataset moves, else nothing.
+
+        Raises on all ranks what looking for it raised on the first one.
+        """
+        if not self._moves:
+            return
+        if not self._progress.at_start:
+            self._is_new = False
+            return
+        data = hear_first(self._newest, explicit=explicit, dp_group=dp_group)
+        self._is_new = False
+        index = TableIndex.loads(data)
+        if index.digest == self.at_hand.table.index.digest:
+            return
+        pinned = self._of(index)
+        self._progress.move_to(pinned.identity)
+        self._go_to(pinned)
+
+    def _newest(self) -> bytes:
+        table = self.at_hand.table
+        if not self._is_new:
+            assert table.reopen is not None, "a dataset moves only where no version was named"
+            found = table.reopen()
+            if found.uri != table.uri:
+                raise TableError(f"the table {table.uri!r} is at {found.uri!r} now: open it there, and start anew")
+            self._of(found.index)
+            table = found
+        return table.index.dumps()
+
+    # --- inside
+
+    def _of(self, index: TableIndex) -> Pinned:
+        known = self._read.get(index.digest)
+        if known is not None:
+            return known
+        self._check_columns(index)
+        names = self._first.schema.names if self._pinning.columns is None else self._pinning.columns
+        return replace(self._pinning, columns=names).pin(replace(self.at_hand.table, index=index))
+
+    def _go_to(self, pinned: Pinned) -> None:
+        names = self._first.schema.names if self._pinning.columns is None else self._pinning.columns
+        self.at_hand = pinned
+        self._read[pinned.table.index.digest] = pinned
+        self._source.repin(pinned.table, list(names), pinned.selecting)
+
+    def _check_columns(self, index: TableIndex) -> None:
+        names: Collection[str] = self._pinning.columns or self._first.schema.names
+        for name in names:
+            if name not in index.schema.names:
+                raise SchemaError(
+                    f"{index.version} of {self._first.uri!r} has no column {name!r}, and the dataset reads it: name "
+                    "the columns= that both versions have, or the version to read when the table is opened"
+                )
+            now, then = index.schema.field(name).type, self._first.schema.field(name).type
+            if now != then:
+                raise SchemaError(
+                    f"column {name!r} is {now} in {index.version} of {self._first.uri!r}, and {then} in "
+                    f"{self._first.index.version}, which the dataset was opened with: open the one to read by name"
+                )
+
+
+def _compare_etags(live: Table, saved: TableIndex) -> None:
+    """Two indexes of one digest: the same paths, sizes and footers, and yet the store may tell that bytes differ."""
+    other = [
+        f"{path!r} has the ETag {now}, not {then}"
+        for path, now, then in zip(live.index.paths, live.index.etags, saved.etags, strict=True)
+        if now is not None and then is not None and now != then
+    ]
+    if other:
+        shown = "; ".join(other[:20]) + (f"; and {len(other) - 20} more" if len(other) > 20 else "")
+        raise DataFileChanged(
+            f"files of the table {live.uri!r} were written again since the checkpoint was made, at the same sizes: "
+            f"{shown}. Put the pinned files back; if they are the same and were only copied, accept_changes=['table'] "
+            "says so"
+        )
+
+
+def _with_advice(error: DataFileChanged, epoch: int) -> DataFileChanged:
+    text = (
+        f"{error}. The checkpoint is of the midst of epoch {epoch} over that version. Where files were only compacted "
+        "and the old ones can still be read, `lakeckpt plan TABLE --remap RUN --key COLUMN` carries its place over to "
+        'the newest version; LakeDataset(on_version_gone="next_epoch") gives the rest of the epoch up and begins the '
+        "next one with the newest version"
+    )
+    if isinstance(error, TableVersionGone):
+        return TableVersionGone(text, files=error.files)
+    return DataFileChanged(text)
