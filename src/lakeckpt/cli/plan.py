@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timestamp", metavar="TIME", help="the version of that time: 2026-01-31T12:00:00Z")
     parser.add_argument("--format", metavar="F", help="parquet, delta, iceberg or hudi, where a folder is several")
     parser.add_argument("--columns", metavar="A,B,…", help="the columns to be read (default: all)")
+    parser.add_argument(
+        "--filters", metavar="JSON", help='which rows: [["user", "<", 20]], or a list of such lists; counts them'
+    )
     parser.add_argument("--world-size", type=int, default=1, metavar="W", help="data-parallel ranks (default: 1)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader workers of each rank (default: 0)")
     parser.add_argument(
@@ -57,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     console = None if args.json else make_console()
     from lakeckpt.cli.plan_columns import column_bytes
     from lakeckpt.cli.plan_facts import Topology, plan_facts
+    from lakeckpt.cli.plan_filters import Kept, filter_of_json, kept_bytes
+    from lakeckpt.reading.count import count_rows
 
     topology = Topology(
         world_size=args.world_size,
@@ -69,9 +74,18 @@ def run(args: argparse.Namespace) -> int:
     )
     columns = None if args.columns is None else [name.strip() for name in args.columns.split(",")]
     table = _open(args)
-    with progress_bar("columns", show=not args.json) as progress:
-        sizes = column_bytes(table, columns, progress=progress)
-    facts = plan_facts(table, sizes, topology)
+    kept: Kept | None = None
+    if args.filters is None:
+        with progress_bar("columns", show=not args.json) as progress:
+            sizes = column_bytes(table, columns, progress=progress)
+    else:
+        keep = filter_of_json(args.filters, table.schema)
+        with progress_bar("rows that stay", show=not args.json) as progress:
+            selection, counted = count_rows(table, keep, progress=progress)
+        kept = Kept(selection=selection, counted=counted)
+        with progress_bar("columns", show=not args.json) as progress:
+            sizes = kept_bytes(table, columns, keep, kept, progress=progress)
+    facts = plan_facts(table, sizes, topology, kept)
     if console is None:
         print_json(facts.to_plain())
     else:
@@ -108,6 +122,7 @@ def _show(console: Console, facts: PlanFacts) -> None:
         ("files", f"{facts.files:,}, {say_bytes(facts.file_bytes)}"),
         ("row groups", f"{facts.row_groups:,}, {say_many(per_group, 'row')} each on average"),
         ("rows", f"{facts.rows:,}" + (f"; {facts.deleted_rows:,} more are deleted" if facts.deleted_rows else "")),
+        *([("filter", _filtered(facts))] if facts.filter is not None else []),
         (
             "columns",
             f"{len(facts.columns)}: {named}; {say_bytes(facts.stored_bytes)} stored, "
@@ -137,6 +152,13 @@ def _show(console: Console, facts: PlanFacts) -> None:
     for warning in facts.warnings:
         console.print("[yellow]![/] ", end="")
         console.print(warning, markup=False)
+
+
+def _filtered(facts: PlanFacts) -> str:
+    return (
+        f"{facts.filter}: rules out {say_many(facts.pruned_row_groups, 'row group')} and keeps "
+        f"{facts.whole_row_groups:,} whole, unread; {facts.tried_row_groups:,} looked at"
+    )
 
 
 def _named(facts: PlanFacts) -> str:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from lakeckpt.cli.output import say_many
 from lakeckpt.cli.plan_columns import ColumnBytes
+from lakeckpt.cli.plan_filters import Kept
 from lakeckpt.core.ends import Tail
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Plan, fit_lanes, start
@@ -73,6 +74,14 @@ class PlanFacts:
     """That exist."""
     deleted_rows: int
     """That files hold, and that do not exist in this version."""
+    filter: str | None
+    """The filter, for people. With one, ``rows`` are those that stay."""
+    pruned_row_groups: int
+    """Of which no row stays, by the values of partition columns or by statistics."""
+    whole_row_groups: int
+    """Of which every row stays, by partition values or statistics."""
+    tried_row_groups: int
+    """Whose rows had to be looked at."""
     columns: tuple[str, ...]
     partition_columns: tuple[str, ...]
     stored_bytes: int
@@ -103,20 +112,20 @@ class PlanFacts:
         return asdict(self)
 
 
-def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology) -> PlanFacts:
-    """What reading ``table`` on ``topology`` takes."""
+def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology, kept: Kept | None = None) -> PlanFacts:
+    """What reading ``table`` on ``topology`` takes; of rows that a filter keeps, where ``kept`` is given."""
     index = table.index
+    group_rows = index.group_rows if kept is None else kept.selection.group_rows
+    rows = int(group_rows.sum())
     lanes = topology.lanes
     window = topology.window if topology.shuffle else 1
     spec = OrderSpec(seed=0, shuffle=topology.shuffle, window=window)
-    identity = Identity(
-        table=index.digest, selection="", rows=index.num_rows, spec=spec, tail=topology.tail, endless=False
-    )
+    identity = Identity(table=index.digest, selection="", rows=rows, spec=spec, tail=topology.tail, endless=False)
     state = start(identity, epoch=0, num_lanes=lanes, batch_size=topology.batch_size, world_size=topology.world_size)
     plan = Plan(state)
     steps = plan.steps or 0
     full = topology.batch_size * topology.world_size
-    layout = EpochLayout.build(index.group_rows, spec, 0, lanes)
+    layout = EpochLayout.build(group_rows, spec, 0, lanes)
     borders = layout.lane_bounds[1:-1]
     inside = borders[~np.isin(borders, layout.begins)]
     cut = len(np.unique(np.searchsorted(layout.begins, inside, side="right")))
@@ -131,8 +140,12 @@ def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology) -> PlanFact
         files=len(index.paths),
         file_bytes=int(index.size_bytes.sum()),
         row_groups=len(index.group_rows),
-        rows=index.num_rows,
+        rows=rows,
         deleted_rows=index.deletes.total,
+        filter=None if kept is None else kept.selection.text,
+        pruned_row_groups=0 if kept is None else kept.counted.by_partition + kept.counted.by_statistics,
+        whole_row_groups=0 if kept is None else kept.counted.whole,
+        tried_row_groups=0 if kept is None else kept.counted.decoded,
         columns=sizes.names,
         partition_columns=tuple(one.name for one in index.partitions),
         stored_bytes=int(sizes.stored.sum()),
@@ -143,7 +156,7 @@ def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology) -> PlanFact
         lanes=lanes,
         steps=steps,
         short_steps=sum(plan.step_rows(step) < full for step in range(max(0, steps - 2 * lanes - 2), steps)),
-        dropped_rows=plan.rest(steps).of(0, index.num_rows).size if topology.tail == "drop" else 0,
+        dropped_rows=plan.rest(steps).of(0, rows).size if topology.tail == "drop" else 0,
         cut_row_groups=cut,
         windows_open=opened,
         window_bytes=round(mean),
@@ -151,7 +164,7 @@ def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology) -> PlanFact
         most_memory_bytes=round(opened * most),
         warnings=(),
     )
-    return _with_warnings(facts, table, sizes)
+    return _with_warnings(facts, table, sizes, group_rows[group_rows > 0])
 
 
 def _window_bytes(ordered: Int64Array, window: int, lanes: int) -> npt.NDArray[np.float64]:
@@ -162,9 +175,9 @@ def _window_bytes(ordered: Int64Array, window: int, lanes: int) -> npt.NDArray[n
     return np.asarray(np.minimum(sums, float(ordered.sum()) / lanes), np.float64)
 
 
-def _with_warnings(facts: PlanFacts, table: Table, sizes: ColumnBytes) -> PlanFacts:
+def _with_warnings(facts: PlanFacts, table: Table, sizes: ColumnBytes, rows: Int64Array) -> PlanFacts:
+    """``rows`` are those of each row group that has any."""
     found = []
-    rows = table.index.group_rows[table.index.group_rows > 0]
     if facts.files >= _MANY_FILES and facts.file_bytes < _TINY_FILE * facts.files:
         found.append(
             f"tiny files: {facts.files:,} of {facts.file_bytes / facts.files / 1000:,.0f} kB on average; opening them "
@@ -204,11 +217,11 @@ def _with_warnings(facts: PlanFacts, table: Table, sizes: ColumnBytes) -> PlanFa
             "looked at have none, so damage that still decodes is not noticed. Write them with checksums (pyarrow: "
             "write_page_checksum=True)"
         )
-    if facts.deleted_rows > facts.rows:
+    if facts.deleted_rows > table.num_rows:
         found.append(
-            f"mostly deleted: {facts.deleted_rows:,} rows that do not exist are decoded beside {facts.rows:,} that do; "
-            "compact the table"
+            f"mostly deleted: {facts.deleted_rows:,} rows that do not exist are decoded beside {table.num_rows:,} "
+            "that do; compact the table"
         )
     if not facts.rows:
-        found.append("the table has no rows")
+        found.append("the table has no rows" if facts.filter is None else "the filter keeps no row")
     return replace(facts, warnings=tuple(found))
