@@ -56,3 +56,24 @@ def write_encrypted(path: Path, table: pa.Table, *, columns: list[str], plaintex
     with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
         writer.write_table(table)
     return path
+
+
+def write_two_level_list(path: Path, values: list[list[int]]) -> Path:
+    """Write lists as old writers (parquet-avro, Hive) do: ``optional group x (LIST) { repeated int64 element }``.
+
+    Levels are those of lists of three levels, so only the schema in the footer is another.
+    """
+    element = pa.field("element", pa.int64(), nullable=False)
+    pq.write_table(pa.table({"x": pa.array(values, pa.list_(element))}), path, store_schema=False)
+    content = path.read_bytes()
+    (length,) = struct.unpack("<I", content[-8:-4])
+    footer = content[-8 - length : -8]
+    for old, new in [
+        (b"\x19\x4c", b"\x19\x3c"),  # the schema has one element less:
+        (b"\x35\x04\x18\x04list\x15\x02\x00", b""),
+        (b"\x15\x04\x25\x00\x18\x07element", b"\x15\x04\x25\x04\x18\x07element"),  # required becomes repeated
+    ]:
+        assert footer.count(old) >= 1, f"another footer than pyarrow {pa.__version__} was known to write"
+        footer = footer.replace(old, new, 1)
+    path.write_bytes(content[: -8 - length] + footer + struct.pack("<I", len(footer)) + b"PAR1")
+    return path

@@ -42,6 +42,8 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schem
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise ConfigError(f"columns asked for more than once: {', '.join(map(repr, twice))}")
+    if not names and columns is None:
+        raise SchemaError("the table has no columns: there is nothing to read")
     if not names:
         raise ConfigError("no columns were asked for: name at least one")
     known = set(schema.names)
