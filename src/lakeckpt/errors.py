@@ -126,12 +126,6 @@ class TableFeatureUnsupported(TableError, ValueError):
     kind = "table_feature_unsupported"
 
 
-class NullValueError(TableError, ValueError):
-    """A null where the caller allowed none."""
-
-    kind = "null_value"
-
-
 class _InRowGroup(Exception):
     """What went wrong in a file of the table, and in which part of it."""
 
@@ -161,6 +155,12 @@ class DataFileDamaged(_InRowGroup, TableError):
     """
 
     kind = "data_file_damaged"
+
+
+class NullValueError(_InRowGroup, TableError, ValueError):
+    """A null where the caller allowed none; ``column``, ``file`` and ``row_group`` say where, as far as it is known."""
+
+    kind = "null_value"
 
 
 class RowGroupTooLarge(_InRowGroup, TableError):

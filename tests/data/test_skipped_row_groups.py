@@ -252,3 +252,36 @@ def test_nothing_is_warned_of_where_nothing_is_skipped(damage: Damage) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert sorted(flat(loader_of(damage.table))) == list(range(ROWS))
+
+
+def test_too_many_damaged_row_groups_in_an_epoch_are_no_odd_damage(
+    damage: Damage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lakeckpt.reading.skipping.MOST_SKIPPED", 2)
+    damage.hurt("a.parquet", 0)
+    damage.hurt("b.parquet", 0)
+    loader = loader_of(damage.table, shuffle=False)
+    for _ in range(3):
+        assert len(flat(loader)) == 40  # two in each epoch
+    damage.hurt("b.parquet", 2)
+    with pytest.raises(errors.DataFileDamaged) as e:
+        flat(loader)
+    assert e.value.row_group == 2 and "2 row groups were skipped in this epoch" in e.value.__notes__[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_null_is_told_with_its_file_and_row_group(tmp_path: Path, shuffle: bool, num_workers: int) -> None:
+    values = [[1, 2, 3], [4, None, 6], [7, 8, 9]]
+    groups = [pa.table({"id": row, "x": [{"y": one} for one in row]}) for row in values]
+    write_file(tmp_path / "a.parquet", groups, write_page_checksum=True)
+    write_file(tmp_path / "b.parquet", [groups[0], groups[2]], write_page_checksum=True)
+    damage = Damage(open_table(tmp_path))
+    damage.hurt("a.parquet", 0)  # and what is skipped is left out of the count
+    options = {"batch_size": 15, "shuffle": shuffle, "num_workers": num_workers}
+    with pytest.raises(errors.NullValueError, match=r"row group 1 of the data file 'a\.parquet'") as e:
+        flat(loader_of(damage.table, columns=["id"], **options))
+    assert (e.value.file, e.value.row_group, e.value.column) == ("a.parquet", 1, "id")
+    with pytest.raises(errors.NullValueError) as e:
+        flat(loader_of(damage.table, columns=["x"], **options))
+    assert (e.value.file, e.value.row_group, e.value.column) == ("a.parquet", 1, "x.y")

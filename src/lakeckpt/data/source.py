@@ -17,9 +17,11 @@ from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Assignment, LayoutKey
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.data.batch import Batch
+from lakeckpt.data.nulls import placed
 from lakeckpt.data.selecting import Selecting
 from lakeckpt.data.tensors import to_tensors
 from lakeckpt.data.transform import TransformContext
+from lakeckpt.errors import NullValueError
 from lakeckpt.lake.table import Table
 from lakeckpt.reading.convert import convert
 from lakeckpt.reading.filtered import FilteredDecoder
@@ -92,7 +94,11 @@ class BatchSource:
         table, receipt = self._arrow(assignment)
         if self._output == "arrow":
             return receipt, self._finished(table, receipt)
-        columns = convert(table, nulls=self._nulls)
+        try:
+            columns = convert(table, nulls=self._nulls)
+        except NullValueError as error:
+            layouts = {key.epoch: self._layout(key) for key in assignment.layouts}
+            raise placed(error, table, receipt, layouts=layouts, index=self._table.index, nulls=self._nulls) from error
         found: dict[str, Any] = to_tensors(columns, nested=self._jagged) if self._output == "torch" else dict(columns)
         return receipt, self._finished(Batch(found, receipt), receipt)
 

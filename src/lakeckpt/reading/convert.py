@@ -145,10 +145,13 @@ def _nulls_of(array: pa.Array, path: str, *, nullable: bool, nulls: Nulls) -> Ar
     if nulls == "error":
         raise NullValueError(
             f"column {path!r} has {count} null(s) in {len(array)} values: ask for masks (nulls='mask'), "
-            "filter them out, or leave the column out"
+            "filter them out, or leave the column out",
+            column=path,
         )
     if not nullable:
-        raise NullValueError(f"column {path!r} has {count} null(s), but its schema declares that it has none")
+        raise NullValueError(
+            f"column {path!r} has {count} null(s), but its schema declares that it has none", column=path
+        )
     if pa.types.is_null(array.type):
         return np.ones(len(array), np.bool_)
     validity = array.buffers()[0]

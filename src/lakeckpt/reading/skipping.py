@@ -53,11 +53,13 @@ class Skipper:
         except DataFileDamaged as error:
             if not self._finds_more:
                 raise
-            if len(self.known) >= MOST_SKIPPED:
-                error.add_note(f"{len(self.known)} row groups were skipped already: that is more than an odd damage")
+            known = self.known.since(max(0, layout.epoch - 1))  # of epochs that are over nothing is read any more
+            count = sum(one.epoch == layout.epoch for one in known)
+            if count >= MOST_SKIPPED:
+                error.add_note(f"{count} row groups were skipped in this epoch: that is more than odd damage")
                 raise
             found = self._entry(layout, fragment.group, window.start, window.stop, str(error))
-            self.known = self.known.union(SkipList([found]))
+            self.known = known.union(SkipList([found]))
             return None
 
     def skip(self, layout: EpochLayout, group: int, start: int, stop: int, rows: int) -> Skip:
