@@ -59,18 +59,16 @@ def _flags(given: S3Options) -> dict[str, str]:
 
 def _place(session: Any, given: S3Options) -> dict[str, str]:
     region = given.region or session.get_config_variable("region") or "us-east-1"
-    client = session.create_client(
-        "s3", region_name=region, endpoint_url=given.endpoint, aws_access_key_id="-", aws_secret_access_key="-"
-    )
-    endpoint = str(client.meta.endpoint_url)
-    client.close()
-    if given.endpoint is None and endpoint.endswith(_AMAZON):
-        return {"aws_region": region}
-    return {
-        "aws_region": region,
-        "aws_endpoint": endpoint,
-        "aws_allow_http": str(endpoint.startswith("http://")).lower(),
-    }
+    endpoint = given.endpoint
+    if endpoint is None:
+        # Making a client is what tells; it takes a while.
+        client = session.create_client("s3", region_name=region, aws_access_key_id="-", aws_secret_access_key="-")
+        endpoint = str(client.meta.endpoint_url)
+        client.close()
+        if endpoint.endswith(_AMAZON):
+            return {"aws_region": region}
+    plain = str(endpoint.startswith("http://")).lower()
+    return {"aws_region": region, "aws_endpoint": endpoint, "aws_allow_http": plain}
 
 
 def _credentials(session: Any, given: S3Options) -> dict[str, str]:
