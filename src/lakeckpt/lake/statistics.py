@@ -34,8 +34,7 @@ __all__ = ["Bounds", "constant_bounds", "stored_bounds"]
 
 Int64Array = npt.NDArray[np.int64]
 # Numbers of fields in Parquet's format: FileMetaData (schema, row groups, creator, column orders), then below it.
-_WANTED_OF_HEAD = {2: None, 6: None, 7: None}
-_WANTED_OF_GROUPS = {4: {1: {3: {5: None, 12: None}}}}
+_WANTED = {2: None, 4: {1: {3: {5: None, 12: None}}}, 6: None, 7: None}
 _BOOLEAN, _INT32, _INT64, _FLOAT, _DOUBLE, _BYTES, _FIXED = 0, 1, 2, 4, 5, 6, 7
 _REQUIRED, _REPEATED = 0, 2
 _TYPE_ORDER = 1
@@ -74,9 +73,8 @@ def stored_bounds(footer: bytes, columns: Mapping[str, pa.DataType], rows: Int64
     ``footer`` are the bytes of a Parquet footer, ``rows`` the rows that its row groups store.
     """
     try:
-        head = read_struct(memoryview(footer), 0, wanted=_WANTED_OF_HEAD)[0]
-        leaves = _leaves(head[2], columns)
-        groups = read_struct(memoryview(footer), 0, wanted=_WANTED_OF_GROUPS)[0][4] if leaves else []
+        head = read_struct(memoryview(footer), 0, wanted=_WANTED)[0]
+        leaves, groups = _leaves(head[2], columns), head[4]
         if len(groups) != len(rows):
             return {}
         creator, orders = _text(head.get(6)), head.get(7) or []

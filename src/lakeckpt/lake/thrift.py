@@ -15,6 +15,7 @@ __all__ = ["read_struct"]
 _DEPTH = 16
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 _INTEGERS = (4, 5, 6)
+_SKIPPED_QUICKLY = (*_INTEGERS, _BINARY, _STRUCT)
 _NOTHING: Mapping[int, Any] = {}
 
 
@@ -63,8 +64,52 @@ def _skipped(data: memoryview, at: int, kind: int, depth: int) -> int:
             at += 1
         return at + 1
     if kind == _STRUCT:
-        return read_struct(data, at, depth + 1, _NOTHING)[1]
+        return _skipped_struct(data, at, depth + 1)
+    if kind == _BINARY:
+        return _skipped_binary(data, at)
+    if kind in (_LIST, _SET) and data[at] & 0x0F in _SKIPPED_QUICKLY:
+        return _skipped_list(data, at, depth)
     return _value(data, at, kind, depth, _NOTHING)[1]
+
+
+def _skipped_struct(data: memoryview, at: int, depth: int) -> int:
+    """As `read_struct`, where nothing is wanted: most of a footer is skipped, so this is most of the time it takes."""
+    if depth > _DEPTH:
+        raise ValueError(f"nested more than {_DEPTH} deep")
+    while True:
+        header = data[at]
+        at += 1
+        if not header:
+            return at
+        if header < 0x10:
+            _, at = _varint(data, at)
+        kind = header & 0x0F
+        if kind in _INTEGERS:
+            while data[at] >= 0x80:
+                at += 1
+            at += 1
+        elif kind == _BINARY:
+            at = _skipped_binary(data, at)
+        elif kind > _FALSE or not kind:
+            at = _skipped(data, at, kind, depth)
+
+
+def _skipped_list(data: memoryview, at: int, depth: int) -> int:
+    header = data[at]
+    size, at = (header >> 4, at + 1) if header >> 4 < 15 else _varint(data, at + 1)
+    if depth >= _DEPTH or size > len(data) - at:
+        raise ValueError(f"a list of {size} at depth {depth}, where {len(data) - at} bytes are left")
+    kind = header & 0x0F
+    for _ in range(size):
+        at = _skipped(data, at, kind, depth + 1)
+    return at
+
+
+def _skipped_binary(data: memoryview, at: int) -> int:
+    size, at = _varint(data, at)
+    if size > len(data) - at:
+        raise ValueError(f"a text of {size} bytes where {len(data) - at} are left")
+    return at + size
 
 
 def _value(

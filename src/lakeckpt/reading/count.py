@@ -24,10 +24,11 @@ from lakeckpt.lake.columns import resolve
 from lakeckpt.lake.filters import RowFilter
 from lakeckpt.lake.footer import Footer
 from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.prune import Verdicts, verdicts
 from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.statistics import Bounds, constant_bounds, stored_bounds
-from lakeckpt.lake.table import Table
+from lakeckpt.lake.table import THREADS_LOCAL, THREADS_REMOTE, Table
 from lakeckpt.reading.decode import RowGroupDecoder
 
 __all__ = ["Counted", "Unit", "count_rows", "count_units", "joined", "selection_of", "units_of"]
@@ -74,7 +75,7 @@ class Counted:
 
 
 def count_rows(
-    table: Table, keep: RowFilter, *, threads: int = 16, progress: Progress | None = None
+    table: Table, keep: RowFilter, *, threads: int | None = None, progress: Progress | None = None
 ) -> tuple[RowSelection, Counted]:
     """Count the rows of ``table`` that ``keep`` keeps; ``progress(row groups done, row groups)`` as it goes on.
 
@@ -112,9 +113,18 @@ def joined(parts: Sequence[Counted]) -> Counted:
 
 
 def count_units(
-    table: Table, keep: RowFilter, units: Sequence[Unit], *, threads: int = 16, progress: Progress | None = None
+    table: Table,
+    keep: RowFilter,
+    units: Sequence[Unit],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[int, Counted]]:
-    """Yield (place in ``units``, what was counted) of each, as they are done, by ``threads`` threads."""
+    """Yield (place in ``units``, what was counted) of each, as they are done, by ``threads`` threads.
+
+    None: 16 for local folders, else 64, of which most wait for the store.
+    """
+    threads = threads or (THREADS_LOCAL if isinstance(table.storage, LocalStorage) else THREADS_REMOTE)
     total, done = sum(map(len, units)), 0
     counter = _Counter(table, keep)
     with ThreadPoolExecutor(max(1, min(threads, len(units))), thread_name_prefix="lakeckpt-count") as pool:
