@@ -26,6 +26,7 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan, consumed, consumption, replan
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.errors import StateError, StateMismatch
+from lakeckpt.lake.index import RestOfEpoch
 
 __all__ = ["account"]
 
@@ -64,6 +65,7 @@ class _Account:
         self._notes: dict[str, None] = {}
         self._pieces: dict[int, list[Piece]] = {}
         self._ends: dict[int, ReaderState] = {}
+        self._carried: dict[int, list[ReaderState]] = {}
         self._latest: ReaderState | None = None
         self._skipped: dict[int, list[Piece]] = {}
         self._skips: list[SkippedRows] = []
@@ -80,6 +82,8 @@ class _Account:
             identity = tip.identity
             known = consumed(tip)
             for epoch in self._epochs(origin, tip, known):
+                for before in self._carried.get(epoch, []):
+                    self._audit_carried(epoch, origin, before, epochs, findings)
                 self._audit_epoch(epoch, origin, tip, known, epochs, findings)
         except StateError as error:
             self._doubts[f"a recorded state cannot be used: {error}"] = None
@@ -153,6 +157,8 @@ class _Account:
         last state of the epoch is planned anew for the topology of the next one, as the reader did.
         """
         before = self._latest
+        if before is not None:
+            self._follow_to_rest(before, state)
         if before is not None and before.epoch < state.epoch:
             lanes, batch_size, world_size = state.segment.topology
             last = replan(
@@ -210,6 +216,49 @@ class _Account:
             return range(min([0, *touched]), max([-1, *touched]) + 1)
         return range(min([origin.epoch, *touched]), max([tip.epoch, *touched]) + 1)
 
+    def _follow_to_rest(self, before: ReaderState, state: ReaderState) -> None:
+        """Note where ``state`` is of what is left of an epoch in another version, in whose midst ``before`` was."""
+        rest, earlier = (self._rest_of(one.identity) for one in (state, before))
+        is_same_epoch = rest is not None and rest.epoch == before.epoch == state.epoch
+        if rest is None or not is_same_epoch or before.identity.table == state.identity.table:
+            return
+        self._carried.setdefault(state.epoch, []).append(before)
+        read = consumed(before).get(state.epoch, Intervals.empty()).size
+        read += 0 if earlier is None else earlier.taken.total
+        if read != rest.taken.total:
+            self._doubts[
+                f"{read:,} rows of epoch {state.epoch} had been consumed when it was carried over to another version, "
+                f"and {rest.taken.total:,} of them were found there"
+            ] = None
+
+    def _rest_of(self, identity: Identity) -> RestOfEpoch | None:
+        order = self._orders.get(order_name(identity))
+        return None if order is None else order.index.rest
+
+    def _audit_carried(
+        self,
+        epoch: int,
+        origin: ReaderState,
+        state: ReaderState,
+        epochs: list[EpochAudit],
+        findings: list[Finding],
+    ) -> None:
+        """What was read of an epoch up to ``state``, from where it was carried over to another version."""
+        name, known = order_name(state.identity), consumed(state)
+        every, later = self._pieces.get(epoch, []), self._ends.get(epoch)
+        self._pieces[epoch] = [one for one in every if order_name(one.identity) == name]
+        self._ends[epoch] = state
+        self._audit_epoch(epoch, origin, state, known, epochs, findings)
+        self._pieces[epoch] = [one for one in every if order_name(one.identity) != name]
+        if later is not None:
+            self._ends[epoch] = later
+        if epochs and epochs[-1].epoch == epoch:
+            epochs[-1] = replace(epochs[-1], status="carried over")
+        self._notes[
+            f"what was left of epoch {epoch} was carried over to another version of the table; that these are the same "
+            "rows was proved by a key, then"
+        ] = None
+
     def _audit_epoch(
         self,
         epoch: int,
@@ -220,7 +269,8 @@ class _Account:
         findings: list[Finding],
     ) -> None:
         pieces, newest = self._pieces.get(epoch, []), self._records[-1][0]
-        inherits = origin.identity.endless or epoch == origin.epoch
+        begun = origin.identity.endless or epoch == origin.epoch
+        inherits = begun and (origin.identity.table == tip.identity.table or epoch not in self._carried)
         before = self._claim(origin, epoch, self._records[0][0]) if inherits else None
         claim = self._claim(tip, epoch, newest, known)
         told = [*pieces, *(one for one in (before, claim) if one is not None)]

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Verdict = Literal["proved", "violated", "unproved"]
-EpochStatus = Literal["complete", "in progress", "left behind", "given up"]
+EpochStatus = Literal["complete", "in progress", "left behind", "given up", "carried over"]
 FindingKind = Literal["repeated", "lost", "again"]
 _EXIT = {"proved": 0, "violated": 1, "unproved": 2}
 
@@ -39,7 +39,8 @@ class EpochAudit:
     epoch: int
     status: EpochStatus
     """Left behind: begun, and the reader has gone back to an earlier epoch since. Given up: its table version was gone
-    in its midst, and the user had said to go on with the next one."""
+    in its midst, and the user had said to go on with the next one. Carried over: what is ``left`` was found in another
+    version of the table, and is what the next entry of the same epoch counts."""
     rows: int
     once: int
     repeated: int

@@ -30,6 +30,7 @@ from lakeckpt.checkpoint.manifest import Begin, Manifest
 from lakeckpt.checkpoint.parts import PARTS
 from lakeckpt.checkpoint.pinning import Pins, fit_readers, go_to, pins_of_rank_0, records_at, versions_of_ranks
 from lakeckpt.checkpoint.random_states import derive_random, restore_random
+from lakeckpt.checkpoint.remap import records_remapped
 from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
 from lakeckpt.checkpoint.saver import Attempt
 from lakeckpt.checkpoint.verify import index_damage
@@ -235,6 +236,7 @@ class Restorer:
         if not isinstance(manifest, Manifest):
             raise CheckpointDamaged(f"{slot_path(slot)}: expected a commit")
         loaded = load(self._storage, manifest, rank=self._exchange.rank, world_size=self._exchange.world_size)
+        manifest = replace(manifest, readers=records_remapped(self._storage, manifest))
         lines = differences(self._objects, loaded, manifest.readers)
         if lines:
             raise refuse(lines, slot=manifest.slot)

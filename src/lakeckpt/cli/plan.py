@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shuffle", action="store_true", help="shuffled reading")
     parser.add_argument("--window", type=int, default=4, metavar="G", help="row groups shuffled together (default: 4)")
     parser.add_argument("--tail", choices=("short", "drop"), default="short", help="the ends of an epoch")
+    parser.add_argument(
+        "--remap", metavar="RUN", help="carry the place of a run's newest checkpoint over to this version"
+    )
+    parser.add_argument("--key", metavar="A,B,…", help="with --remap: the columns that tell all rows apart")
+    parser.add_argument("--reader", metavar="NAME", help="with --remap: the reader, where the run has several")
     parser.add_argument("--storage-options", metavar="JSON", help="for the store, as fsspec takes them")
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
 
@@ -74,6 +79,10 @@ def run(args: argparse.Namespace) -> int:
     )
     columns = None if args.columns is None else [name.strip() for name in args.columns.split(",")]
     table = _open(args)
+    if args.remap is not None:
+        from lakeckpt.cli.plan_remap import run_remap
+
+        return run_remap(args, table, console)
     kept: Kept | None = None
     if args.filters is None:
         with progress_bar("columns", show=not args.json) as progress:

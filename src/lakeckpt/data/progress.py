@@ -56,6 +56,7 @@ class Progress:
     ) -> None:
         self._moves = moves
         self._identity: Identity | IdentityOf
+        self._later: Identity | IdentityOf | None = None
         self._pin(identity)
         self.last_receipt: Receipt | None = None
         self.over = False
@@ -211,6 +212,7 @@ class Progress:
             raise ConfigError(f"epochs are counted from 0 to {MAX_EPOCH}, got {epoch}")
         self.last_receipt = None
         self._iteration += 1
+        self._leave_rest()
         if self._state is None:
             self._first_epoch = epoch
         else:
@@ -227,12 +229,21 @@ class Progress:
             self._set(self._next_epoch(epoch))
             self._settled = None
 
+    def read_rest(self, later: Identity | IdentityOf) -> None:
+        """The identity at hand is of the rest of one epoch; the epochs after it are in the order of ``later``."""
+        self._later = later
+
+    def _leave_rest(self) -> None:
+        if self._later is not None:
+            self._pin(self._later)
+            self._later = None
+
     def repin(self, identity: Identity | IdentityOf) -> Callable[[], None]:
         """Go on in the order of another table version, from nowhere: a state is loaded next. Returns what undoes it."""
         before = {**self.__dict__, "_runs": list(self._runs)}
         self._pin(identity)
         self.last_receipt, self.over = None, False
-        self._state = self._settled = self._plan = None
+        self._state = self._settled = self._plan = self._later = None
         self._iteration += 1
 
         def undo() -> None:
@@ -274,6 +285,7 @@ class Progress:
     def finish(self) -> None:
         """Note that the loop saw the end of the epoch at hand."""
         self.over = True
+        self._leave_rest()
 
     def assignments(self, rank: int) -> Iterator[Assignment]:
         """Yield what ``rank`` gets in the steps that are left of the epoch."""

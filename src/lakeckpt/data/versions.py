@@ -132,7 +132,10 @@ class Versions:
     @property
     def read(self) -> list[Pinned]:
         """Those that something was read of since the last checkpoint, and the one at hand."""
-        needed = {self.at_hand.table.index.digest, *self._progress.tables}
+        whole = self.at_hand.table.index.whole
+        if whole.digest not in self._read:  # an epoch that begins is of it, before anything was read of it
+            self._read[whole.digest] = self._of(whole)
+        needed = {self.at_hand.table.index.digest, whole.digest, *self._progress.tables}
         self._read = {digest: one for digest, one in self._read.items() if digest in needed}
         return list(self._read.values())
 
@@ -151,7 +154,7 @@ class Versions:
         if wanted == live.index.digest and not look:
             return Fit()
         index = saved(wanted)
-        if index is None or (wanted != live.index.digest and live.named):
+        if index is None or (live.named and live.index.digest not in (wanted, index.whole.digest)):
             return Fit()  # loading the state refuses it, and names both versions
         try:
             if wanted == live.index.digest:
@@ -172,6 +175,8 @@ class Versions:
         pinned = self._of(index)
         undo = self._progress.repin(pinned.identity)
         self._go_to(pinned)
+        if index.rest is not None:
+            self._progress.read_rest(self._of(index.whole).identity)
 
         def go_back() -> None:
             self._go_to(before)
@@ -182,10 +187,13 @@ class Versions:
     # --- where an epoch begins
 
     def move(self, *, explicit: tuple[int, int] | None, dp_group: Any) -> None:
-        """Go on with the newest version where an epoch begins; collective if the dataset moves, else nothing.
+        """Where an epoch begins: go on with the newest version, if the dataset moves (collective); from the rest of an
+        epoch to its whole version, else.
 
         Raises on all ranks what looking for it raised on the first one.
         """
+        if self.at_hand.table.index.rest is not None and self._progress.at_start:
+            self._continue_with(self.at_hand.table.index.whole)
         if not self._moves:
             return
         if not self._progress.at_start:
@@ -194,8 +202,10 @@ class Versions:
         data = hear_first(self._newest, explicit=explicit, dp_group=dp_group)
         self._is_new = False
         index = TableIndex.loads(data)
-        if index.digest == self.at_hand.table.index.digest:
-            return
+        if index.digest != self.at_hand.table.index.digest:
+            self._continue_with(index)
+
+    def _continue_with(self, index: TableIndex) -> None:
         pinned = self._of(index)
         self._progress.move_to(pinned.identity)
         self._go_to(pinned)

@@ -57,6 +57,13 @@ class Deletes:
                 packed[file] = (_ORDINALS, len(distinct), distinct.astype(f"<u{width}").tobytes())
         return cls(packed=packed)
 
+    def union(self, other: Deletes) -> Deletes:
+        """The rows that either deletes."""
+        if not other:
+            return self
+        both = {*self.packed, *other.packed}
+        return Deletes.of({file: np.concatenate([self.rows(file), other.rows(file)]) for file in both})
+
     def __bool__(self) -> bool:
         return bool(self.packed)
 

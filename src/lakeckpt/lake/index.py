@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, overload
 
@@ -29,9 +29,9 @@ from lakeckpt.lake.values import type_text
 from lakeckpt.lake.version import PLAIN, TableVersion
 from lakeckpt.wire.codec import Limits, dumps, loads
 
-__all__ = ["DataFile", "Files", "TableIndex"]
+__all__ = ["DataFile", "Files", "RestOfEpoch", "TableIndex"]
 
-KIND, VERSION = "table-index", (1, 1)
+KIND, VERSION = "table-index", (1, 2)
 LIMITS = Limits(total_bytes=2**30)
 _NO_TIME = -1
 
@@ -56,6 +56,24 @@ class DataFile:
     partition: tuple[tuple[str, Value], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestOfEpoch:
+    """An index is of what is left of one epoch: what had been read of it, in an earlier version, does not exist."""
+
+    epoch: int
+    taken: Deletes
+    """The rows that had been read, by the file of this index in which they are now; the version itself has them."""
+
+    def to_plain(self) -> dict[str, object]:
+        """Values that the wire can carry."""
+        return {"epoch": self.epoch, "taken": self.taken.to_plain()}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> RestOfEpoch:
+        """What `to_plain` gave; ``ValueError``, ``TypeError`` or ``KeyError`` where it is something else."""
+        return cls(epoch=operator.index(plain["epoch"]), taken=Deletes.from_plain(plain["taken"]))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TableIndex:
     """The files of a table in the bytewise order of their paths, F of them, with G row groups.
@@ -63,8 +81,9 @@ class TableIndex:
     ``size_bytes``, ``mtime_ns`` (-1: unknown): int64[F]; ``footer_digests``: 16 bytes each, joined; ``first_group``:
     int64[F + 1], the row groups of file ``i`` are ``[first_group[i], first_group[i + 1])``; ``stored_rows`` and
     ``group_bytes`` (uncompressed): int64[G], as the footers say, row groups without rows included; ``deletes``: the
-    stored rows that do not exist in ``version``; ``columns``: by what the files store the columns of ``schema``. Arrays
-    are read-only. Two indexes are equal if their digests are.
+    stored rows that do not exist in ``version``; ``columns``: by what the files store the columns of ``schema``;
+    ``rest``: the index is of what is left of an epoch (`whole` is of the version). Arrays are read-only. Two indexes
+    are equal if their digests are.
     """
 
     paths: tuple[str, ...]
@@ -80,6 +99,9 @@ class TableIndex:
     version: TableVersion = PLAIN
     deletes: Deletes = field(default_factory=Deletes)
     columns: ColumnMapping = field(default_factory=ColumnMapping)
+    rest: RestOfEpoch | None = None
+    gone: Deletes = field(init=False)
+    """The stored rows that have no position: ``deletes``, and those of ``rest``."""
     group_rows: Int64Array = field(init=False)
     """int64[G]: the rows of each row group that are not deleted. These have positions."""
     digest: str = field(init=False)
@@ -87,6 +109,8 @@ class TableIndex:
     def __post_init__(self) -> None:
         for name in ("size_bytes", "mtime_ns", "first_group", "stored_rows", "group_bytes"):
             object.__setattr__(self, name, _read_only(np.ascontiguousarray(getattr(self, name), dtype=np.int64)))
+        gone = self.deletes if self.rest is None else self.deletes.union(self.rest.taken)
+        object.__setattr__(self, "gone", gone)
         self._check()
         object.__setattr__(self, "group_rows", self._group_rows())
         object.__setattr__(self, "digest", self._content_digest())
@@ -110,6 +134,11 @@ class TableIndex:
     def files(self) -> Files:
         """The files, as a sequence of `DataFile` that are made when asked for."""
         return Files(self)
+
+    @property
+    def whole(self) -> TableIndex:
+        """The index of the version, with all its rows."""
+        return self if self.rest is None else replace(self, rest=None)
 
     @property
     def num_rows(self) -> int:
@@ -139,6 +168,7 @@ class TableIndex:
             "version": self.version.to_plain(),
             "deletes": self.deletes.to_plain(),
             "columns": self.columns.to_plain(self.schema),
+            **({} if self.rest is None else {"rest": self.rest.to_plain()}),
             "digest": self.digest,
         }
         return dumps(value, kind=KIND, version=VERSION, limits=LIMITS)
@@ -176,6 +206,7 @@ class TableIndex:
             version=TableVersion.from_plain(value["version"]) if "version" in value else PLAIN,
             deletes=Deletes.from_plain(value.get("deletes", [])),
             columns=ColumnMapping.from_plain(value.get("columns", []), schema),
+            rest=RestOfEpoch.from_plain(value["rest"]) if "rest" in value else None,
         )
 
     def stored_start(self, ordinal: int) -> int:
@@ -188,18 +219,25 @@ class TableIndex:
         if self.group_rows[ordinal] == self.stored_rows[ordinal]:
             return None
         start = self.stored_start(ordinal)
-        return self.deletes.surviving(self.group(ordinal)[0], start, start + int(self.stored_rows[ordinal]))
+        return self.gone.surviving(self.group(ordinal)[0], start, start + int(self.stored_rows[ordinal]))
+
+    def existing(self, file: int) -> Int64Array:
+        """The stored rows of a file that have positions, ascending, counted from its start (int64)."""
+        first, end = int(self.first_group[file]), int(self.first_group[file + 1])
+        total = int(self.stored_rows[first:end].sum())
+        left = self.gone.surviving(file, 0, total)
+        return np.arange(total, dtype=np.int64) if left is None else np.asarray(np.flatnonzero(left), np.int64)
 
     def _group_rows(self) -> Int64Array:
-        if not self.deletes:
+        if not self.gone:
             return self.stored_rows
         left = self.stored_rows.copy()
-        for file in self.deletes.packed:
+        for file in self.gone.packed:
             if file >= len(self.paths):
                 raise ValueError(f"rows are deleted of file {file}, and there are {len(self.paths)}")
             first, end = int(self.first_group[file]), int(self.first_group[file + 1])
             ends = np.cumsum(self.stored_rows[first:end])
-            deleted = self.deletes.rows(file)
+            deleted = self.gone.rows(file)
             if len(deleted) and (not len(ends) or deleted[-1] >= ends[-1]):
                 raise ValueError(
                     f"row {deleted[-1]} of {self.paths[file]!r} is deleted, but it has {ends[-1] if len(ends) else 0}"
@@ -257,6 +295,8 @@ class TableIndex:
             parts += [b"columns", repr(self.columns.to_plain(self.schema)).encode()]
         if self.deletes:
             parts += [b"deletes", self.deletes.digest()]
+        if self.rest is not None:
+            parts += [b"rest", str(self.rest.epoch).encode(), self.rest.taken.digest()]
         digest = blake2b(digest_size=DIGEST_BYTES)
         for part in parts:
             digest.update(len(part).to_bytes(8, "little"))
