@@ -158,3 +158,11 @@ def test_encrypted_files_are_refused_by_name(tmp_path: Path, plaintext_footer: b
     what = r"encrypted columns \('secret'\)" if plaintext_footer else "an encrypted footer"
     with pytest.raises(DataFileDamaged, match=rf"'a\.parquet' has {what}.*decrypt it"):
         open_table(path)
+
+
+def test_a_writer_whose_name_is_no_text_does_not_stop_reading(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.parquet", [pa.table({"x": [1, 2]})])
+    content = path.read_bytes()
+    assert content.count(b"parquet-cpp-arrow") == 1
+    path.write_bytes(content.replace(b"parquet-cpp-arrow", b"parquet-\xff\xfe\xfd-arrow"))
+    assert decode(path).column("x").to_pylist() == [1, 2]

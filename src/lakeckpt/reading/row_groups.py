@@ -67,7 +67,7 @@ class RowGroupReader:
         self.columns = list(columns)
         self._int96_unit = int96_unit
         self._leaves = _leaves(footer.metadata, schema, self.columns)
-        self._slack = _HEADER_MISCOUNT if (footer.metadata.created_by or "").startswith("parquet-mr") else 0
+        self._slack = _HEADER_MISCOUNT if _writer(footer.metadata).startswith("parquet-mr") else 0
         try:
             self._facts = chunk_facts(footer.encoded, list(self._leaves))
         except ValueError as error:
@@ -274,6 +274,13 @@ class RowGroupReader:
 
 _DECODING = (pa.ArrowException, OSError, ValueError, UnicodeDecodeError, OverflowError)
 """What pyarrow raises of damaged bytes."""
+
+
+def _writer(metadata: pq.FileMetaData) -> str:
+    try:
+        return str(metadata.created_by or "")
+    except UnicodeDecodeError:  # of a damaged footer
+        return ""
 
 
 def _coalesced(facts: Sequence[ChunkFacts], slack: int, size: int) -> Iterator[tuple[int, int]]:
