@@ -291,6 +291,31 @@ def test_all_ranks_go_to_the_version_that_the_first_one_finds(delta: Path, tmp_p
     assert audited(tmp_path / "run").verdict == "proved"
 
 
+def test_all_ranks_give_an_epoch_up_together(delta: Path) -> None:
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> list[int]:
+        loader = loader_of(delta, rank=rank, world_size=2, on_version_gone="next_epoch")
+        held = manager(storage, {"reader": loader}, exchange=exchange)
+        held.restore()
+        seen = []
+        for batch in loader:
+            seen += batch["id"].tolist()
+            held.step()
+            if loader.epoch == 0 and len(seen) == 10:
+                held.save()
+                break
+        return seen
+
+    run_ranks(2, body)
+    table = deltalake.DeltaTable(delta)
+    table.optimize.compact()
+    table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    with pytest.warns(DamageWarning, match="gives the rest of its epoch up"):
+        mine, other = run_ranks(2, body)
+    assert sorted(mine + other) == [*range(60)]
+
+
 def test_where_a_run_begins_all_ranks_read_the_version_of_rank_0(delta: Path) -> None:
     tables = [open_table(delta)]
     deltalake.write_deltalake(delta, pa.table({"id": [70]}), mode="append")

@@ -30,6 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tail", default="short")
     parser.add_argument("--num-lanes", type=int)
     parser.add_argument("--shuffle", action="store_true")
+    parser.add_argument("--on-new-version", default="keep")
     parser.add_argument("--endless", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
     return parser.parse_args()
@@ -55,6 +56,7 @@ def main() -> None:
         num_lanes=args.num_lanes,
         tail=args.tail,
         endless=args.endless,
+        on_new_version=args.on_new_version,
     )
     loader = lakeckpt.LakeLoader(dataset, num_workers=args.workers)
     state = {"model": model, "optimizer": optimizer, "reader": loader}

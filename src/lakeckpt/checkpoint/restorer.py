@@ -226,7 +226,8 @@ class Restorer:
             for fact, said in tally.facts.items()
             if fact.startswith(_GIVEN_UP)
         }
-        return replace(chosen, pins=Pins(indexes=chosen.pins.indexes, given_up=given_up))
+        indexes = {name: index for name, index in chosen.pins.indexes.items() if name not in given_up}
+        return replace(chosen, pins=Pins(indexes=indexes, given_up=given_up))
 
     def _load(self, slot: int) -> _Chosen:
         try:

@@ -138,6 +138,7 @@ def _position(plain: Mapping[str, Any]) -> dict[str, Any]:
         "segments": [segment.to_plain() for segment in state.segments],
         "endless": state.identity.endless,
         "table": state.identity.table,
+        "version": state.identity.version,
         "selection": state.identity.selection,
     }
 
