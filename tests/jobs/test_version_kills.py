@@ -46,7 +46,7 @@ def test_a_table_compacted_and_vacuumed_under_a_killed_job_is_refused_before_any
     job.attempt(Attempt(ranks=2, kill_after=(7, 0.05)))
     compact(table)
     vacuum(table)
-    with pytest.raises(AssertionError, match="TableVersionGone: .* files are gone"):
+    with pytest.raises(AssertionError, match=r"TableVersionGone: .* files are gone"):
         job.attempt(Attempt(ranks=2, workers=1))
     assert all(not path.read_text() for path in job.notes.glob("001-*"))  # nothing restored, nothing read
 
