@@ -354,9 +354,30 @@ def test_workers_of_other_loaders_cannot_move_and_say_so(delta: Path) -> None:
         next(iter(loader))
 
 
-def test_a_new_version_that_lost_a_column_is_refused_where_the_epoch_begins(delta: Path) -> None:
-    loader = loader_of(delta, on_new_version="next_epoch")
+@pytest.mark.parametrize(
+    ("overwrite", "said"),
+    [({"other": [1]}, "Delta version 3 .*has no column 'id'"), ({"id": ["1"]}, "column 'id' is string in .*version 3")],
+)
+def test_a_new_version_with_other_columns_is_refused_where_the_epoch_begins(
+    overwrite: dict[str, Any], said: str, delta: Path
+) -> None:
+    loader = loader_of(delta, on_new_version="next_epoch", columns=["id"])
     assert len(list(loader)) == 12
-    deltalake.write_deltalake(delta, pa.table({"other": [1]}), mode="overwrite", schema_mode="overwrite")
-    with pytest.raises(SchemaError, match=r"Delta version 3 .*has no column 'id'"):
+    deltalake.write_deltalake(delta, pa.table(overwrite), mode="overwrite", schema_mode="overwrite")
+    with pytest.raises(SchemaError, match=said):
         iter(loader)
+
+
+def test_without_names_all_columns_of_each_version_are_read_before_and_after_a_restore(
+    delta: Path, tmp_path: Path
+) -> None:
+    first = loader_of(delta, on_new_version="next_epoch")
+    assert {name for batch in first for name in batch} == {"id"}
+    deltalake.write_deltalake(delta, pa.table({"id": [1], "more": [2.5]}), mode="overwrite", schema_mode="overwrite")
+    assert {name for batch in first for name in batch} == {"id", "more"}
+    train(tmp_path / "run", loader_of(open_table(delta)), steps=1)
+    deltalake.write_deltalake(delta, pa.table({"id": [1]}), mode="overwrite", schema_mode="overwrite")
+    again = loader_of(delta)
+    with CheckpointManager(tmp_path / "run", {"model": torch.nn.Linear(1, 1), "reader": again}) as manager:
+        manager.restore()
+    assert again.table.schema.names == ["id", "more"]

@@ -75,7 +75,7 @@ class BatchSource:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None, "_skipper": None, "_layouts": {}}
 
-    def repin(self, table: Table, columns: list[str], selecting: Selecting | None) -> None:
+    def repin(self, table: Table, columns: list[str] | None, selecting: Selecting | None) -> None:
         """Read another version of the table from now on."""
         self._table, self._columns, self._selecting = table, columns, selecting
         self._reader, self._skipper, self._layouts = None, None, {}

@@ -10,7 +10,7 @@ Reads listings and footers only when asked to look; counts no rows (`lakeckpt.da
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -63,7 +63,7 @@ class Pinning:
     """What a dataset wants of every version of its table."""
 
     columns: Sequence[str] | None
-    """None: those of the version that it was opened with."""
+    """None: all of each version."""
     nulls: Literal["error", "mask"] | None
     """None: Arrow columns are given as they are."""
     filters: Filters | None
@@ -108,7 +108,6 @@ class Versions:
     ) -> None:
         self.at_hand = pinned
         self._pinning = pinning
-        self._first = pinned.table
         self._source = source
         self._progress = progress
         self._moves = on_new_version == "next_epoch"
@@ -218,6 +217,7 @@ class Versions:
             if found.uri != table.uri:
                 raise TableError(f"the table {table.uri!r} is at {found.uri!r} now: open it there, and start anew")
             self._of(found.index)
+            self._check_types(found.index)
             table = found
         return table.index.dumps()
 
@@ -227,29 +227,30 @@ class Versions:
         known = self._read.get(index.digest)
         if known is not None:
             return known
-        self._check_columns(index)
-        names = self._first.schema.names if self._pinning.columns is None else self._pinning.columns
-        return replace(self._pinning, columns=names).pin(replace(self.at_hand.table, index=index))
+        table = self.at_hand.table
+        missing = [name for name in self._pinning.columns or () if name not in index.schema.names]
+        if missing:
+            raise SchemaError(
+                f"{index.version} of {table.uri!r} has no column {', '.join(map(repr, missing))}, and the dataset "
+                "reads it: name the columns= that both versions have, or the version to read when the table is opened"
+            )
+        return self._pinning.pin(replace(table, index=index))
 
     def _go_to(self, pinned: Pinned) -> None:
-        names = self._first.schema.names if self._pinning.columns is None else self._pinning.columns
         self.at_hand = pinned
         self._read[pinned.table.index.digest] = pinned
-        self._source.repin(pinned.table, list(names), pinned.selecting)
+        columns = None if self._pinning.columns is None else list(self._pinning.columns)
+        self._source.repin(pinned.table, columns, pinned.selecting)
 
-    def _check_columns(self, index: TableIndex) -> None:
-        names: Collection[str] = self._pinning.columns or self._first.schema.names
-        for name in names:
-            if name not in index.schema.names:
-                raise SchemaError(
-                    f"{index.version} of {self._first.uri!r} has no column {name!r}, and the dataset reads it: name "
-                    "the columns= that both versions have, or the version to read when the table is opened"
-                )
-            now, then = index.schema.field(name).type, self._first.schema.field(name).type
+    def _check_types(self, index: TableIndex) -> None:
+        """`SchemaError` where a column that is read has another type in the version to move to."""
+        table = self.at_hand.table
+        for name in self._pinning.columns or [name for name in index.schema.names if name in table.schema.names]:
+            now, then = index.schema.field(name).type, table.schema.field(name).type
             if now != then:
                 raise SchemaError(
-                    f"column {name!r} is {now} in {index.version} of {self._first.uri!r}, and {then} in "
-                    f"{self._first.index.version}, which the dataset was opened with: open the one to read by name"
+                    f"column {name!r} is {now} in {index.version} of {table.uri!r}, and {then} in "
+                    f"{table.index.version}, which was read before it: name the version to read when it is opened"
                 )
 
 
