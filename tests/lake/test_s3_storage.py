@@ -19,6 +19,7 @@ from lakeckpt.errors import (
     StorageError,
     StorageTimeout,
 )
+from lakeckpt.lake import s3 as s3_module
 from lakeckpt.lake.s3 import PART_BYTES, SPAN_BYTES, S3Storage
 from lakeckpt.lake.storage import clear_leftovers, open_storage
 from lakeckpt.testing.fault_proxy import At, FaultProxy, HttpFault, Request, Where
@@ -364,3 +365,27 @@ def test_what_names_no_bucket_is_refused(uri: str) -> None:
     with pytest.raises(ConfigError, match="looks like s3://bucket/folder") as caught:
         open_storage(uri)
     assert "secret" not in str(caught.value)
+
+
+def test_however_many_threads_come_at_once_one_client_is_made(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    all_here = threading.Barrier(8)
+
+    class Counted(s3_module.S3Client):
+        def __init__(self, *args: Any) -> None:
+            made.append(1)
+            super().__init__(*args)
+
+    monkeypatch.setattr(s3_module, "S3Client", Counted)
+    storage = open_storage(f"s3://{s3.bucket}", storage_options=s3.options)
+
+    def ask() -> None:
+        all_here.wait()
+        storage.list()
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1

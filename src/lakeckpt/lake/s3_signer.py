@@ -7,6 +7,7 @@ do not go through it, as that costs 2 ms each. Never shows a credential, and doe
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ import botocore.awsrequest
 import botocore.config
 import botocore.credentials
 import botocore.exceptions
+import botocore.loaders
 import botocore.session
 import botocore.utils
 
@@ -29,6 +31,12 @@ __all__ = ["Signer"]
 EMPTY_SHA256 = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
+@functools.lru_cache(maxsize=4)
+def _loader(data_path: str | None) -> Any:
+    """What botocore knows of S3 and its endpoints: read and parsed once in each process, not for each store."""
+    return botocore.loaders.create_loader(data_path)
+
+
 class Signer:
     """Signs requests to ``bucket``. Made in the process that uses it; threads may share it."""
 
@@ -38,6 +46,7 @@ class Signer:
         self._bucket, self._options = bucket, options
         try:
             self._session = botocore.session.Session(profile=options.profile)
+            self._session.register_component("data_loader", _loader(self._session.get_config_variable("data_path")))
             self._credentials = self._found()
             self.region, self._base = self._resolved(options.region)
         except botocore.exceptions.BotoCoreError as error:

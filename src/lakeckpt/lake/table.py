@@ -40,7 +40,7 @@ from lakeckpt.lake.version import TableFormat, VersionAsked
 
 __all__ = ["Table", "open_table"]
 
-THREADS_LOCAL, THREADS_REMOTE = 16, 64
+THREADS_LOCAL, THREADS_REMOTE = 16, 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
