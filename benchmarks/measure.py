@@ -18,11 +18,18 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds of every repetition, and the peak of what Python and numpy allocated in one more."""
+    """Seconds of every repetition, by the clock and of the process's own processor time, and the peak of what Python
+    and numpy allocated in one more."""
 
     name: str
     seconds: tuple[float, ...]
     peak_bytes: int
+    processor_seconds: tuple[float, ...] = ()
+
+    @property
+    def processor_s(self) -> float:
+        """The median of the processor time."""
+        return statistics.median(self.processor_seconds)
 
     @property
     def median_s(self) -> float:
@@ -33,18 +40,28 @@ class Measured:
 def measure(cases: Mapping[str, Callable[[], object]], repetitions: int) -> list[Measured]:
     """Time all cases interleaved, ``repetitions`` times each; then trace each one's peak memory, on its own."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
+    processor: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repetitions):
         for name, case in cases.items():
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), time.process_time()
             case()
             seconds[name].append(time.perf_counter() - begin)
+            processor[name].append(time.process_time() - before)
     peaks = {}
     for name, case in cases.items():
         tracemalloc.start()
         case()
         peaks[name] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    return [Measured(name=name, seconds=tuple(seconds[name]), peak_bytes=peaks[name]) for name in cases]
+    return [
+        Measured(
+            name=name,
+            seconds=tuple(seconds[name]),
+            peak_bytes=peaks[name],
+            processor_seconds=tuple(processor[name]),
+        )
+        for name in cases
+    ]
 
 
 def report(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], measured: Sequence[Measured]) -> None:
