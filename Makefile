@@ -77,7 +77,8 @@ test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; 
 	tests/system/install.sh
 	$(BIN)/python -m pytest -m system -n 0 $(ARGS)
 
-bench: $(VENV)/dev  ## every benchmark, one after the other
+bench: $(VENV)/dev  ## every benchmark, one after the other; installs Debian's nginx
+	benchmarks/install.sh
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove everything that the targets made

@@ -26,7 +26,7 @@ from lakeckpt.testing.fault_proxy import At, FaultProxy, HttpFault, Request, Whe
 from tests.lake.conftest import S3
 
 DATA = bytes(range(256)) * 40
-QUICK = {"attempt_s": 0.5, "total_s": 6.0, "pause_s": 0.01}
+QUICK = {"attempt_s": 10.0, "total_s": 60.0, "pause_s": 0.01}
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def test_a_fault_that_passes_is_not_noticed(s3: S3, proxy: FaultProxy, fault: Ht
 
 @pytest.mark.parametrize("fault", [HttpFault.STALL, HttpFault.STALL_IN_BODY])
 def test_an_answer_that_stalls_is_asked_for_again(s3: S3, proxy: FaultProxy, fault: HttpFault) -> None:
-    storage = opened(s3, proxy, attempt_s=0.2)
-    storage.put("a/x", [DATA])
+    opened(s3, proxy).put("a/x", [DATA])
+    storage = opened(s3, proxy, attempt_s=0.5)
     proxy.faults = [At(len(proxy.requests) + 1, fault)]
     assert storage.read("a/x", 100, 1000) == DATA[100:1000]
     assert [fault for _, fault in proxy.injected] == [fault]
@@ -108,8 +108,8 @@ def test_an_answer_that_stalls_is_asked_for_again(s3: S3, proxy: FaultProxy, fau
 def test_a_fault_that_stays_is_a_typed_error_in_bounded_time(
     s3: S3, proxy: FaultProxy, fault: HttpFault, kind: type[StorageError], says: str
 ) -> None:
-    storage = opened(s3, proxy, attempt_s=0.1, total_s=0.5, max_attempts=3)
-    storage.put("a/x", [DATA])
+    opened(s3, proxy).put("a/x", [DATA])
+    storage = opened(s3, proxy, attempt_s=0.5, total_s=6.0, max_attempts=3)
     before = len(proxy.requests)
     proxy.faults = [Where(lambda request: True, fault)]
     with pytest.raises(kind, match=says) as caught:

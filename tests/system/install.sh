@@ -19,6 +19,7 @@ if ((${#wanted[@]})); then
     "${as_root[@]}" apt-get update --quiet=2
     "${as_root[@]}" apt-get install --quiet=2 --yes --no-install-recommends "${wanted[@]}" > /dev/null
 fi
+"$(dirname "$0")/../../benchmarks/install.sh"
 if ((EUID != 0)); then
     echo "the system tests mount file systems and cut their power: run make test-system as root" >&2
     exit 1

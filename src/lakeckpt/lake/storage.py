@@ -197,7 +197,7 @@ def open_storage(uri: str | os.PathLike[str], *, storage_options: Mapping[str, A
     """Open the storage rooted at a local path, a ``file://`` URL, an ``s3://`` URL or any that fsspec knows.
 
     Makes nothing there. ``storage_options`` for S3 may have the names of s3fs, boto3, object_store, pyarrow or
-    pyiceberg (`docs/reference/storage-options.md`); for other stores they go to the fsspec filesystem as they are;
+    pyiceberg (`docs/how-to/s3.md`); for other stores they go to the fsspec filesystem as they are;
     local folders take none. `ConfigError` where the URL or an option cannot be used.
     """
     text = os.fspath(uri)

@@ -1,0 +1,27 @@
+"""The law of storages over S3 as another server speaks it: nginx, which answers the reads, in front of a folder."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from benchmarks.s3_server import NginxS3
+from lakeckpt.lake.storage import Storage, open_storage
+from lakeckpt.testing.storage_law import StorageLaw
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[NginxS3]:
+    with NginxS3() as running:
+        yield running
+
+
+class TestNginxS3(StorageLaw):
+    @pytest.fixture
+    def make_storage(self, server: NginxS3) -> Callable[[], Storage]:
+        uri = f"s3://bucket/{uuid.uuid4().hex}/ru n-ü"
+        return lambda: open_storage(uri, storage_options=server.options())
