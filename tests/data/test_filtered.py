@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lakeckpt import LakeDataset, LakeLoader, Table, open_table
 from lakeckpt.data import selecting
@@ -200,6 +201,38 @@ def test_workers_that_get_a_pickled_dataset_have_the_counts(lake: Path) -> None:
     loader = make_of(open_table(lake))(0, 1, 0)
     started = LakeLoader(loader.dataset, num_workers=1, multiprocessing_context="forkserver")
     assert sorted(row for batch in ids(started) for row in batch) == KEPT
+
+
+@pytest.mark.parametrize("batch_size", [4, None], ids=["batched", "rowwise"])
+def test_a_stateful_dataloader_goes_on_exactly_under_a_filter(
+    lake: Path, batch_size: int | None, counts: Callable[[], int]
+) -> None:
+    def loader() -> StatefulDataLoader:
+        dataset = LakeDataset(
+            open_table(lake), batch_size=batch_size, columns=["id"], filters=FILTER, shuffle=True, block_size=3
+        )
+        return StatefulDataLoader(dataset, batch_size=None if batch_size else 5, num_workers=2)
+
+    whole = [batch["id"].tolist() for batch in loader()]
+    assert sorted(row for batch in whole for row in batch) == KEPT
+    for taken in (1, len(whole) // 2):
+        first, again = loader(), loader()
+        iterator = iter(first)
+        before = [next(iterator)["id"].tolist() for _ in range(taken)]
+        again.load_state_dict(first.state_dict())
+        assert before + [batch["id"].tolist() for batch in again] == whole
+    assert counts() == 5, "once for each loader, whichever of its processes needed them first"
+
+
+@pytest.mark.soak
+def test_every_kept_row_counts_once_on_ranks_with_workers(lake: Path) -> None:
+    for case in ({"shuffle": True}, {"shuffle": True, "tail": "drop", "num_lanes": 6}):
+        assert_exactly_once(
+            make_of(open_table(lake), count_once=True, **case),
+            topologies=[(1, 0), (2, 2), (3, 1), (4, 0)],
+            offsets=None,
+            chains=4,
+        )
 
 
 def test_progress_is_told_while_rows_are_counted(lake: Path) -> None:

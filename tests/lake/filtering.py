@@ -18,7 +18,7 @@ from lakeckpt.lake.table import Table
 
 UTC = datetime.UTC
 _WORDS = ["", "a", "ab", "abc", "b", "é", "日本", "\U0001f30a", "a" * 70, "a" * 70 + "b", "\x7f", "zz"]
-_FLOATS = [0.0, -0.0, 1.5, -2.0, float("nan"), float("inf"), float("-inf"), 1e300]
+_FLOATS = [0.0, -0.0, 1.5, -2.0, float("nan"), float("inf"), float("-inf"), 2.0**24, 2.0**53, 1e300]
 _MOMENTS = [datetime.datetime(2020, 1, day, hour, tzinfo=UTC) for day in (1, 2, 9) for hour in (0, 7)]
 _DAYS = [datetime.date(1969, 12, 31), datetime.date(2020, 1, 1), datetime.date(2020, 2, 29)]
 
@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[pa.DataType, list[Any]]] = {
     "int64": (pa.int64(), [-(2**63), -7, 0, 3, 2**53 + 1, 2**63 - 1]),
     "uint32": (pa.uint32(), [0, 1, 2**31 - 1, 2**31, 2**32 - 1]),
     "uint64": (pa.uint64(), [0, 1, 2**63 - 1, 2**63, 2**64 - 1]),
-    "float": (pa.float32(), _FLOATS[:7]),
+    "float": (pa.float32(), _FLOATS[:8]),
     "double": (pa.float64(), _FLOATS),
     "string": (pa.string(), _WORDS),
     "binary": (pa.binary(), [b"", b"\x00", b"\x7f", b"\x80", b"\xff\xff", b"a" * 80]),
@@ -39,8 +39,8 @@ KINDS: dict[str, tuple[pa.DataType, list[Any]]] = {
 }
 """Column name → type, values."""
 
-_BIG = [pa.scalar(n, pa.int64()) for n in (-129, -128, 3, 128, 300, 2**31, 2**53 + 1, 2**63 - 1)]
-_REAL = [pa.scalar(x, pa.float64()) for x in (0.1, 0.5, -0.0, 3.0, 1e300, float("inf"))]
+_BIG = [pa.scalar(n, pa.int64()) for n in (-129, -128, 3, 128, 300, 2**24 + 1, 2**53 + 1, 2**63 - 1)]
+_REAL = [pa.scalar(x, pa.float64()) for x in (0.1, 0.5, -0.0, 3.0, 1e300, float("inf"), float("nan"))]
 _STAMPS = [
     pa.scalar(one, kind)
     for one in (_MOMENTS[0], _MOMENTS[3])
@@ -67,7 +67,7 @@ OTHERS: dict[str, list[pa.Scalar]] = {
 }
 """Column name → constants of other types, with which pyarrow compares them (or refuses to)."""
 
-_COMPARISONS: list[Callable[[Any, Any], Any]] = [
+COMPARISONS: list[Callable[[Any, Any], Any]] = [
     lambda a, b: a == b,
     lambda a, b: a != b,
     lambda a, b: a < b,
@@ -121,7 +121,7 @@ def expressions(draw: st.DrawFn, schema: pa.Schema, *, depth: int = 2) -> pc.Exp
     if name in OTHERS and draw(st.booleans()):
         scalars = OTHERS[name]
     value = pc.scalar(draw(st.sampled_from(scalars)))
-    compare = draw(st.sampled_from(_COMPARISONS))
+    compare = draw(st.sampled_from(COMPARISONS))
     return compare(value, column) if draw(st.booleans()) else compare(column, value)
 
 

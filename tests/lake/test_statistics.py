@@ -6,6 +6,7 @@ import datetime
 import decimal
 import importlib
 import io
+import itertools
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from lakeckpt.lake.filters import row_filter
 from lakeckpt.lake.prune import verdicts
 from lakeckpt.lake.statistics import Bounds, constant_bounds, stored_bounds
-from tests.lake.filtering import KINDS, expressions, kept_by_pyarrow, tables
+from tests.lake.filtering import COMPARISONS, KINDS, OTHERS, expressions, kept_by_pyarrow, tables
 from tests.lake.tables import footer_of
 
 f = pc.field
@@ -71,6 +72,33 @@ def test_verdicts_are_sound_for_every_column_and_filter(
     table = data.draw(tables())
     expression = data.draw(expressions(table.schema))
     check(written(table, row_group_size=group_rows, **options), table, expression, group_rows)
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_every_value_is_compared_with_every_constant_as_pyarrow_does(name: str) -> None:
+    """Row by row, and by the statistics of row groups of two values, in every pair."""
+    kind, values = KINDS[name]
+    column = pa.array([one for pair in itertools.product([*values, None], repeat=2) for one in pair], kind)
+    table = pa.table({name: column})
+    bounds = bounds_of(written(table, row_group_size=2), table.schema)
+    constants = [*(pa.scalar(one, kind) for one in values), *OTHERS.get(name, [])]
+    compared = 0
+    for constant, compare in itertools.product(constants, COMPARISONS):
+        expression = compare(f(name), constant)
+        mask = pa.table({"row": range(len(column)), name: column})
+        try:
+            kept = set(mask.filter(expression)["row"].to_pylist())
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # pyarrow cannot compare them
+            continue
+        compared += 1
+        keep = row_filter(expression, table.schema)
+        assert {row for row, stays in enumerate(keep.mask(table).to_pylist()) if stays} == kept, str(keep)
+        found = verdicts(keep.node, bounds, len(column) // 2)
+        for group in range(len(column) // 2):
+            here = len(kept & {2 * group, 2 * group + 1})
+            assert not (found.none[group] and here), f"{keep} prunes {column[2 * group : 2 * group + 2]}"
+            assert not (found.every[group] and here < 2), f"{keep} takes all of {column[2 * group : 2 * group + 2]}"
+    assert compared >= 6 * len(values)
 
 
 @given(data=st.data(), name=st.sampled_from(sorted(KINDS)))
@@ -262,6 +290,27 @@ def test_times_are_read_in_their_unit_and_zone() -> None:
     low = struct.pack("<q", 86_400_000)
     found = known(crafted(element, newer(low, low), orders=TYPE_ORDER), pa.timestamp("us", tz="Europe/Berlin"))
     assert found is not None and found[0] == datetime.datetime(1970, 1, 2, tzinfo=datetime.UTC)
+
+
+@pytest.mark.parametrize(
+    ("converted", "physical", "kind", "seconds"),
+    [
+        (9, I64, pa.timestamp("us", tz="UTC"), 1e-3),
+        (10, I64, pa.timestamp("us", tz="UTC"), 1e-6),
+        (7, I32, pa.time64("us"), 1e-3),
+        (8, I64, pa.time64("us"), 1e-6),
+        (6, I32, pa.date32(), 86_400),
+    ],
+)
+def test_times_of_older_writers_are_read_in_their_unit(
+    converted: int, physical: int, kind: pa.DataType, seconds: float
+) -> None:
+    low = struct.pack("<q" if physical == I64 else "<i", 3000)
+    footer = crafted({1: physical, 6: converted}, older(low, low), creator=OLD_MR)
+    found = stored_bounds(footer, {"c": kind}, np.array([4], np.int64))["c"].low[0]
+    assert found.cast(pa.int32() if pa.types.is_date(kind) else pa.int64()).as_py() == round(
+        3000 * seconds * (1 / 86_400 if pa.types.is_date(kind) else 1e6)
+    )
 
 
 @pytest.mark.parametrize("nulls", [-1, 5, None])

@@ -185,6 +185,15 @@ def test_units_cover_each_file_in_order(tmp_path: Path) -> None:
     assert all(index.group(unit[0])[0] == index.group(unit[-1])[0] for unit in units)
 
 
+def test_each_unit_of_a_long_file_has_the_statistics_of_its_own_row_groups(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": range(400)}), tmp_path / "a.parquet", row_group_size=10)
+    pq.write_table(pa.table({"a": range(200, 600)}), tmp_path / "b.parquet", row_group_size=10)
+    table = open_table(tmp_path)
+    selection, counted = count_rows(table, row_filter((f("a") >= 195) & (f("a") < 395), table.schema))
+    assert selection.group_rows.tolist() == [*[0] * 19, 5, *[10] * 19, 5, *[10] * 19, 5, *[0] * 20]
+    assert (counted.by_statistics, counted.whole, counted.decoded) == (39, 38, 3)
+
+
 def test_columns_that_a_file_lacks_are_null(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"a": [3], "b": [4]}), tmp_path / "b.parquet")
