@@ -27,6 +27,7 @@ _PUBLIC = {
     "keep_version": "lakeckpt.lake.keep",
     "merge_states": "lakeckpt.tracking.merge",
     "open_table": "lakeckpt.lake.table",
+    "record_digests": "lakeckpt.reading.record_digests",
 }
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "keep_version",
     "merge_states",
     "open_table",
+    "record_digests",
 ]
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from lakeckpt.lake.keep import KeptVersion, keep_version
     from lakeckpt.lake.table import Table, open_table
     from lakeckpt.reading.ragged import Ragged
+    from lakeckpt.reading.record_digests import record_digests
     from lakeckpt.tracking.merge import merge_states
 
 

@@ -12,10 +12,11 @@ import contextlib
 import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast, get_args
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -28,6 +29,7 @@ from lakeckpt.errors import (
     TableVersionGone,
 )
 from lakeckpt.lake.building import index_of, index_of_version, listed
+from lakeckpt.lake.chunk_digests import ChunkDigests, load_digests
 from lakeckpt.lake.footer import Footer, Progress, read_footer
 from lakeckpt.lake.formats.pinned import CatalogTable, PinnedFiles, is_of_catalog, pin
 from lakeckpt.lake.index import TableIndex
@@ -54,9 +56,14 @@ class Table:
     """Opens what is the newest version now; None where a version was named, and in other processes."""
     named: bool = False
     """Whether a version was named when it was opened."""
+    digests: ChunkDigests | None = field(default=None, repr=False)
+    """What the bytes of column chunks are compared with when they are read, beside the checksums of pages."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_table, (self.uri, self.storage, self.index, self.named))  # how to open it again holds credentials
+        return (
+            _table,
+            (self.uri, self.storage, self.index, self.named, self.digests),
+        )  # how to open it again holds credentials
 
     def __repr__(self) -> str:
         return f"Table({self.uri!r}, files={len(self.index.paths)}, rows={self.num_rows})"
@@ -147,6 +154,7 @@ def open_table(
     format: TableFormat | None = None,
     storage_options: Mapping[str, Any] | None = None,
     footer_cache: str | os.PathLike[str] | None = None,
+    digests: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Table:
@@ -163,7 +171,8 @@ def open_table(
 
     Footers are read by ``threads`` threads (None: 16 for local folders, else 64), and ``progress(files_done, files)``
     called as they arrive. ``footer_cache`` is a place, such as that of a run, where they are kept (``footers/``): for
-    files that are still listed with the same path, size and ETag (or time), nothing is read again.
+    files that are still listed with the same path, size and ETag (or time), nothing is read again. ``digests`` is a
+    place where `lakeckpt.record_digests` has recorded those of this version: all that is read is compared with them.
 
     Raises `TableNotFound` (nothing there, no such version), `TableFeatureUnsupported` (the version cannot be read
     exactly), `DataFileDamaged` (a file that is no readable Parquet), `DataFileChanged` (a file is not as the format's
@@ -202,11 +211,15 @@ def open_table(
         threads=threads,
     )
     named = bool(asked.given)
-    return Table(uri=found.uri, storage=found.storage, index=index, reopen=None if named else again, named=named)
+    table = Table(uri=found.uri, storage=found.storage, index=index, reopen=None if named else again, named=named)
+    if digests is None:
+        return table
+    recorded = load_digests(_open_cache(digests, storage_options), index.digest, np.diff(index.first_group))
+    return replace(table, digests=recorded)
 
 
-def _table(uri: str, storage: Storage, index: TableIndex, named: bool) -> Table:
-    return Table(uri=uri, storage=storage, index=index, named=named)
+def _table(uri: str, storage: Storage, index: TableIndex, named: bool, digests: ChunkDigests | None) -> Table:
+    return Table(uri=uri, storage=storage, index=index, named=named, digests=digests)
 
 
 def _reopened(source: Source | CatalogTable, **options: Any) -> Table:

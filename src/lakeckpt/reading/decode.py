@@ -18,9 +18,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from lakeckpt.errors import ConfigError, DataFileDamaged, SchemaError
+from lakeckpt.lake.chunk_digests import Uint64Array
 from lakeckpt.lake.table import Table
 from lakeckpt.lake.values import Value
 from lakeckpt.reading.arrays import plain_type
@@ -107,6 +109,18 @@ class RowGroupDecoder:
         surviving = index.surviving(group) if rows else None
         return (stored if surviving is None else stored.filter(pa.array(surviving))).slice(start, stop - start)
 
+    def digests(self, ordinal: int) -> Uint64Array:
+        """Decode the row groups of file ``ordinal``, and return the digests of their column chunks of the columns.
+
+        uint64[row groups, leaves of the file], 0 for other columns and for row groups without rows. Raises as `decode`.
+        """
+        first, end = self.table.index.first_group[ordinal : ordinal + 2].tolist()
+        reader = self._file(ordinal)[0]
+        every = [
+            reader.digests(group, rows) for group, rows in enumerate(self.table.index.stored_rows[first:end].tolist())
+        ]
+        return np.stack(every) if every else np.zeros((0, 0), np.uint64)
+
     def close(self) -> None:
         """Close the files that are open; a later `decode` opens them again."""
         while self._open:
@@ -174,5 +188,6 @@ class RowGroupDecoder:
             columns=fit.stored,
             int96_unit=fit.int96_unit,
             most=self._most,
+            digests=None if self.table.digests is None else self.table.digests.of_file(ordinal),
         )
         return reader, fit

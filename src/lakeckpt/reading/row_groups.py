@@ -1,7 +1,7 @@
 """What do these columns of a stored row group hold?  Read once, surveyed, then decoded in no more memory than allowed.
 
 1. The bytes of the column chunks are read, each once, and held: what fails so far is the store's failure, and what
-   follows touches no store.
+   follows touches no store. Where a digest of them was recorded, they must have it.
 2. Every chunk's pages are surveyed (`lakeckpt.reading.pages`): what is certainly too large is refused before anything
    is decompressed.
 3. Where all of it is certainly small enough, pyarrow decodes the row group at once. Else (texts by dictionary: one long
@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lakeckpt.errors import DataFileChanged, DataFileDamaged, LakeckptError, RowGroupTooLarge, StorageError
+from lakeckpt.lake.chunk_digests import Uint64Array, chunk_digest
 from lakeckpt.lake.column_chunks import ChunkFacts, chunk_facts
 from lakeckpt.lake.footer import Footer
 from lakeckpt.reading.arrays import looked_up_bytes
@@ -44,7 +46,8 @@ _HEADER_MISCOUNT = 100
 class RowGroupReader:
     """Reads row groups of one file of ``size_bytes`` bytes, opened as ``source``; ``columns`` are what is wanted of it.
 
-    ``int96_unit``: the unit in which legacy 96-bit timestamps are read; ``most``: bytes that a row group may decode to.
+    ``int96_unit``: the unit in which legacy 96-bit timestamps are read; ``most``: bytes that a row group may decode to;
+    ``digests``: those recorded, uint64[row groups, leaves], 0 for none.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class RowGroupReader:
         columns: Sequence[str],
         int96_unit: str | None,
         most: int,
+        digests: Uint64Array | None = None,
     ) -> None:
         self.source = source
         self.path = path
@@ -66,6 +70,8 @@ class RowGroupReader:
         schema = footer.metadata.schema.to_arrow_schema()
         self.columns = list(columns)
         self._int96_unit = int96_unit
+        self._digests = digests
+        self._num_leaves = footer.metadata.num_columns
         self._leaves = _leaves(footer.metadata, schema, self.columns)
         self._slack = _HEADER_MISCOUNT if _writer(footer.metadata).startswith("parquet-mr") else 0
         try:
@@ -81,13 +87,32 @@ class RowGroupReader:
         Raises `DataFileDamaged` with the row group and, where one can be told, the column; `RowGroupTooLarge`;
         `StorageError` where the store failed.
         """
+        return self._read(row_group, rows, use_threads=use_threads)[0]
+
+    def digests(self, row_group: int, rows: int) -> Uint64Array:
+        """The digests of the wanted column chunks, when they have been decoded; uint64[leaves of the file], else 0.
+
+        Raises as `read`.
+        """
+        found = np.zeros(self._num_leaves, np.uint64)
+        held, facts = self._read(row_group, rows, use_threads=False)[1:] if rows else (None, ())
+        if held is not None:
+            for leaf, chunk in zip(self._leaves, facts, strict=True):
+                found[leaf] = chunk_digest(memoryview(held.held(chunk.start, chunk.stop)).cast("B"))
+        return found
+
+    def _read(
+        self, row_group: int, rows: int, *, use_threads: bool
+    ) -> tuple[dict[str, pa.ChunkedArray], HeldFile | None, Sequence[ChunkFacts]]:
         if not self.columns:
-            return {}
+            return {}, None, ()
         facts = [
             ChunkFacts(**dict(zip(ChunkFacts.__slots__, row, strict=True))) for row in self._facts[row_group].tolist()
         ]
         self._check_places(row_group, facts)
         source = self._fetch(row_group, facts)
+        if self._digests is not None:
+            self._check_digests(row_group, facts, source, self._digests[row_group])
         surveys = self._survey(row_group, facts, source, rows)
         try:
             found = self._decoded(source, row_group, surveys, self.columns, use_threads)
@@ -96,7 +121,7 @@ class RowGroupReader:
         for name, column in found.items():
             if len(column) != rows:
                 raise self._damaged(row_group, name, f"it holds {len(column)} rows, but its footer says {rows}")
-        return found
+        return found, source, facts
 
     # --- before decoding
 
@@ -130,6 +155,14 @@ class RowGroupReader:
                 )
             parts.append((start, part))
         return HeldFile(self._size, parts)
+
+    def _check_digests(
+        self, row_group: int, facts: Sequence[ChunkFacts], source: HeldFile, recorded: Uint64Array
+    ) -> None:
+        for (ordinal, leaf), chunk in zip(self._leaves.items(), facts, strict=True):
+            expected = int(recorded[ordinal])
+            if expected and chunk_digest(memoryview(source.held(chunk.start, chunk.stop)).cast("B")) != expected:
+                raise self._damaged(row_group, leaf.name, "its bytes are not those of which a digest was recorded")
 
     def _survey(self, row_group: int, facts: Sequence[ChunkFacts], source: HeldFile, rows: int) -> list[Survey]:
         plenty = self._most // max(1, len(facts))
