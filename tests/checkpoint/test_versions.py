@@ -151,6 +151,14 @@ def test_a_version_that_was_named_is_never_exchanged_for_the_states(delta: Path,
     assert audited(tmp_path / "run").readers[0].epochs[0].rows == 40
 
 
+def test_a_newer_version_of_the_same_files_is_no_other_table(delta: Path, tmp_path: Path) -> None:
+    first = train(tmp_path / "run", loader_of(delta), steps=3)
+    deltalake.DeltaTable(delta).alter.set_table_properties({"delta.logRetentionDuration": "interval 60 days"})
+    newer = loader_of(delta)
+    assert str(newer.table.index.version) == "Delta version 3"
+    assert rows_of(first, train(tmp_path / "run", newer)) == [*range(60)]
+
+
 def test_a_version_without_the_columns_that_are_read_is_refused(delta: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", loader_of(delta), steps=3)
     wider = pa.table({"id": [70], "more": [1.5]})

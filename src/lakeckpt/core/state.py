@@ -111,14 +111,16 @@ class Identity:
 
     def differences(self, other: Identity) -> list[str]:
         """Return one line for each field in which ``other`` differs, naming both values."""
-        mine, its = self._said(), other._said()
-        return [f"{name}: {mine[name]} became {its[name]}" for name in mine if mine[name] != its[name]]
+        mine, its = self.to_plain(), other.to_plain()
+        return [
+            f"{name}: {self._said(name)} became {other._said(name)}"
+            for name in mine
+            if name != "version" and mine[name] != its[name]
+        ]
 
-    def _said(self) -> dict[str, str]:
-        said = {name: repr(value) for name, value in self.to_plain().items() if name != "version"}
-        if self.version:
-            said["table"] += f" ({self.version})"
-        return said
+    def _said(self, name: str) -> str:
+        version = f" ({self.version})" if name == "table" and self.version else ""
+        return f"{self.to_plain()[name]!r}{version}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
