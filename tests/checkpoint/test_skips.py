@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter as Bag
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +50,22 @@ class Job:
         self.options = {"batch_size": 4, "shuffle": True, "shuffle_window": 3, "num_lanes": 4, **options}
         self.rows: dict[tuple[int, int], list[int]] = {}
         self.short: Bag[tuple[str, int]] = Bag()
+        self.attempts: list[int] = []
+        self.over = False
 
-    def attempt(self, world_size: int, *, steps: int, saved: int, num_workers: int = 0) -> None:
-        """Go on for ``steps`` steps (less where the epoch ends); the last save is after ``saved``, then it dies."""
+    def attempt(
+        self,
+        world_size: int,
+        *,
+        steps: int,
+        saved: int,
+        num_workers: int = 0,
+        weather: Callable[[], None] | None = None,
+    ) -> None:
+        """Go on for ``steps`` steps (less where the epoch ends); the last save is after ``saved``, then it dies.
+
+        ``weather`` is called by rank 0 after each step.
+        """
         waiter = EventWaiter(self.storage)
 
         def body(rank: int, exchange: HubExchange) -> list[Any]:
@@ -63,14 +78,19 @@ class Job:
             for batch in loader:
                 saver.step()
                 got.append((saver.steps_done, rank, batch["id"].tolist(), batch.receipt))
+                if weather is not None and rank == 0:
+                    weather()
                 if saver.steps_done == done + saved:
                     saver.save()
                 if saver.steps_done == done + steps:
                     break
+            else:
+                self.over = True
             if len(got) < saved:
                 saver.save()
             return [one for one in got if one[0] <= saver._saved_step]
 
+        self.attempts.append(world_size)
         for got in good(run_ranks(world_size, body, waiters=[waiter])):
             for step, rank, ids, receipt in got:
                 self.rows[step, rank] = ids
@@ -245,3 +265,57 @@ def test_a_crafted_list_is_refused_or_doubted_and_never_believed(damage: Damage)
         job.storage.objects[path] = entry_to_bytes(entry)
         report = audit(job.storage)
         assert report.verdict == "unproved" and "skipped row group 0 of 'a' stood where" in report.every_doubt[0]
+
+
+def any_history(damage: Damage, seed: int) -> None:
+    """Attempts on random topologies, while row groups are hurt and healed between and inside of them."""
+    dice = random.Random(seed)
+    shuffle = dice.random() < 0.7
+    job = Job(
+        damage,
+        batch_size=dice.choice((1, 3, 4, 7, 50)),
+        shuffle=shuffle,
+        shuffle_window=dice.choice((1, 2, 3, 6)),
+        num_lanes=dice.choice((None, 1, 3, 4, 12)),
+    )
+
+    def weather() -> None:
+        for file in damage.table.index.paths:
+            if dice.random() < 0.5:
+                damage.heal(file)
+            for group in range(3):
+                if dice.random() < 0.25:
+                    damage.hurt(file, group)
+
+    while not job.over:
+        weather()
+        saved = dice.randrange(1, 9)
+        steps = 10**6 if len(job.attempts) > 7 else saved + dice.randrange(3)
+        saved = 10**6 if steps == 10**6 else saved
+        job.attempt(
+            dice.choice((1, 1, 2, 3, 5)), steps=steps, saved=saved, weather=weather if dice.random() < 0.5 else None
+        )
+    missing = Bag(range(ROWS)) - job.every
+    assert job.every | missing == Bag(range(ROWS)) and all(count == 1 for count in job.every.values())
+    assert sum(job.short.values()) == missing.total()
+    report = audit(job.storage)
+    assert (report.verdict, report.skipped) == ("proved", missing.total()), report.words
+    told: Bag[tuple[str, int]] = Bag()
+    for one in report.readers[0].skips:
+        told[one.file, one.row_group] += one.rows
+    assert told == job.short == Bag(("ab"[row // 60] + ".parquet", row % 60 // 20) for row in missing)
+    for step in range(1, max(job.rows)[0] + 1):
+        for rank in explain(job.storage, step).readers[0].ranks:
+            assert rank.table_rows.tolist() == job.rows[step, rank.rank]
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 5])
+def test_whatever_is_damaged_whenever_what_came_and_what_was_skipped_are_the_table(damage: Damage, seed: int) -> None:
+    any_history(damage, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(100, 300, 10))
+def test_many_histories_of_damage(damage: Damage, first: int) -> None:
+    for seed in range(first, first + 10):
+        any_history(damage, seed)

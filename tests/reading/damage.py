@@ -33,5 +33,6 @@ class Damage:
 
     def _write(self, file: str, content: bytes) -> None:
         info = self.path(file).stat()
-        self.path(file).write_bytes(content)
+        with self.path(file).open("r+b") as opened:  # in place: others may be reading
+            opened.write(content)
         os.utime(self.path(file), ns=(info.st_atime_ns, info.st_mtime_ns))
