@@ -140,6 +140,14 @@ def test_a_stretch_that_was_found_damaged_is_not_tried_again_though_it_heals(dam
     assert Counter(flat(loader)) == Counter(range(60))  # the next epoch tries again
 
 
+def test_the_other_half_of_a_row_group_that_a_lane_border_cuts_is_tried_for_itself(damage: Damage) -> None:
+    loader = loader_of(damage.table, shuffle=False, num_lanes=4)  # a border cuts rows 10 to 19 at 15
+    damage.hurt("a.parquet", 1)
+    before = flat(some(loader, 4))
+    damage.heal("a.parquet")
+    assert sorted([*before, *flat(loader)]) == [*range(15), *range(20, 60)]
+
+
 def test_what_was_delivered_before_the_damage_stays_delivered(damage: Damage) -> None:
     """Half of a row group may have come: positions say which."""
     loader = loader_of(damage.table, shuffle=False)
