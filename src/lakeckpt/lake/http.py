@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import urllib3
@@ -55,7 +56,7 @@ class HttpClient:
     """Connections to one server, at most ``connections`` of them kept. ``clock`` tells when an attempt is over; it is
     over, too, when no byte has come for ``stall_s``."""
 
-    __slots__ = ("_clock", "_pool", "_stall_s")
+    __slots__ = ("_clock", "_pool", "_proxied", "_servers", "_stall_s")
 
     def __init__(
         self,
@@ -71,7 +72,8 @@ class HttpClient:
             arguments["cert_reqs"] = "CERT_NONE"
         elif isinstance(verify, str):
             arguments["ca_certs"] = verify
-        self._clock, self._stall_s = clock, stall_s
+        self._clock, self._stall_s, self._proxied = clock, stall_s, proxy is not None
+        self._servers: dict[str, urllib3.HTTPConnectionPool] = {}
         self._pool = urllib3.ProxyManager(proxy, **arguments) if proxy else urllib3.PoolManager(**arguments)
 
     def exchange(
@@ -87,15 +89,15 @@ class HttpClient:
         """Send a request and read its answer by ``until``, on the clock. `Retryable` where there was none."""
         left_s = self._left_s(until)
         try:
-            response = self._pool.request(
-                method,
-                url,
+            response = self._urlopen(url)(
+                method=method,
                 headers=headers,
-                body=self._pieces(body, until) if body else None,  # type: ignore[arg-type]  # it takes any buffer
+                body=self._pieces(body, until) if body else None,
                 timeout=urllib3.Timeout(connect=min(CONNECT_S, left_s), read=left_s),
                 preload_content=False,
                 decode_content=False,
                 redirect=False,
+                retries=False,
             )
         except (HTTPError, OSError) as error:
             raise _failed(error) from None
@@ -112,6 +114,18 @@ class HttpClient:
                 response.release_conn()
             else:
                 response.close()
+
+    def _urlopen(self, url: str) -> Callable[..., Any]:
+        """urllib3's way to one server; past its look for the server's pool at every request, which costs as much."""
+        scheme, _, rest = url.partition("://")
+        host, _, target = rest.partition("/")
+        if self._proxied:
+            return partial(self._pool.urlopen, url=url)
+        origin = f"{scheme}://{host}"
+        server = self._servers.get(origin)
+        if server is None:
+            server = self._servers[origin] = self._pool.connection_from_url(origin)
+        return partial(server.urlopen, url=f"/{target}")
 
     def _read(self, response: Any, method: str, until: float, most_bytes: int) -> Answer:
         headers = {name.lower(): value for name, value in response.headers.items()}

@@ -59,6 +59,12 @@ class Signer:
         self.region, self._base = self._resolved(region)
         return True
 
+    @property
+    def _host(self) -> str:
+        """As it is signed: without the port that the scheme implies."""
+        scheme, _, host = self._base.partition("://")
+        return host.partition("/")[0].removesuffix(":443" if scheme == "https" else ":80")
+
     def url(self, key: str, query: Mapping[str, str] | None = None) -> str:
         """The URL of an object, or of the bucket itself (``key`` empty)."""
         path = quote(key, safe="/-_.~")
@@ -72,6 +78,7 @@ class Signer:
             every["x-amz-request-payer"] = "requester"
         if self._credentials is None:
             return every
+        every["Host"] = self._host
         request = botocore.awsrequest.AWSRequest(method=method, url=url, headers=every)
         with silent():
             try:
@@ -137,11 +144,18 @@ class Signer:
 
 
 class _Presummed(botocore.auth.S3SigV4Auth):  # type: ignore[misc]
-    """Signs with a digest of the body that is known already."""
+    """Signs one request, with a digest of the body that is known already."""
 
     def __init__(self, credentials: Any, region: str, sha256: str) -> None:
         super().__init__(credentials, "s3", region)
         self._sha256 = sha256
+        self._to_sign: Any = None
+
+    def headers_to_sign(self, request: Any) -> Any:
+        """botocore asks twice for a request."""
+        if self._to_sign is None:
+            self._to_sign = super().headers_to_sign(request)
+        return self._to_sign
 
     def payload(self, request: Any) -> str:
         return self._sha256
