@@ -27,7 +27,7 @@ from lakeckpt.errors import (
 )
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.table import Table
-from tests.checkpoint.rig import HubExchange, MemoryStorage, manager, run_ranks
+from tests.checkpoint.rig import HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.tracking.processes import run_processes
 
 deltalake = pytest.importorskip("deltalake")
@@ -321,6 +321,37 @@ def test_all_ranks_give_an_epoch_up_together(delta: Path) -> None:
     table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
     with pytest.warns(DamageWarning, match="gives the rest of its epoch up"):
         mine, other = run_ranks(2, body)
+    assert sorted(mine + other) == [*range(60)]
+
+
+def test_ranks_that_give_an_epoch_up_read_on_from_the_version_that_rank_0_opened(delta: Path) -> None:
+    storage = MemoryStorage()
+
+    def begin(rank: int, exchange: HubExchange) -> None:
+        loader = loader_of(delta, rank=rank, world_size=2)
+        held = manager(storage, {"reader": loader}, exchange=exchange)
+        held.restore()
+        next(iter(loader))
+        held.step()
+        held.save()
+
+    good(run_ranks(2, begin))
+    table = deltalake.DeltaTable(delta)
+    table.optimize.compact()
+    table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    tables = [open_table(delta)]
+    deltalake.write_deltalake(delta, pa.table({"id": [70, 71, 72]}), mode="append")
+    tables.append(open_table(delta))
+
+    def go_on(rank: int, exchange: HubExchange) -> list[int]:
+        loader = loader_of(tables[rank], rank=rank, world_size=2, on_version_gone="next_epoch")
+        held = manager(storage, {"reader": loader}, exchange=exchange)
+        held.restore()
+        assert loader.epoch == 1
+        return [row for batch in loader for row in batch["id"].tolist()]
+
+    with pytest.warns(DamageWarning, match="gives the rest of its epoch up"):
+        mine, other = good(run_ranks(2, go_on))
     assert sorted(mine + other) == [*range(60)]
 
 

@@ -272,13 +272,14 @@ class Restorer:
                 text = f"{name!r} gives the rest of its epoch up, and goes on with the next one: {reason}"
                 warnings.warn(text, DamageWarning, stacklevel=5)
 
-    def _same_versions(self) -> None:
-        """Where a run begins, all ranks read the versions of their tables that rank 0 has opened."""
+    def _same_versions(self) -> Callable[[], None]:
+        """Where no state says which versions are read, all ranks read those of their tables that rank 0 has opened;
+        returns what undoes it."""
         said = everyone(self._exchange, versions_of_ranks(self._objects)).facts
         if all(len(values) == 1 for values in said.values()):
-            return
+            return lambda: None
         self._told_by_rank_0(self._put_indexes)
-        go_to(self._objects, pins_of_rank_0(self._storage, said, rank=self._exchange.rank))
+        return go_to(self._objects, pins_of_rank_0(self._storage, said, rank=self._exchange.rank))
 
     def _put_indexes(self) -> dict[str, str]:
         for reader in self._objects.values():
@@ -288,19 +289,17 @@ class Restorer:
 
     def _apply_at_versions(self, chosen: _Chosen) -> None:
         """Let readers go to the versions that they need, and load all states; all or nothing, on all ranks."""
-        go_back: Callable[[], None] = lambda: None  # noqa: E731
-
-        def repin() -> None:
-            nonlocal go_back
-            go_back = go_to(self._objects, chosen.pins.indexes)
-
+        undo: list[Callable[[], None]] = []
         try:
-            self._together(repin)
+            self._together(lambda: undo.append(go_to(self._objects, chosen.pins.indexes)))
+            # Readers that give their epoch up, or go on elsewhere, are at what each rank has opened by itself.
+            self._together(lambda: undo.append(self._same_versions()))
             self._settle_selections()
             records = records_at(self._objects, chosen.manifest.readers, chosen.pins.given_up)
             self._apply(replace(chosen.manifest, readers=records), chosen.loaded)
         except BaseException:
-            go_back()
+            for go_back in reversed(undo):
+                go_back()
             raise
 
     def _apply(self, manifest: Manifest, loaded: Loaded) -> None:
@@ -343,7 +342,7 @@ class Restorer:
 
     # --- talking
 
-    def _together(self, work: Callable[[], None]) -> None:
+    def _together(self, work: Callable[[], object]) -> None:
         """Do ``work`` on every rank; what it raises on one is raised on all."""
         failure: Exception | None = None
         try:
