@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.errors import ConfigError, SchemaError
@@ -113,6 +113,7 @@ def test_digests_are_those_of_the_first_release(filters: Any, digest: str) -> No
     assert row_filter(filters, SCHEMA).digest == digest
 
 
+@settings(max_examples=20)
 @given(data=st.data())
 def test_a_filter_that_was_pickled_to_a_worker_is_the_same(data: st.DataObject) -> None:
     table = data.draw(tables())

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakeckpt import Table, open_table
@@ -67,6 +67,7 @@ def kept_by_hand(table: Table, whole: pa.Table, expression: pc.Expression, delet
     ]
 
 
+@settings(max_examples=35)
 @given(data=st.data(), group_rows=st.integers(1, 9), statistics=st.booleans())
 def test_counts_and_rows_are_those_of_pyarrows_filter_without_deleted_rows(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, group_rows: int, statistics: bool

@@ -112,7 +112,7 @@ def test_partitions_and_evolved_columns(evolved: Path, expression: pc.Expression
     assert pruned(table, expression) == facts
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_random_tables_of_several_files_under_pyarrows_dataset(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
