@@ -144,7 +144,8 @@ def violations(root: Path, public: Mapping[str, str]) -> list[str]:
 
 
 def _layer(module: str) -> str:
-    return module.split(".")[1] if module.count(".") else ""
+    name = module.split(".")[1] if module.count(".") else ""
+    return "cli" if name == "__main__" else name  # `python -m lakeckpt` is the command
 
 
 def _format(module: str) -> str:
