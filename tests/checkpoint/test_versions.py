@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lakeckpt
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
 from lakeckpt.checkpoint.audit import audit
 from lakeckpt.checkpoint.audit_report import AuditReport
@@ -420,3 +421,17 @@ def test_without_names_all_columns_of_each_version_are_read_before_and_after_a_r
     with CheckpointManager(tmp_path / "run", {"model": torch.nn.Linear(1, 1), "reader": again}) as manager:
         manager.restore()
     assert again.table.schema.names == ["id", "more"]
+
+
+def test_digests_that_are_compared_are_those_of_the_version_that_is_read(delta: Path, tmp_path: Path) -> None:
+    place = tmp_path / "digests"
+    lakeckpt.record_digests(open_table(delta), place)
+    train(tmp_path / "run", loader_of(open_table(delta, digests=place)), steps=3)
+    deltalake.DeltaTable(delta).optimize.compact()
+    with pytest.raises(ConfigError, match="no digests of this version"):
+        open_table(delta, digests=place)
+    lakeckpt.record_digests(open_table(delta), place)
+    loader = loader_of(open_table(delta, digests=place))
+    assert len(rows_of(train(tmp_path / "run", loader))) == 45
+    assert loader.table.digests is not None and loader.table.digests.table == loader.table.index.digest
+    assert str(loader.table.index.version) == "Delta version 2"

@@ -79,7 +79,7 @@ def remap(
     """
     manifest, name, record = _newest(storage, reader)
     state = ReaderState.from_plain(record.state)
-    old = replace(table, index=_saved_index(storage, state.identity.table))
+    old = table.at(_saved_index(storage, state.identity.table))
     if old.index.whole.digest == table.index.digest:
         raise ConfigError(
             f"{name!r} reads {table.index.version} of {table.uri!r} already: there is nothing to carry over"
@@ -87,7 +87,7 @@ def remap(
     _check(state, name, key, old, table)
     old.verify()
     was = _rows_consumed(state, old.index)
-    found = find_by_key(replace(old, index=old.index.whole), table, was, key=key, progress=progress)
+    found = find_by_key(old.at(old.index.whole), table, was, key=key, progress=progress)
     rest = replace(table.index, rest=RestOfEpoch(epoch=state.epoch, taken=found.rows))
     assert rest.num_rows == table.num_rows - was.total, "every consumed row is one row of the new version"
     there = _state_at(state, rest)

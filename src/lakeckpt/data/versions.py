@@ -160,7 +160,7 @@ class Versions:
                 _compare_etags(live, index)
                 return Fit()
             if look:
-                replace(live, index=index).verify()
+                live.at(index).verify()
         except DataFileChanged as error:
             if self._gives_up and not state.identity.endless:
                 return Fit(given_up=str(error))
@@ -234,7 +234,7 @@ class Versions:
                 f"{index.version} of {table.uri!r} has no column {', '.join(map(repr, missing))}, and the dataset "
                 "reads it: name the columns= that both versions have, or the version to read when the table is opened"
             )
-        return self._pinning.pin(replace(table, index=index))
+        return self._pinning.pin(table.at(index))
 
     def _go_to(self, pinned: Pinned) -> None:
         self.at_hand = pinned

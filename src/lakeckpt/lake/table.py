@@ -58,12 +58,12 @@ class Table:
     """Whether a version was named when it was opened."""
     digests: ChunkDigests | None = field(default=None, repr=False)
     """What the bytes of column chunks are compared with when they are read, beside the checksums of pages."""
+    digests_place: Storage | None = field(default=None, repr=False)
+    """Where digests of this version and of others were recorded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            _table,
-            (self.uri, self.storage, self.index, self.named, self.digests),
-        )  # how to open it again holds credentials
+        # How to open it again holds credentials.
+        return (_table, (self.uri, self.storage, self.index, self.named, self.digests, self.digests_place))
 
     def __repr__(self) -> str:
         return f"Table({self.uri!r}, files={len(self.index.paths)}, rows={self.num_rows})"
@@ -96,6 +96,14 @@ class Table:
     def footer(self, ordinal: int) -> pq.FileMetaData:
         """Read the footer of a file of the index again. `DataFileChanged` if it is not the pinned one."""
         return self.whole_footer(ordinal).metadata
+
+    def at(self, index: TableIndex) -> Table:
+        """The version of the same table that ``index`` pins; `ConfigError` where its digests were to be compared, and
+        none were recorded."""
+        digests = None
+        if self.digests_place is not None:
+            digests = load_digests(self.digests_place, index.whole.digest, np.diff(index.first_group))
+        return replace(self, index=index, digests=digests)
 
     def whole_footer(self, ordinal: int) -> Footer:
         """As `footer`, with the footer's bytes."""
@@ -208,18 +216,25 @@ def open_table(
         format=format,
         storage_options=storage_options,
         footer_cache=footer_cache,
+        digests=digests,
         threads=threads,
     )
     named = bool(asked.given)
     table = Table(uri=found.uri, storage=found.storage, index=index, reopen=None if named else again, named=named)
     if digests is None:
         return table
-    recorded = load_digests(_open_cache(digests, storage_options), index.digest, np.diff(index.first_group))
-    return replace(table, digests=recorded)
+    return replace(table, digests_place=_open_cache(digests, storage_options)).at(index)
 
 
-def _table(uri: str, storage: Storage, index: TableIndex, named: bool, digests: ChunkDigests | None) -> Table:
-    return Table(uri=uri, storage=storage, index=index, named=named, digests=digests)
+def _table(
+    uri: str,
+    storage: Storage,
+    index: TableIndex,
+    named: bool,
+    digests: ChunkDigests | None,
+    digests_place: Storage | None,
+) -> Table:
+    return Table(uri=uri, storage=storage, index=index, named=named, digests=digests, digests_place=digests_place)
 
 
 def _reopened(source: Source | CatalogTable, **options: Any) -> Table:

@@ -42,7 +42,7 @@ def record_digests(
     """
     if threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
-    bare = replace(table, digests=None)
+    bare = replace(table, digests=None, digests_place=None)
     files = len(table.index.paths)
     found: list[Uint64Array | None] = [None] * files
     with ThreadPoolExecutor(max_workers=max(1, min(threads, files)), thread_name_prefix="lakeckpt-digest") as pool:
@@ -64,7 +64,7 @@ def record_digests(
     )
     storage = open_storage(place, storage_options=storage_options)
     storage.put(digests_path(digests.table), [digests.dumps()])
-    return replace(table, digests=digests)
+    return replace(table, digests=digests, digests_place=storage)
 
 
 def _of_file(table: Table, columns: Sequence[str] | None, ordinal: int) -> Uint64Array:
