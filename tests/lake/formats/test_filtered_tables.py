@@ -23,6 +23,8 @@ from pyiceberg.types import LongType, StringType
 from lakeckpt import LakeDataset, LakeLoader, Table, open_table
 from lakeckpt.lake.filters import row_filter
 from lakeckpt.reading.count import count_rows
+from lakeckpt.testing.fault_proxy import At, FaultProxy, HttpFault
+from tests.lake.conftest import S3
 from tests.lake.filtering import expressions, kept_by_pyarrow, tables
 from tests.lake.formats.delta_log import add_file, commit, delete_rows, upgrade
 from tests.lake.formats.delta_tables import actions_of, of, write
@@ -236,3 +238,22 @@ def test_iceberg_tables_that_evolved_and_have_deletes(tmp_path: Path, expression
     commit_iceberg(made, [equality_deletes(made, pa.table({"number": pa.array([7], pa.int64())}), [2])])
     left = theirs.filter(~f("number").isin([7])).cast(table.schema)
     assert filtered(open_table(made), expression) == rows_of(left.filter(expression))
+
+
+# --- object stores
+
+
+def test_a_copy_on_s3_has_the_same_selection_counted_through_faults(evolved: Path, s3: S3) -> None:
+    for path in evolved.rglob("*.parquet"):
+        s3.client.put_object(Bucket=s3.bucket, Key=f"lake/{path.relative_to(evolved)}", Body=path.read_bytes())
+    here = open_table(evolved)
+    expression = (f("later") == "x1") | (f("gone") > 2)
+    with FaultProxy(s3.endpoint) as proxy:
+        options = {**s3.options_at(proxy.url), "pause_s": 0.01}
+        there = open_table(f"s3://{s3.bucket}/lake", storage_options=options)
+        first = len(proxy.requests)
+        proxy.faults = [At(first + 2, HttpFault.SLOW_DOWN), At(first + 4, HttpFault.TRUNCATED)]
+        found, _ = count_rows(there, row_filter(expression, there.schema))
+        assert len(proxy.injected) == 2
+        assert filtered(there, expression) == filtered(here, expression)
+    assert found == count_rows(here, row_filter(expression, here.schema))[0]
