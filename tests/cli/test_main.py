@@ -16,7 +16,7 @@ from lakeckpt.cli.main import main
 from lakeckpt.errors import CheckpointNotFound
 from tests.checkpoint.scripts import Script
 
-COMMANDS = ("plan", "inspect", "verify", "explain", "audit")
+COMMANDS = ("plan", "digest", "inspect", "verify", "explain", "audit")
 
 
 def arguments(command: str, lake: Path) -> list[str]:

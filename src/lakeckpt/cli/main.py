@@ -21,6 +21,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "demo": "train a small GPT while processes are killed, and count every row",
     "plan": "what reading a table will take: lanes, steps, memory",
+    "digest": "record what the bytes of a table are, where its files have no checksums",
     "inspect": "the checkpoints of a run, its attempts, and where its readers are",
     "verify": "read every byte of a run's checkpoints and compare the checksums",
     "explain": "which rows made an optimizer step",

@@ -16,7 +16,7 @@ import numpy as np
 
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.chunk_digests import ChunkDigests, Uint64Array, digests_path
-from lakeckpt.lake.storage import open_storage
+from lakeckpt.lake.storage import open_storage, split_uri
 from lakeckpt.lake.table import Table
 from lakeckpt.reading.decode import RowGroupDecoder
 
@@ -37,6 +37,8 @@ def record_digests(
     Returns ``table`` with them: whatever reads it compares every column chunk before it is decoded, and a difference is
     `DataFileDamaged`. Later, ``open_table(…, digests=place)`` does the same. All of ``columns`` is read and decoded
     once, by ``threads`` threads; ``progress(files done, files)`` is called as they go on.
+
+    ``storage_options`` go to the fsspec filesystem of ``place``, where it is not local.
 
     Raises `DataFileDamaged` for what cannot be decoded now, and what else reading raises; then nothing is recorded.
     """
@@ -62,7 +64,8 @@ def record_digests(
         leaves=np.array([one.shape[1] for one in each], np.int64),
         digests=np.concatenate([np.zeros(0, np.uint64), *(one.reshape(-1) for one in each)]),
     )
-    storage = open_storage(place, storage_options=storage_options)
+    is_local = split_uri(os.fspath(place))[0] == "file"
+    storage = open_storage(place, storage_options=None if is_local else storage_options)
     storage.put(digests_path(digests.table), [digests.dumps()])
     return replace(table, digests=digests, digests_place=storage)
 
