@@ -22,6 +22,8 @@ COMMANDS = ("plan", "digest", "inspect", "verify", "explain", "audit")
 def arguments(command: str, lake: Path) -> list[str]:
     if command == "plan":
         return [command, str(lake)]
+    if command == "digest":
+        return [command, str(lake), "--into", str(lake.parent / "digested")]
     run = [command, str(lake.parent / "good")]
     return [*run, "--step", "3"] if command == "explain" else run
 
