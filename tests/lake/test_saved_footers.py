@@ -74,6 +74,21 @@ def test_a_file_of_another_size_or_time_is_read_again(tmp_path: Path, read: list
     assert again.index.dumps() == open_table(folder).index.dumps()
 
 
+def test_tables_of_one_run_keep_their_footers_apart(tmp_path: Path, read: list[str]) -> None:
+    cache = tmp_path / "run"
+    for name, values in (("train", [1, 2]), ("test", [3, 4])):
+        write(tmp_path / name / "part-0.parquet", {"x": values})
+        os.utime(tmp_path / name / "part-0.parquet", ns=(5, 5))  # as an archive that is unpacked leaves them
+    sizes = {(tmp_path / name / "part-0.parquet").stat().st_size for name in ("train", "test")}
+    assert len(sizes) == 1
+    for _ in range(2):
+        for name, values in (("train", [1, 2]), ("test", [3, 4])):
+            table = open_table(tmp_path / name, footer_cache=cache)
+            assert table.index.dumps() == open_table(tmp_path / name).index.dumps()
+            table.footer(0)
+    assert len(read) == 2 + 4  # with the cache once each, and without it always
+
+
 def test_the_cache_is_no_more_than_a_cache(tmp_path: Path, read: list[str]) -> None:
     folder, cache = lake(tmp_path / "lake"), tmp_path / "run"
     open_table(folder, footer_cache=cache)
@@ -90,7 +105,7 @@ def test_only_the_newest_documents_are_kept(tmp_path: Path) -> None:
         write(folder / f"new-{number}.parquet", {"x": [number]})
         open_table(folder, footer_cache=cache)
     assert len(list((cache / "footers").iterdir())) == saved_footers.KEPT
-    found = newest(LocalStorage(cache))
+    found = newest(LocalStorage(cache), LocalStorage(folder))
     assert found is not None and len(found.files) == 8
 
 
@@ -131,10 +146,10 @@ def test_crafted_footers_are_passed_over(tmp_path: Path, change: Callable[[dict[
     open_table(lake(tmp_path / "lake"), footer_cache=tmp_path / "run")
     (path,) = (tmp_path / "run" / "footers").iterdir()
     value = codec.loads(path.read_bytes(), kind=saved_footers.KIND, supported=saved_footers.VERSION).value
-    assert newest(LocalStorage(tmp_path / "run")) is not None
+    assert newest(LocalStorage(tmp_path / "run"), LocalStorage(tmp_path / "lake")) is not None
     change(value)
     path.write_bytes(codec.dumps(value, kind=saved_footers.KIND, version=saved_footers.VERSION))
-    assert newest(LocalStorage(tmp_path / "run")) is None
+    assert newest(LocalStorage(tmp_path / "run"), LocalStorage(tmp_path / "lake")) is None
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

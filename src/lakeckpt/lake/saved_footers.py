@@ -1,7 +1,7 @@
 """Which footers were read before, by this run or an earlier one, and need not be read again?
 
 `SavedFooters` is what an index needs of the footers of a table's files, as one document that lies beside a run's
-checkpoints (``footers/<digest>.lkc``). A file that is listed with the same path, size and ETag (where a store has none:
+checkpoints (``footers/<digest of the table's root>-<digest>.lkc``). A file that is listed with the same path, size and ETag (where a store has none:
 the same modification time) has the footer that it had; all others are read. So a table that grew costs its new files,
 and one that did not, a listing. It is a cache: damaged or foreign documents are passed over, and whoever opens a file
 compares its footer with the pinned digest all the same.
@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from lakeckpt.errors import StorageError, WireError
 from lakeckpt.lake.footer import DIGEST_BYTES, FileSummary, Int64Array, Progress, summarize_all
-from lakeckpt.lake.storage import ObjectInfo, Storage
+from lakeckpt.lake.storage import ObjectInfo, Storage, describe
 from lakeckpt.wire.codec import Limits, dumps, loads
 
 __all__ = ["SavedFooters", "cached_summaries", "newest", "save"]
@@ -131,42 +131,50 @@ def cached_summaries(
     """
     if cache is None:
         return summarize_all(storage, files, threads=threads, progress=progress)
-    saved = newest(cache)
+    saved = newest(cache, storage)
     known = [None if saved is None else saved.find(info) for info in files]
     missing = [info for info, summary in zip(files, known, strict=True) if summary is None]
     read = iter(summarize_all(storage, missing, threads=threads, progress=progress))
     summaries = [next(read) if summary is None else summary for summary in known]
     if missing:
         try:
-            save(cache, SavedFooters(files=tuple(files), summaries=tuple(summaries)))
+            save(cache, storage, SavedFooters(files=tuple(files), summaries=tuple(summaries)))
         except StorageError as error:
             warnings.warn(f"the footers that were read could not be kept: {error}", RuntimeWarning, stacklevel=3)
     return summaries
 
 
-def newest(storage: Storage) -> SavedFooters | None:
-    """The footers that were saved last, of those that can be read; None where there are none."""
+def newest(cache: Storage, storage: Storage) -> SavedFooters | None:
+    """The footers of the table at ``storage`` that were saved last, of those that can be read; None where there are
+    none."""
     with contextlib.suppress(StorageError):
-        for info in _listed(storage):
+        for info in _listed(cache, storage):
             with contextlib.suppress(StorageError, WireError, ValueError):
-                return SavedFooters.loads(storage.read(info.path))
+                return SavedFooters.loads(cache.read(info.path))
     return None
 
 
-def save(storage: Storage, footers: SavedFooters) -> str:
-    """Save under the digest of the content, and remove all but the newest few; the path. `StorageError`."""
+def save(cache: Storage, storage: Storage, footers: SavedFooters) -> str:
+    """Save the footers of the table at ``storage`` under the digest of the content, and remove all but the newest few
+    of that table; the path. `StorageError`."""
     data = footers.dumps()
-    path = f"{FOLDER}/{blake2b(data, digest_size=DIGEST_BYTES).hexdigest()}.lkc"
-    storage.put(path, [data])
+    path = f"{_prefix(storage)}{blake2b(data, digest_size=DIGEST_BYTES).hexdigest()}.lkc"
+    cache.put(path, [data])
     with contextlib.suppress(StorageError):  # what is left over costs room only
-        for info in [info for info in _listed(storage) if info.path != path][KEPT - 1 :]:
-            storage.delete(info.path)
+        for info in [info for info in _listed(cache, storage) if info.path != path][KEPT - 1 :]:
+            cache.delete(info.path)
     return path
 
 
-def _listed(storage: Storage) -> Sequence[ObjectInfo]:
-    """The documents, the newest first."""
-    found = [info for info in storage.list(FOLDER) if info.path.endswith(".lkc")]
+def _prefix(storage: Storage) -> str:
+    # Paths are below a table's root, so that two tables of one run may have a file of one path, size and time.
+    return f"{FOLDER}/{blake2b(describe(storage).encode(), digest_size=8).hexdigest()}-"
+
+
+def _listed(cache: Storage, storage: Storage) -> Sequence[ObjectInfo]:
+    """The documents of one table, the newest first."""
+    prefix = _prefix(storage)
+    found = [info for info in cache.list(FOLDER) if info.path.startswith(prefix) and info.path.endswith(".lkc")]
     return sorted(found, key=lambda info: (info.mtime_ns or 0, info.path), reverse=True)
 
 
