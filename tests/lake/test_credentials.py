@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import logging
 import multiprocessing
 import pickle
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,9 @@ from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
 from lakeckpt.errors import ConfigError, StorageError
 from lakeckpt.lake import credentials
 from lakeckpt.lake.credentials import Secrets
+from lakeckpt.lake.http import HttpClient
 from lakeckpt.lake.s3_options import S3Options
-from lakeckpt.lake.storage import open_storage
+from lakeckpt.lake.storage import open_storage, redact_uri
 from lakeckpt.testing.fault_proxy import FaultProxy, HttpFault, Where
 from tests.lake.conftest import S3
 
@@ -202,11 +207,72 @@ def test_options_are_taken_by_every_librarys_names(given: dict[str, Any]) -> Non
         ({"attempt_s": -1}, "attempt_s must be a number above 0"),
         ({"s3_additional_kwargs": {"Tagging": "x"}}, "has Tagging; known are"),
         ({"sse_customer_key": "S"}, "SSE-C"),
+        ({"endpoint_url": "http://u:pass@h:1"}, r"^the storage option 'endpoint' has a user or a password in its URL"),
+        ({"proxy": "http://u:pass@h:1"}, r"^the storage option 'proxy' has a user or a password in its URL"),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=says) as raised:
         S3Options.of(given)
+    assert "u:pass" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("s3://lake/a:b@c/d?x=1#y", "s3://lake/a:b@c/d"),
+        ("S3://key:pass@lake/t", "s3://lake/t"),
+        ("s3://key:pa/ss+1@lake/t", "s3://lake/t"),
+        ("s3://key:pa?s/s#1@lake/t", "s3://lake/t"),
+        ("s3://key:pa/ss/t", "s3://key:***"),
+        ("http://host:80/a@b", "http://host:80/a@b"),
+        ("http://[::1]/a@b", "http://[::1]/a@b"),
+        ("/folder/a:b@c?d", "/folder/a:b@c?d"),
+    ],
+)
+def test_places_are_shown_without_what_is_secret_in_them(uri: str, shown: str) -> None:
+    assert redact_uri(uri) == shown
+
+
+def test_a_key_in_a_url_is_refused_unseen() -> None:
+    with pytest.raises(ConfigError, match="options go beside it") as raised:
+        open_storage("s3://AKIA5:c4n/ary+5@lake/t")
+    assert "ary" not in str(raised.value) and "c4n" not in str(raised.value)
+
+
+def test_a_proxy_of_the_environment_gets_its_password() -> None:
+    seen: list[str | None] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers["Proxy-Authorization"])
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Proxy) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            client = HttpClient(
+                clock=time.monotonic,
+                stall_s=60,
+                connections=1,
+                proxy=f"http://user:pa%2Fss%40@127.0.0.1:{server.server_port}",
+            )
+            answer = client.exchange("GET", "http://lake.test/x", headers={}, until=time.monotonic() + 60, most_bytes=9)
+        finally:
+            server.shutdown()
+            serving.join()
+    assert answer.content == b"ok"
+    assert seen == ["Basic " + base64.b64encode(b"user:pa/ss@").decode()]
+    with pytest.raises(ConfigError, match="is no URL like") as raised:
+        HttpClient(clock=time.monotonic, stall_s=1, connections=1, proxy="http://user:pa/ss@127.0.0.1:9")
+    assert "user" not in str(raised.value)
 
 
 def test_credentials_of_the_environment_are_found(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:

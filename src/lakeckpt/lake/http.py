@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import urllib3
 from urllib3.exceptions import (
@@ -26,8 +27,9 @@ from urllib3.exceptions import (
     ReadTimeoutError,
     SSLError,
 )
+from urllib3.util import make_headers, parse_url
 
-from lakeckpt.errors import StorageTimeout
+from lakeckpt.errors import ConfigError, StorageTimeout
 from lakeckpt.lake.deadlines import Retryable
 
 __all__ = ["Answer", "HttpClient"]
@@ -74,7 +76,7 @@ class HttpClient:
             arguments["ca_certs"] = verify
         self._clock, self._stall_s, self._proxied = clock, stall_s, proxy is not None
         self._servers: dict[str, urllib3.HTTPConnectionPool] = {}
-        self._pool = urllib3.ProxyManager(proxy, **arguments) if proxy else urllib3.PoolManager(**arguments)
+        self._pool = _proxied(proxy, arguments) if proxy else urllib3.PoolManager(**arguments)
 
     def exchange(
         self,
@@ -159,6 +161,19 @@ class HttpClient:
         if left_s <= 0:
             raise _late()
         return max(min(left_s, self._stall_s), _LEAST_S)
+
+
+def _proxied(proxy: str, arguments: dict[str, Any]) -> urllib3.ProxyManager:
+    """Connections through ``proxy``; urllib3 does not send the user and the password in its URL by itself."""
+    try:
+        url = parse_url(proxy)
+        said = make_headers(proxy_basic_auth=unquote(url.auth)) if url.auth else None
+        return urllib3.ProxyManager(url._replace(auth=None).url, proxy_headers=said, **arguments)
+    except (HTTPError, ValueError):
+        raise ConfigError(
+            "the HTTP proxy on the way to the store (the option 'proxy', or HTTPS_PROXY or HTTP_PROXY) is no URL like "
+            "http://host:port; signs such as / and @ in a password are written as %2F and %40"
+        ) from None
 
 
 def _set_timeout(response: Any, timeout_s: float) -> None:

@@ -137,6 +137,13 @@ class S3Options:
             raise ConfigError(f"an S3 key and its secret belong together; given: {', '.join(sorted(given))}")
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             raise ConfigError("an S3 endpoint is a URL that begins with https:// or http://")
+        for name, url in (("endpoint", self.endpoint), ("proxy", self.proxy)):
+            if url is not None and "@" in url:
+                raise ConfigError(
+                    f"the storage option {name!r} has a user or a password in its URL, which would be seen: give the "
+                    "S3 key and secret as options of their own, and a proxy that wants a password by HTTPS_PROXY or "
+                    "HTTP_PROXY in the environment"
+                )
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> S3Options:

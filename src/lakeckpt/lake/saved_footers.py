@@ -1,10 +1,10 @@
 """Which footers were read before, by this run or an earlier one, and need not be read again?
 
 `SavedFooters` is what an index needs of the footers of a table's files, as one document that lies beside a run's
-checkpoints (``footers/<digest of the table's root>-<digest>.lkc``). A file that is listed with the same path, size and ETag (where a store has none:
-the same modification time) has the footer that it had; all others are read. So a table that grew costs its new files,
-and one that did not, a listing. It is a cache: damaged or foreign documents are passed over, and whoever opens a file
-compares its footer with the pinned digest all the same.
+checkpoints (``footers/<digest of the table's place>-<digest>.lkc``). A file that is listed with the same path, size and
+ETag (where a store has none: the same modification time) has the footer that it had; all others are read. So a table
+that grew costs its new files, and one that did not, a listing. It is a cache: damaged or foreign documents are passed
+over, and whoever opens a file compares its footer with the pinned digest all the same.
 
 Reads and writes its storage only when asked; keeps the newest documents and removes older ones.
 """

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from lakeckpt.errors import ConfigError, StorageError
 
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 Buffer = bytes | bytearray | memoryview
+_AUTHORITY_END = re.compile("[/?#]")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
 _CHAIN = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]*(::.*://|://.*::)")
 MAX_KEY_BYTES = 4096
@@ -173,9 +174,15 @@ def redact_uri(uri: str) -> str:
     match = _SCHEME.match(uri)
     if match is None or match.group(1).lower() in ("file", "local"):
         return uri
-    parts = urlsplit(uri)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"
+    rest = uri[match.end() :]
+    authority = _AUTHORITY_END.split(rest, maxsplit=1)[0]
+    port = authority.rpartition(":")[2]
+    if "@" not in authority and ":" in authority and not port.isdecimal() and not port.endswith("]"):
+        # Secrets have slashes in them that were not escaped: all up to the last @ is one, or all after the colon.
+        rest = rest.rpartition("@")[2] if "@" in rest else authority.partition(":")[0] + ":***"
+    place = re.split("[?#]", rest, maxsplit=1)[0]
+    host, slash, path = place.partition("/")
+    return f"{match.group(1).lower()}://{host.rpartition('@')[2]}{slash}{path}"
 
 
 def describe(storage: Storage) -> str:
