@@ -5,6 +5,9 @@ object only by its last request; filesystems that show a file while it is writte
 ``put_new`` is a conditional put (If-None-Match on S3), trusted only once the store has refused a second one to the same
 key: some stores ignore the condition. Where the answer to it was lost, the object is read back.
 
+What a filesystem does asynchronously (those of object stores do) gets the time of one of our calls, whatever its client
+repeats within it; others take the time that they take.
+
 Credentials stay in the filesystem's own objects: not in ``repr``, names or messages. The filesystem is made when first
 used, once in each process (its threads do not survive a fork); fsspec runs them.
 """
@@ -24,6 +27,7 @@ from datetime import datetime
 from typing import Any
 
 import fsspec
+import fsspec.asyn
 
 from lakeckpt.errors import (
     ConditionalPutUnsupported,
@@ -32,9 +36,11 @@ from lakeckpt.errors import (
     ObjectExists,
     ObjectMissing,
     StorageError,
+    StorageTimeout,
 )
 from lakeckpt.lake.chunks import CallersError, guarded, unwrapping
 from lakeckpt.lake.credentials import Secrets
+from lakeckpt.lake.deadlines import Deadlines
 from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, is_temporary
 from lakeckpt.lake.storage import Buffer, ObjectInfo, check_key, check_prefix, redact_uri, split_uri
 
@@ -48,11 +54,27 @@ _MEMORY_LOCK = threading.Lock()
 
 
 class FsspecStorage:
-    """A `Storage` under a URL that fsspec knows; ``storage_options`` go to its filesystem as they are."""
+    """A `Storage` under a URL that fsspec knows; ``storage_options`` go to its filesystem as they are.
 
-    __slots__ = ("_conditional", "_filesystem", "_hidden", "_options", "_others", "_scheme", "_uri", "name")
+    A call ends by ``deadlines.bound_s(bytes that it moves)``, or in `StorageTimeout`.
+    """
 
-    def __init__(self, uri: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
+    __slots__ = (
+        "_conditional",
+        "_deadlines",
+        "_filesystem",
+        "_hidden",
+        "_options",
+        "_others",
+        "_scheme",
+        "_uri",
+        "name",
+    )
+
+    def __init__(
+        self, uri: str, *, storage_options: Mapping[str, Any] | None = None, deadlines: Deadlines | None = None
+    ) -> None:
+        self._deadlines = Deadlines() if deadlines is None else deadlines
         self._uri = uri.rstrip("/")
         self._scheme = split_uri(uri)[0]
         self._options = dict(storage_options or {})
@@ -71,7 +93,7 @@ class FsspecStorage:
         return f"FsspecStorage({self.name!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self.name, self._others, self._hidden))
+        return (_rebuild, (self.name, self._others, self._hidden, self._deadlines))
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         folder = check_prefix(prefix)
@@ -80,7 +102,7 @@ class FsspecStorage:
             place = f"{root}/{folder}" if folder else root
             try:
                 filesystem.invalidate_cache()
-                entries = filesystem.find(place or "/", detail=True)
+                entries = self._call("find", place or "/", detail=True)
             except FileNotFoundError:
                 return []
         below = f"{root}/"
@@ -101,11 +123,14 @@ class FsspecStorage:
             return data
 
     def _read(self, path: str, start: int, stop: int | None) -> bytes:
-        filesystem, root = self._open()
+        name = f"{self._open()[1]}/{path}"
         if start == 0 and stop is None:
-            return bytes(filesystem.cat_file(f"{root}/{path}"))
+            return bytes(self._call("cat_file", name))
         try:
-            return bytes(filesystem.cat_file(f"{root}/{path}", start=start, end=stop))
+            moved = 0 if stop is None else stop - start
+            return bytes(self._call("cat_file", name, start=start, end=stop, size_bytes=moved))
+        except TimeoutError:
+            raise
         except Exception:
             if start >= int(self._told(path)["size"]):  # stores refuse a range that begins at the end
                 return b""
@@ -143,19 +168,17 @@ class FsspecStorage:
     def delete(self, path: str) -> None:
         check_key(path)
         with self._explaining("delete", path), contextlib.suppress(FileNotFoundError):
-            filesystem, root = self._open()
-            filesystem.rm_file(f"{root}/{path}")
+            self._call("rm_file", f"{self._open()[1]}/{path}")
 
     # -- puts ------------------------------------------------------------------------------------------------------
 
     def _pipe(self, path: str, data: bytes) -> None:
-        filesystem, root = self._open()
-        target = f"{root}/{path}"
+        target = f"{self._open()[1]}/{path}"
         if self._scheme in _UPLOADS or self._scheme in _CONDITIONAL or self._scheme == "memory":
-            filesystem.pipe_file(target, data)
+            self._call("pipe_file", target, data, size_bytes=len(data))
             return
         with self._moved_into_place(path) as temporary:
-            filesystem.pipe_file(temporary, data)
+            self._call("pipe_file", temporary, data, size_bytes=len(data))
 
     def _upload(self, path: str, chunks: Iterable[Buffer]) -> int:
         """Write an object larger than one request, visible only once it is whole."""
@@ -164,7 +187,7 @@ class FsspecStorage:
             return self._stream(filesystem.open(f"{root}/{path}", "wb", autocommit=False), chunks)
         if self._scheme == "memory" or self._scheme in _CONDITIONAL:
             data = b"".join(chunks)
-            filesystem.pipe_file(f"{root}/{path}", data)
+            self._call("pipe_file", f"{root}/{path}", data, size_bytes=len(data))
             return len(data)
         size = 0
         with self._moved_into_place(path) as temporary, filesystem.open(temporary, "wb") as file:
@@ -207,7 +230,7 @@ class FsspecStorage:
             with _MEMORY_LOCK:
                 filesystem.pipe_file(f"{root}/{path}", data, mode="create")
         else:
-            filesystem.pipe_file(f"{root}/{path}", data, mode="create")
+            self._call("pipe_file", f"{root}/{path}", data, mode="create", size_bytes=len(data))
 
     def _require_conditional_put(self) -> None:
         """Make sure, once, that the store refuses to put where an object is."""
@@ -263,11 +286,20 @@ class FsspecStorage:
             self._filesystem = opened = (process, filesystem, root.rstrip("/"))
         return opened[1:]
 
+    def _call(self, method: str, *arguments: Any, size_bytes: int = 0, **named: Any) -> Any:
+        """A method of the filesystem, ended by the deadline where fsspec runs it beside this thread."""
+        filesystem, _ = self._open()
+        work, mirror = getattr(filesystem, f"_{method}", None), vars(filesystem).get(method)
+        if work is None or getattr(mirror, "__wrapped__", None) != work:  # not fsspec's own way to a coroutine
+            return getattr(filesystem, method)(*arguments, **named)
+        bound_s = self._deadlines.bound_s(size_bytes)
+        return fsspec.asyn.sync(filesystem.loop, work, *arguments, timeout=bound_s, **named)
+
     def _told(self, path: str) -> Mapping[str, Any]:
         """What the filesystem says of an object now."""
         filesystem, root = self._open()
         filesystem.invalidate_cache()
-        told: Mapping[str, Any] = filesystem.info(f"{root}/{path}")
+        told: Mapping[str, Any] = self._call("info", f"{root}/{path}")
         return told
 
     @contextlib.contextmanager
@@ -284,6 +316,11 @@ class FsspecStorage:
             wrapped = StorageError(f"cannot {verb} {where}: its bucket or folder is not there")
             wrapped.errno = error.errno or errno.ENOENT
             raise wrapped from None
+        except TimeoutError as error:
+            told = self._redacted(error) or f"no answer in {self._deadlines.total_s:g} s"
+            late = StorageTimeout(f"cannot {verb} {where}: {type(error).__name__}: {told}")
+            late.errno = errno.ETIMEDOUT
+            raise late from None
         except Exception as error:
             wrapped = StorageError(f"cannot {verb} {where}: {type(error).__name__}: {self._redacted(error)}")
             wrapped.errno = getattr(error, "errno", None) or errno.EREMOTEIO
@@ -296,10 +333,10 @@ class FsspecStorage:
         return text.replace(self._uri, self.name)
 
 
-def _rebuild(name: str, others: dict[str, Any], hidden: Secrets) -> FsspecStorage:
+def _rebuild(name: str, others: dict[str, Any], hidden: Secrets, deadlines: Deadlines) -> FsspecStorage:
     values = hidden.take() if hidden else {}
     options = {**json.loads(values.get("options", "{}")), **others}
-    return FsspecStorage(values.get("uri", name), storage_options=options)
+    return FsspecStorage(values.get("uri", name), storage_options=options, deadlines=deadlines)
 
 
 def _is_plain(value: Any) -> bool:
