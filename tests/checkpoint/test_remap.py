@@ -95,6 +95,24 @@ def json_of(run: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize(("batch_size", "steps"), [(13, 3), (16, 2)])
+def test_too_little_carried_over_for_a_step_is_told_as_dropped(
+    batch_size: int, steps: int, delta: Path, tmp_path: Path
+) -> None:
+    run, options = tmp_path / "run", {"num_lanes": 2, "batch_size": batch_size, "tail": "drop"}
+    first = train(run, loader_of(delta, **options), steps=steps)
+    compact(delta)
+    left = len(ROWS) - steps * batch_size
+    assert carry(delta, run).left == left < 2 * batch_size - 1  # no lane of two makes a batch of it
+    rest = train(run, loader_of(delta, **options), steps=1, epochs=2)
+    assert rows_of(first, rest) != [] and len(rows_of(rest)) == batch_size
+    report = audited(run)
+    assert report.verdict == "proved", report
+    counted = [(one.epoch, one.status, one.once, one.lost, one.dropped) for one in report.readers[0].epochs]
+    assert counted[:2] == [(0, "carried over", steps * batch_size, 0, 0), (0, "complete", 0, 0, left)]
+    assert counted[2][:4] == (1, "in progress", batch_size, 0)
+
+
 def test_what_was_carried_over_can_be_carried_over_again(delta: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     parts = [train(run, loader_of(delta), steps=3)]

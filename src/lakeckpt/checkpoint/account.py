@@ -253,7 +253,8 @@ class _Account:
         if later is not None:
             self._ends[epoch] = later
         if epochs and epochs[-1].epoch == epoch:
-            epochs[-1] = replace(epochs[-1], status="carried over")
+            one = epochs[-1]  # what its ends would have dropped was carried over, too
+            epochs[-1] = replace(one, status="carried over", dropped=0, left=one.left + one.dropped)
         self._notes[
             f"what was left of epoch {epoch} was carried over to another version of the table; that these are the same "
             "rows was proved by a key, then"

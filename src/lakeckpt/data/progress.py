@@ -39,6 +39,13 @@ class _Run:
     end: ReaderState
     skips: list[tuple[int, Skip]] = field(default_factory=list)
     """(step, what of its micro-batch did not come)."""
+    ends_rest: bool = False
+    """Whether it ends the rest of an epoch, whose later ones are of another identity: it says so without progress."""
+
+    @property
+    def says_something(self) -> bool:
+        """Whether the ledger must have it."""
+        return self.ends_rest or (self.start.step, self.start.row) != (self.end.step, self.end.row)
 
 
 class Progress:
@@ -285,6 +292,8 @@ class Progress:
     def finish(self) -> None:
         """Note that the loop saw the end of the epoch at hand."""
         self.over = True
+        if self._later is not None and self._runs and self.identity.rows:
+            self._runs[-1].ends_rest = True
         self._leave_rest()
 
     def assignments(self, rank: int) -> Iterator[Assignment]:
@@ -349,15 +358,14 @@ class Progress:
         if receipt is not None:
             last = self._run_of(receipt)
             runs = [*runs[: runs.index(last)], _Run(start=last.start, end=self._after(last.end, receipt))]
-        pairs = [(run.start, run.end) for run in runs]
-        return [(begin, end) for begin, end in pairs if (begin.step, begin.row) != (end.step, end.row)]
+        return [(run.start, run.end) for run in runs if run.says_something]
 
     # --- inside
 
     def _set(self, state: ReaderState) -> None:
         self._state, self._plan, self.over = state, None, False
         # A run without progress says nothing, so it gives way; else it is kept until a mark.
-        if self._runs and self._runs[-1].start == self._runs[-1].end:
+        if self._runs and not self._runs[-1].says_something:
             self._runs.pop()
         self._runs.append(_Run(start=state, end=state))
 
