@@ -245,11 +245,14 @@ class _Account:
     ) -> None:
         """What was read of an epoch up to ``state``, from where it was carried over to another version."""
         name, known = order_name(state.identity), consumed(state)
-        every, later = self._pieces.get(epoch, []), self._ends.get(epoch)
-        self._pieces[epoch] = [one for one in every if order_name(one.identity) == name]
+        later, by_kind = self._ends.get(epoch), (self._pieces, self._skipped)
+        every = [(pieces, pieces.get(epoch, [])) for pieces in by_kind]
+        for pieces, some in every:
+            pieces[epoch] = [one for one in some if order_name(one.identity) == name]
         self._ends[epoch] = state
         self._audit_epoch(epoch, origin, state, known, epochs, findings)
-        self._pieces[epoch] = [one for one in every if order_name(one.identity) != name]
+        for pieces, some in every:
+            pieces[epoch] = [one for one in some if order_name(one.identity) != name]
         if later is not None:
             self._ends[epoch] = later
         if epochs and epochs[-1].epoch == epoch:

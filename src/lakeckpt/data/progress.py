@@ -40,7 +40,7 @@ class _Run:
     skips: list[tuple[int, Skip]] = field(default_factory=list)
     """(step, what of its micro-batch did not come)."""
     ends_rest: bool = False
-    """Whether it ends the rest of an epoch, whose later ones are of another identity: it says so without progress."""
+    """Whether an epoch ended with it, of which only a rest was left: it says so without progress."""
 
     @property
     def says_something(self) -> bool:
@@ -292,8 +292,8 @@ class Progress:
     def finish(self) -> None:
         """Note that the loop saw the end of the epoch at hand."""
         self.over = True
-        if self._later is not None and self._runs and self.identity.rows:
-            self._runs[-1].ends_rest = True
+        for run in self._runs[-1:]:
+            run.ends_rest = run.start.base is not None and run.start.step == 0 and run.start.identity.rows > 0
         self._leave_rest()
 
     def assignments(self, rank: int) -> Iterator[Assignment]:
