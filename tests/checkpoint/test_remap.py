@@ -235,7 +235,7 @@ def test_the_command_says_what_it_did_and_refuses_by_name(
     compact(delta)
     assert main(["plan", str(delta), "--remap", str(run)]) != 0
     assert "--key" in capsys.readouterr().err
-    assert main(["plan", str(delta), "--remap", str(run), "--key", "id", "--json"]) == 0
+    assert main(["plan", str(delta), "--remap", str(run), "--key", "id", "--key", "same", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["consumed"], said["left"], said["version"]) == (15, 43, "Delta version 4")
     assert main(["plan", str(delta), "--remap", str(tmp_path / "again"), "--key", "id"]) == 0

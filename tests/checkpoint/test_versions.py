@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,31 @@ def test_another_etag_of_a_file_is_refused_though_its_footer_is_the_same(lake: P
         train(tmp_path / "run", loader_of(with_etags("1", "3")))
     loader = loader_of(with_etags("1", "3"), accept_changes=["table"])
     assert len(rows_of(train(tmp_path / "run", loader))) == 53 - 15
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "unsaid"),
+    [
+        ({}, "--remap RUN --key COLUMN.*on_version_gone", "endless"),
+        ({"filters": [("id", ">", 3)]}, "on_version_gone", "--remap"),
+        ({"endless": True}, "An endless stream cannot go on", "on_version_gone|--remap"),
+    ],
+)
+def test_a_version_that_is_gone_is_refused_with_advice_that_can_be_followed(
+    options: dict[str, Any], said: str, unsaid: str, delta: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    loader = loader_of(delta, **options)
+    with CheckpointManager(run, {"reader": loader}) as manager:
+        manager.restore()
+        next(iter(loader))
+        manager.step()
+    table = deltalake.DeltaTable(delta)
+    table.optimize.compact()
+    table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    with pytest.raises(TableVersionGone, match=said) as raised:
+        CheckpointManager(run, {"reader": loader_of(delta, **options)}).restore()
+    assert re.search(unsaid, str(raised.value)) is None
 
 
 def test_a_version_that_was_named_is_never_exchanged_for_the_states(delta: Path, tmp_path: Path) -> None:
@@ -377,6 +403,7 @@ def test_where_a_run_begins_all_ranks_read_the_version_of_rank_0(delta: Path) ->
         ({"on_new_version": "latest"}, None, "keep"),
         ({"on_version_gone": "skip"}, None, "next_epoch"),
         ({"on_new_version": "next_epoch", "endless": True}, None, "endless"),
+        ({"on_version_gone": "next_epoch", "endless": True}, None, "endless"),
         ({"on_new_version": "next_epoch"}, 1, "a version was named"),
     ],
 )

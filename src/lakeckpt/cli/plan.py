@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remap", metavar="RUN", help="carry the place of a run's newest checkpoint over to this version"
     )
-    parser.add_argument("--key", metavar="A,B,…", help="with --remap: the columns that tell all rows apart")
+    key = "with --remap: the columns that tell all rows apart (may be repeated)"
+    parser.add_argument("--key", action="append", metavar="A,B,…", help=key)
     parser.add_argument("--reader", metavar="NAME", help="with --remap: the reader, where the run has several")
     parser.add_argument("--storage-options", metavar="JSON", help="for the store, as fsspec takes them")
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")

@@ -25,7 +25,7 @@ def run_remap(args: argparse.Namespace, table: Table, console: Console | None) -
     if not args.key:
         raise ConfigError("--remap needs --key: the column, or columns, whose values tell all rows apart")
     storage = open_storage(args.remap, storage_options=options_of(args.storage_options))
-    key = [name.strip() for name in args.key.split(",")]
+    key = [name.strip() for some in args.key for name in some.split(",")]
     with progress_bar("keys", show=not args.json) as progress:
         done = remap(storage, table, key=key, reader=args.reader, progress=progress)
     if console is None:

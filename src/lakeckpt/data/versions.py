@@ -87,6 +87,8 @@ def check_moves(table: Table, *, on_new_version: object, on_version_gone: object
     """`ConfigError` where these cannot be, of ``table``."""
     one_of("on_new_version", on_new_version, ("keep", "next_epoch"))
     one_of("on_version_gone", on_version_gone, ("raise", "next_epoch"))
+    if on_version_gone == "next_epoch" and endless:
+        raise ConfigError('on_version_gone="next_epoch" cannot be: an endless stream has no epochs')
     if on_new_version == "next_epoch" and (endless or table.reopen is None):
         named = "a version was named when the table was opened, or it was opened in another process"
         why = "an endless stream has no epochs" if endless else named
@@ -164,7 +166,7 @@ class Versions:
         except DataFileChanged as error:
             if self._gives_up and not state.identity.endless:
                 return Fit(given_up=str(error))
-            raise _with_advice(error, state.epoch) from None
+            raise _with_advice(error, state) from None
         self._of(index)
         return Fit(index=index)
 
@@ -270,13 +272,20 @@ def _compare_etags(live: Table, saved: TableIndex) -> None:
         )
 
 
-def _with_advice(error: DataFileChanged, epoch: int) -> DataFileChanged:
-    text = (
-        f"{error}. The checkpoint is of the midst of epoch {epoch} over that version. Where files were only compacted "
-        "and the old ones can still be read, `lakeckpt plan TABLE --remap RUN --key COLUMN` carries its place over to "
-        'the newest version; LakeDataset(on_version_gone="next_epoch") gives the rest of the epoch up and begins the '
-        "next one with the newest version"
-    )
+def _with_advice(error: DataFileChanged, state: ReaderState) -> DataFileChanged:
+    text = f"{error}. The checkpoint is of the midst of epoch {state.epoch} over that version. "
+    if state.identity.endless:
+        text += "An endless stream cannot go on over another version: put the files back, or begin a new run"
+    else:
+        if not state.identity.selection:
+            text += (
+                "Where files were only compacted and the old ones can still be read, `lakeckpt plan TABLE --remap RUN "
+                "--key COLUMN` carries its place over to the newest version; "
+            )
+        text += (
+            'LakeDataset(on_version_gone="next_epoch") gives the rest of the epoch up and begins the next one with '
+            "the newest version"
+        )
     if isinstance(error, TableVersionGone):
         return TableVersionGone(text, files=error.files)
     return DataFileChanged(text)
