@@ -86,9 +86,9 @@ def test_each_window_is_decoded_once_by_the_worker_that_owns_its_lane(
 ) -> None:
     inner = PositionReader._decoded
 
-    def counted(self: PositionReader, window: Any) -> Any:
+    def counted(self: PositionReader, layout: Any, window: Any) -> Any:
         _DECODED["windows"] += 1
-        return inner(self, window)
+        return inner(self, layout, window)
 
     monkeypatch.setattr(PositionReader, "_decoded", counted)
     monkeypatch.setitem(_DECODED, "windows", 0)
@@ -120,13 +120,13 @@ def test_each_window_is_decoded_once_by_the_worker_that_owns_its_lane(
 
 def test_row_wise_reading_decodes_runs_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    inner = PositionReader.read
+    inner = PositionReader.read_around
 
     def counted(self: PositionReader, pieces: Any) -> Any:
         reads.append(sum(stop - start for _, start, stop in pieces))
         return inner(self, pieces)
 
-    monkeypatch.setattr(PositionReader, "read", counted)
+    monkeypatch.setattr(PositionReader, "read_around", counted)
     folder = LakeSpec(files=((50, 50),)).write(tmp_path / "lake")
     assert len(list(loader_of(folder, batch_size=None, block_size=20))) == 100
     assert reads == [20] * 5
