@@ -14,7 +14,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -224,7 +224,11 @@ def seconds() -> tuple[list[Measured], list[tuple[str, ...]]]:
 
 
 def main() -> None:
-    in_fork = {name: forked(make) for name, make in CLIENTS.items()}
+    # In processes of their own: obstore has been seen to hang in the parent, too, after it forked.
+    in_fork = {}
+    for name, make in CLIENTS.items():
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as one:
+            in_fork[name] = one.submit(forked, make).result()
     measured, rows = seconds()
     with ThreadPoolExecutor(len(CLIENTS)) as pool:
         silent = dict(zip(CLIENTS, pool.map(lambda make: silence(make, "x"), CLIENTS.values()), strict=True))
