@@ -250,6 +250,24 @@ def test_a_run_that_moves_is_killed_and_goes_on_exactly(steps: int, delta: Path,
     assert audited(tmp_path / "run").verdict == "proved"
 
 
+@pytest.mark.parametrize(("rows", "tail"), [(0, "short"), (3, "drop")])
+def test_an_epoch_of_a_version_too_small_for_a_step_is_counted_by_that_version(
+    rows: int, tail: str, delta: Path, tmp_path: Path
+) -> None:
+    loader = loader_of(delta, on_new_version="next_epoch", tail=tail)
+    with CheckpointManager(tmp_path / "run", {"reader": loader}, every=1) as manager:
+        manager.restore()
+        for kept in (rows, 20, 20):
+            for _ in loader:
+                manager.step()
+            table = pa.table({"id": pa.array(range(kept), pa.int64())})
+            deltalake.write_deltalake(delta, table, mode="overwrite")
+    report = audited(tmp_path / "run")
+    assert report.verdict == "proved", report
+    counted = [(one.epoch, one.rows, one.once, one.lost, one.dropped) for one in report.readers[0].epochs]
+    assert counted == [(0, 60, 60, 0, 0), *([(1, rows, 0, 0, rows)] if rows else []), (2, 20, 20, 0, 0)]
+
+
 def test_at_an_epochs_start_a_run_that_moves_needs_nothing_of_the_old_version(delta: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", loader_of(delta, on_new_version="next_epoch"), epochs=1)
     table = deltalake.DeltaTable(delta)

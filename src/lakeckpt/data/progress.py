@@ -39,13 +39,13 @@ class _Run:
     end: ReaderState
     skips: list[tuple[int, Skip]] = field(default_factory=list)
     """(step, what of its micro-batch did not come)."""
-    ends_rest: bool = False
-    """Whether an epoch ended with it, of which only a rest was left: it says so without progress."""
+    ended_without_step: bool = False
+    """Whether an epoch ended with it that no other state tells of: it says so without progress."""
 
     @property
     def says_something(self) -> bool:
         """Whether the ledger must have it."""
-        return self.ends_rest or (self.start.step, self.start.row) != (self.end.step, self.end.row)
+        return self.ended_without_step or (self.start.step, self.start.row) != (self.end.step, self.end.row)
 
 
 class Progress:
@@ -293,7 +293,9 @@ class Progress:
         """Note that the loop saw the end of the epoch at hand."""
         self.over = True
         for run in self._runs[-1:]:
-            run.ends_rest = run.start.base is not None and run.start.step == 0 and run.start.identity.rows > 0
+            begin = run.start
+            tells = self._moves if begin.base is None else begin.identity.rows > 0
+            run.ended_without_step = tells and begin == run.end and (begin.step, begin.row) == (0, 0)
         self._leave_rest()
 
     def assignments(self, rank: int) -> Iterator[Assignment]:
