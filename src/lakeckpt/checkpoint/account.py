@@ -20,6 +20,7 @@ from dataclasses import replace
 from lakeckpt.checkpoint.audit_report import EpochAudit, EpochStatus, Finding, FindingKind, ReaderAudit, SkippedRows
 from lakeckpt.checkpoint.epoch_account import Piece, Space, count_epoch, space_of
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
+from lakeckpt.checkpoint.pieces import piece_of, undealt
 from lakeckpt.checkpoint.rows import Order, name_rows, order_name
 from lakeckpt.checkpoint.skipped import skipped_in
 from lakeckpt.core.intervals import Intervals
@@ -146,9 +147,9 @@ class _Account:
             if positions and positions.stops[-1] > rows:
                 self._doubts[f"slot {manifest.slot}: positions beyond the {rows:,} rows of epoch {epoch}"] = None
                 positions = positions.intersection(Intervals.whole(rows))
-            positions = positions.difference(_undealt(end, epoch))
+            positions = positions.difference(undealt(end, epoch))
             if positions:
-                self._pieces.setdefault(epoch, []).append(_piece(begin, epoch, positions, manifest))
+                self._pieces.setdefault(epoch, []).append(piece_of(begin, epoch, positions, manifest))
 
     def _follow(self, state: ReaderState) -> None:
         """Note the last state of each epoch: its plan says what the tail leaves out.
@@ -328,8 +329,8 @@ class _Account:
             whole = Intervals.whole(identity.rows)
             return Piece(identity=identity, key=key, positions=whole, manifest=manifest) if whole else None
         found = consumed(state) if known is None else known
-        positions = found.get(epoch, Intervals.empty()).difference(_undealt(state, epoch))
-        return _piece(state, epoch, positions, manifest) if positions else None
+        positions = found.get(epoch, Intervals.empty()).difference(undealt(state, epoch))
+        return piece_of(state, epoch, positions, manifest) if positions else None
 
     def _identity_of(self, epoch: int, state: ReaderState) -> Identity:
         """The identity that ``epoch`` was read by: each epoch may be of another version; else that of ``state``."""
@@ -343,8 +344,8 @@ class _Account:
         if end is None or steps is None or end.identity.tail == "short":
             return None
         plan = Plan(end)
-        left = plan.rest(steps).of(epoch, end.identity.rows).union(_undealt(end, epoch))
-        return _piece(end, epoch, left, self._records[-1][0]) if left else None
+        left = plan.rest(steps).of(epoch, end.identity.rows).union(undealt(end, epoch))
+        return piece_of(end, epoch, left, self._records[-1][0]) if left else None
 
     # --- findings
 
@@ -381,32 +382,3 @@ def _status(epoch: int, tip: ReaderState, claim: Piece | None) -> EpochStatus:
     if epoch == tip.epoch:
         return "complete" if Plan(tip).at_end else "in progress"
     return "complete" if epoch < tip.epoch else "left behind"
-
-
-def _piece(state: ReaderState, epoch: int, positions: Intervals, manifest: Manifest) -> Piece:
-    """Positions of ``epoch`` in the layout that ``state`` has it in."""
-    num_lanes, rotation = state.segment.num_lanes, 0
-    if state.identity.endless or epoch == state.epoch:
-        try:
-            num_lanes, rotation = Plan(state).deal.layout(epoch)
-        except ValueError:
-            pass  # an epoch that is over: all of it, in whatever order
-    key = LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation)
-    return Piece(identity=state.identity, key=key, positions=positions, manifest=manifest)
-
-
-def _undealt(end: ReaderState, epoch: int) -> Intervals:
-    """With ``tail="even"``: the rows of the epoch's last step that no rank got, though they lie below the frontier."""
-    if end.identity.tail != "even" or end.identity.endless or epoch != end.epoch:
-        return Intervals.empty()
-    plan = Plan(end)
-    if plan.steps is None or end.step < plan.steps or plan.steps == end.segment.step:
-        return Intervals.empty()
-    last = plan.steps - 1
-    first, stop = plan.micro_batch(last), plan.micro_batch(last + 1)
-    if stop - first == end.segment.world_size:
-        return Intervals.empty()
-    dealt = [span for number in range(first, stop) for span in plan.deal.spans(number)]
-    given = [span for rank in range(end.segment.world_size) for span in plan.assignment(last, rank).receipt.spans]
-    every, got = (Intervals.of([(span.start, span.stop) for span in spans]) for spans in (dealt, given))
-    return every.difference(got)

@@ -120,6 +120,8 @@ def pins_of_rank_0(
         if not fact.startswith("version of ") or len(values) == 1:
             continue
         by_rank = {who: json.loads(text) for text, ranks in values.items() for who in (0, rank) if _holds(ranks, who)}
+        if not {0, rank} <= set(by_rank):
+            continue  # a reader that not all ranks have: the first save tells
         (name, uri, first), (_, my_uri, mine) = by_rank[0], by_rank[rank]
         if uri == my_uri and first != mine:
             found[name] = TableIndex.loads(read_object(storage, index_path(first)))

@@ -241,8 +241,7 @@ class LakeDataset(IterableDataset[Any]):
     @property
     def row_filter(self) -> RowFilter | None:
         """The filter, as it was understood; None: every row is read."""
-        selecting = self._versions.at_hand.selecting
-        return None if selecting is None else selecting.filter
+        return self._versions.at_hand.row_filter
 
     @property
     def selection(self) -> RowSelection | None:
@@ -254,8 +253,7 @@ class LakeDataset(IterableDataset[Any]):
 
     def offer_selection(self, found: RowSelection) -> bool:
         """Take a selection that was saved for counted; tells whether it was needed, and is of this table and filter."""
-        selecting = self._versions.at_hand.selecting
-        return selecting is not None and selecting.offer(found)
+        return self._versions.at_hand.offer(found)
 
     # --- iteration
 

@@ -68,9 +68,7 @@ class Progress:
         self.last_receipt: Receipt | None = None
         self.over = False
         """Whether the loop has seen the end of the epoch at hand."""
-        self._batch_size = batch_size
-        self._num_lanes = num_lanes
-        self._row_wise = row_wise
+        self._batch_size, self._num_lanes, self._row_wise = batch_size, num_lanes, row_wise
         if isinstance(accept_changes, str):
             raise ConfigError(f"accept_changes is a list of names, got {accept_changes!r}: write [{accept_changes!r}]")
         self._accept = frozenset(accept_changes)

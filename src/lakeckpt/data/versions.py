@@ -24,7 +24,7 @@ from lakeckpt.data.progress import Progress
 from lakeckpt.data.selecting import Selecting
 from lakeckpt.data.source import BatchSource
 from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, TableError, TableVersionGone
-from lakeckpt.lake.filters import Filters, row_filter
+from lakeckpt.lake.filters import Filters, RowFilter, row_filter
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.table import Table
@@ -41,6 +41,15 @@ class Pinned:
     table: Table
     selecting: Selecting | None
     identity: IdentityOf
+
+    @property
+    def row_filter(self) -> RowFilter | None:
+        """The filter, as it was understood; None: every row is read."""
+        return None if self.selecting is None else self.selecting.filter
+
+    def offer(self, found: RowSelection) -> bool:
+        """Take a selection that was saved for counted; tells whether it was needed, and is of this version."""
+        return self.selecting is not None and self.selecting.offer(found)
 
     @property
     def selection(self) -> RowSelection | None:

@@ -2,8 +2,8 @@
 
 `RowSelection` holds the rows that survive the pinned version's deletes and the filter, row group by row group: only
 these have positions. Its digest, which reader states name, is the digest of the filter followed by one of the counts:
-so that a state of another filter is told from one of the same filter that kept other rows. It never holds the filter
-itself, or a value of a row.
+so that a state of another filter is told from one of the same filter that kept other rows. It holds the filter as text
+(with its constants) for people, and never a value of a row.
 """
 
 from __future__ import annotations
