@@ -55,7 +55,7 @@ def explained_as_booked(script: Script) -> int:
     [{}, {"num_lanes": 12}, {"tail": "drop", "num_lanes": 4}, {"endless": True}, {"endless": True, "num_lanes": 6}],
     ids=str,
 )
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_every_step_of_every_topology_is_explained(
     table: Path, shuffle: bool, options: dict[str, Any], accumulate: int
 ) -> None:

@@ -109,7 +109,7 @@ def dying(rank: int, world_size: int, folder: str, dead: int, when: str) -> None
     os._exit(0)
 
 
-@pytest.mark.parametrize("when", ["cut", "part"])
+@pytest.mark.parametrize("when", [pytest.param("cut", marks=pytest.mark.soak), "part"])
 def test_a_rank_killed_during_a_save_is_named_and_the_checkpoint_before_restores(when: str, tmp_path: Path) -> None:
     run_processes(3, dying, 3, str(tmp_path), 2, when, ends=[0, 0, -9])
     assert "rank 2 " in (tmp_path / "said.0").read_text()
@@ -144,6 +144,7 @@ def some_ranks(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.soak
 def test_a_group_of_some_ranks_keeps_a_run_of_its_own(tmp_path: Path) -> None:
     run_processes(4, some_ranks, 4, str(tmp_path))
     for run in ("run0", "run1"):

@@ -74,7 +74,7 @@ class Job:
             )
             loader = LakeLoader(dataset, num_workers=num_workers)
             saver = manager(self.storage, {"reader": loader}, exchange=exchange, waiter=waiter)
-            done, got = saver.restore(), []
+            done, got, ended = saver.restore(), [], False
             for batch in loader:
                 saver.step()
                 got.append((saver.steps_done, rank, batch["id"].tolist(), batch.receipt))
@@ -85,8 +85,8 @@ class Job:
                 if saver.steps_done == done + steps:
                     break
             else:
-                self.over = True
-            if len(got) < saved:
+                self.over = ended = True
+            if ended or len(got) < saved:  # what was read to the end of the epoch is of the history
                 saver.save()
             return [one for one in got if one[0] <= saver._saved_step]
 
@@ -315,7 +315,7 @@ def test_whatever_is_damaged_whenever_what_came_and_what_was_skipped_are_the_tab
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("first", range(100, 300, 10))
+@pytest.mark.parametrize("first", range(100, 160, 10))
 def test_many_histories_of_damage(damage: Damage, first: int) -> None:
     for seed in range(first, first + 10):
         any_history(damage, seed)

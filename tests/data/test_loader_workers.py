@@ -208,6 +208,7 @@ def test_workers_of_every_rank_read_their_share_and_end_with_the_epoch(lake: Pat
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.soak
 def test_the_law_holds_with_workers_at_every_offset(lake: Path) -> None:
     def make_loader(rank: int, world_size: int, num_workers: int, **options: Any) -> LakeLoader:
         dataset = LakeDataset(lake, batch_size=7, shuffle=True, rank=rank, world_size=world_size, **options)

@@ -30,7 +30,7 @@ def stateful(lake: Path, num_workers: int, *, persistent: bool = False, start: A
 
 
 CASES: list[dict[str, Any]] = [{}, {"batch": 5}]
-WORKERS = [0, 1, 3]
+WORKERS = [0, 1, pytest.param(3, marks=pytest.mark.soak)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=["batched", "rowwise"])
@@ -49,7 +49,10 @@ def test_the_order_of_micro_batches_does_not_depend_on_workers(lake: Path, num_w
 
 
 @pytest.mark.parametrize("case", CASES, ids=["batched", "rowwise"])
-@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("num_workers", "persistent"),
+    [(0, False), (2, True), *(pytest.param(*one, marks=pytest.mark.soak) for one in ((1, False), (3, False)))],
+)
 def test_a_restored_loader_goes_on_exactly_and_into_the_next_epochs(
     lake: Path, num_workers: int, persistent: bool, case: dict[str, Any]
 ) -> None:

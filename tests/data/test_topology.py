@@ -87,6 +87,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.soak
 def test_the_group_or_mesh_says_which_rank_this_is_in_workers_too(lake: Path, tmp_path: Path) -> None:
     import json
 

@@ -66,7 +66,7 @@ def strict(s3: S3) -> Iterator[dict[str, Any]]:
         authorization.settings.INITIAL_NO_AUTH_ACTION_COUNT = before
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak), "forkserver"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_workers_read_a_store_that_verifies_signatures(s3: S3, strict: dict[str, Any], method: str) -> None:
     uri = written_strictly(s3, strict)

@@ -85,11 +85,15 @@ def test_a_last_row_that_is_never_given_is_caught(lake: Path) -> None:
         assert_exactly_once(make_of(_SkipsTheLastRow, lake, batch_size=None), topologies=FEW, offsets=8)
 
 
-@pytest.mark.parametrize("case", [{"endless": True}, {"tail": "drop"}, {"batch_size": None, "block_size": 4}])
+@pytest.mark.parametrize(
+    "case",
+    [{"endless": True}, pytest.param({"tail": "drop"}, marks=pytest.mark.soak), {"batch_size": None, "block_size": 4}],
+)
 def test_a_right_loader_passes_at_other_ends(case: dict[str, Any], lake: Path) -> None:
     assert_exactly_once(make_of(None, lake, **case), topologies=FEW, offsets=8)
 
 
+@pytest.mark.soak
 def test_batches_in_flight_in_workers_are_not_counted(lake: Path) -> None:
     assert_exactly_once(make_of(None, lake, num_lanes=None), topologies=[(1, 2), (2, 1)], offsets=2, chains=1)
 

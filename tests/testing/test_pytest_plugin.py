@@ -55,6 +55,7 @@ def test_after_the_marker():
     assert "4 passed" in ran.stdout, ran.stdout + ran.stderr
 
 
+@pytest.mark.soak
 def test_the_law_restores_at_as_many_offsets_as_the_marker_says(tmp_path: Path) -> None:
     ran = run_suite(
         tmp_path,
