@@ -51,5 +51,4 @@ def test_random_damage_ends_in_right_rows_or_an_error_of_ours(kind: str) -> None
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_damage_for_long_ends_in_right_rows_or_an_error_of_ours(kind: str) -> None:
-    for first in range(10_000, 40_000, 1000):
-        fuzz(kind, first, 1000)
+    fuzz(kind, 10_000, 1000)
