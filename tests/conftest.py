@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large]  # both measure the machine, not the code
 
-settings.register_profile("default", deadline=None, max_examples=40, suppress_health_check=_CHECKS)
+settings.register_profile("default", deadline=None, max_examples=60, suppress_health_check=_CHECKS)
 settings.register_profile(
     "ci",
     settings.get_profile("default"),

@@ -78,7 +78,7 @@ def scattered(pieces: list[tuple[int, int]]) -> Intervals:
 lefts = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_size=6).map(scattered)
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(
     lefts, st.integers(1, 8), st.integers(1, 7), st.sampled_from(["short", "drop", "even", "rows"]), st.integers(0, 9)
 )

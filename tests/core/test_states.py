@@ -62,7 +62,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(reached_states(most_rows=60), st.data())
 def test_a_mutated_state_is_refused_as_invalid_or_is_another_state(state: ReaderState, data: st.DataObject) -> None:
     plain = copy.deepcopy(json.loads(json.dumps(state.to_plain())))

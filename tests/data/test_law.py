@@ -71,7 +71,7 @@ def make_lake(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LakeSpec], 
     return make
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(
     spec=tables(max_columns=2),
     history=histories(topologies(max_world_size=6, max_batch_size=9, max_lanes=13), max_attempts=6, max_steps=10),
@@ -93,7 +93,7 @@ def test_any_history_of_any_table_counts_every_row_once(
     replay(make_of(make_lake(spec), **ends, **order), history)
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(
     spec=tables(max_columns=1, max_group_rows=7),
     history=histories(topologies(max_world_size=4, max_lanes=9), max_attempts=5, max_steps=9),

@@ -251,7 +251,7 @@ def test_a_dataset_goes_through_pickle_and_copies_with_its_place(lake: Path) -> 
     assert before + flat(dataset) == whole
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(
     rows=st.integers(0, 30),
     batch_size=st.integers(1, 7),

@@ -148,7 +148,7 @@ def stretched(loader: LakeLoader, at: Receipt | None = None) -> dict[int, Interv
     return found
 
 
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(

@@ -283,10 +283,7 @@ def parts(count: int) -> Iterator[bytes]:
         yield bytes([n]) * PART_BYTES
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [HttpFault.LOST_ANSWER, *(pytest.param(one, marks=pytest.mark.soak) for one in (HttpFault.ERROR, HttpFault.RESET))],
-)
+@pytest.mark.parametrize("fault", [HttpFault.LOST_ANSWER, HttpFault.ERROR, HttpFault.RESET])
 def test_an_upload_outlives_a_fault_at_each_of_its_requests(s3: S3, proxy: FaultProxy, fault: HttpFault) -> None:
     storage = opened(s3, proxy, attempt_s=20.0, total_s=60.0)
     storage.put("warm", [b""])
