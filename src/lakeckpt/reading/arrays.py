@@ -27,6 +27,7 @@ __all__ = [
     "narrowed",
     "plain",
     "plain_type",
+    "resized",
     "view",
     "wide",
 ]
@@ -165,7 +166,7 @@ def join(column: pa.ChunkedArray) -> pa.Array:
     if column.num_chunks == 0:
         return pa.nulls(0, column.type)
     if column.nbytes > MAX_NARROW_BYTES:
-        column = column.cast(wide(column.type))
+        column = pa.chunked_array([resized(chunk, wide(column.type)) for chunk in column.chunks])
     return pa.concat_arrays(column.chunks)
 
 
@@ -174,10 +175,28 @@ def narrowed(array: pa.Array, kind: pa.DataType) -> pa.ChunkedArray:
     if array.type == kind:
         return pa.chunked_array([array])
     if array.nbytes <= MAX_NARROW_BYTES or len(array) <= 1:
-        return pa.chunked_array([array.cast(kind)])
+        return pa.chunked_array([resized(array, kind)])
     half = len(array) // 2
     halves = (array.take(pa.array(np.arange(a, b))) for a, b in ((0, half), (half, len(array))))
     return pa.chunked_array([chunk for part in halves for chunk in narrowed(part, kind).chunks], kind)
+
+
+def resized(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return ``array`` as ``kind``, level by level where lists differ in the width of their offsets.
+
+    Arrow's cast of such lists goes through a view of their elements, and refuses fixed-size lists that are null over
+    elements which are not nullable: all of them have elements, null or not. `pa.ArrowInvalid` where offsets overflow.
+    """
+    if array.type == kind or not (_has_offsets(kind) and _has_offsets(array.type)):
+        return array if array.type == kind else array.cast(kind)
+    offsets = pa.array(array.offsets.to_numpy()).cast(pa.int64() if pa.types.is_large_list(kind) else pa.int32())
+    lists = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
+    mask = pa.array(array.is_null().to_numpy(zero_copy_only=False)) if array.null_count else None
+    return lists.from_arrays(offsets, resized(array.values, kind.value_type), type=kind, mask=mask)
+
+
+def _has_offsets(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def looked_up_bytes(array: pa.Array) -> int:

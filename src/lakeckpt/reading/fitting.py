@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from lakeckpt.lake.columns import ColumnMapping, FieldPlan, fields_of, resolve
 from lakeckpt.lake.values import Value, arrow_scalar
-from lakeckpt.reading.arrays import plain
+from lakeckpt.reading.arrays import plain, resized
 
 __all__ = ["FileFit", "constant", "fit_file"]
 
@@ -85,14 +85,14 @@ def _fit(array: pa.Array, plan: FieldPlan, kind: pa.DataType) -> pa.Array:
     if len(inner) == len(plan.children) == 1:
         below = _fit(array.values, plan.children[0], inner[0].type)
         made = _relisted(array, _list_like(array.type, inner[0].with_type(below.type)), below)
-        return made if made.type == kind else made.cast(kind)
+        return resized(made, kind)
     if pa.types.is_map(kind) and pa.types.is_map(array.type):
         entries = array.values
         pairs = [_fit(entries.field(i), plan.children[i], inner[i].type) for i in range(2)]
         # A map's entries are a struct whose key is never null.
         fields = [inner[0].with_nullable(False), inner[1]]
         return _relisted(array, kind, pa.StructArray.from_arrays(pairs, fields=fields))
-    return array.cast(kind)
+    return resized(array, kind)
 
 
 def _child(array: pa.StructArray, plan: FieldPlan, kind: pa.DataType) -> pa.Array:
