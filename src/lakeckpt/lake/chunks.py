@@ -1,6 +1,7 @@
 """How is what the caller's own iterable of chunks raises told apart from what the store raises?
 
-`guarded` wraps it on its way out of our handlers, `unwrapping` gives it back as it was.
+`guarded` wraps it on its way out of our handlers, `unwrapping` gives it back as it was. `take_up_to` looks whether the
+chunks are few enough for a single request.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from lakeckpt.lake.storage import Buffer
 
-__all__ = ["CallersError", "guarded", "unwrapping"]
+__all__ = ["CallersError", "guarded", "take_up_to", "unwrapping"]
 
 
 class CallersError(Exception):
@@ -40,3 +41,15 @@ def unwrapping() -> Iterator[None]:
         error = failure.error
     if error is not None:
         raise error
+
+
+def take_up_to(chunks: Iterator[memoryview], limit: int) -> tuple[list[bytes], Iterator[memoryview] | None, int]:
+    """Copies of the first chunks, up to ``limit`` bytes and one; the rest, or None if that was all; bytes so far."""
+    head: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        head.append(bytes(chunk))
+        size += len(head[-1])
+        if size > limit:
+            return head, chunks, size
+    return head, None, size

@@ -38,7 +38,7 @@ from lakeckpt.errors import (
     StorageError,
     StorageTimeout,
 )
-from lakeckpt.lake.chunks import CallersError, guarded, unwrapping
+from lakeckpt.lake.chunks import CallersError, guarded, take_up_to, unwrapping
 from lakeckpt.lake.credentials import Secrets
 from lakeckpt.lake.deadlines import Deadlines
 from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, is_temporary
@@ -139,7 +139,7 @@ class FsspecStorage:
     def put(self, path: str, chunks: Iterable[Buffer]) -> int:
         check_key(path)
         with unwrapping(), self._explaining("write", path):
-            head, rest, size = _take(guarded(chunks), SINGLE_PUT_BYTES)
+            head, rest, size = take_up_to(guarded(chunks), SINGLE_PUT_BYTES)
             if rest is not None:
                 return self._upload(path, itertools.chain(head, rest))
             self._pipe(path, b"".join(head))
@@ -369,18 +369,6 @@ def _nanoseconds(time: Any) -> int | None:
     if isinstance(time, datetime):
         return int(time.timestamp() * 1_000_000) * 1000
     return int(time * 1_000_000_000) if isinstance(time, int | float) else None
-
-
-def _take(chunks: Iterator[memoryview], limit: int) -> tuple[list[bytes], Iterator[memoryview] | None, int]:
-    """Copies of the first chunks, up to ``limit`` bytes and one; the rest, or None if that was all; bytes so far."""
-    head: list[bytes] = []
-    size = 0
-    for chunk in chunks:
-        head.append(bytes(chunk))
-        size += len(head[-1])
-        if size > limit:
-            return head, chunks, size
-    return head, None, size
 
 
 def _secrets(value: Any) -> set[str]:

@@ -37,7 +37,7 @@ from lakeckpt.errors import (
     StorageError,
     StorageTimeout,
 )
-from lakeckpt.lake.chunks import CallersError, guarded, unwrapping
+from lakeckpt.lake.chunks import CallersError, guarded, take_up_to, unwrapping
 from lakeckpt.lake.deadlines import Retrier
 from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, is_temporary
 from lakeckpt.lake.s3_client import Page, Refused, S3Client, Upload
@@ -131,7 +131,7 @@ class S3Storage:
     def put(self, path: str, chunks: Iterable[Buffer]) -> int:
         check_key(path)
         with unwrapping(), self._explaining("write", path) as what:
-            head, rest, size = _take(guarded(chunks), SINGLE_PUT_BYTES)
+            head, rest, size = take_up_to(guarded(chunks), SINGLE_PUT_BYTES)
             if rest is not None:
                 return self._upload(what, self._root + path, itertools.chain(head, rest))
             self._open().put(what, self._root + path, [memoryview(chunk) for chunk in head])
@@ -345,18 +345,6 @@ def _explained(refused: Refused, verb: str, where: str) -> StorageError:
 
 def _rebuild(uri: str, options: S3Options) -> S3Storage:
     return S3Storage(uri, storage_options=options)
-
-
-def _take(chunks: Iterator[memoryview], limit: int) -> tuple[list[bytes], Iterator[memoryview] | None, int]:
-    """Copies of the first chunks, up to ``limit`` bytes and one; the rest, or None if that was all; bytes so far."""
-    head: list[bytes] = []
-    size = 0
-    for chunk in chunks:
-        head.append(bytes(chunk))
-        size += len(head[-1])
-        if size > limit:
-            return head, chunks, size
-    return head, None, size
 
 
 def _parts(chunks: Iterable[Buffer]) -> Iterator[bytearray]:
