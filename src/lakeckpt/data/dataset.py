@@ -281,7 +281,7 @@ class LakeDataset(IterableDataset[Any]):
         skip = progress.state.row
         for assignment in progress.assignments(rank):
             progress.check(iteration)
-            whole, found = source.read(assignment)
+            whole, found = source.take(assignment)
             for item, receipt in items_of(found, whole, self.row_wise, skip):
                 progress.check(iteration)
                 warn_of_skips(receipt, progress.skips)
@@ -337,7 +337,7 @@ class LakeDataset(IterableDataset[Any]):
         step, skip = place.next_step, place.skip
         while plan.steps is None or step < plan.steps:
             assignment = plan.assignment(step, rank)
-            whole, found = source.read(assignment)
+            whole, found = source.take(assignment)
             for item, receipt in items_of(found, whole, self.row_wise, skip):
                 ended = receipt.row is None or receipt.row + 1 == receipt.rows
                 self._worker_place = place.at(step + workers, 0) if ended else place.at(step, (receipt.row or 0) + 1)

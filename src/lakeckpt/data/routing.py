@@ -42,7 +42,7 @@ class Reads(Dataset[tuple[Receipt, Any]]):
 
     def __getitem__(self, assignment: Assignment) -> tuple[Receipt, Any]:
         try:
-            return self._source.read(assignment)
+            return self._source.take(assignment)
         except LakeckptError as error:
             # As a value: torch would raise another error with this one's text, without the file and row group it names.
             return assignment.receipt, Failure(error=error)

@@ -86,8 +86,18 @@ class BatchSource:
         if self._reader is not None:
             self._reader.clear()
 
-    def read(self, assignment: Assignment) -> tuple[Receipt, Any]:
+    def announce(self, assignment: Assignment) -> bool:
+        """Say that ``assignment`` will be taken, after those that were announced before it; tells whether more may be.
+
+        It never waits and never raises: what goes wrong with the rows is raised by `take`. Whoever is told that no more
+        may be announced still may, to no use. What was announced and is not wanted any more goes with `clear`.
+        """
+        return False
+
+    def take(self, assignment: Assignment) -> tuple[Receipt, Any]:
         """Return what the loop gets for ``assignment``: a batch; in row-wise use with a transform, a list of rows.
+
+        Assignments that were announced are best taken in that order; any other may be taken at any time, too.
 
         The receipt is the assignment's, and says what was skipped.
         """
