@@ -6,26 +6,13 @@ What is not as it was pinned (gone, written again, of another length) is `DataFi
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from typing import Any
 
-from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing
 from lakeckpt.lake.index import DataFile
+from lakeckpt.lake.ranges import read_pinned
 from lakeckpt.lake.storage import Storage
 
-__all__ = ["ADVICE", "RangeFile", "changed", "some"]
-
-ADVICE = "Open the table again to start on its new state, or put the pinned files back to go on with a run"
-
-
-def changed(uri: str, differences: Sequence[str]) -> DataFileChanged:
-    """The error that says how the table at ``uri`` differs from what was pinned."""
-    return DataFileChanged(f"the table {uri!r} is not as it was pinned: {some(differences)}. {ADVICE}")
-
-
-def some(differences: Sequence[str]) -> str:
-    """The first 20 of ``differences``, and how many more there are."""
-    return "; ".join(differences[:20]) + (f"; and {len(differences) - 20} more" if len(differences) > 20 else "")
+__all__ = ["RangeFile"]
 
 
 class RangeFile(io.RawIOBase):
@@ -58,14 +45,7 @@ class RangeFile(io.RawIOBase):
         stop = file.size_bytes if size is None or size < 0 else min(file.size_bytes, start + size)
         if stop <= start:
             return b""
-        try:
-            data = self._storage.read(file.path, start, stop, etag=file.etag)
-        except ObjectMissing as error:
-            raise changed(self._uri, [f"{file.path!r} is gone"]) from error
-        except ObjectChanged as error:
-            raise changed(self._uri, [f"{file.path!r} was written again (its ETag is not {file.etag})"]) from error
-        if len(data) != stop - start:
-            raise changed(self._uri, [f"{file.path!r} ends at {start + len(data)}, not at {file.size_bytes}"])
+        data = read_pinned(self._storage, self._uri, file, start, stop)
         self._position = stop
         return data
 

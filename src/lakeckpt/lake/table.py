@@ -35,7 +35,8 @@ from lakeckpt.lake.formats.pinned import CatalogTable, PinnedFiles, is_of_catalo
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.listing import Found, Source, find_files, list_exactly
 from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.range_file import ADVICE, RangeFile, changed, some
+from lakeckpt.lake.range_file import RangeFile
+from lakeckpt.lake.ranges import ADVICE, LocalBytes, PinnedBytes, StoredBytes, changed, some
 from lakeckpt.lake.saved_footers import cached_summaries
 from lakeckpt.lake.storage import ObjectInfo, Storage, open_storage, split_uri
 from lakeckpt.lake.version import TableFormat, VersionAsked
@@ -92,6 +93,12 @@ class Table:
                 raise changed(self.uri, [f"{file.path!r} has {size} bytes, not {file.size_bytes}"])
             return opened
         return pa.PythonFile(RangeFile(self.storage, self.uri, file), mode="r")
+
+    def open_bytes(self, ordinal: int) -> PinnedBytes:
+        """Open a file of the index to read ranges of it, several at once; the caller closes it. As `open_file`."""
+        if isinstance(self.storage, LocalStorage):
+            return LocalBytes(self.open_file(ordinal))
+        return StoredBytes(self.storage, self.uri, self.index.files[ordinal])
 
     def footer(self, ordinal: int) -> pq.FileMetaData:
         """Read the footer of a file of the index again. `DataFileChanged` if it is not the pinned one."""

@@ -7,15 +7,16 @@ the pinned version deletes do not exist, and are not counted. What a file lacks 
 must be the pinned one; the files used last stay open. Where something cannot be decoded, the file is
 opened again (one that was written again meanwhile is `DataFileChanged`) and read once more before it counts as damaged.
 
-It never caches rows: every call decodes anew, so the memory that it returns is the caller's alone. One decoder is for
-one thread.
+Row groups that are announced are fetched from stores ahead of being decoded (`lakeckpt.reading.fetching`).
+
+It never caches rows: every call decodes anew, so the memory that it returns is the caller's alone. Threads may share a
+decoder.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,19 @@ import pyarrow as pa
 
 from lakeckpt.errors import ConfigError, DataFileDamaged, SchemaError
 from lakeckpt.lake.chunk_digests import Uint64Array
+from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.table import Table
 from lakeckpt.lake.values import Value
 from lakeckpt.reading.arrays import plain_type
-from lakeckpt.reading.fitting import FileFit, constant, fit_file
+from lakeckpt.reading.fetching import RowGroupFetcher
+from lakeckpt.reading.fitting import constant, fit_file
+from lakeckpt.reading.open_files import OpenedFile, OpenFiles
 from lakeckpt.reading.row_groups import DEFAULT_MAX_ROW_GROUP_BYTES, RowGroupReader
 
-__all__ = ["RowGroupDecoder", "select_columns"]
+__all__ = ["DEFAULT_AHEAD_BYTES", "RowGroupDecoder", "select_columns"]
+
+DEFAULT_AHEAD_BYTES = 256 * 2**20
+"""What is held of row groups that were announced and are not decoded yet, as they are stored, if not told otherwise."""
 
 
 def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
@@ -60,7 +67,8 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schem
 class RowGroupDecoder:
     """Decodes row groups of ``table``, ``columns`` of them (None: all), keeping at most ``open_files`` files open.
 
-    The wanted columns of one row group may decode to ``max_row_group_bytes``.
+    The wanted columns of one row group may decode to ``max_row_group_bytes``; of those announced, up to ``ahead_bytes``
+    are held as they are stored.
     """
 
     def __init__(
@@ -70,6 +78,7 @@ class RowGroupDecoder:
         *,
         open_files: int = 16,
         use_threads: bool = True,
+        ahead_bytes: int = DEFAULT_AHEAD_BYTES,
         max_row_group_bytes: int = DEFAULT_MAX_ROW_GROUP_BYTES,
     ) -> None:
         if open_files < 1:
@@ -78,10 +87,22 @@ class RowGroupDecoder:
         self.schema = select_columns(table.schema, columns)
         """What `decode` returns: the columns in the order asked for."""
         self._partitions = {column.name: column for column in table.index.partitions}
-        self._max_open = open_files
         self._use_threads = use_threads
         self._most = max_row_group_bytes
-        self._open: OrderedDict[int, tuple[RowGroupReader, FileFit]] = OrderedDict()
+        self._files = OpenFiles(self._opened, most=open_files)
+        is_local = isinstance(table.storage, LocalStorage)
+        self._fetcher = RowGroupFetcher(table.index, self._files, ahead=not is_local, ahead_bytes=ahead_bytes)
+
+    def announce(self, groups: Iterable[int]) -> None:
+        """Say that `decode` will be called for ``groups``, in this order, after those that were announced before.
+
+        Their bytes are fetched ahead from stores, as far as ``ahead_bytes`` go. It never waits and never raises.
+        """
+        self._fetcher.announce(group for group in groups if self._is_fetched(group))
+
+    def forget(self) -> None:
+        """Let go of what was announced and not decoded."""
+        self._fetcher.forget()
 
     def decode(self, group: int, start: int, stop: int) -> pa.Table:
         """Return rows [start, stop) of those of row group ``group`` (its ordinal in the table) that are not deleted.
@@ -100,7 +121,7 @@ class RowGroupDecoder:
         ordinal, inside = index.group(group)
         path = index.paths[ordinal]
         try:
-            fitted = self._read(ordinal, inside, rows) if rows else {}
+            fitted = self._read(group, ordinal, inside, rows) if rows else {}
         except MemoryError as error:
             error.add_note(f"while decoding row group {inside} of {path!r} ({rows} rows)")
             raise
@@ -115,35 +136,43 @@ class RowGroupDecoder:
         uint64[row groups, leaves of the file], 0 for other columns and for row groups without rows. Raises as `decode`.
         """
         first, end = self.table.index.first_group[ordinal : ordinal + 2].tolist()
-        reader = self._file(ordinal)[0]
-        every = [
-            reader.digests(group, rows) for group, rows in enumerate(self.table.index.stored_rows[first:end].tolist())
-        ]
+        stored_rows = self.table.index.stored_rows[first:end].tolist()
+        lease, must_open = self._files.lease(ordinal)
+        try:
+            if must_open:
+                self._files.open(lease)
+            reader = lease.file.result().reader
+            every = [reader.digests(group, rows) for group, rows in enumerate(stored_rows)]
+        finally:
+            self._files.release(lease)
         return np.stack(every) if every else np.zeros((0, 0), np.uint64)
 
     def close(self) -> None:
-        """Close the files that are open; a later `decode` opens them again."""
-        while self._open:
-            self._open.popitem()[1][0].source.close()
+        """Close the files that are open and `forget`; a later `decode` opens them again."""
+        self._fetcher.forget()
+        self._files.close()
 
-    def _read(self, ordinal: int, inside: int, rows: int) -> dict[str, Any]:
+    def _is_fetched(self, group: int) -> bool:
+        """Whether anything of a row group is read."""
+        return bool(self.table.index.group_rows[group]) and bool(self._split(self.table.index.group(group)[0])[1])
+
+    def _read(self, group: int, ordinal: int, inside: int, rows: int) -> dict[str, Any]:
         """As `_fitted`. Damage is believed only of the pinned file (opened again, it must be that), read so twice."""
         try:
-            return self._fitted(ordinal, inside, rows)
+            return self._fitted(group, ordinal, inside, rows)
         except DataFileDamaged:
-            if ordinal in self._open:
-                self._open.pop(ordinal)[0].source.close()
-            return self._fitted(ordinal, inside, rows)
+            self._files.drop(ordinal)
+            return self._fitted(group, ordinal, inside, rows)
 
-    def _fitted(self, ordinal: int, inside: int, rows: int) -> dict[str, Any]:
+    def _fitted(self, group: int, ordinal: int, inside: int, rows: int) -> dict[str, Any]:
         """The columns of a row group with all its stored rows, by the table's names."""
         constants, stored = self._split(ordinal)
         columns = {name: constant(self.schema.field(name).type, value, rows) for name, value in constants.items()}
         if not stored:
             return columns
         path = self.table.index.paths[ordinal]
-        reader, fit = self._file(ordinal)
-        found = reader.read(inside, rows, use_threads=self._use_threads)
+        file, held = self._fetcher.fetch(group)
+        found, fit = file.reader.decode(held, rows, use_threads=self._use_threads), file.fit
         for name in stored:
             field = self.table.schema.field(name)
             try:
@@ -167,21 +196,12 @@ class RowGroupDecoder:
                 constants[name] = partition.value_of(ordinal)
         return constants, stored
 
-    def _file(self, ordinal: int) -> tuple[RowGroupReader, FileFit]:
-        file = self._open.pop(ordinal, None)
-        if file is None:
-            while len(self._open) >= self._max_open:
-                self._open.popitem(last=False)[1][0].source.close()
-            file = self._opened(ordinal)
-        self._open[ordinal] = file
-        return file
-
-    def _opened(self, ordinal: int) -> tuple[RowGroupReader, FileFit]:
+    def _opened(self, ordinal: int) -> OpenedFile:
         index, footer = self.table.index, self.table.whole_footer(ordinal)
         path = index.paths[ordinal]
         fit = fit_file(index.schema, self._split(ordinal)[1], index.columns, footer.metadata, path)
         reader = RowGroupReader(
-            self.table.open_file(ordinal),
+            self.table.open_bytes(ordinal),
             footer,
             path=path,
             size_bytes=int(index.size_bytes[ordinal]),
@@ -190,4 +210,4 @@ class RowGroupDecoder:
             most=self._most,
             digests=None if self.table.digests is None else self.table.digests.of_file(ordinal),
         )
-        return reader, fit
+        return OpenedFile(reader=reader, fit=fit)

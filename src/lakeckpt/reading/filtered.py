@@ -7,7 +7,9 @@ been evaluated. The rows that it keeps must be as many as were counted: position
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -64,7 +66,19 @@ class FilteredDecoder(RowGroupDecoder):
             )
         return found.slice(start, stop - start)
 
+    def announce(self, groups: Iterable[int]) -> None:
+        """See `RowGroupDecoder.announce`."""
+        groups = [group for group in groups if self._kept.counts.group_rows[group]]
+        whole = [self._kept.counts.group_rows[group] == self.table.index.group_rows[group] for group in groups]
+        super().announce(itertools.compress(groups, whole))
+        self._wide.announce(itertools.compress(groups, map(operator.not_, whole)))
+
+    def forget(self) -> None:
+        """Let go of what was announced and not decoded."""
+        super().forget()
+        self._wide.forget()
+
     def close(self) -> None:
-        """Close the files that are open; a later `decode` opens them again."""
+        """Close the files that are open and `forget`; a later `decode` opens them again."""
         super().close()
         self._wide.close()

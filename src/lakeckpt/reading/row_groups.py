@@ -1,7 +1,7 @@
 """What do these columns of a stored row group hold?  Read once, surveyed, then decoded in no more memory than allowed.
 
-1. The bytes of the column chunks are read, each once, and held: what fails so far is the store's failure, and what
-   follows touches no store. Where a digest of them was recorded, they must have it.
+1. The bytes of the column chunks are read, in few ranges (`lakeckpt.lake.ranges`), and held: what fails so far is the
+   store's failure, and what follows touches no store. Where a digest of them was recorded, they must have it.
 2. Every chunk's pages are surveyed (`lakeckpt.reading.pages`): what is certainly too large is refused before anything
    is decompressed.
 3. Where all of it is certainly small enough, pyarrow decodes the row group at once. Else (texts by dictionary: one long
@@ -9,12 +9,13 @@
    than what is allowed, and refused as soon as their sum is. So it never takes more than twice as much.
 4. Where decoding fails, the columns are decoded one after the other to find which one is damaged.
 
-One reader is for one thread. It holds the footer's numbers of the columns wanted, and never rows.
+Threads may share a reader. It holds the footer's numbers of the columns wanted, and never rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,21 +27,43 @@ from lakeckpt.errors import DataFileChanged, DataFileDamaged, LakeckptError, Row
 from lakeckpt.lake.chunk_digests import Uint64Array, chunk_digest
 from lakeckpt.lake.column_chunks import ChunkFacts, chunk_facts
 from lakeckpt.lake.footer import Footer
+from lakeckpt.lake.ranges import Arriving, PinnedBytes, Range, coalesced
 from lakeckpt.reading.arrays import looked_up_bytes
 from lakeckpt.reading.held_file import HeldFile
 from lakeckpt.reading.pages import Leaf, Survey, survey
 
-__all__ = ["DEFAULT_MAX_ROW_GROUP_BYTES", "RowGroupReader"]
+__all__ = ["DEFAULT_MAX_ROW_GROUP_BYTES", "HeldRowGroup", "RowGroupPlan", "RowGroupReader"]
 
 DEFAULT_MAX_ROW_GROUP_BYTES = 8 * 2**30
 """What the wanted columns of one row group may decode to, if not told otherwise."""
 
-_HOLE_BYTES = 64 * 1024
-"""Column chunks that are no further apart are read at once."""
 _MOST_ROWS, _FEW_ROWS = 65536, 4096
 """Rows of a slice; where they must be fewer than these few, the dictionaries are looked at first."""
 _HEADER_MISCOUNT = 100
 """Old writers (parquet-mr) did not count the header of the dictionary page, which is no longer than that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowGroupPlan:
+    """Where the wanted column chunks of a row group lie, and the ranges in which they are read."""
+
+    row_group: int
+    facts: Sequence[ChunkFacts]
+    ranges: Sequence[Range]
+
+    @property
+    def size_bytes(self) -> int:
+        """What their bytes take in memory."""
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldRowGroup:
+    """The bytes of a row group, as they are stored."""
+
+    row_group: int
+    facts: Sequence[ChunkFacts]
+    file: HeldFile
 
 
 class RowGroupReader:
@@ -52,7 +75,7 @@ class RowGroupReader:
 
     def __init__(
         self,
-        source: pa.NativeFile,
+        source: PinnedBytes,
         footer: Footer,
         *,
         path: str,
@@ -81,36 +104,46 @@ class RowGroupReader:
                 f"the data file {path!r} has a footer that is malformed: {error}", file=path
             ) from error
 
-    def read(self, row_group: int, rows: int, *, use_threads: bool) -> dict[str, pa.ChunkedArray]:
-        """The wanted columns of a row group that has ``rows`` rows, by name.
-
-        Raises `DataFileDamaged` with the row group and, where one can be told, the column; `RowGroupTooLarge`;
-        `StorageError` where the store failed.
-        """
-        return self._read(row_group, rows, use_threads=use_threads)[0]
-
-    def digests(self, row_group: int, rows: int) -> Uint64Array:
-        """The digests of the wanted column chunks, when they have been decoded; uint64[leaves of the file], else 0.
-
-        Raises as `read`.
-        """
-        found = np.zeros(self._num_leaves, np.uint64)
-        held, facts = self._read(row_group, rows, use_threads=False)[1:] if rows else (None, ())
-        if held is not None:
-            for leaf, chunk in zip(self._leaves, facts, strict=True):
-                found[leaf] = chunk_digest(memoryview(held.held(chunk.start, chunk.stop)).cast("B"))
-        return found
-
-    def _read(
-        self, row_group: int, rows: int, *, use_threads: bool
-    ) -> tuple[dict[str, pa.ChunkedArray], HeldFile | None, Sequence[ChunkFacts]]:
-        if not self.columns:
-            return {}, None, ()
+    def plan(self, row_group: int) -> RowGroupPlan:
+        """Where the bytes of the wanted columns of a row group lie. `DataFileDamaged`, `RowGroupTooLarge`."""
         facts = [
             ChunkFacts(**dict(zip(ChunkFacts.__slots__, row, strict=True))) for row in self._facts[row_group].tolist()
         ]
         self._check_places(row_group, facts)
-        source = self._fetch(row_group, facts)
+        pieces = ((chunk.start, min(self._size, chunk.stop + self._slack)) for chunk in facts)
+        ranges = coalesced(pieces, hole_bytes=self.source.hole_bytes)
+        return RowGroupPlan(row_group=row_group, facts=facts, ranges=ranges)
+
+    def begin(self, plan: RowGroupPlan) -> Arriving:
+        """Set out for the bytes of a row group; never waits."""
+        return self.source.begin(plan.ranges)
+
+    def arrived(self, plan: RowGroupPlan, arriving: Arriving) -> HeldRowGroup:
+        """The bytes that `begin` set out for, once all are here. `StorageError`, `DataFileChanged`."""
+        row_group, parts = plan.row_group, []
+        try:
+            found = arriving.wait()
+        except LakeckptError:
+            raise
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise StorageError(f"row group {row_group} of {self.path!r} could not be read: {error}") from error
+        for (start, stop), part in zip(plan.ranges, found, strict=True):
+            if part.size != stop - start:
+                raise DataFileChanged(
+                    f"the data file {self.path!r} ends at byte {start + part.size}, not at {self._size}: it was cut or "
+                    "written again since it was pinned. Restore it, or open the table again"
+                )
+            parts.append((start, part))
+        return HeldRowGroup(row_group=row_group, facts=plan.facts, file=HeldFile(self._size, parts))
+
+    def decode(self, held: HeldRowGroup, rows: int, *, use_threads: bool) -> dict[str, pa.ChunkedArray]:
+        """The wanted columns of a row group that has ``rows`` rows, by name; touches no store.
+
+        Raises `DataFileDamaged` with the row group and, where one can be told, the column; `RowGroupTooLarge`.
+        """
+        if not self.columns:
+            return {}
+        row_group, facts, source = held.row_group, held.facts, held.file
         if self._digests is not None:
             self._check_digests(row_group, facts, source, self._digests[row_group])
         surveys = self._survey(row_group, facts, source, rows)
@@ -121,7 +154,21 @@ class RowGroupReader:
         for name, column in found.items():
             if len(column) != rows:
                 raise self._damaged(row_group, name, f"it holds {len(column)} rows, but its footer says {rows}")
-        return found, source, facts
+        return found
+
+    def digests(self, row_group: int, rows: int) -> Uint64Array:
+        """The digests of the wanted column chunks, when they have been decoded; uint64[leaves of the file], else 0.
+
+        Raises as `arrived` and `decode`.
+        """
+        found = np.zeros(self._num_leaves, np.uint64)
+        if rows and self.columns:
+            plan = self.plan(row_group)
+            held = self.arrived(plan, self.begin(plan))
+            self.decode(held, rows, use_threads=False)
+            for leaf, chunk in zip(self._leaves, held.facts, strict=True):
+                found[leaf] = chunk_digest(memoryview(held.file.held(chunk.start, chunk.stop)).cast("B"))
+        return found
 
     # --- before decoding
 
@@ -136,25 +183,6 @@ class RowGroupReader:
         stored = sum(chunk.compressed_bytes for chunk in facts)
         if stored > self._most:
             raise self._too_large(row_group, None, stored, "is stored in")
-
-    def _fetch(self, row_group: int, facts: Sequence[ChunkFacts]) -> HeldFile:
-        """The bytes of the column chunks."""
-        parts = []
-        for start, stop in _coalesced(facts, self._slack, self._size):
-            try:
-                self.source.seek(start)
-                part = self.source.read_buffer(stop - start)
-            except LakeckptError:
-                raise
-            except (pa.ArrowException, OSError, ValueError) as error:
-                raise StorageError(f"row group {row_group} of {self.path!r} could not be read: {error}") from error
-            if part.size != stop - start:
-                raise DataFileChanged(
-                    f"the data file {self.path!r} ends at byte {start + part.size}, not at {self._size}: it was cut or "
-                    "written again since it was pinned. Restore it, or open the table again"
-                )
-            parts.append((start, part))
-        return HeldFile(self._size, parts)
 
     def _check_digests(
         self, row_group: int, facts: Sequence[ChunkFacts], source: HeldFile, recorded: Uint64Array
@@ -314,18 +342,6 @@ def _writer(metadata: pq.FileMetaData) -> str:
         return str(metadata.created_by or "")
     except UnicodeDecodeError:  # of a damaged footer
         return ""
-
-
-def _coalesced(facts: Sequence[ChunkFacts], slack: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where to read, in order: chunks that lie close together at once."""
-    ranges = sorted((chunk.start, min(size, chunk.stop + slack)) for chunk in facts)
-    start, stop = ranges[0]
-    for first, last in ranges[1:]:
-        if first > stop + _HOLE_BYTES:
-            yield start, stop
-            start, stop = first, last
-        stop = max(stop, last)
-    yield start, stop
 
 
 def _leaves(metadata: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str]) -> dict[int, Leaf]:

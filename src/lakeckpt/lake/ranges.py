@@ -1,0 +1,237 @@
+"""Which ranges of a pinned file are read for the pieces wanted of it, and how do they arrive?
+
+`coalesced` plans (pure): pieces, such as column chunks, that lie close together share a range, as long as that stays
+small; a piece is never cut. `PinnedBytes.begin` sets out to read ranges and `Arriving.wait` has them, each in a buffer
+of its own. A local file is read by who waits. An object in a store is asked for in requests of at most 8 MiB, all of
+them at once as far as the threads of this process go: 16, started when first needed, so that at most 128 MiB are on
+their way. They end with the process; a forked one has its own.
+
+What is not as it was pinned (gone, written again, of another length) is `DataFileChanged`, whoever notices it first.
+Never asks twice: retries and deadlines are the storage's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing
+from lakeckpt.lake.index import DataFile
+from lakeckpt.lake.storage import Storage
+
+__all__ = [
+    "ADVICE",
+    "LOCAL_HOLE_BYTES",
+    "STORE_HOLE_BYTES",
+    "Arriving",
+    "LocalBytes",
+    "PinnedBytes",
+    "Range",
+    "StoredBytes",
+    "changed",
+    "coalesced",
+    "in_background",
+    "read_pinned",
+    "some",
+]
+
+Range = tuple[int, int]
+"""Bytes [start, stop) of a file."""
+T = TypeVar("T")
+
+REQUEST_BYTES = 8 << 20
+"""What one request asks for at most: a storage answers so much by a single one."""
+THREADS = 16
+LOCAL_HOLE_BYTES, STORE_HOLE_BYTES = 64 << 10, 256 << 10
+"""Pieces that are no further apart are read together: what lies between costs less than another call."""
+ADVICE = "Open the table again to start on its new state, or put the pinned files back to go on with a run"
+
+
+def changed(uri: str, differences: Sequence[str]) -> DataFileChanged:
+    """The error that says how the table at ``uri`` differs from what was pinned."""
+    return DataFileChanged(f"the table {uri!r} is not as it was pinned: {some(differences)}. {ADVICE}")
+
+
+def some(differences: Sequence[str]) -> str:
+    """The first 20 of ``differences``, and how many more there are."""
+    return "; ".join(differences[:20]) + (f"; and {len(differences) - 20} more" if len(differences) > 20 else "")
+
+
+def coalesced(pieces: Iterable[Range], *, hole_bytes: int, most_bytes: int = REQUEST_BYTES) -> list[Range]:
+    """Ranges, ascending, so that each of ``pieces`` lies whole in one of them.
+
+    Pieces share a range if they are no further apart than ``hole_bytes`` and it has no more than ``most_bytes``; a
+    piece that is larger has a range of its own.
+
+    >>> coalesced([(50, 60), (0, 10), (12, 30)], hole_bytes=5)
+    [(0, 30), (50, 60)]
+    >>> coalesced([(0, 40), (40, 90), (90, 95)], hole_bytes=5, most_bytes=60)
+    [(0, 40), (40, 95)]
+    """
+    found: list[Range] = []
+    for start, stop in sorted(pieces):
+        first, last = found[-1] if found else (start, start)
+        if found and (stop <= last or (start <= last + hole_bytes and stop - first <= most_bytes)):
+            found[-1] = first, max(stop, last)
+        else:
+            found.append((start, stop))
+    return found
+
+
+class Arriving(Protocol):
+    """Ranges of a file that were set out for. Once one of the two methods was called, it is over."""
+
+    def wait(self) -> list[pa.Buffer]:
+        """The bytes of each range, shorter where the file ends before. Raises what reading raises."""
+        ...
+
+    def abandon(self) -> None:
+        """Read nothing more, and let go of what has come."""
+        ...
+
+
+class PinnedBytes(Protocol):
+    """The bytes of one pinned file. All threads may use it; buffers belong to who asked for them."""
+
+    @property
+    def hole_bytes(self) -> int:
+        """Bytes between two pieces that cost less than a call of their own."""
+        ...
+
+    def begin(self, ranges: Sequence[Range]) -> Arriving:
+        """Set out to read ``ranges``; never waits."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file; what was begun has been waited for, or abandoned."""
+        ...
+
+
+class LocalBytes:
+    """A local file, ``opened``. It is read by who waits: from the page cache that is as fast as copying."""
+
+    hole_bytes = LOCAL_HOLE_BYTES
+
+    def __init__(self, opened: pa.NativeFile) -> None:
+        self._opened = opened
+
+    def begin(self, ranges: Sequence[Range]) -> Arriving:
+        return _Unread(self._opened, ranges)
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+class _Unread:
+    def __init__(self, opened: pa.NativeFile, ranges: Sequence[Range]) -> None:
+        self._opened, self._ranges = opened, ranges
+
+    def wait(self) -> list[pa.Buffer]:
+        # By place, not by seeking: other threads may read the same file.
+        return [pa.py_buffer(self._opened.read_at(stop - start, start)) for start, stop in self._ranges]
+
+    def abandon(self) -> None:
+        self._ranges = ()
+
+
+class StoredBytes:
+    """The object of a store that is ``file`` of the table at ``uri``."""
+
+    hole_bytes = STORE_HOLE_BYTES
+
+    def __init__(self, storage: Storage, uri: str, file: DataFile) -> None:
+        self._read = partial(read_pinned, storage, uri, file)
+
+    def begin(self, ranges: Sequence[Range]) -> Arriving:
+        return _Requested(self._read, ranges)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Requested:
+    def __init__(self, read: Callable[[int, int], bytes], ranges: Sequence[Range]) -> None:
+        self._ranges = ranges
+        self._requests = [
+            [(low, in_background(read, low, high)) for low, high in _requests(start, stop)] for start, stop in ranges
+        ]
+
+    def wait(self) -> list[pa.Buffer]:
+        try:
+            return [
+                _joined(start, stop, requests)
+                for (start, stop), requests in zip(self._ranges, self._requests, strict=True)
+            ]
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        for requests in self._requests:
+            for _, request in requests:
+                request.cancel()
+        self._requests = []
+
+
+def _requests(start: int, stop: int) -> Iterator[Range]:
+    """Requests for the bytes of one range, as equal as can be: the last to come decides."""
+    count = -(-(stop - start) // REQUEST_BYTES)
+    for place in range(count):
+        yield start + (stop - start) * place // count, start + (stop - start) * (place + 1) // count
+
+
+def _joined(start: int, stop: int, requests: list[tuple[int, Future[bytes]]]) -> pa.Buffer:
+    if len(requests) <= 1:
+        return pa.py_buffer(requests[0][1].result() if requests else b"")
+    whole = pa.allocate_buffer(stop - start)
+    target = np.frombuffer(whole, np.uint8)
+    while requests:  # what was copied is let go of, so that no more than one request's bytes are held twice
+        at, request = requests.pop(0)
+        content = np.frombuffer(request.result(), np.uint8)
+        target[at - start : at - start + len(content)] = content
+    return whole
+
+
+def read_pinned(storage: Storage, uri: str, file: DataFile, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a pinned ``file`` of the table at ``uri``, which has them all: else `DataFileChanged`."""
+    try:
+        data = storage.read(file.path, start, stop, etag=file.etag)
+    except ObjectMissing as error:
+        raise changed(uri, [f"{file.path!r} is gone"]) from error
+    except ObjectChanged as error:
+        raise changed(uri, [f"{file.path!r} was written again (its ETag is not {file.etag})"]) from error
+    if len(data) != stop - start:
+        raise changed(uri, [f"{file.path!r} ends at {start + len(data)}, not at {file.size_bytes}"])
+    return data
+
+
+class _Threads:
+    """The threads of this process; a forked process starts its own."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lakeckpt-ranges")
+            return self._pool.submit(work, *arguments)
+
+
+_threads = _Threads()
+os.register_at_fork(after_in_child=_threads.renew)
+
+
+def in_background(work: Callable[..., T], *arguments: Any) -> Future[T]:
+    """What ``work(*arguments)`` comes to, run by one of the threads. It must not wait for others of them."""
+    return _threads.submit(work, *arguments)

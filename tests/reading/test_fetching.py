@@ -1,0 +1,189 @@
+"""What is announced is fetched ahead, many at once and within bounds; whatever was announced, the rows are the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lakeckpt.errors import DataFileChanged, DataFileDamaged, StorageError
+from lakeckpt.lake.storage import Storage
+from lakeckpt.lake.table import Table, open_table
+from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.testing.storage import Fault, FaultyStorage
+from tests.reading.cases import write_file, write_ids
+
+BOUND_S = 30.0
+"""A test that waits for so long has failed."""
+
+
+class Watched:
+    """A storage that reads from another. ``before(path, start)`` is called ahead of each read."""
+
+    def __init__(self, inner: Storage, before: Callable[[str, int], None] = lambda path, start: None) -> None:
+        self._inner, self._before = inner, before
+        self.read_paths: list[str] = []
+
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        self.read_paths.append(path)
+        self._before(path, start)
+        return self._inner.read(path, start, stop, etag=etag)
+
+    list = put = put_new = delete = None  # type: ignore[assignment]
+
+
+def stored(table: Table, before: Callable[[str, int], None] = lambda path, start: None) -> Table:
+    """The table, read as from a store."""
+    return replace(table, storage=Watched(table.storage, before))  # type: ignore[arg-type]
+
+
+def ids(table: pa.Table) -> list[int]:
+    return table.column("id").to_pylist()
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
+    return write_ids(tmp_path_factory.mktemp("lake"), [[3, 2], [4], [], [1, 0, 2], [5]])
+
+
+@given(data=st.data(), ahead_bytes=st.sampled_from([0, 200, 1 << 20]), open_files=st.integers(1, 3))
+def test_rows_are_the_same_whatever_was_announced(
+    table: Table, data: st.DataObject, ahead_bytes: int, open_files: int
+) -> None:
+    groups = st.lists(st.integers(0, len(table.index.group_rows) - 1), max_size=12)
+    expected = RowGroupDecoder(table)
+    decoder = RowGroupDecoder(stored(table), ahead_bytes=ahead_bytes, open_files=open_files)
+    for announced, wanted, forgets in data.draw(st.lists(st.tuples(groups, groups, st.booleans()), max_size=4)):
+        decoder.announce(announced)
+        for group in wanted:
+            rows = int(table.index.group_rows[group])
+            assert decoder.decode(group, 0, rows).equals(expected.decode(group, 0, rows))
+        if forgets:
+            decoder.forget()
+    decoder.close()
+
+
+def test_footers_and_then_row_groups_that_were_announced_are_asked_for_at_once(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[2], [3], [4], [5]])
+    footers, bodies = threading.Barrier(4), threading.Barrier(4)
+    asked: list[str] = []
+
+    def together(path: str, start: int) -> None:
+        (bodies if path in asked else footers).wait(BOUND_S)
+        asked.append(path)
+
+    decoder = RowGroupDecoder(stored(table, together))
+    decoder.announce(range(4))
+    assert [ids(decoder.decode(group, 0, 2)) for group in range(4)] == [[0, 1], [2, 3], [5, 6], [9, 10]]
+    assert sorted(asked) == sorted(table.index.paths * 2)
+
+
+def test_no_more_than_the_bytes_allowed_are_held_ahead(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[1000] * 6])
+    read: list[int] = []
+    came = threading.Semaphore(0)
+
+    def note(path: str, start: int) -> None:
+        read.append(start)
+        came.release()
+
+    probe = RowGroupDecoder(stored(table, note), ["id"])
+    probe.decode(0, 0, 1)
+    size = probe._files.lease(0)[0].file.result().reader.plan(0).size_bytes
+    decoder = RowGroupDecoder(stored(table, note), ["id"], ahead_bytes=2 * size + size // 2)
+    while came.acquire(blocking=False):
+        pass
+    read.clear()
+    decoder.announce(range(6))
+    for _ in range(3):  # the footer, and two row groups
+        assert came.acquire(timeout=BOUND_S)
+    for group in range(6):
+        assert len(read) <= 3 + group
+        assert ids(decoder.decode(group, 0, 1)) == [1000 * group]
+    assert len(read) == 7
+    small = RowGroupDecoder(stored(table, note), ["id"], ahead_bytes=size // 2)
+    small.announce(range(6))
+    assert ids(small.decode(3, 0, 1)) == [3000]
+
+
+def test_what_is_wanted_now_does_not_wait_for_what_was_announced_to_be_used(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[1000] * 6])
+    decoder = RowGroupDecoder(stored(table), ahead_bytes=30_000)
+    decoder.announce([0, 1, 2, 3])
+    assert ids(decoder.decode(5, 0, 1)) == [5000]
+    decoder.announce([4])
+    assert [ids(decoder.decode(group, 0, 1)) for group in (4, 4, 3, 0)] == [[4000], [4000], [3000], [0]]
+
+
+def test_row_groups_that_were_announced_and_never_come_do_not_hold_up_those_behind_them(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[10] * 300])
+    decoder = RowGroupDecoder(stored(table))
+    decoder.announce([*range(300)])
+    for group in range(100, 300):
+        assert ids(decoder.decode(group, 0, 1)) == [10 * group]
+    assert decoder._fetcher._wanted == [] and decoder._fetcher._held == 0
+
+
+def test_a_local_file_is_not_read_ahead(tmp_path: Path) -> None:
+    decoder = RowGroupDecoder(write_ids(tmp_path, [[2], [3]]))
+    decoder.announce([0, 1])
+    assert decoder._fetcher._wanted == []
+    assert ids(decoder.decode(1, 0, 1)) == [2]
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_store_that_fails_ahead_is_told_when_the_row_group_is_decoded_and_asked_again_later(
+    tmp_path: Path, call: int
+) -> None:
+    table = write_ids(tmp_path, [[2], [3]])
+    storage = FaultyStorage(table.storage, fail_at={("read", call): Fault.ERROR})
+    decoder = RowGroupDecoder(replace(table, storage=storage))
+    decoder.announce([0])
+    with pytest.raises(StorageError, match="injected"):
+        decoder.decode(0, 0, 2)
+    assert ids(decoder.decode(0, 0, 2)) == [0, 1]
+
+
+def test_damage_that_was_fetched_ahead_is_believed_only_once_it_was_read_again(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.parquet", [pa.table({"id": range(2000)})], write_page_checksum=True)
+    table = open_table(tmp_path)
+    for faults, is_damaged in (([2], False), ([2, 4], True)):  # the first and the third read are of the footer
+        storage = FaultyStorage(table.storage, fail_at={("read", call): Fault.FLIPPED for call in faults})
+        decoder = RowGroupDecoder(replace(table, storage=storage))
+        decoder.announce([0])
+        if is_damaged:
+            with pytest.raises(DataFileDamaged, match="'id' of row group 0"):
+                decoder.decode(0, 0, 2)
+        else:
+            assert ids(decoder.decode(0, 0, 2)) == [0, 1]
+        assert len(storage.calls) == 4
+
+
+def test_a_file_that_was_written_again_is_told_when_it_was_announced_as_well(tmp_path: Path) -> None:
+    table = write_ids(tmp_path / "a", [[2], [3]])
+    write_ids(tmp_path / "b", [[2], [4]])
+    (tmp_path / "b" / table.index.paths[1]).replace(tmp_path / "a" / table.index.paths[1])
+    decoder = RowGroupDecoder(stored(table))
+    decoder.announce([0, 1])
+    assert ids(decoder.decode(0, 0, 2)) == [0, 1]
+    with pytest.raises(DataFileChanged, match=table.index.paths[1]):
+        decoder.decode(1, 0, 3)
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_threads_may_share_a_decoder(tmp_path: Path, is_stored: bool) -> None:
+    table = write_ids(tmp_path, [[5] * 8] * 6)
+    decoder = RowGroupDecoder(stored(table) if is_stored else table, open_files=2)
+    groups = [*range(48)] * 3
+    decoder.announce(groups)
+    with ThreadPoolExecutor(6) as pool:
+        found = pool.map(lambda group: ids(decoder.decode(group, 0, 5)), groups)
+        assert list(found) == [list(range(5 * group, 5 * group + 5)) for group in groups]
+    decoder.close()
