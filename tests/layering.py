@@ -38,7 +38,7 @@ THIRD_PARTY = {
     "errors": set(),
     "core": {"numpy"},
     "wire": {"numpy", "msgpack"},
-    "lake": {"numpy", "pyarrow", "fsspec", "s3fs", "botocore", "urllib3"},
+    "lake": {"numpy", "pyarrow", "fsspec", "s3fs", "botocore", "pycurl"},
     "reading": {"numpy", "pyarrow"},
 }
 # Modules of a table format, `lakeckpt.lake.formats.<format>…`, import its library; they are loaded when one is opened.

@@ -99,7 +99,7 @@ def test_an_answer_that_stalls_is_asked_for_again(s3: S3, proxy: FaultProxy, fau
         (HttpFault.ERROR, StorageError, "the store answered 500 InternalError"),
         (HttpFault.SLOW_DOWN, StorageError, "the store answered 503 SlowDown"),
         (HttpFault.RESET, StorageError, "the connection broke"),
-        (HttpFault.TRUNCATED, StorageError, "the connection broke"),
+        (HttpFault.TRUNCATED, StorageError, "the answer ended after 450 of 900 bytes"),
         (HttpFault.SHORT, StorageError, "the answer has 450 bytes and calls them 100 to 999"),
         (HttpFault.STALL, StorageTimeout, "no whole answer in time"),
         (HttpFault.STALL_IN_BODY, StorageTimeout, "no whole answer in time"),

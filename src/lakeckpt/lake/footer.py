@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -39,6 +39,7 @@ Progress = Callable[[int, int], None]
 DIGEST_BYTES = 16
 TAIL_BYTES = 64 * 1024
 MAX_FOOTER_BYTES = 512 * 1024 * 1024
+_FILES_PER_JOB = 16
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
 _REPAIR = "restore it from a good copy, write it again, or leave it out of the table"
 
@@ -143,20 +144,27 @@ def summarize_all(
     storage: Storage, files: Sequence[ObjectInfo], *, threads: int, progress: Progress | None
 ) -> list[FileSummary]:
     """Summaries of all files, in their order, read by ``threads`` threads; ``progress(done, total)`` as they arrive."""
-    found: list[FileSummary | None] = [None] * len(files)
+    found: list[FileSummary] = []
     schemas: dict[pa.Schema, pa.Schema] = {}  # one object for all files that have the same one
     with ThreadPoolExecutor(max_workers=max(1, min(threads, len(files))), thread_name_prefix="lakeckpt-footer") as pool:
-        futures = {pool.submit(summarize, storage, f.path, f.size_bytes, f.etag): i for i, f in enumerate(files)}
+        # Several files a job where there are many: to hand a result to this thread costs as much as to parse a footer.
+        size = max(1, min(_FILES_PER_JOB, len(files) // (4 * threads)))
+        runs = [files[at : at + size] for at in range(0, len(files), size)]
+        jobs = [pool.submit(_summarized, storage, run) for run in runs]
         try:
-            for done, future in enumerate(as_completed(futures), start=1):
-                summary = future.result()
-                found[futures[future]] = replace(summary, schema=schemas.setdefault(summary.schema, summary.schema))
-                if progress is not None:
-                    progress(done, len(files))
+            for job in jobs:
+                for summary in job.result():
+                    found.append(replace(summary, schema=schemas.setdefault(summary.schema, summary.schema)))
+                    if progress is not None:
+                        progress(len(found), len(files))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [summary for summary in found if summary is not None]
+    return found
+
+
+def _summarized(storage: Storage, files: Sequence[ObjectInfo]) -> list[FileSummary]:
+    return [summarize(storage, file.path, file.size_bytes, file.etag) for file in files]
 
 
 def _read_exactly(storage: Storage, path: str, start: int, stop: int, etag: str | None) -> bytes:
