@@ -163,7 +163,7 @@ class _Objects:
     home: Path
     seconds: Iterator[int]
     lock: threading.Lock
-    pages: dict[tuple[str, str], list[tuple[str, os.stat_result]]]
+    pages: dict[tuple[str, str], list[tuple[str, str]]]
 
     def path(self, key: str) -> Path:
         return self.home / "objects" / key
@@ -185,10 +185,10 @@ class _Objects:
             return False
         return True
 
-    def listed(self, bucket: str, prefix: str, *, again: bool) -> list[tuple[str, os.stat_result]]:
-        """What is there; ``again``: as it was when the first page was asked for."""
+    def listed(self, bucket: str, prefix: str, *, again: bool) -> list[tuple[str, str]]:
+        """What is there, as keys and their elements of a listing; ``again``: as when the first page was asked for."""
         if not again or (bucket, prefix) not in self.pages:
-            self.pages[bucket, prefix] = self._looked(bucket, prefix)
+            self.pages[bucket, prefix] = [(key, _element(key, told)) for key, told in self._looked(bucket, prefix)]
         return self.pages[bucket, prefix]
 
     def _looked(self, bucket: str, prefix: str) -> list[tuple[str, os.stat_result]]:
@@ -209,6 +209,18 @@ class _Objects:
 
 def _etag(told: os.stat_result) -> str:
     return f'"{int(told.st_mtime):x}-{told.st_size:x}"'
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def _element_of(key: str, size_bytes: int, etag: str, modified: float) -> str:
+    return (
+        f"<Contents><Key>{escape(quote(key))}</Key><Size>{size_bytes}</Size><ETag>{escape(etag)}</ETag>"
+        f"<LastModified>{_time(modified)}</LastModified></Contents>"
+    )
+
+
+def _element(key: str, told: os.stat_result) -> str:
+    return _element_of(key, told.st_size, _etag(told), told.st_mtime)
 
 
 def _time(second: float) -> str:
@@ -240,11 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
         token, most = query.get("continuation-token", ""), int(query.get("max-keys", _PAGE))
         listed = self.objects.listed(bucket, query.get("prefix", ""), again=bool(token))
         found = listed[bisect.bisect_right(listed, token, key=lambda one: one[0]) :]
-        items = "".join(
-            f"<Contents><Key>{escape(quote(name))}</Key><Size>{told.st_size}</Size><ETag>{escape(_etag(told))}</ETag>"
-            f"<LastModified>{_time(told.st_mtime)}</LastModified></Contents>"
-            for name, told in found[:most]
-        )
+        items = "".join(element for _, element in found[:most])
         more = f"<NextContinuationToken>{escape(found[most - 1][0])}</NextContinuationToken>" if found[most:] else ""
         self._say(
             200,

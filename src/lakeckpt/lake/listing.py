@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lakeckpt.errors import ConfigError, TableNotFound
@@ -107,7 +107,7 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
         infos = open_root(folder, storage_options).list(name)  # one listing tells a file from a folder
         if name and [info.path for info in infos] == [name]:
             return _of_list([text], storage_options, 1)
-        infos = [replace(info, path=info.path[len(name) + 1 :]) for info in infos] if name else infos
+        infos = [_below(info, name) for info in infos] if name else infos
     uri = redact_uri(text)
     told = _format_of(uri, infos, kind)
     if told != "parquet":
@@ -116,6 +116,12 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
     if not files:
         raise TableNotFound(_nothing_in_folder(uri, infos))
     return _found(storage, uri, files)
+
+
+def _below(info: ObjectInfo, folder: str) -> ObjectInfo:
+    """As it is listed in ``folder``. (``dataclasses.replace`` takes three times as long, and there may be millions.)"""
+    path = info.path[len(folder) + 1 :]
+    return ObjectInfo(path=path, size_bytes=info.size_bytes, etag=info.etag, mtime_ns=info.mtime_ns)
 
 
 def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int) -> Found:

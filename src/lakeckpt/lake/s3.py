@@ -190,18 +190,18 @@ class S3Storage:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _listed(self, what: str, below: str) -> Sequence[ObjectInfo]:
+        client = self._open()
         found: list[ObjectInfo] = []
-        token: str | None = None
         seen: set[str] = set()
-        while True:
-            page = self._open().list_page(what, below, token)
-            found += self._infos(page)
-            token = page.next
-            if token is None:
-                return found
-            if token in seen:
+        page = client.list_page(what, below, None)
+        while page.next is not None:
+            if page.next in seen:
                 raise StorageError(f"{what}: the store repeats a page of its listing without end")
-            seen.add(token)
+            seen.add(page.next)
+            coming = client.pool.submit(client.list_page, what, below, page.next)  # while this one is looked at
+            found += self._infos(page)
+            page = coming.result()
+        return [*found, *self._infos(page)]
 
     def _infos(self, page: Page) -> Iterator[ObjectInfo]:
         for item in page.items:

@@ -384,4 +384,4 @@ def _tag(element: ElementTree.Element) -> str:
 
 
 def _leaves(element: ElementTree.Element) -> dict[str, str]:
-    return {_tag(one): one.text or "" for one in element if not len(one)}
+    return {one.tag.rpartition("}")[2]: one.text or "" for one in element if not len(one)}
