@@ -37,6 +37,7 @@ _AUTHORITY_END = re.compile("[/?#]")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
 _CHAIN = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]*(::.*://|://.*::)")
 MAX_KEY_BYTES = 4096
+_UNCONFINED = frozenset({"", ".", ".."})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ def check_key(path: str) -> tuple[str, ...]:
     if "\x00" in path or "\\" in path:
         raise StorageError(f"the storage path {path!r} holds a backslash or a NUL: rename the file")
     parts = tuple(path.split("/"))
-    if any(part in ("", ".", "..") for part in parts):
+    if not _UNCONFINED.isdisjoint(parts):
         raise StorageError(
             f"the storage path {path!r} is not confined to its root: it must be relative, "
             "without empty, '.' or '..' parts"
