@@ -1,5 +1,5 @@
 #!/bin/bash
-# Installs the Debian packages that the system tests need; says what is missing, and fails, where it cannot.
+# Sees to the Debian packages that the system tests need, and that they run as root.
 set -euo pipefail
 
 declare -A package_of=([mkfs.ext4]=e2fsprogs [mkfs.xfs]=xfsprogs [strace]=strace [mount]=mount [losetup]=mount)
@@ -8,16 +8,7 @@ for tool in "${!package_of[@]}"; do
     PATH="$PATH:/usr/sbin:/sbin" command -v "$tool" > /dev/null || wanted+=("${package_of[$tool]}")
 done
 if ((${#wanted[@]})); then
-    echo "installing ${wanted[*]}"
-    if ! command -v apt-get > /dev/null; then
-        echo "no apt-get here: install ${wanted[*]} by hand, then run make test-system again" >&2
-        exit 1
-    fi
-    as_root=()
-    ((EUID == 0)) || as_root=(sudo --non-interactive)
-    export DEBIAN_FRONTEND=noninteractive
-    "${as_root[@]}" apt-get update --quiet=2
-    "${as_root[@]}" apt-get install --quiet=2 --yes --no-install-recommends "${wanted[@]}" > /dev/null
+    "$(dirname "$0")/../../.ci/install-packages" "${wanted[@]}"
 fi
 "$(dirname "$0")/../../benchmarks/install.sh"
 if ((EUID != 0)); then

@@ -1,24 +1,26 @@
-"""How are a store and its credentials told to a format's own client, which opens the table's metadata by itself?
+"""How is a format's own client told of a store and its credentials, and what do its failures mean?
 
-deltalake and hudi stand on object_store: it is told, under its names, what the caller said of the store (of S3 under
-any name that `S3Options` knows) and what botocore finds in the environment and its configuration files, as our own
-store has it; with bounds on how long it may try. Of other stores, texts go as they are. Values are never shown.
+deltalake and hudi open a table's metadata by themselves, and stand on object_store: it is told, under its names, what
+the caller said of the store (of S3 under any name that `S3Options` knows) and what botocore finds in the environment
+and its configuration files, as our own store has it; with bounds on how long it may try. Of other stores, texts go as
+they are. Values are never shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import botocore.exceptions
 import botocore.session
 
-from lakeckpt.errors import ConfigError
+from lakeckpt.errors import ConfigError, StorageError, TableError
 from lakeckpt.lake.credentials import silent
 from lakeckpt.lake.s3_options import S3Options
 from lakeckpt.lake.storage import split_uri
 
-__all__ = ["object_store_options"]
+__all__ = ["asking", "is_of_the_store", "object_store_options"]
 
 _BOUNDS = {"timeout": "60s", "connect_timeout": "10s", "max_retries": "4", "retry_timeout": "120s"}
 _AMAZON = (".amazonaws.com", ".amazonaws.com.cn")
@@ -42,6 +44,27 @@ def object_store_options(uri: str, storage_options: Mapping[str, Any] | None) ->
     except botocore.exceptions.BotoCoreError as error:
         raise ConfigError(f"cannot open an S3 bucket: {given.secrets.scrub(str(error))}") from None
     return found
+
+
+@contextmanager
+def asking(explained: Callable[[BaseException, str], Exception]) -> Iterator[None]:
+    """Turn what a client raises into ``explained(error, its text in one line)``; our own errors go through."""
+    try:
+        yield
+    except (TableError, ConfigError, StorageError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # an interrupt; panics of Rust are no `Exception` either
+        failure = explained(error, " ".join(str(error).split())[:500])
+    else:
+        return
+    raise failure from None
+
+
+def is_of_the_store(error: BaseException, text: str) -> bool:
+    """Whether it is the store that failed, and not what lies in it."""
+    return isinstance(error, OSError) or "Generic S3 error" in text or "error sending request" in text
 
 
 def _flags(given: S3Options) -> dict[str, str]:

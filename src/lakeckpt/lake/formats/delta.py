@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -35,7 +36,7 @@ from lakeckpt.errors import (
 )
 from lakeckpt.lake.columns import ColumnMapping, StoredField
 from lakeckpt.lake.footer import Int64Array
-from lakeckpt.lake.formats.clients import object_store_options
+from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
 from lakeckpt.lake.formats.pinned import PinnedFile, PinnedFiles
 from lakeckpt.lake.listing import common_root, open_root
 from lakeckpt.lake.storage import Storage, redact_uri, split_uri
@@ -254,31 +255,26 @@ def _commit_info(storage: Storage, number: int) -> dict[str, Any]:
     return {}
 
 
-@contextmanager
-def _asking(uri: str, what: str) -> Iterator[None]:
+def _asking(uri: str, what: str) -> AbstractContextManager[None]:
     """Turn what deltalake raises into our errors."""
-    try:
-        yield
-    except (TableError, ConfigError, StorageError):
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # an interrupt; panics of Rust are no `Exception` either
-        text = " ".join(str(error).split())[:500]
-        where = f"of the Delta table {uri!r}, deltalake cannot read {what} ({text})"
-        if isinstance(error, DeltaProtocolError) or "nsupported" in text or "catalog-managed" in text:
-            raise TableFeatureUnsupported(f"{where}: drop the feature that it names, or make a plain copy") from None
-        if isinstance(error, TableNotFoundError):
-            raise TableNotFound(f"{where}: check the path and the credentials") from None
-        if isinstance(error, OSError) or "Generic S3 error" in text or "error sending request" in text:
-            raise StorageError(f"{where}: check the store and the credentials, then try again") from None
-        if what == _VECTORS:
-            if "not found" in text.lower():
-                raise TableVersionGone(
-                    f"{where}: one is gone; vacuum takes those of old versions. Open a version whose files are there"
-                ) from None
-            if "Deletion Vector" in text:
-                raise DataFileDamaged(f"{where}: one is damaged; restore it, or open a version without it") from None
-        raise TableNotFound(
-            f"{where}: it is not in the log any more or not yet, or the log is damaged; open another version"
-        ) from None
+    return asking(partial(_explained, uri, what))
+
+
+def _explained(uri: str, what: str, error: BaseException, text: str) -> Exception:
+    where = f"of the Delta table {uri!r}, deltalake cannot read {what} ({text})"
+    if isinstance(error, DeltaProtocolError) or "nsupported" in text or "catalog-managed" in text:
+        return TableFeatureUnsupported(f"{where}: drop the feature that it names, or make a plain copy")
+    if isinstance(error, TableNotFoundError):
+        return TableNotFound(f"{where}: check the path and the credentials")
+    if is_of_the_store(error, text):
+        return StorageError(f"{where}: check the store and the credentials, then try again")
+    if what == _VECTORS:
+        if "not found" in text.lower():
+            return TableVersionGone(
+                f"{where}: one is gone; vacuum takes those of old versions. Open a version whose files are there"
+            )
+        if "Deletion Vector" in text:
+            return DataFileDamaged(f"{where}: one is damaged; restore it, or open a version without it")
+    return TableNotFound(
+        f"{where}: it is not in the log any more or not yet, or the log is damaged; open another version"
+    )

@@ -16,8 +16,9 @@ from __future__ import annotations
 import datetime
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from lakeckpt.errors import (
     TableNotFound,
     TableVersionGone,
 )
-from lakeckpt.lake.formats.clients import object_store_options
+from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
 from lakeckpt.lake.formats.hudi_timeline import Commit, expected_files, lost_groups, read_commits
 from lakeckpt.lake.formats.pinned import PinnedFile, PinnedFiles
 from lakeckpt.lake.storage import redact_uri
@@ -164,22 +165,17 @@ def _schema(table: HudiTable, options: Mapping[str, str], commits: list[Commit],
             return pa.schema(only.get_schema_with_meta_fields() if with_meta else only.get_schema())
 
 
-@contextmanager
-def _asking(uri: str, what: str) -> Iterator[None]:
+def _asking(uri: str, what: str) -> AbstractContextManager[None]:
     """Turn what hudi raises into our errors."""
-    try:
-        yield
-    except (TableError, ConfigError, StorageError):
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # an interrupt; panics of Rust are no `Exception` either
-        text = " ".join(str(error).split())[:500]
-        where = f"of the Hudi table {uri!r}, hudi cannot read {what} ({text})"
-        if "nsupported" in text or "Only support" in text or "not supported" in text:
-            raise TableFeatureUnsupported(f"{where}: change what it names, or make a plain copy") from None
-        if "not found" in text.lower():
-            raise TableNotFound(f"{where}: check the path, and that the table was not damaged") from None
-        if isinstance(error, OSError) or "Generic S3 error" in text or "error sending request" in text:
-            raise StorageError(f"{where}: check the store and the credentials, then try again") from None
-        raise TableError(f"{where}: the table's metadata are damaged, or of a writer that hudi does not know") from None
+    return asking(partial(_explained, uri, what))
+
+
+def _explained(uri: str, what: str, error: BaseException, text: str) -> Exception:
+    where = f"of the Hudi table {uri!r}, hudi cannot read {what} ({text})"
+    if "nsupported" in text or "Only support" in text or "not supported" in text:
+        return TableFeatureUnsupported(f"{where}: change what it names, or make a plain copy")
+    if "not found" in text.lower():
+        return TableNotFound(f"{where}: check the path, and that the table was not damaged")
+    if is_of_the_store(error, text):
+        return StorageError(f"{where}: check the store and the credentials, then try again")
+    return TableError(f"{where}: the table's metadata are damaged, or of a writer that hudi does not know")
