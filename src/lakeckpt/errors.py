@@ -18,6 +18,9 @@ stable, machine-readable name::
     │   ├── StateMismatch      it belongs to another order of rows
     │   ├── StateInvalid       it is malformed
     │   └── StateUnavailable   it cannot be known here                                             (RuntimeError)
+    ├── WorkerError            a loader's worker process does not go on                            (RuntimeError)
+    │   ├── WorkerDied         it ended, or was killed: iterate again; look at its exit code
+    │   └── WorkerTimeout      no answer in the time that a loader's ``timeout`` gives           (TimeoutError)
     ├── TrackingError          the ranks do not add up                                             (RuntimeError)
     │   ├── OverlapError       rows reported twice
     │   ├── GapError           rows reported by nobody
@@ -86,6 +89,9 @@ __all__ = [
     "UnsupportedValue",
     "WireDamaged",
     "WireError",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerTimeout",
     "error_of",
 ]
 
@@ -214,6 +220,39 @@ class StateUnavailable(StateError, RuntimeError):
     """The reader state cannot be known here."""
 
     kind = "state_unavailable"
+
+
+class WorkerError(LakeckptError, RuntimeError):
+    """A worker process of a loader does not go on; what the loop received before is counted."""
+
+    kind = "worker"
+
+
+class WorkerDied(WorkerError):
+    """A worker process of a loader ended before it had delivered what was due.
+
+    ``worker`` is its number; ``exit_code`` is negative where a signal killed it, None where it is not known.
+    """
+
+    kind = "worker_died"
+
+    def __init__(self, message: str, *, worker: int | None = None, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_died, (str(self), self.worker, self.exit_code))
+
+
+def _rebuild_died(message: str, worker: int | None, exit_code: int | None) -> WorkerDied:
+    return WorkerDied(message, worker=worker, exit_code=exit_code)
+
+
+class WorkerTimeout(WorkerError, TimeoutError):
+    """A worker process of a loader gave no answer within the loader's ``timeout``."""
+
+    kind = "worker_timeout"
 
 
 class TrackingError(LakeckptError, RuntimeError):

@@ -9,7 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lakeckpt import LakeDataset, LakeLoader, Table, open_table
+import numpy as np
+import torch
+
+from lakeckpt import LakeDataset, LakeLoader, Ragged, Table, open_table
 
 ROWS = 37
 
@@ -54,3 +57,23 @@ def loader_of(lake: Path, *, num_workers: int = 0, loader: dict[str, Any] | None
 def as_json(state: Any) -> Any:
     """``state`` as a program of another language would give it back."""
     return json.loads(json.dumps(state, allow_nan=False))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal: kinds, dtypes, strides and all that they hold."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        if one.is_nested:
+            return same(one.values(), other.values()) and same(one.offsets(), other.offsets())
+        whole = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+        return whole and torch.equal(one.to_dense(), other.to_dense())
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Ragged):
+        return one.kind == other.kind and same(one.tolist(), other.tolist()) and list(one.masks) == list(other.masks)
+    return bool(one == other)

@@ -4,28 +4,29 @@ The main process plans: it deals assignments to this rank's loader workers, and 
 Workers (if any) only read. So the state is exact whatever has been read ahead, the order does not depend on the number
 of workers, and a loader saved with four workers goes on with none.
 
-Worker processes are started, watched and joined by torch's DataLoader machinery (`lakeckpt.data.routing`).
+Worker processes are started, watched and joined by `lakeckpt.data.workers`.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from lakeckpt.core.hashing import derive_key
+from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.arguments import whole
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.routing import Dealer, Failure, Reads, RoutedLoader
 from lakeckpt.data.skip_warning import warn_of_skips
 from lakeckpt.data.source import items_of
 from lakeckpt.data.versions import Fit, Pinned
+from lakeckpt.data.workers import Workers
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.filters import RowFilter
 from lakeckpt.lake.index import TableIndex
@@ -42,17 +43,22 @@ class LakeLoader(DataLoader[Any]):
         dataset: what to read, which makes the micro-batches itself (so the loader's own ``batch_size`` is None).
         num_workers: worker processes. Decoding releases the GIL, so 0 is right unless a transform costs much Python.
         pin_memory: copy tensors into pinned memory (needs an accelerator).
-        prefetch_factor: micro-batches read ahead per worker (2 if there are workers).
+        prefetch_factor: micro-batches that each worker may have delivered ahead of the loop; None: two, and up to 64
+            where they are small and quick to make.
         persistent_workers: keep workers from one iteration to the next.
         multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: Python's default.
-        timeout: seconds to wait for a worker; 0: for ever.
+        timeout: seconds to wait for a worker, then WorkerTimeout; 0: for ever.
         worker_init_fn: called in each worker with its number before it reads.
-        generator: draws torch's base seed of the workers (it never changes the order of rows). None: one of the
-            loader's own, seeded by the dataset's seed and the place at hand, so that neither iterating nor resuming
+        generator: draws the base seed of the workers, as torch does (it never changes the order of rows). None: one of
+            the loader's own, seeded by the dataset's seed and the place at hand, so that neither iterating nor resuming
             draws from torch's global stream.
 
     One iteration is one epoch, the next one the next epoch. After a ``break`` the next iteration goes on with what had
     not been delivered; `rewind` begins the epoch again.
+
+    From a worker a micro-batch comes through shared memory, as views, without a copy in the main process: tensors,
+    arrays, Arrow tables, `Batch`, `Ragged`, and dicts, lists and tuples of them. A transform may return anything else
+    that can be pickled, which costs what pickling costs. A worker that dies is told by WorkerDied.
     """
 
     dataset: LakeDataset
@@ -91,12 +97,10 @@ class LakeLoader(DataLoader[Any]):
             raise ConfigError(str(error)) from error
         self._progress = dataset._progress
         self._row_wise = dataset.row_wise
-        self._dealer = Dealer(self._progress)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="This DataLoader will create")  # said once, by the outer loader
-            self._own_generator = torch.Generator() if generator is None else None
-            options["generator"] = self._own_generator or generator
-            self._routed = RoutedLoader(Reads(dataset._source), self._dealer, **options)
+        self._own_generator = torch.Generator() if generator is None else None
+        self._ahead = prefetch_factor
+        self._workers: Workers | None = None
+        self._workers_generation = 0
 
     # --- what is asked
 
@@ -149,26 +153,61 @@ class LakeLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.dataset.move()
         self._settle()
-        self._routed.renew(self.dataset._source.generation)
-        rank = self._dealer.rank = self.topology[0]
+        rank = self.topology[0]
         iteration = self._progress.begin_iteration()
+        assignments = self._progress.assignments(rank)
+        return self._deliver(iteration, self._found(assignments, self._base_seed(rank)))
+
+    def _base_seed(self, rank: int) -> int:
+        """The seed of this iteration's workers, drawn as torch draws it."""
         if self._own_generator is not None:
             place = self._progress.state
             word, _ = derive_key("workers", self.identity.spec.seed, place.epoch, place.step, place.row, rank)
             self._own_generator.manual_seed(word >> 1)
-        if self.num_workers == 0:
-            self.dataset._source.clear()
-        return self._deliver(iteration, iter(self._routed))
+        generator = self._own_generator or self.generator
+        return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+    def _found(self, assignments: Iterator[Assignment], base_seed: int) -> Iterator[tuple[Receipt, Any]]:
+        """What is left of the epoch, read ahead from now on."""
+        source = self.dataset._source
+        found: Iterator[tuple[Receipt, Any]]
+        if self.num_workers:
+            found = self._started(base_seed).read(assignments)
+        else:
+            source.clear()
+            found = map(source.take, assignments)
+        if self.pin_memory and torch.accelerator.is_available():
+            return ((receipt, pin_memory(batch)) for receipt, batch in found)  # type: ignore[no-untyped-call]
+        return found
+
+    def _started(self, base_seed: int) -> Workers:
+        """Workers for one iteration, or those that live on and read the version of the table at hand."""
+        generation = self.dataset._source.generation
+        if self._workers is not None:
+            if not self._workers.closed and self._workers_generation == generation:
+                return self._workers
+            self._workers.close()
+            self._workers = None
+        workers = Workers(
+            self.dataset,
+            num_workers=self.num_workers,
+            base_seed=base_seed,
+            context=self.multiprocessing_context,
+            worker_init_fn=self.worker_init_fn,
+            ahead=self._ahead,
+            timeout_s=self.timeout,
+        )
+        if self.persistent_workers:
+            self._workers, self._workers_generation = workers, generation
+        return workers
 
     def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]]) -> Iterator[Any]:
         progress = self._progress
-        # Checked before anything is taken: with persistent workers a newer iterator goes on with the same queue.
+        # Checked before anything is taken: with persistent workers a newer iterator goes on with them.
         progress.check(iteration)
         skip = progress.state.row
         while (pulled := next(found, None)) is not None:
             receipt, batch = pulled
-            if isinstance(batch, Failure):
-                raise batch.error
             for item, mine in items_of(batch, receipt, self._row_wise, skip):
                 progress.check(iteration)
                 warn_of_skips(mine, progress.skips)

@@ -1,0 +1,246 @@
+"""Where does a micro-batch lie on its way from a worker to the training loop?  In an arena: memory without a name.
+
+Each worker has one arena, a sparse file in memory (memfd) that the main process makes, and both of them map. The worker
+cuts it into *slots* (`Slots`), writes a micro-batch into one, and says where. The main process *leases* the slot
+(`Arena.lease`): arrays over it are views, and hold the lease. When the last view has died, in whatever thread, the slot
+goes on the list of what may be written again, which the next message to the worker carries. So nothing that somebody
+can still see is ever written, and in the steady state no memory is taken or given back.
+
+Having no name, an arena is gone with the last process that maps it, however that ends. A slot that nobody uses gives
+its memory back to the system (a hole in the file), and so does a lease that ends after its worker has.
+
+Where the main process forks (some other process than a loader's worker), the child sees the same memory, and nobody
+can know for how long: slots that are leased at that moment are never written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ALIGNMENT", "Arena", "Slots", "forking_a_worker"]
+
+ALIGNMENT = 64
+"""Columns begin at multiples of this many bytes."""
+
+_LEAST_BYTES = 1 << 30
+_MOST_BYTES = 1 << 42
+_PAGE = mmap.PAGESIZE
+_REMOVE = getattr(mmap, "MADV_REMOVE", None)
+_NOT_IN_DUMPS = getattr(mmap, "MADV_DONTDUMP", None)
+
+_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+_FORKING = threading.local()
+
+
+class Arena:
+    """A sparse file in memory, mapped whole: ``size_bytes`` of addresses, memory only where something was written."""
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        """Map ``descriptor``, which stays the caller's to close."""
+        self.size_bytes = size_bytes
+        self._process = os.getpid()
+        self._map = mmap.mmap(descriptor, size_bytes)
+        if _NOT_IN_DUMPS is not None:
+            with contextlib.suppress(OSError):
+                self._map.madvise(_NOT_IN_DUMPS)
+        self.address: int = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
+        self._leased: dict[int, int] = {}
+        self._kept: dict[int, int] = {}
+        self._ended: deque[int] = deque()
+        self._closed = False
+        _ARENAS.add(self)
+
+    @classmethod
+    def make(cls) -> tuple[Arena, int]:
+        """Return a new arena and its descriptor.
+
+        It has four times as many addresses as the machine has memory: slots of different sizes do not share them.
+        OSError where not even a gibibyte can be mapped.
+        """
+        descriptor = _anonymous_file()
+        try:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            size = min(max(1 << (4 * memory - 1).bit_length(), _LEAST_BYTES), _MOST_BYTES)
+            while True:
+                try:
+                    os.ftruncate(descriptor, size)
+                    return cls(descriptor, size), descriptor
+                except OSError:  # limits on addresses or on sizes of files
+                    if size <= _LEAST_BYTES:
+                        raise
+                    size >>= 1
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def lease(self, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return the slot's bytes as a writable array; once nothing refers to that any more, the slot has ended."""
+        self._leased[offset] = size_bytes
+        return np.asarray(_Lease(self, offset, size_bytes))
+
+    def ended(self, most: int = 1024) -> list[int]:
+        """Return, once, slots whose leases have ended and which may be written again; at most ``most`` at a time."""
+        found: list[int] = []
+        while self._ended and len(found) < most:
+            found.append(self._ended.popleft())
+        return found
+
+    @property
+    def leased_bytes(self) -> int:
+        """The bytes of the slots that somebody may still see."""
+        return sum(tuple(self._leased.values()))
+
+    def close(self) -> None:
+        """Nobody writes any more: give the memory back, save what is leased, and that as soon as its lease ends."""
+        self._closed = True
+        start = 0
+        for offset, size in sorted({**self._leased, **self._kept}.items()):
+            self.punch(start, offset - start)
+            start = offset + _pages(size)
+        self.punch(start, self.size_bytes - start)
+
+    def punch(self, offset: int, size_bytes: int) -> None:
+        """Give the memory of whole pages back to the system; what is read there next is zero."""
+        if size_bytes > 0 and _REMOVE is not None:
+            with contextlib.suppress(OSError):  # it stays taken until the arena goes
+                self._map.madvise(_REMOVE, offset, _pages(size_bytes))
+
+    def _end(self, offset: int, size_bytes: int) -> None:
+        # In any thread, at any moment: only what cannot be interrupted, and no lock.
+        if os.getpid() != self._process:
+            return
+        self._leased.pop(offset, None)
+        if offset in self._kept:
+            return
+        if self._closed:
+            self.punch(offset, size_bytes)
+        else:
+            self._ended.append(offset)
+
+    def _keep_leased(self) -> None:
+        self._kept.update(tuple(self._leased.items()))
+
+
+class _Lease:
+    """What numpy needs to know to look at a slot; it lives as long as anybody does so."""
+
+    __slots__ = ("__array_interface__", "_arena", "_offset", "_size_bytes")
+
+    def __init__(self, arena: Arena, offset: int, size_bytes: int) -> None:
+        self._arena, self._offset, self._size_bytes = arena, offset, size_bytes
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size_bytes,),
+            "data": (arena.address + offset, False),
+        }
+
+    def __del__(self) -> None:
+        self._arena._end(self._offset, self._size_bytes)
+
+
+class Slots:
+    """The worker's side: which parts of the arena are free to write to.
+
+    Sizes are rounded up by an eighth at most, so that a slot serves micro-batches of about the same size. ``spare``
+    free slots keep their memory, those that became free last; it is used again first.
+    """
+
+    def __init__(self, arena: Arena, descriptor: int) -> None:
+        """``descriptor`` is the arena's, and stays the caller's to close."""
+        self.spare = 4
+        self._arena, self._descriptor = arena, descriptor
+        self._sizes: dict[int, int] = {}
+        self._warm: dict[int, list[int]] = {}
+        self._by_age: OrderedDict[int, None] = OrderedDict()
+        self._cold: dict[int, list[int]] = {}
+        self._top = 0
+
+    def take(self, size_bytes: int) -> int:
+        """Return the offset of a slot of at least ``size_bytes``, which is the caller's to write to.
+
+        MemoryError where the system has no memory for it.
+        """
+        size, step = _rounded(size_bytes)
+        for fit in range(size, 2 * size + 1, step):
+            if found := self._warm.get(fit):
+                offset = found.pop()
+                del self._by_age[offset]
+                return offset
+        if found := self._cold.get(size):
+            offset = found.pop()
+        else:
+            offset = self._top
+            if offset + size > self._arena.size_bytes:
+                raise MemoryError(f"an arena of {self._arena.size_bytes} bytes has no room for {size} more")
+        try:
+            # Where there is no memory this says so; writing would end the process with a bus error.
+            os.posix_fallocate(self._descriptor, offset, size)
+        except OSError as error:
+            if offset in self._sizes:
+                self._cold.setdefault(size, []).append(offset)
+            raise MemoryError(f"no shared memory for a micro-batch of {size_bytes} bytes: {error}") from error
+        if offset == self._top:
+            self._top += size
+            self._sizes[offset] = size
+        return offset
+
+    def free(self, offsets: Iterable[int]) -> None:
+        """Take slots back that nobody sees any more."""
+        for offset in offsets:
+            self._warm.setdefault(self._sizes[offset], []).append(offset)
+            self._by_age[offset] = None
+        while len(self._by_age) > self.spare:
+            offset, _ = self._by_age.popitem(last=False)
+            size = self._sizes[offset]
+            self._warm[size].remove(offset)
+            self._arena.punch(offset, size)
+            self._cold.setdefault(size, []).append(offset)
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // _PAGE) * _PAGE
+
+
+def _rounded(size_bytes: int) -> tuple[int, int]:
+    """Return ``size_bytes`` rounded up to a slot's size, and the distance to the next larger one."""
+    step = max(_PAGE, 1 << max(0, size_bytes.bit_length() - 4))
+    return -(-size_bytes // step) * step, step
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("lakeckpt-arena")
+    descriptor, path = tempfile.mkstemp(prefix="lakeckpt-arena-")
+    os.unlink(path)
+    return descriptor
+
+
+@contextlib.contextmanager
+def forking_a_worker() -> Iterator[None]:
+    """Forks in here make worker processes of loaders, which look at no lease."""
+    _FORKING.worker = True
+    try:
+        yield
+    finally:
+        _FORKING.worker = False
+
+
+def _before_fork() -> None:
+    if not getattr(_FORKING, "worker", False):
+        for arena in tuple(_ARENAS):
+            arena._keep_leased()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)

@@ -1,0 +1,297 @@
+"""How does any micro-batch become one run of bytes, and the same again in another process?  By its form and its sizes.
+
+`pack` takes a value apart into a *form* (what it is made of: names, kinds, dtypes) and *leaves* (the memory of its
+arrays), which are copied one after another into a slab; `Layout` makes the value again, of views of the slab. Forms are
+the same from one micro-batch to the next, so that a form crosses once and after that a micro-batch costs its sizes.
+
+Tensors, numpy arrays, Arrow tables, `Batch`, `Ragged`, jagged tensors, dicts, lists and tuples are known. All else is
+pickled, and unpickled by the other process, which is ours as well; dense arrays inside of it lie in the slab all the
+same. What is one object in a value stays one; arrays that only overlap do not overlap any more.
+
+It knows no process, and never writes to what it is given.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.data.arena import ALIGNMENT
+from lakeckpt.data.batch import Batch
+from lakeckpt.reading.ragged import Ragged
+
+__all__ = ["Form", "Layout", "Packed", "pack"]
+
+Form = tuple[Any, ...]
+"""(the structure, the leaves), in tuples: hashable, and equal for micro-batches of one kind."""
+
+_TENSOR, _ARRAY, _BYTES, _TABLE = "tensor", "array", "bytes", "table"
+_BATCH, _DICT, _LIST, _TUPLE, _RAGGED, _JAGGED, _OBJECT = "batch", "dict", "list", "tuple", "ragged", "jagged", "object"
+_RECEIPT = "receipt"
+_CPU = torch.device("cpu")
+_PROTOCOL = 5
+
+
+class Packed:
+    """A value taken apart: its form, its sizes (the shapes of all leaves, one after another), and what to copy."""
+
+    __slots__ = ("form", "leaves", "size_bytes", "sizes")
+
+    def __init__(self, form: Form, sizes: list[int], leaves: list[tuple[int, int, Any]]) -> None:
+        self.form, self.sizes, self.leaves = form, sizes, leaves
+        self.size_bytes = sum([-(-size // ALIGNMENT) * ALIGNMENT for _, size, _ in leaves])
+
+
+def pack(value: Any, receipt: Receipt) -> Packed:
+    """Take ``value`` apart; ``receipt`` is known at the other end. Raises what pickling raises."""
+    packing = _Packing(receipt)
+    structure = packing.structure(value)
+    if packing.objects:
+        packing.pickle_objects()
+    return Packed((structure, tuple(packing.kinds)), packing.sizes, packing.leaves)
+
+
+class _Packing:
+    """The taking apart of one value. A structure is the number of a leaf, or a tuple that begins with what it is."""
+
+    def __init__(self, receipt: Receipt) -> None:
+        self.receipt = receipt
+        self.kinds: list[tuple[Any, ...]] = []
+        self.sizes: list[int] = []
+        self.leaves: list[tuple[int, int, Any]] = []
+        """(address, size in bytes, what keeps the memory)."""
+        self.objects: list[Any] = []
+        self._seen: dict[int, int] = {}
+
+    def structure(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor:
+            if _is_plain(value):
+                return self.tensor(value)
+        elif kind is np.ndarray:
+            if _is_flat(value):
+                return self.array(value)
+        elif kind is Batch and value.receipt is self.receipt:
+            return (_BATCH, *self._named(value))
+        elif kind is dict:
+            if all(type(name) is str for name in value):
+                return (_DICT, *self._named(value))
+        elif kind is Ragged:
+            masks = (_DICT, *self._named(value.masks))
+            return (_RAGGED, value.kind, self.structure(value.values), self.structure(value.offsets), masks)
+        elif kind is list or kind is tuple:
+            return self._sequence(value, _LIST if kind is list else _TUPLE)
+        elif kind is pa.Table:
+            return self.table(value)
+        elif isinstance(value, torch.Tensor) and value.layout is torch.jagged and (parts := _jagged(value)):
+            return (_JAGGED, *[self.tensor(part) for part in parts])
+        self.objects.append(value)
+        return (_OBJECT, len(self.objects) - 1)
+
+    def _sequence(self, values: Any, kind: str) -> tuple[Any, ...]:
+        before = len(self.objects)
+        parts = tuple([self.structure(one) for one in values])
+        if any(type(part) is int or part[0] != _OBJECT for part in parts):
+            return (kind, parts)
+        # Without arrays it is an object: of another length (texts, say) it is not another form.
+        self.objects[before:] = [values]
+        return (_OBJECT, before)
+
+    def _named(self, columns: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        return tuple(columns), tuple([self.structure(column) for column in columns.values()])
+
+    def tensor(self, tensor: torch.Tensor) -> int:
+        known = self._seen.get(id(tensor))
+        if known is not None:
+            return known
+        shape, order, laid = tensor.shape, None, tensor
+        if not tensor.is_contiguous():
+            strides = tensor.stride()
+            order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+            laid = tensor.permute(order)
+            if laid.is_contiguous():
+                shape = laid.shape
+            else:
+                laid, order = tensor.contiguous(), None
+        return self._leaf(
+            (_TENSOR, tensor.dtype, len(shape), order), shape, laid.data_ptr(), laid.nbytes, (tensor, laid)
+        )
+
+    def array(self, array: npt.NDArray[Any]) -> int:
+        known = self._seen.get(id(array))
+        if known is not None:
+            return known
+        laid, turned = array, False
+        if not array.flags.c_contiguous:
+            turned = array.flags.f_contiguous
+            laid = array.T if turned else array.copy(order="C")
+        address = laid.__array_interface__["data"][0]
+        return self._leaf((_ARRAY, array.dtype, array.ndim, turned), laid.shape, address, laid.nbytes, (array, laid))
+
+    def table(self, table: pa.Table) -> int:
+        known = self._seen.get(id(table))
+        if known is not None:
+            return known
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        written = sink.getvalue()
+        return self._leaf((_TABLE,), (written.size,), written.address, written.size, (table, written))
+
+    def bytes(self, content: memoryview) -> int:
+        held = np.frombuffer(content, np.uint8)
+        return self._leaf((_BYTES,), (held.nbytes,), held.__array_interface__["data"][0], held.nbytes, (content, held))
+
+    def pickle_objects(self) -> None:
+        file = io.BytesIO()
+        _Pickler(file, self).dump(self.objects)
+        self.bytes(file.getbuffer())
+
+    def _leaf(self, kind: tuple[Any, ...], shape: Sequence[int], address: int, size: int, keeps: Any) -> int:
+        number = len(self.kinds)
+        self._seen[id(keeps[0])] = number
+        self.kinds.append(kind)
+        self.sizes.extend(shape)
+        self.leaves.append((address, size, keeps))
+        return number
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles what has no form of its own; arrays in it become leaves, and so do buffers that pickle out of band."""
+
+    def __init__(self, file: io.BytesIO, packing: _Packing) -> None:
+        super().__init__(file, _PROTOCOL, buffer_callback=self._out_of_band)
+        self._packing = packing
+
+    def persistent_id(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is torch.Tensor and _is_plain(value):
+            return self._packing.tensor(value)
+        if kind is np.ndarray and _is_flat(value):
+            return self._packing.array(value)
+        if kind is pa.Table:
+            return self._packing.table(value)
+        if value is self._packing.receipt:
+            return _RECEIPT
+        return None
+
+    def _out_of_band(self, buffer: pickle.PickleBuffer) -> bool:
+        self._packing.bytes(buffer.raw())
+        return False
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, leaves: Sequence[Any], receipt: Receipt, buffers: Iterator[Any]) -> None:
+        super().__init__(file, buffers=buffers)
+        self._leaves, self._receipt = leaves, receipt
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._receipt if pid == _RECEIPT else self._leaves[pid]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is nothing but numbers in memory."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device == _CPU
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not tensor.__dict__
+    )
+
+
+def _is_flat(array: npt.NDArray[Any]) -> bool:
+    return not array.dtype.hasobject and array.dtype.itemsize > 0
+
+
+def _jagged(tensor: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(values, offsets) of a jagged tensor as we make them; None for one that is more than that."""
+    if tensor.requires_grad or tensor.lengths() is not None or getattr(tensor, "_ragged_idx", None) != 1:
+        return None
+    values, offsets = tensor.values(), tensor.offsets()
+    return (values, offsets) if _is_plain(values) and _is_plain(offsets) else None
+
+
+class Layout:
+    """How micro-batches of one form lie in their slabs."""
+
+    def __init__(self, form: Form) -> None:
+        self._structure, self._kinds = form
+
+    def build(self, slab: npt.NDArray[np.uint8], sizes: Sequence[int], receipt: Receipt) -> Any:
+        """Return the value whose leaves lie in ``slab``: views of it, writable where the original was an array."""
+        leaves: list[Any] = []
+        place = at = 0
+        for kind, *rest in self._kinds:
+            if kind is _TENSOR or kind == _TENSOR:
+                dtype, ndim, order = rest
+                shape = sizes[at : at + ndim]
+                leaf, size = _tensor(slab, place, dtype, shape)
+                if order is not None:
+                    leaf = leaf.permute(tuple(int(one) for one in np.argsort(order)))
+            elif kind == _ARRAY:
+                dtype, ndim, turned = rest
+                leaf = _array(slab, place, dtype, sizes[at : at + ndim])
+                size = leaf.nbytes
+                leaf = leaf.T if turned else leaf
+            else:
+                ndim, size = 1, sizes[at]
+                leaf = slab[place : place + size]
+                if kind == _TABLE:
+                    leaf = pa.ipc.open_stream(pa.py_buffer(leaf)).read_all()
+            leaves.append(leaf)
+            at += ndim
+            place += -(-size // ALIGNMENT) * ALIGNMENT
+        objects = self._objects(leaves, receipt)
+        return _assembled(self._structure, leaves, objects, receipt)
+
+    def _objects(self, leaves: list[Any], receipt: Receipt) -> list[Any]:
+        if not self._kinds or self._kinds[-1][0] != _BYTES:
+            return []
+        buffers = iter([leaf for leaf, kind in zip(leaves[:-1], self._kinds[:-1], strict=True) if kind[0] == _BYTES])
+        return cast("list[Any]", _Unpickler(io.BytesIO(leaves[-1]), leaves, receipt, buffers).load())
+
+
+def _tensor(slab: npt.NDArray[np.uint8], place: int, dtype: torch.dtype, shape: Sequence[int]) -> tuple[Any, int]:
+    count = shape[0] if len(shape) == 1 else math.prod(shape)
+    if not count:
+        return torch.empty(tuple(shape), dtype=dtype), 0
+    leaf = torch.frombuffer(slab, dtype=dtype, count=count, offset=place)
+    return (leaf if len(shape) == 1 else leaf.view(tuple(shape))), count * dtype.itemsize
+
+
+def _array(slab: npt.NDArray[np.uint8], place: int, dtype: np.dtype[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
+    count = math.prod(shape)
+    if not count:
+        return np.empty(shape, dtype)
+    return np.frombuffer(slab, dtype, count, place).reshape(shape)
+
+
+def _assembled(structure: Any, leaves: list[Any], objects: list[Any], receipt: Receipt) -> Any:
+    if type(structure) is int:
+        return leaves[structure]
+    kind, *rest = structure
+    if kind == _OBJECT:
+        return objects[rest[0]]
+    if kind in (_LIST, _TUPLE):
+        found = [_assembled(one, leaves, objects, receipt) for one in rest[0]]
+        return found if kind == _LIST else tuple(found)
+    if kind == _RAGGED:
+        values, offsets, masks = (_assembled(one, leaves, objects, receipt) for one in rest[1:])
+        return Ragged(values=values, offsets=offsets, kind=rest[0], masks=masks)
+    if kind == _JAGGED:
+        return torch.nested.nested_tensor_from_jagged(leaves[rest[0]], leaves[rest[1]])
+    names, children = rest
+    columns = {
+        name: leaves[child] if type(child) is int else _assembled(child, leaves, objects, receipt)
+        for name, child in zip(names, children, strict=True)
+    }
+    return Batch(columns, receipt) if kind == _BATCH else columns

@@ -1,0 +1,323 @@
+"""How do assignments become micro-batches in worker processes, in order?  By `Workers`, who start and stop them.
+
+Each assignment goes to the worker that owns its lane (a window is decoded once, by one process), and results are given
+out in the order of assignments: each worker keeps its own order, so the next result is the next one of a known worker.
+Tasks go out far ahead, so that workers can read ahead; what a worker may have delivered ahead of the loop is bounded.
+
+The processes are daemons. They end when told to (`Workers.close`, or nobody refers to the workers any more, or the
+interpreter ends), and are joined; one that does not end within seconds is killed. A worker that dies is named by
+`WorkerDied` once its next result is due. Without pinning there is no thread here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch._utils import ExceptionWrapper
+
+from lakeckpt.core.plan import Assignment
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.skips import SkipList
+from lakeckpt.data.arena import Arena, forking_a_worker
+from lakeckpt.data.channel import Channel, PeerGone
+from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.packing import Layout
+from lakeckpt.data.tasks import to_task
+from lakeckpt.data.worker_process import Entry, Orders, WorkerSetup, work
+from lakeckpt.errors import LakeckptError, WorkerDied, WorkerTimeout
+
+__all__ = ["Workers"]
+
+AHEAD_S = 0.005
+MOST_AHEAD = 64
+AHEAD_BYTES = 32 << 20
+MOST_TOLD = 4096
+_STOP_S = 5.0
+_NOTHING = np.empty(0, np.uint8)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Worker:
+    """The main process's side of one worker."""
+
+    number: int
+    process: Any
+    channel: Channel
+    arena: Arena
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    delivered: deque[Entry] = field(default_factory=deque)
+    """What has come and is not due yet."""
+    unsent: list[Any] = field(default_factory=list)
+    """Tasks that the next message carries."""
+    skips: SkipList = field(default_factory=SkipList)
+    """What the worker has been told to skip."""
+    received: int = 0
+    """Micro-batches of the iteration that the loop got."""
+    may_deliver: int = 0
+    """Micro-batches of the iteration that it was told it may deliver."""
+
+
+class Workers:
+    """Worker processes that read one dataset. For one thread.
+
+    ``ahead``: micro-batches that a worker may have delivered ahead of the loop; None: two, and more where they are so
+    small or so quick to read that two would not last for a message. ``timeout_s``: how long to wait for a worker; 0:
+    for ever. ``memory_limit_bytes`` bounds what is delivered ahead, and what the loop keeps counts against it: one
+    micro-batch of each worker is always allowed.
+    """
+
+    def __init__(
+        self,
+        dataset: LakeDataset,
+        *,
+        num_workers: int,
+        base_seed: int,
+        context: Any = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        ahead: int | None = None,
+        timeout_s: float = 0,
+        memory_limit_bytes: int | None = None,
+    ) -> None:
+        self.closed = False
+        self._ahead, self._timeout_s, self._memory_limit_bytes = ahead, timeout_s, memory_limit_bytes
+        self._iteration = -1
+        self._reach = 1
+        """Tasks, for each worker, that are told ahead of what the loop got."""
+        self._seconds = self._bytes = 0.0
+        """What a micro-batch takes, of late."""
+        self._all: list[_Worker] = []
+        self._finalizer = weakref.finalize(self, _stop, self._all, os.getpid())
+        context = context or multiprocessing.get_context()
+        try:
+            for number in range(num_workers):
+                arena, descriptor = Arena.make()
+                try:
+                    setup = WorkerSetup(
+                        worker=number,
+                        workers=num_workers,
+                        base_seed=base_seed,
+                        dataset=dataset,
+                        worker_init_fn=worker_init_fn,
+                        arena_bytes=arena.size_bytes,
+                        parent=os.getpid(),
+                    )
+                    self._all.append(_start(context, setup, arena, descriptor))
+                finally:
+                    os.close(descriptor)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, assignments: Iterator[Assignment]) -> Iterator[tuple[Receipt, Any]]:
+        """Return (receipt, what the loop gets) for each assignment, in their order; the first are being read already.
+
+        It ends an earlier iteration. Raises what reading raised, `WorkerDied`, `WorkerTimeout`.
+        """
+        self._iteration += 1
+        self._reach = self._told_ahead(1)
+        for worker in self._all:
+            worker.delivered.clear()
+            worker.unsent.clear()
+            worker.received = worker.may_deliver = 0
+        return _Results(self, assignments, self._iteration)
+
+    def close(self) -> None:
+        """Stop the processes and join them. What was delivered stays valid as long as somebody holds it."""
+        self.closed = True
+        self._finalizer()
+
+    # --- what results ask
+
+    def owner(self, assignment: Assignment) -> _Worker:
+        """The worker that reads the lane of ``assignment``."""
+        return self._all[assignment.owner % len(self._all)]
+
+    def tell(self, order: deque[tuple[_Worker, Assignment]], assignments: Iterator[Assignment]) -> None:
+        """Deal tasks as far ahead as is of use, and tell each worker what it may do."""
+        most = self._reach * len(self._all)
+        if len(order) <= most // 2:
+            while len(order) < most and (assignment := next(assignments, None)) is not None:
+                worker = self.owner(assignment)
+                if assignment.skips is not worker.skips and assignment.skips != worker.skips:
+                    worker.skips = assignment.skips
+                    worker.unsent.append(assignment.skips)
+                worker.unsent.append(to_task(assignment))
+                order.append((worker, assignment))
+        ahead = self._may_be_ahead()
+        for worker in self._all:
+            if worker.unsent or 2 * (worker.may_deliver - worker.received) <= ahead:
+                self._order(worker, ahead)
+
+    def receive(self, worker: _Worker, assignment: Assignment) -> tuple[Receipt, Any]:
+        """Return the next result of ``worker``, which is of ``assignment``."""
+        deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
+        while not worker.delivered:
+            try:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                message = worker.channel.receive(left)
+            except PeerGone:
+                raise _died(worker, assignment) from None
+            if message is None:
+                raise WorkerTimeout(
+                    f"worker {worker.number} (process {worker.process.pid}) gave no answer within {self._timeout_s} s "
+                    f"while {_doing(assignment)}: give a longer timeout=, or look at what it waits for"
+                )
+            self._hear(worker, message)
+        entry = worker.delivered.popleft()
+        worker.received += 1
+        return self._result(worker, entry, assignment.receipt)
+
+    # --- inside
+
+    def _order(self, worker: _Worker, ahead: int) -> None:
+        worker.may_deliver = worker.received + ahead
+        orders: Orders = (self._iteration, worker.unsent, worker.may_deliver, worker.arena.ended(), ahead + 2)
+        try:
+            worker.channel.send(pickle.dumps(orders, 5))
+        except PeerGone:
+            pass  # said when its next result is due
+        worker.unsent = []
+
+    def _hear(self, worker: _Worker, message: bytes) -> None:
+        iteration, entries, wants_more, seconds = pickle.loads(message)
+        for entry in entries:
+            if len(entry) > 1 and entry[1] is not None:
+                worker.layouts[entry[0]] = Layout(entry[1])
+            if iteration == self._iteration:
+                worker.delivered.append(entry)
+            elif len(entry) > 1 and entry[3]:
+                worker.arena.lease(entry[2], entry[3])  # and let go of
+        each = seconds / len(entries)
+        self._seconds += (each - self._seconds) * (0.25 if self._seconds else 1.0)
+        for entry in entries:
+            if len(entry) > 1:
+                self._bytes = max(0.9 * self._bytes, entry[3])
+        if wants_more and iteration == self._iteration:
+            self._reach = min(2 * self._reach, MOST_TOLD)
+        self._reach = max(self._reach, self._told_ahead(self._may_be_ahead()))
+
+    def _result(self, worker: _Worker, entry: Entry, receipt: Receipt) -> tuple[Receipt, Any]:
+        if len(entry) == 1:
+            error = entry[0]
+            if isinstance(error, ExceptionWrapper):
+                error.reraise()  # type: ignore[no-untyped-call]
+            assert isinstance(error, LakeckptError)
+            raise error
+        number, _, offset, size, sizes, skips = entry
+        if skips:
+            receipt = replace(receipt, skips=skips)
+        slab = worker.arena.lease(offset, size) if size else _NOTHING
+        return receipt, worker.layouts[number].build(slab, sizes, receipt)
+
+    @staticmethod
+    def _told_ahead(ahead: int) -> int:
+        return 2 * ahead
+
+    def _may_be_ahead(self) -> int:
+        """How many micro-batches each worker may have delivered ahead of the loop."""
+        if self._ahead is not None:
+            ahead = max(1, self._ahead)
+        else:
+            ahead = 2
+            if self._seconds and self._bytes:
+                ahead = int(max(2, min(MOST_AHEAD, AHEAD_S / self._seconds, AHEAD_BYTES / self._bytes)))
+        if self._memory_limit_bytes is not None and self._bytes:
+            kept = sum(worker.arena.leased_bytes for worker in self._all)
+            ahead = min(ahead, int((self._memory_limit_bytes - kept) / (len(self._all) * self._bytes)))
+        return max(1, ahead)
+
+
+class _Results(Iterator[tuple[Receipt, Any]]):
+    """One iteration over the workers' results."""
+
+    def __init__(self, workers: Workers, assignments: Iterator[Assignment], iteration: int) -> None:
+        self._workers, self._assignments, self._iteration = workers, assignments, iteration
+        self._order: deque[tuple[_Worker, Assignment]] = deque()
+        workers.tell(self._order, assignments)
+
+    def __next__(self) -> tuple[Receipt, Any]:
+        workers = self._workers
+        assert self._iteration == workers._iteration, "a newer iteration has the workers"
+        if not self._order:
+            raise StopIteration
+        try:
+            found = workers.receive(*self._order.popleft())
+            workers.tell(self._order, self._assignments)
+        except BaseException:
+            workers.close()  # a message may be lost, and tasks are under way that nobody waits for
+            raise
+        return found
+
+
+def _start(context: Any, setup: WorkerSetup, arena: Arena, descriptor: int) -> _Worker:
+    mine, theirs = socket.socketpair()
+    try:
+        process = context.Process(
+            target=work, args=(theirs, setup), daemon=True, name=f"lakeckpt-worker-{setup.worker}"
+        )
+        with forking_a_worker():
+            process.start()
+    except BaseException:
+        mine.close()
+        raise
+    finally:
+        theirs.close()
+    with contextlib.suppress(OSError):  # it ended at once, as its first result will tell
+        socket.send_fds(mine, [b"a"], [descriptor])
+    channel = Channel(mine, process.pid, process.is_alive)
+    return _Worker(number=setup.worker, process=process, channel=channel, arena=arena)
+
+
+def _stop(workers: list[_Worker], owner: int) -> None:
+    """Tell all to stop, and join them; those that do not listen are killed."""
+    if os.getpid() != owner:
+        return  # a copy of the loader in a process that was forked
+    for worker in workers:
+        worker.channel.close(pickle.dumps(None))
+    deadline = time.monotonic() + _STOP_S
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+        worker.process.close()
+        worker.arena.close()
+    workers.clear()
+
+
+def _doing(assignment: Assignment) -> str:
+    receipt = assignment.receipt
+    return (
+        f"reading micro-batch {receipt.micro_batch} (epoch {receipt.epoch}, step {receipt.step} of rank "
+        f"{receipt.rank}, lane {receipt.lane})"
+    )
+
+
+def _died(worker: _Worker, assignment: Assignment) -> WorkerDied:
+    process = worker.process
+    process.join(_STOP_S)
+    code = process.exitcode
+    how = f"with exit code {code}"
+    if code is None:
+        how = "without closing its books"
+    elif code < 0:
+        how = f"killed by {signal.Signals(-code).name}"
+    hint = " (out of memory? the kernel's log says so)" if code == -signal.SIGKILL else ""
+    return WorkerDied(
+        f"worker {worker.number} (process {process.pid}) ended, {how}{hint}, while {_doing(assignment)}. What "
+        "the loop received before is counted, and iterating again starts new workers",
+        worker=worker.number,
+        exit_code=code,
+    )

@@ -1,0 +1,302 @@
+"""What a worker delivers is the loop's as long as it looks; workers are what users know, and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+from lakeckpt import Batch
+from lakeckpt.data.workers import Workers
+from lakeckpt.errors import WorkerDied, WorkerTimeout
+from lakeckpt.testing import LakeSpec
+from tests.data.reading import ROWS, flat, ids, loader_of, same, some, until_error
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+# --- loaders
+
+
+def test_batches_that_the_loop_keeps_never_change(lake: Path) -> None:
+    loader = loader_of(lake, num_workers=2, num_lanes=4, batch_size=2, loader={"persistent_workers": True})
+    kept, copies = [], []
+    for _ in range(3):
+        for batch in loader:
+            assert isinstance(batch, Batch)
+            batch["id"] += 1000  # they are writable
+            kept.append(batch)
+            copies.append({"id": batch["id"].clone(), "string": batch["string"].tolist()})
+    assert sorted(row - 1000 for batch in kept for row in batch["id"].tolist()) == sorted([*range(ROWS)] * 3)
+    del loader, batch
+    gc.collect()
+    assert all(torch.equal(batch["id"], copy["id"]) for batch, copy in zip(kept, copies, strict=True))
+    assert all(batch["string"].tolist() == copy["string"] for batch, copy in zip(kept, copies, strict=True))
+
+
+def big(batch: Batch) -> dict[str, Any]:
+    return {"id": batch["id"], "image": torch.full((1 << 16,), int(batch["id"][0]))}
+
+
+BIG = (1 << 16) * 8
+
+
+def arenas() -> list[int]:
+    """The bytes of each arena that this process has looked at, or looks at still."""
+    found: list[int] = []
+    of_arena = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            of_arena = "lakeckpt-arena" in line
+        elif of_arena and line.startswith("Rss:"):
+            found.append(int(line.split()[1]) * 1024)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux what is mapped")
+def test_slots_are_used_again_and_more_are_taken_for_what_is_kept(tmp_path: Path) -> None:
+    folder = LakeSpec(files=((200,),)).write(tmp_path / "lake")
+    loader = loader_of(folder, batch_size=2, num_workers=1, transform=big, loader={"prefetch_factor": 2})
+    most, kept = 0, []
+    for number, batch in enumerate(loader):
+        assert (batch["image"] == batch["id"][0]).all()
+        if number % 20 == 19:
+            most = max(most, *arenas())
+    assert most <= 8 * BIG, "of 100 micro-batches"
+    del batch
+    for batch in loader:
+        kept.append(batch)
+    assert all((batch["image"] == batch["id"][0]).all() for batch in kept)
+    assert sum(arenas()) >= 100 * BIG
+    del kept, batch
+    gc.collect()
+    assert arenas() == []
+
+
+@pytest.mark.parametrize("kept", [0, 50])
+def test_what_is_delivered_ahead_keeps_within_the_memory_limit(tmp_path: Path, kept: int) -> None:
+    folder = LakeSpec(files=((120,),)).write(tmp_path / "lake")
+    dataset = loader_of(folder, batch_size=2, transform=big).dataset
+    workers = Workers(dataset, num_workers=1, base_seed=0, ahead=10, memory_limit_bytes=5 * BIG)
+    dataset._progress.settle(1, 0)
+    holds, ahead = [], []
+    for number, found in enumerate(workers.read(dataset._progress.assignments(0))):
+        if number < kept:
+            holds.append(found)
+        ahead.append(workers._all[0].may_deliver - workers._all[0].received)
+    assert len(ahead) == 60
+    if kept:
+        assert set(ahead[20:49]) == {1}, "what is kept counts, and one is always allowed"
+    else:
+        assert 1 < max(ahead[20:]) <= 5
+    workers.close()
+
+
+def odd(batch: Batch) -> Any:
+    first = int(batch["id"][0])
+    return [{"n": first}, Pair({first}, batch["id"].numpy()), f"row {first}", None][first % 4]
+
+
+@pytest.mark.parametrize("output", ["torch", "numpy", "arrow"])
+def test_every_output_comes_from_workers_as_from_none(lake: Path, output: str) -> None:
+    for options in ({}, {"nulls": "mask"}, {"batch_size": None, "block_size": 5}):
+        alone = list(loader_of(lake, output=output, num_lanes=2, **options))
+        assert all(map(same, alone, loader_of(lake, output=output, num_lanes=2, num_workers=1, **options)))
+
+
+def test_odd_results_of_a_transform_come_as_they_are(lake: Path) -> None:
+    alone = list(loader_of(lake, batch_size=1, transform=odd))
+    assert all(map(same, alone, loader_of(lake, batch_size=1, transform=odd, num_workers=1)))
+
+
+def unpicklable(batch: Batch) -> Any:
+    return {"f": lambda: batch}
+
+
+class OwnError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("no message of its own")
+
+
+def raises_own(batch: Batch) -> Any:
+    class Local(OwnError):
+        pass
+
+    raise Local(1, 2)
+
+
+@pytest.mark.parametrize(("transform", "says"), [(unpicklable, "pickle"), (raises_own, "Local")])
+def test_what_cannot_be_pickled_is_an_error_with_its_traceback(lake: Path, transform: Any, says: str) -> None:
+    found, error = until_error(loader_of(lake, transform=transform, num_workers=1))
+    assert found == [] and says in str(error) and "DataLoader worker process 0" in str(error)
+
+
+def tells_its_worker(batch: Batch) -> dict[str, Any]:
+    worker = get_worker_info()
+    assert worker is not None and type(worker.dataset).__name__ == "LakeDataset"
+    draws = (random.random(), float(np.random.rand()), float(torch.rand(1)))
+    return {"worker": (worker.id, worker.num_workers, worker.seed), "draws": draws, "threads": torch.get_num_threads()}
+
+
+def remembers(worker: int) -> None:
+    os.environ["TOLD"] = str(worker)
+
+
+def reads_it(batch: Batch) -> str:
+    return os.environ["TOLD"]
+
+
+def fails(worker: int) -> None:
+    raise KeyError(f"worker {worker} cannot begin")
+
+
+def test_workers_are_what_users_of_torch_know(lake: Path) -> None:
+    loader = loader_of(lake, num_workers=2, num_lanes=2, transform=tells_its_worker)
+    told, again = list(loader), list(loader_of(lake, num_workers=2, num_lanes=2, transform=tells_its_worker))
+    assert told == again, "seeds follow from the place alone"
+    assert {one["worker"][:2] for one in told} == {(0, 2), (1, 2)} and {one["threads"] for one in told} == {1}
+    assert len({one["worker"][2] for one in told}) == 2 and len({one["draws"] for one in told}) == len(told)
+    options = {"worker_init_fn": remembers}
+    assert set(loader_of(lake, num_workers=2, num_lanes=2, transform=reads_it, loader=options)) == {"0", "1"}
+    _, error = until_error(loader_of(lake, num_workers=1, loader={"worker_init_fn": fails}))
+    assert isinstance(error, KeyError) and "worker 0 cannot begin" in str(error)
+
+
+# --- death
+
+
+def dies_at_20(batch: Batch) -> Batch:
+    if (batch["id"] == 20).any():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch
+
+
+def exits_at_20(batch: Batch) -> Batch:
+    if (batch["id"] == 20).any():
+        sys.exit(3)
+    return batch
+
+
+@pytest.mark.parametrize(("transform", "how"), [(dies_at_20, "SIGKILL"), (exits_at_20, "exit code 3")])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_dies_is_named_and_nothing_is_lost(
+    lake: Path, transform: Any, how: str, persistent: bool
+) -> None:
+    options = {"persistent_workers": persistent}
+    loader = loader_of(lake, shuffle=False, num_lanes=2, num_workers=2, transform=transform, loader=options)
+    before = set(multiprocessing.active_children())
+    found, error = until_error(loader)
+    assert isinstance(error, WorkerDied) and how in str(error) and error.worker in (0, 1)
+    assert f"worker {error.worker} (process " in str(error) and error.exit_code
+    assert pickle.loads(pickle.dumps(error)).exit_code == error.exit_code
+    assert loader.state_dict()["step"] == len(found)
+    rest, again = until_error(loader)
+    assert rest == [] and isinstance(again, WorkerDied)
+    assert set(multiprocessing.active_children()) <= before
+    resumed = loader_of(lake, shuffle=False)
+    resumed.load_state_dict(loader.state_dict())
+    assert sorted(flat(found) + flat(resumed)) == list(range(ROWS))
+
+
+def waits(batch: Batch) -> Batch:
+    threading.Event().wait()
+    return batch
+
+
+def test_a_worker_that_does_not_answer_is_named_after_the_timeout(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = loader_of(lake, num_workers=1, transform=waits, loader={"timeout": 0.2})
+    monkeypatch.setattr("lakeckpt.data.workers._STOP_S", 0.05)
+    _, error = until_error(loader)
+    assert isinstance(error, WorkerTimeout) and "worker 0" in str(error) and isinstance(error, TimeoutError)
+
+
+def test_an_iterator_that_is_let_go_of_takes_its_workers_with_it(lake: Path) -> None:
+    before = set(multiprocessing.active_children())
+    loader = loader_of(lake, num_workers=2)
+    iterator = iter(loader)
+    next(iterator)
+    assert len(set(multiprocessing.active_children()) - before) == 2
+    del iterator
+    assert set(multiprocessing.active_children()) <= before
+    begun = iter(loader)
+    del begun
+    assert set(multiprocessing.active_children()) <= before
+    lasting = loader_of(lake, num_workers=1, loader={"persistent_workers": True})
+    kept = some(lasting, 2)
+    assert len(set(multiprocessing.active_children()) - before) == 1
+    del lasting
+    gc.collect()
+    assert set(multiprocessing.active_children()) <= before and len(ids(kept)) == 2
+
+
+def ends(pid: int) -> bool:
+    """Whether a process that is no child of this one ends, or has."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        return bool(poll.poll(60_000))
+    finally:
+        os.close(process)
+
+
+MAIN = """
+import json, os, signal, sys
+from lakeckpt import LakeDataset, LakeLoader
+
+def main():
+    dataset = LakeDataset(sys.argv[1], batch_size=2, num_lanes=2)
+    loader = LakeLoader(dataset, num_workers=2, multiprocessing_context=sys.argv[2])
+    kept = [batch for batch, _ in zip(loader, range(3))] if sys.argv[3] == "exits" else None
+    iterator = iter(loader)
+    next(iterator)
+    pids = [worker.process.pid for worker in find(iterator)]
+    named = [pid for pid in [os.getpid(), *pids] if "/dev/shm" in open(f"/proc/{pid}/maps").read()]
+    print(json.dumps({"pids": pids, "named": named}), flush=True)
+    if sys.argv[3] == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def find(iterator):
+    return iterator.gi_frame.f_locals["found"]._workers._all
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="asks Linux which processes there are")
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [
+        ("fork", "is killed"),
+        *(pytest.param(method, "is killed", marks=pytest.mark.soak) for method in ("spawn", "forkserver")),
+        *(pytest.param(method, "exits", marks=pytest.mark.soak) for method in ("fork", "spawn", "forkserver")),
+    ],
+)
+def test_no_process_and_no_memory_outlives_the_main_process(lake: Path, tmp_path: Path, method: str, how: str) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(MAIN)
+    ran = subprocess.run([sys.executable, script, lake, method, how], capture_output=True, timeout=120)
+    assert ran.returncode == (-signal.SIGKILL if how == "is killed" else 0), ran.stderr.decode()
+    told = json.loads(ran.stdout)
+    assert len(told["pids"]) == 2 and told["named"] == [] and ran.stderr == b"", (told, ran.stderr.decode())
+    assert all(map(ends, told["pids"]))
