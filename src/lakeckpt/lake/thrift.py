@@ -7,16 +7,17 @@ nested too deeply or of no known type raises ``ValueError``; nothing is allocate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["read_struct"]
+__all__ = ["LIST", "SET", "STRUCT", "Wanted", "list_header", "read_struct", "read_value", "skip_value"]
 
 _DEPTH = 16
-_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, LIST, SET, _MAP, STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 _INTEGERS = (4, 5, 6)
-_SKIPPED_QUICKLY = (*_INTEGERS, _BINARY, _STRUCT)
+_SKIPPED_QUICKLY = (*_INTEGERS, _BINARY, STRUCT)
 _NOTHING: Mapping[int, Any] = {}
+Wanted = Mapping[int, Any] | Callable[[memoryview, int, int, int], tuple[Any, int]] | None
 
 
 def read_struct(
@@ -24,8 +25,9 @@ def read_struct(
 ) -> tuple[dict[int, Any], int]:
     """Return the structure that begins at ``at``, and where it ends. Binaries are bytes, lists and sets lists.
 
-    ``wanted`` names the fields to keep (None: all), each with what is wanted of the structures in it; others are
-    skipped, which is faster.
+    ``wanted`` names the fields to keep (None: all), each with what is wanted of the structures in it, or with what
+    reads it: called with the bytes, where its value begins, its type and its depth, it returns the value and where that
+    ends. Others are skipped, which is faster.
 
     >>> read_struct(memoryview(bytes([0x15, 0x06, 0x11, 0x00])), 0)
     ({1: 3, 2: True}, 4)
@@ -46,16 +48,16 @@ def read_struct(
             else:
                 number, at = _zigzag(data, at)
             if wanted is not None and number not in wanted:
-                at = _skipped(data, at, kind, depth)
+                at = skip_value(data, at, kind, depth)
             elif kind in (_TRUE, _FALSE):
                 found[number] = kind == _TRUE
             else:
-                found[number], at = _value(data, at, kind, depth, None if wanted is None else wanted[number])
+                found[number], at = read_value(data, at, kind, depth, None if wanted is None else wanted[number])
     except IndexError:
         raise ValueError("it is cut off") from None
 
 
-def _skipped(data: memoryview, at: int, kind: int, depth: int) -> int:
+def skip_value(data: memoryview, at: int, kind: int, depth: int) -> int:
     """Where the value of a field ends."""
     if kind in (_TRUE, _FALSE):
         return at
@@ -63,13 +65,13 @@ def _skipped(data: memoryview, at: int, kind: int, depth: int) -> int:
         while data[at] >= 0x80:
             at += 1
         return at + 1
-    if kind == _STRUCT:
+    if kind == STRUCT:
         return _skipped_struct(data, at, depth + 1)
     if kind == _BINARY:
         return _skipped_binary(data, at)
-    if kind in (_LIST, _SET) and data[at] & 0x0F in _SKIPPED_QUICKLY:
+    if kind in (LIST, SET) and data[at] & 0x0F in _SKIPPED_QUICKLY:
         return _skipped_list(data, at, depth)
-    return _value(data, at, kind, depth, _NOTHING)[1]
+    return read_value(data, at, kind, depth, _NOTHING)[1]
 
 
 def _skipped_struct(data: memoryview, at: int, depth: int) -> int:
@@ -91,17 +93,13 @@ def _skipped_struct(data: memoryview, at: int, depth: int) -> int:
         elif kind == _BINARY:
             at = _skipped_binary(data, at)
         elif kind > _FALSE or not kind:
-            at = _skipped(data, at, kind, depth)
+            at = skip_value(data, at, kind, depth)
 
 
 def _skipped_list(data: memoryview, at: int, depth: int) -> int:
-    header = data[at]
-    size, at = (header >> 4, at + 1) if header >> 4 < 15 else _varint(data, at + 1)
-    if depth >= _DEPTH or size > len(data) - at:
-        raise ValueError(f"a list of {size} at depth {depth}, where {len(data) - at} bytes are left")
-    kind = header & 0x0F
+    size, kind, at = list_header(data, at, depth)
     for _ in range(size):
-        at = _skipped(data, at, kind, depth + 1)
+        at = skip_value(data, at, kind, depth + 1)
     return at
 
 
@@ -112,19 +110,20 @@ def _skipped_binary(data: memoryview, at: int) -> int:
     return at + size
 
 
-def _value(
-    data: memoryview, at: int, kind: int, depth: int, wanted: Mapping[int, Any] | None = None
-) -> tuple[Any, int]:
+def read_value(data: memoryview, at: int, kind: int, depth: int, wanted: Wanted = None) -> tuple[Any, int]:
+    """The value of the type ``kind`` that begins at ``at``, and where it ends; ``wanted`` as for `read_struct`."""
+    if callable(wanted):
+        return wanted(data, at, kind, depth)
     if kind in _INTEGERS:
         return _zigzag(data, at)
-    if kind == _STRUCT:
+    if kind == STRUCT:
         return read_struct(data, at, depth + 1, wanted)
     if kind == _BINARY:
         size, at = _varint(data, at)
         if size > len(data) - at:
             raise ValueError(f"a text of {size} bytes where {len(data) - at} are left")
         return bytes(data[at : at + size]), at + size
-    if kind in (_LIST, _SET):
+    if kind in (LIST, SET):
         return _list(data, at, depth, wanted)
     if kind == _MAP:
         return _map(data, at, depth)
@@ -135,14 +134,20 @@ def _value(
     raise ValueError(f"there is no type {kind}")
 
 
-def _list(data: memoryview, at: int, depth: int, wanted: Mapping[int, Any] | None) -> tuple[list[Any], int]:
+def list_header(data: memoryview, at: int, depth: int) -> tuple[int, int, int]:
+    """How many items the list or set that begins at ``at`` has, of which type, and where the first begins."""
     header = data[at]
     size, at = (header >> 4, at + 1) if header >> 4 < 15 else _varint(data, at + 1)
     if depth >= _DEPTH or size > len(data) - at:
         raise ValueError(f"a list of {size} at depth {depth}, where {len(data) - at} bytes are left")
+    return size, header & 0x0F, at
+
+
+def _list(data: memoryview, at: int, depth: int, wanted: Mapping[int, Any] | None) -> tuple[list[Any], int]:
+    size, kind, at = list_header(data, at, depth)
     found = []
     for _ in range(size):
-        value, at = _value(data, at, header & 0x0F, depth + 1, wanted)
+        value, at = read_value(data, at, kind, depth + 1, wanted)
         found.append(value)
     return found, at
 
@@ -155,7 +160,7 @@ def _map(data: memoryview, at: int, depth: int) -> tuple[None, int]:
         kinds, at = data[at], at + 1
         for _ in range(size):
             for kind in (kinds >> 4, kinds & 0x0F):
-                _, at = _value(data, at, kind, depth + 1)
+                _, at = read_value(data, at, kind, depth + 1)
     return None, at
 
 

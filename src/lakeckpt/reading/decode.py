@@ -29,7 +29,7 @@ from lakeckpt.lake.table import Table
 from lakeckpt.lake.values import Value
 from lakeckpt.reading.arrays import plain_type
 from lakeckpt.reading.fetching import RowGroupFetcher
-from lakeckpt.reading.fitting import constant, fit_file
+from lakeckpt.reading.fitting import FileFits, constant
 from lakeckpt.reading.open_files import OpenedFile, OpenFiles
 from lakeckpt.reading.row_groups import DEFAULT_MAX_ROW_GROUP_BYTES, RowGroupReader
 
@@ -87,6 +87,7 @@ class RowGroupDecoder:
         self.schema = select_columns(table.schema, columns)
         """What `decode` returns: the columns in the order asked for."""
         self._partitions = {column.name: column for column in table.index.partitions}
+        self._fits = FileFits(table.index.schema, table.index.columns)
         self._use_threads = use_threads
         self._most = max_row_group_bytes
         self._files = OpenFiles(self._opened, most=open_files)
@@ -199,7 +200,7 @@ class RowGroupDecoder:
     def _opened(self, ordinal: int) -> OpenedFile:
         index, footer = self.table.index, self.table.whole_footer(ordinal)
         path = index.paths[ordinal]
-        fit = fit_file(index.schema, self._split(ordinal)[1], index.columns, footer.metadata, path)
+        fit = self._fits.fit(self._split(ordinal)[1], footer.metadata, path)
         reader = RowGroupReader(
             self.table.open_bytes(ordinal),
             footer,

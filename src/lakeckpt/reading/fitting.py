@@ -1,8 +1,9 @@
 """How do the values that one file stores become a column of the table's type?
 
-`FileFit` says once per file, from the table's column mapping and the file's schema, which of its columns to read and
-what each becomes: fields found by id or name, in the table's order; what the file lacks is null, or the default; what
-it stores in another type is cast, and never loses anything. `constant` makes the column of a partition.
+`FileFit` says once for all files of one schema, from the table's column mapping and that schema, which of a file's
+columns to read and what each becomes: fields found by id or name, in the table's order; what the file lacks is null, or
+the default; what it stores in another type is cast, and never loses anything. `constant` makes the column of a
+partition.
 
 It does no I/O, knows neither row groups nor deletes, and never changes an array that it is given.
 """
@@ -19,8 +20,9 @@ from lakeckpt.lake.columns import ColumnMapping, FieldPlan, fields_of, resolve
 from lakeckpt.lake.values import Value, arrow_scalar
 from lakeckpt.reading.arrays import plain, resized
 
-__all__ = ["FileFit", "constant", "fit_file"]
+__all__ = ["FileFit", "FileFits", "constant"]
 
+_SCHEMAS_KEPT = 8
 _UNITS = ("ns", "us", "ms", "s")
 
 
@@ -51,19 +53,29 @@ class FileFit:
         return pa.chunked_array([_fit(plain(chunk), plan, field.type) for chunk in column.chunks], field.type)
 
 
-def fit_file(
-    schema: pa.Schema, columns: Iterable[str], mapping: ColumnMapping, metadata: pq.FileMetaData, path: str
-) -> FileFit:
-    """How ``columns`` of a table's ``schema`` are read from the file with this footer. `SchemaError`: they cannot."""
-    columns = tuple(columns)
-    stored = metadata.schema.to_arrow_schema()
-    plans = resolve(schema, columns, mapping, stored, path)
-    names = tuple(dict.fromkeys(plan.name for plan in plans.values() if plan.index is not None))
-    unit = None
-    if any(metadata.schema.column(i).physical_type == "INT96" for i in range(len(metadata.schema))):
-        wanted = {unit for name in columns for unit in _units(schema.field(name).type)}
-        unit = next((unit for unit in _UNITS if unit in wanted), "ns")
-    return FileFit(plans=plans, stored=names, int96_unit=unit)
+class FileFits:
+    """How the files of a table are read: one `FileFit` for all files of one schema. Threads may share it."""
+
+    def __init__(self, schema: pa.Schema, mapping: ColumnMapping) -> None:
+        self._schema, self._mapping = schema, mapping
+        self._known: tuple[tuple[pa.Schema, tuple[str, ...], bool, FileFit], ...] = ()
+
+    def fit(self, columns: Iterable[str], metadata: pq.FileMetaData, path: str) -> FileFit:
+        """How ``columns`` of the table are read from the file with this footer. `SchemaError`: they cannot."""
+        wanted, stored, schema = tuple(columns), metadata.schema.to_arrow_schema(), metadata.schema
+        legacy = any(schema.column(leaf).physical_type == "INT96" for leaf in range(metadata.num_columns))
+        for known, names, was_legacy, fit in self._known:
+            if names == wanted and was_legacy == legacy and known.equals(stored, check_metadata=True):
+                return fit
+        plans = resolve(self._schema, wanted, self._mapping, stored, path)
+        unit = None
+        if legacy:
+            units = {unit for name in wanted for unit in _units(self._schema.field(name).type)}
+            unit = next((unit for unit in _UNITS if unit in units), "ns")
+        names = tuple(dict.fromkeys(plan.name for plan in plans.values() if plan.index is not None))
+        fit = FileFit(plans=plans, stored=names, int96_unit=unit)
+        self._known = ((stored, wanted, legacy, fit), *self._known)[:_SCHEMAS_KEPT]
+        return fit
 
 
 def constant(kind: pa.DataType, value: Value, rows: int) -> pa.Array:

@@ -350,14 +350,16 @@ def _leaves(metadata: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str]
     names = [name for name, count in zip(schema.names, counts, strict=True) for _ in range(count)]
     if len(names) != metadata.num_columns:  # types that pyarrow shows otherwise than they are stored
         names = [metadata.schema.column(leaf).path.split(".")[0] for leaf in range(metadata.num_columns)]
-    dotted = [name for name in columns if "." in name]
+    wanted, dotted = set(columns), [name for name in columns if "." in name]
     found = {}
     for ordinal, name in enumerate(names):
+        if name not in wanted and not dotted:
+            continue  # asking pyarrow about each column of a wide file takes longer than decoding a few
         column = metadata.schema.column(ordinal)
         # pyarrow selects by path: a column called "a.b" comes with the field b of a struct a.
         also = next((one for one in dotted if f"{column.path}.".startswith(f"{one}.")), None)
-        if name in columns or also is not None:
-            name = name if name in columns else str(also)
+        if name in wanted or also is not None:
+            name = name if name in wanted else str(also)
             nested = column.max_repetition_level > 0
             found[ordinal] = Leaf(name=name, nested=nested, width=_width(column))
     return found
