@@ -18,7 +18,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 export PIP_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/pip
 export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/cache/matplotlib
 
-.PHONY: help demo test test-soak test-system lint types pytest format bench docs clean
+.PHONY: help demo test test-soak test-system lint types pytest format bench bench-readers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -49,6 +49,15 @@ $(VENV)/dev: $(VENV)/torch pyproject.toml
 	@$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/demo
 
+# The benchmarks' peers, in environments of their own: their exact versions, so nothing is resolved (and what one of them
+# forbids for no reason that matters here can be had). torch first, as everywhere.
+$(VENV)/%/made: requirements/bench-%.txt $(VENV)/made $(CONSTRAINTS)
+	@echo "installing the benchmarks' peers of $<"
+	@"$(PYTHON)" -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) "$$(grep '^torch==' $(CONSTRAINTS))"
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
 # -- what people run ---------------------------------------------------------------------------------------------------
 
 demo: $(VENV)/demo  ## train on a real lake, kill ranks, resume, prove that every row counted once
@@ -77,10 +86,13 @@ test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; 
 	tests/system/install.sh
 	$(BIN)/python -m pytest -m system -n 0 $(ARGS)
 
-bench: $(VENV)/dev  ## every benchmark, one after the other; installs Debian's nginx
+bench: $(VENV)/dev $(VENV)/peers/made $(VENV)/older/made  ## every benchmark; installs Debian's nginx, and peers in .venv/peers, .venv/older
 	benchmarks/install.sh
 	$(BIN)/python -m benchmarks $(ARGS)
 
+bench-readers: $(VENV)/dev $(VENV)/peers/made $(VENV)/older/made  ## lakeckpt and its peers on the same rows (ARGS=--quick: minutes)
+	$(BIN)/python -m benchmarks.readers $(ARGS)
+
 clean:  ## remove everything that the targets made
-	rm -rf $(VENV) .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out src/*.egg-info
+	rm -rf $(VENV) .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist demo-out bench-out src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,131 @@
+"""Every reader that we know of, on the same rows, in one run: ``python -m benchmarks.readers [--quick] …``
+
+Needs the interpreters of the peers' environments (`make bench` makes them): what is not there is left out, and the
+tables say so. Nothing is asserted; figures of one run are to be compared with each other and with no others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.readers.measuring import exactness, prepare, resumes, speeds
+from benchmarks.readers.plan import case_of, exact_cases, speed_cases
+from benchmarks.readers.publish import publish, show
+from benchmarks.readers.registry import READERS
+from benchmarks.readers.runner import ROOT, Runner
+from benchmarks.readers.tables import DATA, make
+
+SPEED_TABLES = ("tabular", "tokens", "images")
+PARTS = ("speed", "resume", "exact")
+CONVERTED_ROWS = 200_000
+RESUME_ROWS = 100_000
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readers", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small tables, one repetition: does everything run?")
+    parser.add_argument("--scale", type=float, help="of the data sets (1: 8 M, 400 k, 20 k rows; default 0.5)")
+    parser.add_argument("--repetitions", type=int, help="default 3")
+    parser.add_argument("--seconds", type=float, help="to read for after the first batch; default 2")
+    parser.add_argument("--readers", nargs="+", choices=list(READERS), default=list(READERS), metavar="READER")
+    parser.add_argument("--tables", nargs="+", choices=SPEED_TABLES, default=list(SPEED_TABLES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one process")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the data sets; they are kept")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".venv", help="folder with peers/ and older/")
+    parser.add_argument("--out", type=Path, help="default: docs/benchmarks, with --quick: bench-out")
+    found = parser.parse_args()
+    quick: dict[str, Any] = {"scale": 0.02, "repetitions": 1, "seconds": 0.5, "out": Path("bench-out")}
+    full: dict[str, Any] = {"scale": 0.5, "repetitions": 3, "seconds": 2.0, "out": ROOT / "docs/benchmarks"}
+    for name, value in (quick if found.quick else full).items():
+        if getattr(found, name) is None:
+            setattr(found, name, value)
+    return found
+
+
+def _pythons(folder: Path) -> dict[str, str]:
+    """The interpreters of the environments; without them this one, which may have some readers' packages."""
+    found = {"peers": sys.executable}
+    for name in ("peers", "older"):
+        python = folder / name / "bin/python"
+        if python.exists():
+            found[name] = str(python)
+    return found
+
+
+def _machine() -> str:
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    memory, cores = pages * size >> 30, len(os.sched_getaffinity(0))
+    return f"{platform.system()} {platform.machine()}, {cores} cores, {memory} GiB of memory, page cache warm"
+
+
+def _warm(folder: str) -> None:
+    for path in Path(folder).glob("*.parquet"):
+        with open(path, "rb") as file:
+            while file.read(8 << 20):
+                pass
+
+
+def main() -> None:
+    arguments = _arguments()
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:6.0f} s] {text}", flush=True)
+
+    runner = Runner(_pythons(arguments.environments.absolute()), timeout_s=arguments.timeout)
+    versions = {name: runner.version(name) for name in arguments.readers if runner.can(name)}
+    readers = [name for name in arguments.readers if versions.get(name)]
+    for name in arguments.readers:
+        if name not in readers:
+            say(f"left out, not installed: {name}")
+    results: dict[str, Any] = {"versions": versions, "speeds": [], "resumes": [], "exactness": [], "unprepared": []}
+    try:
+        _measure(arguments, runner, readers, results, say)
+    finally:
+        runner.close()
+    results["about"] = {
+        "command": "python -m benchmarks.readers " + shlex.join(sys.argv[1:]),
+        "machine": _machine(),
+        "python": platform.python_version(),
+        "repetitions": arguments.repetitions,
+        "seconds of reading each": arguments.seconds,
+        "took": f"{(time.monotonic() - began) / 60:.0f} minutes",
+    }
+    show(results)
+    publish(arguments.out, results)
+    say(f"written to {arguments.out}")
+
+
+def _measure(arguments: Any, runner: Runner, readers: list[str], results: dict[str, Any], say: Any) -> None:
+    cases = []
+    if "speed" in arguments.parts:
+        for name in arguments.tables:
+            say(f"the data set {name}")
+            table = make(name, arguments.scale, arguments.data)
+            part = make(name, arguments.scale, arguments.data, at_most=CONVERTED_ROWS)
+            cases += speed_cases(table, part, readers, quick=arguments.quick)
+            _warm(table.folder)
+    resuming = []
+    if "resume" in arguments.parts:
+        table = make("tokens", arguments.scale, arguments.data, at_most=RESUME_ROWS)
+        resuming = [case_of(name, table, shuffle=True) for name in readers if READERS[name].resumes]
+    exact = []
+    if "exact" in arguments.parts:
+        for name in ("resume-odd",) if arguments.quick else ("resume", "resume-odd"):
+            exact += exact_cases(make(name, 1, arguments.data), readers, quick=arguments.quick)
+    results["unprepared"] = prepare(runner, [*cases, *resuming, *(case for case, _, _ in exact)], say)
+    results["speeds"] = speeds(runner, cases, arguments.repetitions, arguments.seconds, say)
+    results["resumes"] = resumes(runner, resuming, arguments.repetitions, say)
+    results["exactness"] = exactness(runner, exact, say)
+
+
+if __name__ == "__main__":
+    main()

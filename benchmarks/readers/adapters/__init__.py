@@ -1,0 +1,1 @@
+"""One small file for each reader, as that reader's own documentation recommends. See `benchmarks.readers.reader`."""

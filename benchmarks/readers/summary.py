@@ -1,0 +1,141 @@
+"""What do the measurements come to?  Grids of text, for the terminal and for the page alike; medians, with spreads."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.readers.registry import READERS
+
+__all__ = ["Grid", "exact_grid", "grids", "median_rate"]
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """A table of text; the first column names."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def median_rate(one: Found) -> float | None:
+    """Median rows/s of a case; None where it failed."""
+    return _median(one, "rows_per_s")
+
+
+def _median(one: Found, key: str) -> float | None:
+    values = [run[key] for run in one["runs"] if key in run]
+    return statistics.median(values) if values else None
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
+
+
+def _rate(one: Found) -> str:
+    rates = [run["rows_per_s"] for run in one["runs"]]
+    return f"{_short(statistics.median(rates))} ({_short(min(rates))} … {_short(max(rates))})"
+
+
+def _speed_row(one: Found, limit: float | None) -> tuple[str, ...]:
+    case = one["case"]
+    entry = READERS[case["reader"]]
+    how = "shuffled" if case["shuffle"] else "in order"
+    workers = f"{case['workers']} {'threads' if entry.threads else 'workers'}" if case["workers"] else "in process"
+    name = (entry.label, how, workers)
+    rate = median_rate(one)
+    if rate is None:
+        return (*name, one["failures"][-1][:100] if one["failures"] else "not run", "", "", "", "", "")
+    peak, first = _median(one, "peak_bytes"), _median(one, "first_batch_s")
+    wrong = sum(run["lost_in_whole_epochs"] + run["repeated"] for run in one["runs"])
+    return (
+        *name,
+        _rate(one) + (f"; {wrong} rows lost or repeated" if wrong else ""),
+        f"{rate * case['row_bytes'] / 1e6:.3g}",
+        "" if limit is None else f"{rate / limit:.3g}",
+        "" if first is None else f"{first:.2f}",
+        "" if peak is None else f"{peak / 1e6:.0f}",
+        "" if not one["failures"] else f"failed {len(one['failures'])} times: {one['failures'][-1][:60]}",
+    )
+
+
+def _speed_grid(table: str, batch_size: int, found: Sequence[Found]) -> Grid:
+    limits = [median_rate(one) for one in found if READERS[one["case"]["reader"]].kind == "limit"]
+    limit = max((rate for rate in limits if rate is not None), default=None)
+    ordered = sorted(found, key=lambda one: -(median_rate(one) or 0))
+    return Grid(
+        title=f"{table}: batches of {batch_size}",
+        columns=("reader", "order", "workers", "rows/s, median (spread)", "MB/s", "of the fastest limit",
+                 "first batch, s", "peak memory, MB", ""),
+        rows=tuple(_speed_row(one, limit) for one in ordered),
+    )  # fmt: skip
+
+
+def _resume_grid(found: Sequence[Found]) -> Grid:
+    def seconds(one: Found, place: str) -> float | None:
+        values = one["first_batch_s"][place]
+        return statistics.median(values) if values else None
+
+    rows = []
+    for one in found:
+        case = one["case"]
+        label = READERS[case["reader"]].label
+        start = seconds(one, "0")
+        cells = [seconds(one, place) for place in ("0", "50", "90")]
+        size = one.get("state_bytes", {}).get("90")
+        rows.append((
+            label,
+            *("" if cell is None else f"{cell:.2f}" for cell in cells),
+            "" if start is None or cells[2] is None else f"{cells[2] / start:.2f}",
+            "" if size is None else f"{size:,}",
+            one["failures"][-1][:100] if one["failures"] else "",
+        ))  # fmt: skip
+    case = found[0]["case"]
+    return Grid(
+        title=f"resuming: {case['table']}, {case['rows']:,} rows, shuffled, in process: seconds to the first batch",
+        columns=("reader", "at 0 %", "at 50 %", "at 90 %", "90 % to 0 %", "state, bytes", ""),
+        rows=tuple(rows),
+    )
+
+
+def _place(topology: Found) -> str:
+    return f"{topology['ranks']}×{topology['workers']}"
+
+
+def exact_grid(rows: int, found: Sequence[Found]) -> Grid:
+    """Lost and repeated rows, a column for each change of topology."""
+    changes = list(dict.fromkeys((_place(one["before"]), _place(one["after"])) for one in found))
+    readers = list(dict.fromkeys(one["case"]["reader"] for one in found))
+    cells = {(one["case"]["reader"], _place(one["before"]), _place(one["after"])): _wrong(one) for one in found}
+    return Grid(
+        title=f"stopped at 50 % and resumed, {rows:,} rows, shuffled: rows lost / repeated (ranks×workers)",
+        columns=("reader", *(f"{before} → {after}" for before, after in changes)),
+        rows=tuple((READERS[name].label, *(cells.get((name, *change), "") for change in changes)) for name in readers),
+    )
+
+
+def _wrong(one: Found) -> str:
+    if "why" in one:
+        return "refuses: " + one["why"][:90] if one["why"] else "refuses"
+    return "exact" if not one["lost"] and not one["repeated"] else f"{one['lost']:,} / {one['repeated']:,}"
+
+
+def grids(results: Found) -> list[Grid]:
+    """Every table of the results."""
+    found: list[Grid] = []
+    key: Callable[[Found], tuple[str, int]] = lambda one: (one["case"]["table"], one["case"]["batch_size"])  # noqa: E731
+    for table, batch_size in dict.fromkeys(map(key, results["speeds"])):
+        found.append(_speed_grid(table, batch_size, [o for o in results["speeds"] if key(o) == (table, batch_size)]))
+    if results["resumes"]:
+        found.append(_resume_grid(results["resumes"]))
+    for rows in dict.fromkeys(one["case"]["rows"] for one in results["exactness"]):
+        found.append(exact_grid(rows, [one for one in results["exactness"] if one["case"]["rows"] == rows]))
+    return found
