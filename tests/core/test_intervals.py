@@ -88,6 +88,7 @@ def test_take_counts_in_ascending_order(members: set[int], data: st.DataObject) 
     start = data.draw(st.integers(0, len(members)))
     stop = data.draw(st.integers(start, len(members)))
     found = of_set(members).take(start, stop)
+    assert of_set(members).stretch(start, stop) == found.pairs()
     assert_canonical(found)
     assert to_set(found) == set(sorted(members)[start:stop])
 
@@ -123,6 +124,8 @@ def test_intervals_that_are_not_canonical_are_refused(starts: list[int], stops: 
         Intervals(np.array(starts, np.int64), np.array(stops, np.int64))
     with pytest.raises(ValueError, match="outside of a set"):
         Intervals.of([(0, 3)]).take(1, 4)
+    with pytest.raises(ValueError, match="outside of a set of 3"):
+        Intervals.of([(0, 3)]).stretch(1, 4)
     with pytest.raises(ValueError, match="outside of a set"):
         Intervals.of([(0, 3)]).take(2, 1)
 

@@ -29,7 +29,7 @@ def crossed(value: Any) -> Any:
     packed = pack(value, RECEIPT)
     slab = np.zeros(packed.size_bytes, np.uint8)
     place = 0
-    for address, size, _ in packed.leaves:
+    for address, size in packed.leaves:
         source = (ctypes.c_uint8 * size).from_address(address) if size else b""
         slab[place : place + size] = np.frombuffer(source, np.uint8)
         place += -(-size // 64) * 64

@@ -107,11 +107,14 @@ class EpochDeal:
     def spans(self, micro_batch: int) -> list[Span]:
         """See `Deal`."""
         turn, lane = divmod(micro_batch - self.first, self.num_lanes)
+        start = int(self.bounds[lane])
+        if turn < self.count - 2 - (self.extras is not None):  # a whole one: nearly all are
+            low = start + turn * self.batch_size
+            return spans_of(self.left.epoch, self.left.positions.stretch(low, low + self.batch_size))
         limit = self.limits[lane : lane + 1].repeat(2)
         extra = None if self.extras is None else self.extras[lane : lane + 1].repeat(2)
         inside = rows_before(limit, self.count, self.batch_size, np.array([turn, turn + 1]), extra=extra)
-        start = int(self.bounds[lane])
-        return spans_of(self.left.epoch, self.left.positions.take(start + int(inside[0]), start + int(inside[1])))
+        return spans_of(self.left.epoch, self.left.positions.stretch(start + int(inside[0]), start + int(inside[1])))
 
     def rows_of(self, start: int, stop: int) -> int:
         """See `Deal`."""

@@ -6,7 +6,7 @@ the first epoch that nobody has touched. It never says who is to consume it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lakeckpt.core.intervals import Intervals
@@ -60,6 +60,6 @@ class Rest:
         return Rest(begun=tuple(begun[epoch] for epoch in sorted(begun)), next_epoch=self.next_epoch)
 
 
-def spans_of(epoch: int, positions: Intervals) -> list[Span]:
-    """Return ``positions`` of ``epoch`` as spans."""
+def spans_of(epoch: int, positions: Iterable[tuple[int, int]]) -> list[Span]:
+    """Return ``positions``, as (start, stop), of ``epoch`` as spans."""
     return [Span(epoch=epoch, start=start, stop=stop) for start, stop in positions]

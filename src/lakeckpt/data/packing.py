@@ -44,11 +44,14 @@ _PROTOCOL = 5
 class Packed:
     """A value taken apart: its form, its sizes (the shapes of all leaves, one after another), and what to copy."""
 
-    __slots__ = ("form", "leaves", "size_bytes", "sizes")
+    __slots__ = ("_holds", "form", "leaves", "size_bytes", "sizes")
 
-    def __init__(self, form: Form, sizes: list[int], leaves: list[tuple[int, int, Any]]) -> None:
-        self.form, self.sizes, self.leaves = form, sizes, leaves
-        self.size_bytes = sum([-(-size // ALIGNMENT) * ALIGNMENT for _, size, _ in leaves])
+    def __init__(self, form: Form, sizes: list[int], leaves: list[tuple[int, int]], holds: list[Any]) -> None:
+        self.form, self.sizes = form, sizes
+        self.leaves = leaves
+        """(address, bytes) of each, valid as long as this object is."""
+        self._holds = holds
+        self.size_bytes = sum([(size + ALIGNMENT - 1) & -ALIGNMENT for _, size in leaves])
 
 
 def pack(value: Any, receipt: Receipt) -> Packed:
@@ -57,7 +60,7 @@ def pack(value: Any, receipt: Receipt) -> Packed:
     structure = packing.structure(value)
     if packing.objects:
         packing.pickle_objects()
-    return Packed((structure, tuple(packing.kinds)), packing.sizes, packing.leaves)
+    return Packed((structure, tuple(packing.kinds)), packing.sizes, packing.leaves, packing.holds)
 
 
 class _Packing:
@@ -67,8 +70,8 @@ class _Packing:
         self.receipt = receipt
         self.kinds: list[tuple[Any, ...]] = []
         self.sizes: list[int] = []
-        self.leaves: list[tuple[int, int, Any]] = []
-        """(address, size in bytes, what keeps the memory)."""
+        self.leaves: list[tuple[int, int]] = []
+        self.holds: list[Any] = []
         self.objects: list[Any] = []
         self._seen: dict[int, int] = {}
 
@@ -113,18 +116,18 @@ class _Packing:
         known = self._seen.get(id(tensor))
         if known is not None:
             return known
-        shape, order, laid = tensor.shape, None, tensor
-        if not tensor.is_contiguous():
-            strides = tensor.stride()
-            order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
-            laid = tensor.permute(order)
-            if laid.is_contiguous():
-                shape = laid.shape
-            else:
-                laid, order = tensor.contiguous(), None
-        return self._leaf(
-            (_TENSOR, tensor.dtype, len(shape), order), shape, laid.data_ptr(), laid.nbytes, (tensor, laid)
-        )
+        if tensor.is_contiguous():  # nearly all are, and there may be hundreds in a micro-batch
+            shape = tensor.shape
+            plain = (_TENSOR, tensor.dtype, len(shape), None)
+            return self._leaf(plain, shape, tensor.data_ptr(), tensor.nbytes, tensor, None)
+        strides = tensor.stride()
+        order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+        laid = tensor.permute(order)
+        dense = laid.is_contiguous()
+        if not dense:
+            laid = tensor.contiguous()
+        kind = (_TENSOR, tensor.dtype, tensor.ndim, order if dense else None)
+        return self._leaf(kind, laid.shape, laid.data_ptr(), laid.nbytes, tensor, laid)
 
     def array(self, array: npt.NDArray[Any]) -> int:
         known = self._seen.get(id(array))
@@ -135,7 +138,7 @@ class _Packing:
             turned = array.flags.f_contiguous
             laid = array.T if turned else array.copy(order="C")
         address = laid.__array_interface__["data"][0]
-        return self._leaf((_ARRAY, array.dtype, array.ndim, turned), laid.shape, address, laid.nbytes, (array, laid))
+        return self._leaf((_ARRAY, array.dtype, array.ndim, turned), laid.shape, address, laid.nbytes, array, laid)
 
     def table(self, table: pa.Table) -> int:
         known = self._seen.get(id(table))
@@ -145,23 +148,29 @@ class _Packing:
         with pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
         written = sink.getvalue()
-        return self._leaf((_TABLE,), (written.size,), written.address, written.size, (table, written))
+        return self._leaf((_TABLE,), (written.size,), written.address, written.size, table, written)
 
     def bytes(self, content: memoryview) -> int:
         held = np.frombuffer(content, np.uint8)
-        return self._leaf((_BYTES,), (held.nbytes,), held.__array_interface__["data"][0], held.nbytes, (content, held))
+        return self._leaf((_BYTES,), (held.nbytes,), held.__array_interface__["data"][0], held.nbytes, content, held)
 
     def pickle_objects(self) -> None:
         file = io.BytesIO()
         _Pickler(file, self).dump(self.objects)
         self.bytes(file.getbuffer())
 
-    def _leaf(self, kind: tuple[Any, ...], shape: Sequence[int], address: int, size: int, keeps: Any) -> int:
+    def _leaf(
+        self, kind: tuple[Any, ...], shape: Sequence[int], address: int, size_bytes: int, value: Any, laid: Any
+    ) -> int:
+        """Note the leaf that ``value`` is; its memory is that of ``laid``, or its own."""
         number = len(self.kinds)
-        self._seen[id(keeps[0])] = number
+        self._seen[id(value)] = number
         self.kinds.append(kind)
         self.sizes.extend(shape)
-        self.leaves.append((address, size, keeps))
+        self.leaves.append((address, size_bytes))
+        self.holds.append(value)
+        if laid is not None:
+            self.holds.append(laid)
         return number
 
 
@@ -224,55 +233,67 @@ class Layout:
     """How micro-batches of one form lie in their slabs."""
 
     def __init__(self, form: Form) -> None:
-        self._structure, self._kinds = form
+        self._structure, kinds = form
+        self._kinds = kinds
+        self._steps = [_step(kind) for kind in kinds]
+        self._names = _plain_names(self._structure, len(kinds))
 
     def build(self, slab: npt.NDArray[np.uint8], sizes: Sequence[int], receipt: Receipt) -> Any:
         """Return the value whose leaves lie in ``slab``: views of it, writable where the original was an array."""
         leaves: list[Any] = []
         place = at = 0
-        for kind, *rest in self._kinds:
-            if kind is _TENSOR or kind == _TENSOR:
-                dtype, ndim, order = rest
-                shape = sizes[at : at + ndim]
-                leaf, size = _tensor(slab, place, dtype, shape)
-                if order is not None:
-                    leaf = leaf.permute(tuple(int(one) for one in np.argsort(order)))
-            elif kind == _ARRAY:
-                dtype, ndim, turned = rest
-                leaf = _array(slab, place, dtype, sizes[at : at + ndim])
-                size = leaf.nbytes
-                leaf = leaf.T if turned else leaf
+        for dtype, width, ndim, step in self._steps:
+            if step is None and ndim == 1 and (count := sizes[at]):
+                leaf = torch.frombuffer(slab, dtype=dtype, count=count, offset=place)
+                size = count * width
             else:
-                ndim, size = 1, sizes[at]
-                leaf = slab[place : place + size]
-                if kind == _TABLE:
-                    leaf = pa.ipc.open_stream(pa.py_buffer(leaf)).read_all()
+                shape = tuple(sizes[at : at + ndim])
+                size = math.prod(shape) * width
+                leaf = _leaf(slab[place : place + size], dtype, shape, step)
             leaves.append(leaf)
             at += ndim
-            place += -(-size // ALIGNMENT) * ALIGNMENT
-        objects = self._objects(leaves, receipt)
-        return _assembled(self._structure, leaves, objects, receipt)
+            place += (size + ALIGNMENT - 1) & -ALIGNMENT
+        if self._names is not None:
+            return Batch(dict(zip(self._names, leaves, strict=True)), receipt)
+        return _assembled(self._structure, leaves, self._objects(leaves, receipt), receipt)
 
     def _objects(self, leaves: list[Any], receipt: Receipt) -> list[Any]:
-        if not self._kinds or self._kinds[-1][0] != _BYTES:
+        if not self._kinds or self._kinds[-1] != (_BYTES,):
             return []
         buffers = iter([leaf for leaf, kind in zip(leaves[:-1], self._kinds[:-1], strict=True) if kind[0] == _BYTES])
         return cast("list[Any]", _Unpickler(io.BytesIO(leaves[-1]), leaves, receipt, buffers).load())
 
 
-def _tensor(slab: npt.NDArray[np.uint8], place: int, dtype: torch.dtype, shape: Sequence[int]) -> tuple[Any, int]:
-    count = shape[0] if len(shape) == 1 else math.prod(shape)
-    if not count:
-        return torch.empty(tuple(shape), dtype=dtype), 0
-    leaf = torch.frombuffer(slab, dtype=dtype, count=count, offset=place)
-    return (leaf if len(shape) == 1 else leaf.view(tuple(shape))), count * dtype.itemsize
+def _step(kind: tuple[Any, ...]) -> tuple[Any, int, int, Any]:
+    """(dtype, bytes of an element, dimensions, how it is more than a tensor of that) for the kind of a leaf."""
+    if kind[0] == _TENSOR:
+        _, dtype, ndim, order = kind
+        back = None if order is None else (_TENSOR, tuple(int(one) for one in np.argsort(order)))
+        return dtype, dtype.itemsize, ndim, back
+    if kind[0] == _ARRAY:
+        _, dtype, ndim, turned = kind
+        return dtype, dtype.itemsize, ndim, (_ARRAY, turned)
+    return np.dtype(np.uint8), 1, 1, kind
 
 
-def _array(slab: npt.NDArray[np.uint8], place: int, dtype: np.dtype[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
-    count = math.prod(shape)
-    if not count:
-        return np.empty(shape, dtype)
-    return np.frombuffer(slab, dtype, count, place).reshape(shape)
+def _leaf(content: npt.NDArray[np.uint8], dtype: Any, shape: tuple[int, ...], step: Any) -> Any:
+    """The leaf that lies in ``content``."""
+    if step is None or step[0] == _TENSOR:
+        if not len(content):
+            leaf = torch.empty(shape, dtype=dtype)
+        else:
+            leaf = torch.frombuffer(content, dtype=dtype).view(shape)
+        return leaf if step is None else leaf.permute(step[1])
+    if step[0] == _ARRAY:
+        array = np.frombuffer(content, dtype).reshape(shape) if len(content) else np.empty(shape, dtype)
+        return array.T if step[1] else array
+    return pa.ipc.open_stream(pa.py_buffer(content)).read_all() if step[0] == _TABLE else content
+
+
+def _plain_names(structure: Any, leaves: int) -> tuple[str, ...] | None:
+    """The names of a `Batch` of nothing but its leaves, in their order: what most micro-batches are."""
+    is_plain = type(structure) is tuple and structure[0] == _BATCH and structure[2] == tuple(range(leaves))
+    return structure[1] if is_plain else None
 
 
 def _assembled(structure: Any, leaves: list[Any], objects: list[Any], receipt: Receipt) -> Any:

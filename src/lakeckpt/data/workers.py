@@ -40,7 +40,7 @@ from lakeckpt.errors import LakeckptError, WorkerDied, WorkerTimeout
 
 __all__ = ["Workers"]
 
-AHEAD_S = 0.005
+AHEAD_S = 0.02
 MOST_AHEAD = 64
 AHEAD_BYTES = 32 << 20
 MOST_TOLD = 4096
