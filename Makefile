@@ -18,6 +18,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 export PIP_CACHE_DIR ?= $(CURDIR)/$(VENV)/cache/pip
 export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/cache/matplotlib
 
+# Many images set it. Nothing is compiled at installation: without bytecode, each process compiles torch anew (3 s).
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-soak test-system lint types pytest format bench bench-readers docs clean
 
 help:  ## this list
