@@ -92,7 +92,7 @@ def dying(rank: int, world_size: int, folder: str, dead: int, when: str) -> None
 
     storage = FaultyStorage(LocalStorage(f"{folder}/run"), before=die if when == "part" else None)
     objects = {**training(), "reader": Reader(rank=rank, world_size=world_size)}
-    manager = CheckpointManager(storage, objects, every=1, timeout_s=10 if when == "part" else 60)
+    manager = CheckpointManager(storage, objects, every=1, timeout_s=5 if when == "part" else 60)
     manager.restore()
     batches = iter(objects["reader"])
     next(batches)

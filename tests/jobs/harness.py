@@ -1,6 +1,7 @@
 """Runs `train.py` as the ranks of a job, kills them, starts them anew, and counts the rows of the surviving history.
 
-Only processes that it started are ended, by their ids. A kill is placed by what the job has *done* (a number of lines
+A rank is a process of a session of its own, forked from a server that has loaded torch and run nothing. Only processes
+that were started here are ended, by their ids. A kill is placed by what the job has *done* (a number of lines
 in its notes) and then by a short random wait of the job's own making, so that it falls anywhere: in a step, in a save,
 in a commit.
 """
@@ -9,15 +10,18 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import socket
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+from tests.tracking.processes import FORKS
 
 SCRIPT = Path(__file__).with_name("train.py")
 
@@ -38,6 +42,17 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
+def run_rank(arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    """Be ``python train.py *arguments``, in a session of its own that writes to the end of ``log``."""
+    os.setsid()
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    sys.argv = [str(SCRIPT), *arguments]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
 class Job:
     """A job in ``folder`` over ``table``; attempts share a run."""
 
@@ -55,42 +70,39 @@ class Job:
         """Run one attempt: to its end, or until it is killed."""
         number, self.attempts = self.attempts, self.attempts + 1
         port = str(free_port())
-        command = [
-            *(sys.executable, str(SCRIPT), "--table", str(self.table), "--run", str(self.run)),
-            *("--notes", str(self.notes), "--attempt", str(number), "--workers", str(attempt.workers)),
-            *(*self.options, *attempt.options),
+        arguments = [
+            *("--table", str(self.table), "--run", str(self.run), "--notes", str(self.notes)),
+            *("--attempt", str(number), "--workers", str(attempt.workers), *self.options, *attempt.options),
         ]
-        log = (self.folder / f"log-{number:03d}.txt").open("w")
+        log = self.folder / f"log-{number:03d}.txt"
         ranks = []
         for rank in range(attempt.ranks):
             job = {"RANK": str(rank), "WORLD_SIZE": str(attempt.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environment = {**os.environ, **job, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
-            ranks.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-            )
+            environment = {**job, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
+            ranks.append(FORKS.Process(target=run_rank, args=(arguments, environment, log)))
+            ranks[-1].start()
         try:
             if attempt.kill_after is not None:
                 self._wait_for_steps(number, attempt.kill_after, ranks)
             else:
                 for process in ranks:
-                    process.wait(timeout=240)
+                    process.join(timeout=240)
         finally:
             for process in ranks:
-                if process.poll() is None or attempt.kill_after is not None:
+                if process.is_alive() or attempt.kill_after is not None:
                     _kill_group(process)
-                process.wait()
-            log.close()
+                process.join()
         if attempt.kill_after is None:
-            codes = [process.returncode for process in ranks]
-            assert codes == [0] * attempt.ranks, f"exit codes {codes}:\n{(self.folder / log.name).read_text()[-4000:]}"
+            codes = [process.exitcode for process in ranks]
+            assert codes == [0] * attempt.ranks, f"exit codes {codes}:\n{log.read_text()[-4000:]}"
 
-    def _wait_for_steps(self, number: int, kill_after: tuple[int, float], ranks: list[subprocess.Popen[bytes]]) -> None:
+    def _wait_for_steps(self, number: int, kill_after: tuple[int, float], ranks: list[ForkServerProcess]) -> None:
         steps, more_s = kill_after
         for _ in range(2400):
-            if self._steps_noted(number) >= steps or any(process.poll() is not None for process in ranks):
+            if self._steps_noted(number) >= steps or not all(process.is_alive() for process in ranks):
                 break
-            _wait(ranks[0], 0.05)
-        _wait(ranks[0], more_s)
+            ranks[0].join(0.05)
+        ranks[0].join(more_s)
 
     def _steps_noted(self, number: int) -> int:
         path = self.notes / f"{number:03d}-0.jsonl"
@@ -122,16 +134,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    try:
-        process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        pass
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: ForkServerProcess) -> None:
     """SIGKILL a rank and the loader workers that it started (its session)."""
+    assert process.pid is not None
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        pass
+        process.kill()  # it may not have got to a session of its own

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
 import os
 import signal
 import uuid
@@ -22,12 +21,11 @@ from lakeckpt.errors import LakeckptError
 from lakeckpt.testing.fault_proxy import At, FaultProxy, HttpFault, Request, Where
 from tests.jobs.s3_job import ROWS, counted, train
 from tests.lake.conftest import moto_endpoint
+from tests.tracking.processes import FORKS
 
 __all__ = ["moto_endpoint"]
 
 FAULTS = [HttpFault.LOST_ANSWER, HttpFault.ERROR, HttpFault.TRUNCATED, HttpFault.SHORT, HttpFault.RESET]
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.jobs.s3_job"])
 
 
 @dataclass
@@ -82,7 +80,7 @@ def attempt_that_dies(place: Place, run: str, n: int) -> None:
             os.kill(started[0].pid, signal.SIGKILL)
 
     with FaultProxy(place.endpoint, on_request=kill) as proxy:
-        started.append(CONTEXT.Process(target=train, args=(place.lake, run, place.options(proxy))))
+        started.append(FORKS.Process(target=train, args=(place.lake, run, place.options(proxy))))
         started[0].start()
         started[0].join()
         assert started[0].exitcode in (0, -signal.SIGKILL)

@@ -1,4 +1,7 @@
-"""Ranks as real processes, quickly: a fork server that has torch loaded, and never ran anything, forks them."""
+"""Ranks as real processes, quickly: a fork server that has torch loaded, and never ran anything, forks them.
+
+A process has one such server, which loads what was named last before its start: all tests name it here.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,24 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch", "torch.distributed", "lakeckpt.checkpoint.manager"])
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "pytest",
+        "torch.distributed",
+        "torch._dynamo",  # two seconds, for which the first optimizer of a process asks
+        "lakeckpt.checkpoint.manager",
+        "lakeckpt.data.loader",
+        "lakeckpt.lake.table",
+        "tests.jobs.s3_job",
+    ]
+)
 PATIENCE_S = 120.0
 
 
 def run_processes(world_size: int, body: Callable[..., None], *args: Any, ends: list[int] | None = None) -> None:
     """Run ``body(rank, *args)`` in a process per rank; AssertionError unless their exit codes are ``ends`` (all 0)."""
-    processes = [_FORKS.Process(target=body, args=(rank, *args)) for rank in range(world_size)]
+    processes = [FORKS.Process(target=body, args=(rank, *args)) for rank in range(world_size)]
     for process in processes:
         process.start()
     for process in processes:
