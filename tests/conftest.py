@@ -5,6 +5,7 @@ HYPOTHESIS_PROFILE chooses the profile (default, ci, nightly); without it, CI=tr
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes share two cores; before torch and numpy load
@@ -23,3 +24,8 @@ settings.register_profile(
 )
 settings.register_profile("nightly", settings.get_profile("default"), max_examples=3000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported never becomes garbage: no collection needs to look through it."""
+    gc.freeze()

@@ -61,13 +61,18 @@ class Import:
     at_load: bool
 
 
-def modules_of(root: Path) -> dict[str, ast.Module]:
-    """Dotted name to parsed source of every module below ``root``, the folder that holds the package."""
+def paths_of(root: Path) -> dict[str, Path]:
+    """Dotted name to file of every module below ``root``, the folder that holds the package."""
     found = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text("utf-8"))
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
+
+
+def modules_of(root: Path) -> dict[str, ast.Module]:
+    """Dotted name to parsed source of every module below ``root``."""
+    return {name: ast.parse(path.read_text("utf-8")) for name, path in paths_of(root).items()}
 
 
 def packages_of(root: Path) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -84,15 +85,16 @@ def test_views_are_saved_by_their_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "tensor",
+    "make",
     [
-        torch.ones(2, device="meta"),
-        torch.eye(2).to_sparse(),
-        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-        torch.zeros(2, dtype=torch.uint8).view(torch.bits8),
+        lambda: torch.ones(2, device="meta"),
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        lambda: torch.zeros(2, dtype=torch.uint8).view(torch.bits8),
     ],
 )
-def test_what_cannot_be_stored_is_refused_by_name(tensor: torch.Tensor) -> None:
+def test_what_cannot_be_stored_is_refused_by_name(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
     with pytest.raises(UnsupportedValue, match="model/w"):
         spec_of("model/w", tensor)
 

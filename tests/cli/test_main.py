@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,33 @@ def test_words_that_are_not_understood_exit_with_2(words: list[str], capsys: pyt
     assert "usage: lakeckpt" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_command_loads_torch(command: str, lake: Path, good_run: Script) -> None:
-    script = "import sys; sys.modules['torch'] = None; from lakeckpt.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    words = arguments(command, lake)
-    ran = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120)
+MANY = """
+import contextlib, io, json, sys
+sys.modules[sys.argv[1]] = None
+from lakeckpt.cli.main import main
+
+told = []
+for words in json.loads(sys.argv[2]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = main(words)
+    told.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(told))
+"""
+
+
+def run_without(module: str, commands: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
+    """Run ``commands``, one after the other, in a process that cannot load ``module``: status, output and errors."""
+    words = [sys.executable, "-c", MANY, module, json.dumps(commands)]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout
+    return [(status, out, err) for status, out, err in json.loads(ran.stdout)]
+
+
+def test_no_command_loads_torch(lake: Path, good_run: Script) -> None:
+    told = run_without("torch", [arguments(command, lake) for command in COMMANDS])
+    for command, (status, out, err) in zip(COMMANDS, told, strict=True):
+        assert (command, status, err) == (command, 0, "")
+        assert out, command
 
 
 def test_nothing_heavy_is_loaded_before_a_command_runs() -> None:
@@ -69,14 +89,13 @@ def test_nothing_heavy_is_loaded_before_a_command_runs() -> None:
     assert ran.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_without_rich_the_extra_is_named_and_json_still_works(command: str, lake: Path, good_run: Script) -> None:
-    words = arguments(command, lake)
-    script = "import sys; sys.modules['rich'] = None; from lakeckpt.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    ran = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 2 and "lakeckpt[cli]" in ran.stderr and "Traceback" not in ran.stderr
-    ran = subprocess.run([sys.executable, "-c", script, *words, "--json"], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0 and json.loads(ran.stdout)
+def test_without_rich_the_extra_is_named_and_json_still_works(lake: Path, good_run: Script) -> None:
+    commands = [arguments(command, lake) for command in COMMANDS]
+    told = run_without("rich", [*commands, *([*words, "--json"] for words in commands)])
+    for command, (status, _, err) in zip(COMMANDS, told[: len(commands)], strict=True):
+        assert status == 2 and "lakeckpt[cli]" in err and "Traceback" not in err, command
+    for command, (status, out, _) in zip(COMMANDS, told[len(commands) :], strict=True):
+        assert status == 0 and json.loads(out), command
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "explain", "audit"])

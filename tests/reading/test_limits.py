@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,21 @@ def nested(values: int) -> pa.Table:
     return pa.table({"x": [1], "l": pa.ListArray.from_arrays([0, values], np.zeros(values, np.int64))})
 
 
-BOMBS: dict[str, tuple[pa.Table, dict[str, Any]]] = {
-    "runs": (pa.table({"x": np.zeros(4 * MIB, np.int64)}), {}),
-    "a page of zeros": (pa.table({"x": [b"\0" * 32 * MIB]}), {"compression": "zstd", "use_dictionary": False}),
-    "one long text, often": (pa.table({"x": ["y" * MIB] * 64}), {"compression": "zstd"}),
+BOMBS: dict[str, tuple[Callable[[], pa.Table], dict[str, Any]]] = {
+    "runs": (lambda: pa.table({"x": np.zeros(4 * MIB, np.int64)}), {}),
+    "a page of zeros": (lambda: pa.table({"x": [b"\0" * 32 * MIB]}), {"compression": "zstd", "use_dictionary": False}),
+    "one long text, often": (lambda: pa.table({"x": ["y" * MIB] * 64}), {"compression": "zstd"}),
     "one long text among short ones": (
-        pa.table({"x": [*(f"{i}" for i in range(6000)), *["y" * 65536] * 400]}),
+        lambda: pa.table({"x": [*(f"{i}" for i in range(6000)), *["y" * 65536] * 400]}),
         {"compression": "zstd"},
     ),
     "texts that grow by prefixes": (
-        pa.table({"x": ["y" * (10 * i) for i in range(2500)]}),
+        lambda: pa.table({"x": ["y" * (10 * i) for i in range(2500)]}),
         {"use_dictionary": False, "column_encoding": {"x": "DELTA_BYTE_ARRAY"}},
     ),
-    "a list": (nested(4 * MIB), {"compression": "zstd"}),
-    "long texts in lists": (pa.table({"x": [["y" * MIB] * 64]}), {"compression": "zstd"}),
-    "decimals": (pa.table({"x": pa.array([1] * 2 * MIB, pa.decimal128(5))}), {}),
+    "a list": (lambda: nested(4 * MIB), {"compression": "zstd"}),
+    "long texts in lists": (lambda: pa.table({"x": [["y" * MIB] * 64]}), {"compression": "zstd"}),
+    "decimals": (lambda: pa.table({"x": pa.array([1] * 2 * MIB, pa.decimal128(5))}), {}),
 }
 
 
@@ -53,7 +54,8 @@ BOMBS: dict[str, tuple[pa.Table, dict[str, Any]]] = {
 def test_what_decodes_to_more_than_is_allowed_is_refused_with_file_row_group_and_column(
     tmp_path: Path, name: str
 ) -> None:
-    table, options = BOMBS[name]
+    make, options = BOMBS[name]
+    table = make()
     path = write_file(tmp_path / "a.parquet", [table.slice(0, 1), table], **options)
     assert path.stat().st_size < 200_000
     before = pa.total_allocated_bytes()
