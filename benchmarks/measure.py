@@ -64,14 +64,19 @@ def measure(cases: Mapping[str, Callable[[], object]], repetitions: int) -> list
     ]
 
 
-def report(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], measured: Sequence[Measured]) -> None:
-    """Print the table, and write what was measured to the file named by ``--json``, if it is asked for."""
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     Console(width=max(Console().width, 110)).print(table)
+
+
+def report(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], measured: Sequence[Measured]) -> None:
+    """Print the table, and write what was measured to the file named by ``--json``, if it is asked for."""
+    show(title, columns, rows)
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     path = parser.parse_args().json

@@ -63,8 +63,11 @@ class SavedFooters:
 
     def dumps(self) -> bytes:
         """The document."""
-        schemas = list(dict.fromkeys(summary.schema for summary in self.summaries))
-        code_of = {schema: code for code, schema in enumerate(schemas)}
+        # To hash a schema takes the longer the more columns it has, and most files share the object that the first has.
+        objects = {id(summary.schema): summary.schema for summary in self.summaries}
+        schemas = list(dict.fromkeys(objects.values()))
+        place = {schema: code for code, schema in enumerate(schemas)}
+        code_of = {key: place[schema] for key, schema in objects.items()}
         times = [_NO_TIME if info.mtime_ns is None else info.mtime_ns for info in self.files]
         value = {
             "paths": [info.path for info in self.files],
@@ -73,7 +76,7 @@ class SavedFooters:
             "mtimes": np.array(times, np.int64),
             "digests": b"".join(summary.digest for summary in self.summaries),
             "schemas": [schema.serialize().to_pybytes() for schema in schemas],
-            "schema_codes": np.array([code_of[summary.schema] for summary in self.summaries], np.int64),
+            "schema_codes": np.array([code_of[id(summary.schema)] for summary in self.summaries], np.int64),
             "groups_per_file": np.array([len(summary.group_rows) for summary in self.summaries], np.int64),
             "group_rows": _joined([summary.group_rows for summary in self.summaries]),
             "group_bytes": _joined([summary.group_bytes for summary in self.summaries]),

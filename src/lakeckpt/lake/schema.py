@@ -52,8 +52,12 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 def table_schema(files: Sequence[tuple[str, pa.Schema]], partitions: Sequence[PartitionColumn]) -> pa.Schema:
     """The schema of a table whose files have these paths and schemas. `SchemaError` where they cannot agree."""
-    distinct: dict[pa.Schema, str] = {}
+    # To hash a schema takes the longer the more columns it has, and most files share the object that the first has.
+    objects: dict[int, tuple[str, pa.Schema]] = {}
     for path, schema in files:
+        objects.setdefault(id(schema), (path, schema))
+    distinct: dict[pa.Schema, str] = {}
+    for path, schema in objects.values():
         distinct.setdefault(schema, path)
     names = {column.name for column in partitions}
     plain = [
