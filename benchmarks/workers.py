@@ -1,10 +1,10 @@
 """What does it cost that micro-batches come from worker processes?  Ours and peers, with two workers and without.
 
-The same rows by each, in one run, interleaved: `LakeLoader` with no worker and with two; a hand-written Arrow dataset in
-a torch DataLoader, and HF datasets (where it is installed), each with two workers. A table of 41 columns of numbers, rows
-of tokens, and images, each once more with a transform of a millisecond of Python for each micro-batch. What is timed is
-from the second micro-batch to the end of an epoch, with workers that live on, so that starting them is not; nothing
-looks at the rows.
+The same rows by each, in one run, interleaved: `LakeLoader` with no worker and with two; a hand-written Arrow dataset
+in a torch DataLoader, and HF datasets (where it is installed), each with two workers. A table of 41 columns of numbers,
+rows of tokens, and images, each once more with a transform of a millisecond of Python for each micro-batch. What is
+timed is from the second micro-batch to the end of an epoch, with workers that live on, so that starting them is not;
+nothing looks at the rows.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def main() -> None:
                 cases = readers(kind, Path(folder), paths, transform)
                 cases = {name: loader for name, loader in cases.items() if asked.only in name}
                 found: dict[str, list[float]] = {name: [] for name in cases}
-                for name, loader in cases.items():
+                for loader in cases.values():
                     seconds_a_row(loader)  # starts workers, warms caches
                 for _ in range(asked.repetitions):
                     for name, loader in cases.items():

@@ -24,8 +24,8 @@ RECEIPT = Receipt(
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-def crossed(value: Any) -> Any:
-    """``value`` as another process gets it."""
+def crossed(value: Any, *, pinned: bool = False) -> Any:
+    """``value`` as another process gets it; ``pinned``: as it does with memory that would be."""
     packed = pack(value, RECEIPT)
     slab = np.zeros(packed.size_bytes, np.uint8)
     place = 0
@@ -33,7 +33,10 @@ def crossed(value: Any) -> Any:
         source = (ctypes.c_uint8 * size).from_address(address) if size else b""
         slab[place : place + size] = np.frombuffer(source, np.uint8)
         place += -(-size // 64) * 64
-    return Layout(pickle.loads(pickle.dumps(packed.form))).build(slab, packed.sizes, RECEIPT)
+    layout = Layout(pickle.loads(pickle.dumps(packed.form)))
+    if pinned:
+        return layout.build_pinned(torch.from_numpy(slab), packed.sizes, RECEIPT)
+    return layout.build(slab, packed.sizes, RECEIPT)
 
 
 NUMBERS = torch.arange(24, dtype=torch.int32)
@@ -67,6 +70,17 @@ VALUES: dict[str, Any] = {
 @pytest.mark.parametrize("name", VALUES)
 def test_any_value_crosses_as_it_was(name: str) -> None:
     assert same(VALUES[name], crossed(VALUES[name]))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_any_value_is_the_same_in_pinned_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    assert same(VALUES[name], crossed(VALUES[name], pinned=True))
+
+
+def test_pinned_columns_share_one_storage() -> None:
+    found = crossed(Batch({"a": torch.arange(3), "b": torch.zeros(2, 2)}, RECEIPT), pinned=True)
+    assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
 
 
 def test_a_slice_crosses_without_what_it_was_cut_from() -> None:

@@ -178,6 +178,54 @@ def test_workers_are_what_users_of_torch_know(lake: Path) -> None:
     assert isinstance(error, KeyError) and "worker 0 cannot begin" in str(error)
 
 
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that pins by copying."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr("lakeckpt.data.workers.pinned_copy", lambda slab: torch.from_numpy(slab).clone())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_thread_pins_and_frees_slots_at_once(lake: Path, accelerator: None, persistent: bool) -> None:
+    options = {"pin_memory": True, "persistent_workers": persistent}
+    loader = loader_of(lake, num_workers=2, num_lanes=4, columns=["id", "string"], loader=options)
+    expected = ids(loader_of(lake, num_lanes=4, columns=["id"]))
+    threads, started = threading.active_count(), iter(loader)
+    kept = [next(started)]
+    assert threading.active_count() == threads + 1
+    kept += list(started)
+    assert ids(kept) == expected and kept[0]["string"].tolist()
+    assert kept[0]["id"].untyped_storage().nbytes() > kept[0]["id"].nbytes, "a view of one pinned slab"
+    assert threading.active_count() == threads
+    first = some(loader, 3)
+    assert threading.active_count() == threads
+    assert sorted(flat(first) + flat(loader)) == list(range(ROWS))
+    older = iter(loader)
+    before = [next(older)]
+    assert sorted(flat(before) + flat(loader)) == list(range(ROWS)), "a newer iterator goes on with the workers"
+    del older
+    assert threading.active_count() == threads
+
+
+def test_what_goes_wrong_beside_the_loop_is_raised_in_its_place(lake: Path, accelerator: None) -> None:
+    threads = threading.active_count()
+    for transform, kind in ((dies_at_20, WorkerDied), (odd_error, KeyError)):
+        loader = loader_of(
+            lake, shuffle=False, num_lanes=1, num_workers=1, transform=transform, loader={"pin_memory": True}
+        )
+        found, error = until_error(loader)
+        assert isinstance(error, kind) and flat(found) == list(range(20))
+        assert loader.state_dict()["step"] == 5 and threading.active_count() == threads
+
+
+def odd_error(batch: Batch) -> Batch:
+    if (batch["id"] == 20).any():
+        raise KeyError("twenty")
+    return batch
+
+
 # --- death
 
 

@@ -170,12 +170,10 @@ class LakeLoader(DataLoader[Any]):
     def _found(self, assignments: Iterator[Assignment], base_seed: int) -> Iterator[tuple[Receipt, Any]]:
         """What is left of the epoch, read ahead from now on."""
         source = self.dataset._source
-        found: Iterator[tuple[Receipt, Any]]
         if self.num_workers:
-            found = self._started(base_seed).read(assignments)
-        else:
-            source.clear()
-            found = map(source.take, assignments)
+            return self._started(base_seed).read(assignments)
+        source.clear()
+        found: Iterator[tuple[Receipt, Any]] = map(source.take, assignments)
         if self.pin_memory and torch.accelerator.is_available():
             return ((receipt, pin_memory(batch)) for receipt, batch in found)  # type: ignore[no-untyped-call]
         return found
@@ -196,6 +194,7 @@ class LakeLoader(DataLoader[Any]):
             worker_init_fn=self.worker_init_fn,
             ahead=self._ahead,
             timeout_s=self.timeout,
+            pins=self.pin_memory and torch.accelerator.is_available(),
         )
         if self.persistent_workers:
             self._workers, self._workers_generation = workers, generation

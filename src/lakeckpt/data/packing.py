@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.data.arena import ALIGNMENT
@@ -240,16 +241,34 @@ class Layout:
 
     def build(self, slab: npt.NDArray[np.uint8], sizes: Sequence[int], receipt: Receipt) -> Any:
         """Return the value whose leaves lie in ``slab``: views of it, writable where the original was an array."""
+        return self._built(slab, sizes, receipt, None)
+
+    def build_pinned(self, slab: torch.Tensor, sizes: Sequence[int], receipt: Receipt) -> Any:
+        """Return the value whose leaves lie in ``slab``, uint8 in pinned memory; objects are pinned as torch does it.
+
+        Tensors are views that share its storage: only so does the allocator hear of copies that are still under way.
+        """
+        value = self._built(slab.numpy(), sizes, receipt, slab)
+        is_plain = self._names is not None or not self._kinds or self._kinds[-1] != (_BYTES,)
+        return value if is_plain else pin_memory(value)  # type: ignore[no-untyped-call]
+
+    def _built(
+        self, slab: npt.NDArray[np.uint8], sizes: Sequence[int], receipt: Receipt, pinned: torch.Tensor | None
+    ) -> Any:
         leaves: list[Any] = []
         place = at = 0
         for dtype, width, ndim, step in self._steps:
-            if step is None and ndim == 1 and (count := sizes[at]):
+            if step is None and ndim == 1 and pinned is None and (count := sizes[at]):
                 leaf = torch.frombuffer(slab, dtype=dtype, count=count, offset=place)
                 size = count * width
             else:
                 shape = tuple(sizes[at : at + ndim])
                 size = math.prod(shape) * width
-                leaf = _leaf(slab[place : place + size], dtype, shape, step)
+                if pinned is not None and size and (step is None or step[0] == _TENSOR):
+                    leaf = pinned.narrow(0, place, size).view(dtype).view(shape)
+                    leaf = leaf if step is None else leaf.permute(step[1])
+                else:
+                    leaf = _leaf(slab[place : place + size], dtype, shape, step)
             leaves.append(leaf)
             at += ndim
             place += (size + ALIGNMENT - 1) & -ALIGNMENT

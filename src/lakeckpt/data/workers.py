@@ -17,6 +17,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 import weakref
 from collections import deque
@@ -25,12 +26,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch._utils import ExceptionWrapper
 
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.data.arena import Arena, forking_a_worker
+from lakeckpt.data.beside import Beside
 from lakeckpt.data.channel import Channel, PeerGone
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.packing import Layout
@@ -45,6 +49,7 @@ MOST_AHEAD = 64
 AHEAD_BYTES = 32 << 20
 MOST_TOLD = 4096
 _STOP_S = 5.0
+_LOOK_UP_S = 0.2
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -75,7 +80,8 @@ class Workers:
     ``ahead``: micro-batches that a worker may have delivered ahead of the loop; None: two, and more where they are so
     small or so quick to read that two would not last for a message. ``timeout_s``: how long to wait for a worker; 0:
     for ever. ``memory_limit_bytes`` bounds what is delivered ahead, and what the loop keeps counts against it: one
-    micro-batch of each worker is always allowed.
+    micro-batch of each worker is always allowed. With ``pins``, micro-batches are copied into pinned memory, by a
+    thread (`lakeckpt.data.beside`), and slots are free as soon as that is done.
     """
 
     def __init__(
@@ -89,8 +95,12 @@ class Workers:
         ahead: int | None = None,
         timeout_s: float = 0,
         memory_limit_bytes: int | None = None,
+        pins: bool = False,
     ) -> None:
         self.closed = False
+        self._pins = pins
+        self._given_up: threading.Event | None = None
+        self._beside: weakref.ref[Beside[tuple[Receipt, Any]]] | None = None
         self._ahead, self._timeout_s, self._memory_limit_bytes = ahead, timeout_s, memory_limit_bytes
         self._iteration = -1
         self._reach = 1
@@ -125,18 +135,34 @@ class Workers:
 
         It ends an earlier iteration. Raises what reading raised, `WorkerDied`, `WorkerTimeout`.
         """
+        self._end_thread()
         self._iteration += 1
         self._reach = self._told_ahead(1)
         for worker in self._all:
             worker.delivered.clear()
             worker.unsent.clear()
             worker.received = worker.may_deliver = 0
-        return _Results(self, assignments, self._iteration)
+        if not self._pins:
+            return _Results(self, assignments, self._iteration)
+        device = torch.accelerator.current_device_index()
+
+        def in_thread(given_up: threading.Event) -> Iterator[tuple[Receipt, Any]]:
+            self._given_up = given_up
+            return _Results(self, assignments, self._iteration)
+
+        beside = Beside(in_thread, prepare=lambda: _prepare_to_pin(device))
+        self._beside = weakref.ref(beside)
+        return beside
 
     def close(self) -> None:
         """Stop the processes and join them. What was delivered stays valid as long as somebody holds it."""
         self.closed = True
+        self._end_thread()
         self._finalizer()
+
+    def _end_thread(self) -> None:
+        if self._beside is not None and (beside := self._beside()) is not None:
+            beside.close()
 
     # --- what results ask
 
@@ -166,9 +192,16 @@ class Workers:
         while not worker.delivered:
             try:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if self._given_up is not None:
+                    left = _LOOK_UP_S if left is None else min(left, _LOOK_UP_S)
                 message = worker.channel.receive(left)
             except PeerGone:
                 raise _died(worker, assignment) from None
+            if message is None and self._given_up is not None:
+                if self._given_up.is_set():
+                    raise _GivenUp
+                if deadline is None or time.monotonic() < deadline:
+                    continue
             if message is None:
                 raise WorkerTimeout(
                     f"worker {worker.number} (process {worker.process.pid}) gave no answer within {self._timeout_s} s "
@@ -219,7 +252,10 @@ class Workers:
         if skips:
             receipt = replace(receipt, skips=skips)
         slab = worker.arena.lease(offset, size) if size else _NOTHING
-        return receipt, worker.layouts[number].build(slab, sizes, receipt)
+        layout = worker.layouts[number]
+        if self._pins and size:
+            return receipt, layout.build_pinned(pinned_copy(slab), sizes, receipt)
+        return receipt, layout.build(slab, sizes, receipt)
 
     @staticmethod
     def _told_ahead(ahead: int) -> int:
@@ -255,10 +291,26 @@ class _Results(Iterator[tuple[Receipt, Any]]):
         try:
             found = workers.receive(*self._order.popleft())
             workers.tell(self._order, self._assignments)
+        except _GivenUp:
+            raise StopIteration from None
         except BaseException:
             workers.close()  # a message may be lost, and tasks are under way that nobody waits for
             raise
         return found
+
+
+class _GivenUp(Exception):
+    """Nobody wants what is waited for."""
+
+
+def pinned_copy(slab: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Return the bytes of ``slab`` in pinned memory."""
+    return torch.empty(len(slab), dtype=torch.uint8, pin_memory=True).copy_(torch.from_numpy(slab))
+
+
+def _prepare_to_pin(device: int) -> None:
+    torch.set_num_threads(1)  # of this thread
+    torch.accelerator.set_device_index(device)
 
 
 def _start(context: Any, setup: WorkerSetup, arena: Arena, descriptor: int) -> _Worker:
