@@ -113,6 +113,16 @@ def test_no_more_than_the_bytes_allowed_are_held_ahead(tmp_path: Path) -> None:
     assert ids(small.decode(3, 0, 1)) == [3000]
 
 
+def test_a_row_group_larger_than_the_bytes_allowed_holds_up_none_behind_it(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[5000], [3], [4]])
+    came = threading.Semaphore(0)
+    decoder = RowGroupDecoder(stored(table, lambda path, start: came.release()), ahead_bytes=5000)
+    decoder.announce(range(3))
+    for _ in range(5):  # three footers, two row groups
+        assert came.acquire(timeout=BOUND_S)
+    assert [ids(decoder.decode(group, 0, 1)) for group in range(3)] == [[0], [5000], [5003]]
+
+
 def test_what_is_wanted_now_does_not_wait_for_what_was_announced_to_be_used(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[1000] * 6])
     decoder = RowGroupDecoder(stored(table), ahead_bytes=30_000)

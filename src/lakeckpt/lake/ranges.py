@@ -3,7 +3,7 @@
 `coalesced` plans (pure): pieces, such as column chunks, that lie close together share a range, as long as that stays
 small; a piece is never cut. `PinnedBytes.begin` sets out to read ranges and `Arriving.wait` has them, each in a buffer
 of its own. A local file is read by who waits. An object in a store is asked for in requests of at most 8 MiB, all of
-them at once as far as the threads of this process go: 16, started when first needed, so that at most 128 MiB are on
+them at once as far as the threads of this process go: 32, started when first needed, so that at most 256 MiB are on
 their way. They end with the process; a forked one has its own.
 
 What is not as it was pinned (gone, written again, of another length) is `DataFileChanged`, whoever notices it first.
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 REQUEST_BYTES = 8 << 20
 """What one request asks for at most: a storage answers so much by a single one."""
-THREADS = 16
+THREADS = 32
 LOCAL_HOLE_BYTES, STORE_HOLE_BYTES = 64 << 10, 256 << 10
 """Pieces that are no further apart are read together: what lies between costs less than another call."""
 ADVICE = "Open the table again to start on its new state, or put the pinned files back to go on with a run"
