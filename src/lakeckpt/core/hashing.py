@@ -23,7 +23,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MAX_PERMUTED", "PERMUTATION_VERSION", "derive_key", "hash64", "permutation"]
+__all__ = ["MAX_PERMUTED", "PERMUTATION_VERSION", "derive_key", "hash64", "permutation", "sorted_places"]
 
 PERMUTATION_VERSION = 1
 """Raised whenever any of the three steps changes; part of every reader state."""
@@ -79,4 +79,28 @@ def permutation(key: tuple[int, int], count: int) -> Int64Array:
     """
     if not 0 <= count <= MAX_PERMUTED:
         raise ValueError(f"a permutation has 0 to {MAX_PERMUTED} elements, got {count}")
-    return np.argsort(hash64(key, np.arange(count, dtype=np.uint64))).astype(np.int64, copy=False)
+    return sorted_places(hash64(key, np.arange(count, dtype=np.uint64)))
+
+
+def sorted_places(words: UInt64Array) -> Int64Array:
+    """Return the places of ``words`` (uint64, shape (n,), distinct, n at most 2^32) in ascending order of the words.
+
+    As ``np.argsort``, in a fraction of its time: numpy sorts values with vector instructions. Each word's low bits give
+    way to its place; the few neighbours that do not differ above those are put right afterwards.
+    """
+    place_bits = max(1, (len(words) - 1).bit_length())
+    low = np.uint64((1 << place_bits) - 1)
+    packed = words & ~low
+    packed |= np.arange(len(words), dtype=np.uint64)
+    packed.sort()
+    tied = np.flatnonzero((packed[1:] ^ packed[:-1]) <= low)
+    packed &= low
+    places = packed.view(np.int64)
+    swapped = len(tied) > 0
+    while swapped:  # by turns those that do not overlap, until each run of ties is in order
+        swapped = False
+        for left in (tied[tied % 2 == 0], tied[tied % 2 == 1]):
+            wrong = left[words[places[left]] > words[places[left + 1]]]
+            places[wrong], places[wrong + 1] = places[wrong + 1], places[wrong]
+            swapped = swapped or len(wrong) > 0
+    return places
