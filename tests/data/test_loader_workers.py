@@ -84,13 +84,13 @@ _DECODED = {"windows": 0}
 def test_each_window_is_decoded_once_by_the_worker_that_owns_its_lane(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = PositionReader._decoded
+    inner = PositionReader._begin
 
-    def counted(self: PositionReader, layout: Any, window: Any) -> Any:
+    def counted(self: PositionReader, slot: Any) -> Any:
         _DECODED["windows"] += 1
-        return inner(self, layout, window)
+        return inner(self, slot)
 
-    monkeypatch.setattr(PositionReader, "_decoded", counted)
+    monkeypatch.setattr(PositionReader, "_begin", counted)
     monkeypatch.setitem(_DECODED, "windows", 0)
     folder = LakeSpec(files=((10,) * 6,) * 4).write(tmp_path / "lake")  # 24 row groups of 10 rows
     for num_workers, num_lanes in ((0, 3), (2, 4), (3, 4), (2, 3)):
@@ -120,13 +120,13 @@ def test_each_window_is_decoded_once_by_the_worker_that_owns_its_lane(
 
 def test_row_wise_reading_decodes_runs_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    inner = PositionReader.read_around
+    inner = PositionReader.announce
 
     def counted(self: PositionReader, pieces: Any) -> Any:
         reads.append(sum(stop - start for _, start, stop in pieces))
         return inner(self, pieces)
 
-    monkeypatch.setattr(PositionReader, "read_around", counted)
+    monkeypatch.setattr(PositionReader, "announce", counted)
     folder = LakeSpec(files=((50, 50),)).write(tmp_path / "lake")
     assert len(list(loader_of(folder, batch_size=None, block_size=20))) == 100
     assert reads == [20] * 5

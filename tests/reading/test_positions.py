@@ -19,9 +19,10 @@ from lakeckpt.lake.table import Table, open_table
 from lakeckpt.reading import arrays
 from lakeckpt.reading.convert import convert
 from lakeckpt.reading.decode import RowGroupDecoder
-from lakeckpt.reading.positions import PositionReader, parts_of
+from lakeckpt.reading.parts import Served, parts_of
+from lakeckpt.reading.positions import PositionReader
 from lakeckpt.reading.ragged import to_pylist
-from tests.reading.cases import IDS, columns, write_ids
+from tests.reading.cases import columns, write_ids
 
 LAYOUTS = st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4)
 ORDERED = OrderSpec(seed=0, shuffle=False, window=1)
@@ -62,7 +63,8 @@ def test_any_spans_in_any_order_are_the_rows_that_the_model_says_and_nobody_else
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         table = write_ids(Path(folder), files)
-        reader = PositionReader(table, None, spec, max_windows=max_windows)
+        limit = data.draw(st.none() | st.integers(1, 4000))
+        reader = PositionReader(table, None, spec, max_windows=max_windows, threads=2, memory_limit_bytes=limit)
         layouts = [EpochLayout.build(table.index.group_rows, spec, epoch, lanes) for epoch in range(2)]
         delivered: list[tuple[dict[str, Any], dict[str, list[Any]]]] = []
         for _ in range(data.draw(st.integers(1, 6))):
@@ -71,10 +73,8 @@ def test_any_spans_in_any_order_are_the_rows_that_the_model_says_and_nobody_else
                 layout = data.draw(st.sampled_from(layouts))
                 start = data.draw(st.integers(0, layout.rows))
                 pieces.append((layout, start, data.draw(st.integers(start, layout.rows))))
-            batch = reader.read(pieces)
-            assert batch.schema == reader.schema == IDS
+            columns = reader.read(pieces)
             expected = rows_of([i for piece in pieces for i in ids_at(table, *piece)])
-            columns = convert(batch)
             assert {name: column.tolist() for name, column in columns.items()} == expected
             if data.draw(st.booleans()):
                 columns["id"][...] = -1
@@ -82,7 +82,7 @@ def test_any_spans_in_any_order_are_the_rows_that_the_model_says_and_nobody_else
                 columns["text"].values[...] = ord("?")
             else:
                 delivered.append((columns, expected))
-            assert reader.windows_held <= max_windows
+            assert reader.windows_held <= 2 * max_windows
         for columns, expected in delivered:
             assert {name: column.tolist() for name, column in columns.items()} == expected
 
@@ -98,8 +98,8 @@ def test_windows_are_decoded_once_while_lanes_advance_and_let_go_when_served(
         layout = EpochLayout.build(table.index.group_rows, spec, 0, lanes)
         seen: list[int] = []
         for step in lane_steps(layout, batch):
-            seen += reader.read([step]).column("id").to_pylist()
-            assert reader.windows_held <= lanes
+            seen += reader.read([step])["id"].tolist()
+            assert reader.windows_held <= 2 * lanes
         assert sorted(seen) == list(range(table.num_rows))
         bounds = layout.lane_bounds.tolist()
         windows = sum(len(layout.windows(a, b)) for a, b in itertools.pairwise(bounds))
@@ -108,98 +108,124 @@ def test_windows_are_decoded_once_while_lanes_advance_and_let_go_when_served(
 
 
 class Spying(RowGroupDecoder):
-    """Counts decodes, and what the reader holds in the meantime."""
+    """Remembers what was decoded, by all of its kind that share ``decoded``."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, decoded: list[tuple[int, int, int]]) -> None:
         super().__init__(table, ["id"])
-        self.decoded: list[tuple[int, int, int]] = []
-        self.held: list[int] = []
-        self.reader: PositionReader | None = None
+        self.decoded = decoded
 
     def decode(self, group: int, start: int, stop: int) -> pa.Table:
-        assert self.reader is not None
         self.decoded.append((group, start, stop))
-        self.held.append(self.reader.windows_held)
         return super().decode(group, start, stop)
 
 
-def spied(table: Table, spec: OrderSpec, max_windows: int) -> tuple[PositionReader, Spying]:
-    spying = Spying(table)
-    spying.reader = PositionReader(table, ["id"], spec, max_windows=max_windows, decoder=spying)
-    return spying.reader, spying
+def spied(
+    table: Table, spec: OrderSpec, max_windows: int, **options: Any
+) -> tuple[PositionReader, list[tuple[int, int, int]]]:
+    decoded: list[tuple[int, int, int]] = []
+    reader = PositionReader(
+        table, ["id"], spec, max_windows=max_windows, new_decoder=lambda: Spying(table, decoded), **options
+    )
+    return reader, decoded
 
 
 def test_a_window_entered_in_its_middle_is_decoded_once_and_alone(tmp_path: Path) -> None:
     spec = OrderSpec(seed=5, shuffle=True, window=2)
     table = write_ids(tmp_path, [[4, 4], [4, 4]])
     layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
-    reader, spying = spied(table, spec, 1)
+    reader, decoded = spied(table, spec, 1)
     for start in range(11, 16):
-        assert reader.read([(layout, start, start + 1)]).column("id").to_pylist() == ids_at(
-            table, layout, start, start + 1
-        )
+        assert reader.read([(layout, start, start + 1)])["id"].tolist() == ids_at(table, layout, start, start + 1)
     second = layout.window_at(11).fragments
-    assert spying.decoded == [(f.group, f.start, f.stop) for f in second]
+    assert sorted(decoded) == sorted((f.group, f.start, f.stop) for f in second)
 
 
-def test_no_more_windows_are_held_than_allowed_not_even_while_one_is_decoded(tmp_path: Path) -> None:
-    table = write_ids(tmp_path, [[3] * 6])
+def test_no_more_windows_are_held_than_twice_those_that_are_open(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[3] * 12])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 3)
-    reader, spying = spied(table, ORDERED, 2)
-    for step in lane_steps(layout, 1):
-        reader.read([step])
-    assert max(spying.held) == 1
-    assert reader.windows_held <= 2
+    reader, _ = spied(table, ORDERED, 3)
+    waiting = [reader.announce([step]) for step in lane_steps(layout, 1)]
+    for announced in waiting:
+        assert reader.windows_held <= 6
+        reader.take(announced)
+    assert reader.windows_decoded == 12
+
+
+def test_windows_that_are_announced_are_decoded_before_they_are_taken_in_that_order(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[3, 3, 3, 3]])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader, _ = spied(table, ORDERED, 1)
+    first, second, third = (reader.announce([(layout, start, start + 3)]) for start in (0, 3, 6))
+    assert (reader.windows_held, reader.has_room) == (2, False)
+    assert reader.take(first)[0]["id"].tolist() == [0, 1, 2]
+    assert (reader.windows_held, reader.has_room) == (2, True)
+    assert [reader.take(announced)[0]["id"].tolist() for announced in (second, third)] == [[3, 4, 5], [6, 7, 8]]
+
+
+def test_a_limit_of_memory_holds_back_what_is_not_needed_yet(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[100] * 8])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 4)
+    spans = [(layout, start, start + 100) for start in range(0, 800, 100)]
+    for limit, most in ((1, 1), (3000, 3), (100 * 8 * 100, 7)):
+        reader, decoded = spied(table, ORDERED, 4, memory_limit_bytes=limit)
+        waiting = [reader.announce([span]) for span in spans]
+        assert reader.windows_held <= most
+        assert reader.take(waiting[0])[0]["id"].tolist() == list(range(100))
+        assert reader.windows_held == most
+        rows = [reader.take(announced)[0]["id"].tolist() for announced in waiting[1:]]
+        assert rows == [list(range(start, start + 100)) for start in range(100, 800, 100)]
+        assert len(decoded) == 8
 
 
 def test_the_window_unused_for_longest_makes_room(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[3, 3, 3]])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
-    reader, spying = spied(table, ORDERED, 2)
+    reader, decoded = spied(table, ORDERED, 1)
     for start in (0, 3, 1, 6, 2, 4):  # windows 0, 1, 0, 2 (drops 1), 0 (served: let go), 1 (again)
         reader.read([(layout, start, start + 1)])
-    assert [group for group, _, _ in spying.decoded] == [0, 1, 2, 1]
+    assert [group for group, _, _ in decoded] == [0, 1, 2, 1]
 
 
 def test_two_lanes_of_a_recut_advance_in_one_window_that_is_decoded_once(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[12]])
     for spec in (ORDERED, OrderSpec(seed=1, shuffle=True, window=1)):
         layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
-        reader, spying = spied(table, spec, 1)
+        reader, decoded = spied(table, spec, 1)
         for start in (6, 0, 8, 2, 10, 4):
-            rows = reader.read([(layout, start, start + 2)]).column("id").to_pylist()
+            rows = reader.read([(layout, start, start + 2)])["id"].tolist()
             assert rows == ids_at(table, layout, start, start + 2)
-        assert spying.decoded == [(0, 0, 12)]
+        assert decoded == [(0, 0, 12)]
 
 
-def test_rows_already_delivered_are_decoded_again_unless_they_were_copies(tmp_path: Path) -> None:
+def test_rows_already_delivered_are_decoded_again(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[12]])
-    for spec, decodes in ((ORDERED, 2), (OrderSpec(seed=1, shuffle=True, window=1), 1)):
+    for spec in (ORDERED, OrderSpec(seed=1, shuffle=True, window=1)):
         layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
-        reader, spying = spied(table, spec, 1)
-        first = convert(reader.read([(layout, 2, 6)]))["id"]
+        reader, decoded = spied(table, spec, 1)
+        first = reader.read([(layout, 2, 6)])["id"]
         first[...] = -1
-        again = reader.read([(layout, 0, 11)]).column("id").to_pylist()
+        again = reader.read([(layout, 0, 11)])["id"].tolist()
         assert again == ids_at(table, layout, 0, 11)
-        assert len(spying.decoded) == decodes
+        assert len(decoded) == 2
 
 
 def test_clear_forgets_windows_and_reading_goes_on(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[6]])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
-    reader, spying = spied(table, ORDERED, 4)
-    convert(reader.read([(layout, 0, 3)]))["id"][...] = -1
+    reader, decoded = spied(table, ORDERED, 4)
+    reader.read([(layout, 0, 3)])["id"][...] = -1
     reader.clear()
     assert reader.windows_held == 0
-    assert reader.read([(layout, 0, 6)]).column("id").to_pylist() == list(range(6))
-    assert len(spying.decoded) == 2
+    assert reader.read([(layout, 0, 6)])["id"].tolist() == list(range(6))
+    assert len(decoded) == 2
 
 
-def test_unshuffled_rows_are_slices_of_what_was_decoded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", [ORDERED, OrderSpec(seed=1, shuffle=True, window=2)])
+def test_rows_are_slices_of_what_was_decoded(tmp_path: Path, spec: OrderSpec) -> None:
     table = write_ids(tmp_path, [[6]])
-    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
-    reader = PositionReader(table, ["id"], ORDERED, max_windows=1)
-    left, right = (convert(reader.read([(layout, a, a + 3)]))["id"] for a in (0, 3))
+    layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
+    reader = PositionReader(table, ["id"], spec, max_windows=1)
+    left, right = (reader.read([(layout, a, a + 3)])["id"] for a in (0, 3))
     assert right.ctypes.data - left.ctypes.data == 3 * 8
 
 
@@ -208,7 +234,7 @@ def test_an_endless_stream_crosses_from_one_epoch_into_the_next(tmp_path: Path) 
     table = write_ids(tmp_path, [[3, 0, 2], [4]])
     first, second = (EpochLayout.build(table.index.group_rows, spec, epoch, 1) for epoch in (0, 1))
     reader = PositionReader(table, ["id"], spec, max_windows=2)
-    rows = reader.read([(first, 7, 9), (second, 0, 4)]).column("id").to_pylist()
+    rows = reader.read([(first, 7, 9), (second, 0, 4)])["id"].tolist()
     assert rows == ids_at(table, first, 7, 9) + ids_at(table, second, 0, 4)
 
 
@@ -217,9 +243,7 @@ def test_no_pieces_or_empty_ones_are_no_rows_of_the_right_schema(tmp_path: Path)
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
     reader = PositionReader(table, ["pair", "id"], ORDERED, max_windows=1)
     for pieces in ([], [(layout, 1, 1)]):
-        batch = reader.read(pieces)
-        assert (batch.num_rows, batch.schema) == (0, reader.schema)
-        assert convert(batch)["pair"].shape == (0, 2)
+        assert reader.read(pieces)["pair"].shape == (0, 2)
     assert reader.windows_decoded == 0
 
 
@@ -230,7 +254,7 @@ def test_text_too_large_for_32_bit_offsets_is_gathered_all_the_same(
     spec = OrderSpec(seed=1, shuffle=True, window=3)
     table = write_ids(tmp_path, [[10, 10], [10]])
     layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
-    reader = PositionReader(table, ["text"], spec, max_windows=1)
+    reader = PositionReader(table, ["text"], spec, max_windows=1, nulls=None)
     batch = reader.read([(layout, 0, 30)])
     assert batch.schema == reader.schema
     assert batch.column("text").num_chunks > 1
@@ -253,13 +277,15 @@ def test_shuffled_windows_hold_every_type_that_parquet_holds_also_where_offsets_
             assume(False)
         table = open_table(path)
         layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
-        reader = PositionReader(table, None, spec, max_windows=1)
+        arrow = PositionReader(table, None, spec, max_windows=1, nulls=None)
+        reader = PositionReader(table, None, spec, max_windows=1, nulls="mask")
         for start in range(0, layout.rows, batch):
             stop = min(layout.rows, start + batch)
-            found = reader.read([(layout, start, stop)])
-            assert found.schema == reader.schema
-            ids = ids_at(table, layout, start, stop)
-            assert to_pylist(convert(found, nulls="mask"), "x") == [reference[i] for i in ids]
+            found = arrow.read([(layout, start, stop)])
+            assert found.schema == arrow.schema
+            rows = [reference[i] for i in ids_at(table, layout, start, stop)]
+            assert to_pylist(convert(found, nulls="mask"), "x") == rows
+            assert to_pylist(reader.read([(layout, start, stop)]), "x") == rows
 
 
 def test_a_damaged_row_group_is_named_and_other_windows_still_read(tmp_path: Path) -> None:
@@ -273,7 +299,7 @@ def test_a_damaged_row_group_is_named_and_other_windows_still_read(tmp_path: Pat
     with pytest.raises(DataFileDamaged) as e:
         reader.read([(layout, 40, 60)])
     assert (e.value.file, e.value.row_group) == ("0001.parquet", 0)
-    assert reader.read([(layout, 40, 50)]).column("id").to_pylist() == list(range(40, 50))
+    assert reader.read([(layout, 40, 50)])["id"].tolist() == list(range(40, 50))
 
 
 def test_positions_and_layouts_that_are_not_the_tables_are_refused(tmp_path: Path) -> None:
@@ -290,9 +316,7 @@ def test_positions_and_layouts_that_are_not_the_tables_are_refused(tmp_path: Pat
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5)), max_size=12))
 def test_what_was_served_is_a_set(spans: list[tuple[int, int]]) -> None:
-    from lakeckpt.reading.positions import _Served
-
-    served, model = _Served(), set()
+    served, model = Served(), set()
     for start, size in spans:
         rows = set(range(start, start + size))
         assert served.add(start, start + size) == model.isdisjoint(rows)

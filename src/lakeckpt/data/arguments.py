@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from lakeckpt.errors import ConfigError, SchemaError
 
-__all__ = ["chosen_columns", "flag", "one_of", "positive", "whole"]
+__all__ = ["chosen_columns", "flag", "one_of", "optional", "positive", "whole"]
 
 MOST = 1 << 31
 
@@ -37,6 +37,11 @@ def positive(name: str, value: Any) -> int:
     if not 1 <= number <= MOST:
         raise ConfigError(f"{name} must be a positive integer up to {MOST}, got {value!r}")
     return number
+
+
+def optional(name: str, value: object) -> int | None:
+    """As `positive`, or None."""
+    return None if value is None else positive(name, value)
 
 
 def flag(name: str, value: Any) -> bool:

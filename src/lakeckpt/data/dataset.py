@@ -7,6 +7,7 @@ so that torch's round robin over workers restores the order of micro-batches wha
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -17,7 +18,8 @@ from lakeckpt.core.ends import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Identity, ReaderState
-from lakeckpt.data.arguments import chosen_columns, flag, one_of, positive, whole
+from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.arguments import chosen_columns, flag, one_of, optional, positive, whole
 from lakeckpt.data.epoch_file import EpochFile, Turn
 from lakeckpt.data.progress import Progress
 from lakeckpt.data.skip_warning import skips_bad_row_groups, warn_of_skips
@@ -78,6 +80,8 @@ class LakeDataset(IterableDataset[Any]):
             ``"raise"``, or ``"next_epoch"``: give the rest of it up (`lakeckpt audit` says so) and begin the next one.
         storage_options: passed to the store, where ``table`` is not a `lakeckpt.Table`.
         progress: called as ``progress(row groups done, row groups)`` while the rows that a filter keeps are counted.
+        memory_limit_bytes: what windows that are read ahead may take together with open ones, in each process that
+            reads; None: as much as the open ones. What is needed at once is decoded whatever the limit.
 
     Raises ConfigError and SchemaError for arguments that cannot be; nothing is read before the first iteration (or
     before `selection` is asked for, or a state).
@@ -110,10 +114,10 @@ class LakeDataset(IterableDataset[Any]):
         on_version_gone: Literal["raise", "next_epoch"] = "raise",
         storage_options: Mapping[str, Any] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        memory_limit_bytes: int | None = None,
     ) -> None:
         super().__init__()
-        batch_size = None if batch_size is None else positive("batch_size", batch_size)
-        num_lanes = None if num_lanes is None else positive("num_lanes", num_lanes)
+        batch_size, num_lanes = optional("batch_size", batch_size), optional("num_lanes", num_lanes)
         block_size = positive("block_size", block_size)
         shuffle_window = positive("shuffle_window", shuffle_window)
         one_of("tail", tail, ("short", "drop"))
@@ -165,6 +169,7 @@ class LakeDataset(IterableDataset[Any]):
             row_wise=self.row_wise,
             selecting=pinned.selecting,
             skips_bad=skips_bad,
+            memory_limit_bytes=optional("memory_limit_bytes", memory_limit_bytes),
         )
         self._progress = Progress(
             pinned.identity,
@@ -275,20 +280,17 @@ class LakeDataset(IterableDataset[Any]):
         return self._iterate(rank, self._progress.begin_iteration())
 
     def _iterate(self, rank: int, iteration: int) -> Iterator[Any]:
-        progress, source = self._progress, self._source
+        progress = self._progress
         progress.check(iteration)
-        source.clear()
         skip = progress.state.row
-        for assignment in progress.assignments(rank):
-            progress.check(iteration)
-            whole, found = source.take(assignment)
-            for item, receipt in items_of(found, whole, self.row_wise, skip):
+        for dealt, found in Ahead(self._source, progress.assignments(rank)):
+            for item, receipt in items_of(found, dealt, self.row_wise, skip):
                 progress.check(iteration)
                 warn_of_skips(receipt, progress.skips)
                 progress.delivered(receipt)
                 yield item
             skip = 0
-        progress.check(iteration)
+            progress.check(iteration)
         progress.finish()
 
     def _iterate_as_worker(self, worker: int, workers: int, base_seed: int) -> Iterator[Any]:
@@ -332,13 +334,11 @@ class LakeDataset(IterableDataset[Any]):
             progress.begin_epoch(turn.epoch)
 
     def _steps_of_worker(self, place: WorkerPlace, rank: int) -> Iterator[Any]:
-        plan, source, workers = Plan(place.state), self._source, place.workers
-        source.clear()
+        plan, workers = Plan(place.state), place.workers
         step, skip = place.next_step, place.skip
-        while plan.steps is None or step < plan.steps:
-            assignment = plan.assignment(step, rank)
-            whole, found = source.take(assignment)
-            for item, receipt in items_of(found, whole, self.row_wise, skip):
+        steps = itertools.count(step, workers) if plan.steps is None else range(step, plan.steps, workers)
+        for dealt, found in Ahead(self._source, (plan.assignment(step, rank) for step in steps)):
+            for item, receipt in items_of(found, dealt, self.row_wise, skip):
                 ended = receipt.row is None or receipt.row + 1 == receipt.rows
                 self._worker_place = place.at(step + workers, 0) if ended else place.at(step, (receipt.row or 0) + 1)
                 yield item

@@ -21,6 +21,7 @@ from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.arguments import whole
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.skip_warning import warn_of_skips
@@ -169,11 +170,9 @@ class LakeLoader(DataLoader[Any]):
 
     def _found(self, assignments: Iterator[Assignment], base_seed: int) -> Iterator[tuple[Receipt, Any]]:
         """What is left of the epoch, read ahead from now on."""
-        source = self.dataset._source
         if self.num_workers:
             return self._started(base_seed).read(assignments)
-        source.clear()
-        found: Iterator[tuple[Receipt, Any]] = map(source.take, assignments)
+        found: Iterator[tuple[Receipt, Any]] = Ahead(self.dataset._source, assignments)
         if self.pin_memory and torch.accelerator.is_available():
             return ((receipt, pin_memory(batch)) for receipt, batch in found)  # type: ignore[no-untyped-call]
         return found

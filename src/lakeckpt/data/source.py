@@ -7,11 +7,15 @@ and may skip is told by the receipts that it returns, and remembered until the p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import pyarrow as pa
+import torch
+from torch.utils.data import get_worker_info
 
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Assignment, LayoutKey
@@ -19,13 +23,12 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.data.batch import Batch
 from lakeckpt.data.nulls import placed
 from lakeckpt.data.selecting import Selecting
-from lakeckpt.data.tensors import to_tensors
+from lakeckpt.data.tensors import jagged
 from lakeckpt.data.transform import TransformContext
-from lakeckpt.errors import NullValueError
+from lakeckpt.errors import LakeckptError
 from lakeckpt.lake.table import Table
-from lakeckpt.reading.convert import convert
 from lakeckpt.reading.filtered import FilteredDecoder
-from lakeckpt.reading.positions import PositionReader
+from lakeckpt.reading.positions import Announced, NullFound, PositionReader
 from lakeckpt.reading.ragged import Ragged
 from lakeckpt.reading.skipping import Skipper
 
@@ -38,6 +41,7 @@ _LAYOUTS_KEPT = 4
 class BatchSource:
     """Reads the rows of assignments of one table. Not safe for use by several threads.
 
+    Windows of assignments that were announced are decoded ahead, within ``memory_limit_bytes``.
     ``selecting``: where positions count the rows that a filter keeps.
     """
 
@@ -54,6 +58,7 @@ class BatchSource:
         row_wise: bool,
         selecting: Selecting | None = None,
         skips_bad: bool = False,
+        memory_limit_bytes: int | None = None,
     ) -> None:
         self._table = table
         self._columns = columns
@@ -65,52 +70,88 @@ class BatchSource:
         self._row_wise = row_wise
         self._selecting = selecting
         self._skips_bad = skips_bad
+        self._memory_limit_bytes = memory_limit_bytes
         self._skipper: Skipper | None = None
         self._reader: PositionReader | None = None
         self._lanes = 0
         self._layouts: dict[LayoutKey, EpochLayout] = {}
+        self._announced: deque[tuple[Assignment, Announced]] = deque()
+        self.turn = 0
+        """Whose it is to announce and to take: see `lakeckpt.data.ahead`."""
         self.generation = 0
         """How often another version was gone to: copies in other processes are out of date then."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None, "_skipper": None, "_layouts": {}}
+        return {**self.__dict__, "_reader": None, "_skipper": None, "_layouts": {}, "_announced": deque()}
 
     def repin(self, table: Table, columns: list[str] | None, selecting: Selecting | None) -> None:
         """Read another version of the table from now on."""
+        self.clear()
         self._table, self._columns, self._selecting = table, columns, selecting
         self._reader, self._skipper, self._layouts = None, None, {}
         self.generation += 1
 
     def clear(self) -> None:
-        """Forget what was decoded: delivered arrays are the loop's to write to, so none is served twice."""
+        """Forget what was announced and decoded, and end threads."""
+        self._announced.clear()
         if self._reader is not None:
             self._reader.clear()
 
     def announce(self, assignment: Assignment) -> bool:
         """Say that ``assignment`` will be taken, after those that were announced before it; tells whether more may be.
 
-        It never waits and never raises: what goes wrong with the rows is raised by `take`. Whoever is told that no more
-        may be announced still may, to no use. What was announced and is not wanted any more goes with `clear`.
+        Its windows are decoded in threads as soon as there is room. It never waits and never raises: what goes wrong
+        is raised by `take`. Whoever is told that no more may be announced still may, to no use yet. What was announced
+        and is not wanted any more goes with `clear`.
         """
-        return False
+        try:
+            self._announced.append((assignment, self._announce(assignment)))
+        except (LakeckptError, OSError):
+            return False
+        return self.has_room
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it is of use to announce more now."""
+        return self._reader is None or self._reader.has_room
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` of what was announced first would not wait."""
+        return not self._announced or PositionReader.is_ready(self._announced[0][1])
 
     def take(self, assignment: Assignment) -> tuple[Receipt, Any]:
         """Return what the loop gets for ``assignment``: a batch; in row-wise use with a transform, a list of rows.
 
         Assignments that were announced are best taken in that order; any other may be taken at any time, too.
-
         The receipt is the assignment's, and says what was skipped.
         """
-        table, receipt = self._arrow(assignment)
-        if self._output == "arrow":
-            return receipt, self._finished(table, receipt)
+        announced = self._recall(assignment)
+        receipt = assignment.receipt
+        assert self._reader is not None
         try:
-            columns = convert(table, nulls=self._nulls)
-        except NullValueError as error:
-            layouts = {key.epoch: self._layout(key) for key in assignment.layouts}
-            raise placed(error, table, receipt, layouts=layouts, index=self._table.index, nulls=self._nulls) from error
-        found: dict[str, Any] = to_tensors(columns, nested=self._jagged) if self._output == "torch" else dict(columns)
-        return receipt, self._finished(Batch(found, receipt), receipt)
+            rows, skips = self._reader.take(announced)
+        except NullFound as found:
+            assert self._output != "arrow"
+            raise placed(found, receipt, index=self._table.index, nulls=self._nulls) from found.error
+        if skips:
+            receipt = replace(receipt, skips=skips)
+        if self._output == "arrow":
+            return receipt, self._finished(rows, receipt)
+        if self._jagged:
+            rows = {name: jagged(column) for name, column in rows.items()}
+        return receipt, self._finished(Batch(rows, receipt), receipt)
+
+    def _recall(self, assignment: Assignment) -> Announced:
+        """What is known of ``assignment`` since it was announced; else it is announced now."""
+        announced = self._announced
+        if announced and announced[0][0] is assignment:
+            return announced.popleft()[1]
+        for place, (one, parts) in enumerate(announced):
+            if one is assignment:
+                del announced[place]
+                return parts
+        return self._announce(assignment)
 
     def _finished(self, batch: Any, receipt: Receipt) -> Any:
         if self._transform is None:
@@ -134,30 +175,37 @@ class BatchSource:
             return Batch(result, receipt)
         return result
 
-    def _arrow(self, assignment: Assignment) -> tuple[pa.Table, Receipt]:
-        if self._skipper is None:
-            selection = "" if self._selecting is None else self._selecting.get().digest
-            self._skipper = Skipper(self._table.index, selection=selection, finds_more=self._skips_bad)
+    def _announce(self, assignment: Assignment) -> Announced:
         if self._reader is None or assignment.lanes != self._lanes:
-            # Every lane has one window open at a time.
-            decoder = None
-            if self._selecting is not None:
-                decoder = FilteredDecoder(self._table, self._columns, self._selecting.kept)
-            self._reader = PositionReader(
-                self._table,
-                self._columns,
-                self._spec,
-                max_windows=assignment.lanes,
-                decoder=decoder,
-                skipper=self._skipper,
-            )
+            self._reader = self._new_reader(assignment.lanes)
             self._lanes = assignment.lanes
+        assert self._skipper is not None
         if assignment.skips and self._skipper.learn(assignment.skips):
             self._reader.clear()  # what is held may be of row groups that are skipped from now on
         layouts = {key.epoch: self._layout(key) for key in assignment.layouts}
-        receipt = assignment.receipt
-        table, skips = self._reader.read_around([(layouts[s.epoch], s.start, s.stop) for s in receipt.spans])
-        return table, replace(receipt, skips=skips) if skips else receipt
+        return self._reader.announce([(layouts[s.epoch], s.start, s.stop) for s in assignment.receipt.spans])
+
+    def _new_reader(self, lanes: int) -> PositionReader:
+        """A reader of windows of which one is open for each of ``lanes``."""
+        if self._skipper is None:
+            selection = "" if self._selecting is None else self._selecting.get().digest
+            self._skipper = Skipper(self._table.index, selection=selection, finds_more=self._skips_bad)
+        new_decoder = None
+        if self._selecting is not None:
+            new_decoder = partial(FilteredDecoder, self._table, self._columns, self._selecting.kept)
+        return PositionReader(
+            self._table,
+            self._columns,
+            self._spec,
+            max_windows=lanes,
+            nulls=None if self._output == "arrow" else self._nulls,
+            make=torch.from_numpy if self._output == "torch" else None,
+            memory_limit_bytes=self._memory_limit_bytes,
+            # Worker processes share the machine with one another.
+            threads=None if get_worker_info() is None else 1,
+            new_decoder=new_decoder,
+            skipper=self._skipper,
+        )
 
     def _layout(self, key: LayoutKey) -> EpochLayout:
         layout = self._layouts.get(key)

@@ -153,6 +153,7 @@ class _Worker:
     def _send(self) -> None:
         if self._unsent:
             now = time.monotonic()
+            self._wants_more = self._source.has_room
             delivered: Delivered = (self._iteration, self._unsent, self._wants_more, now - (self._began or now))
             self._channel.send(pickle.dumps(delivered, 5))
             self._unsent, self._began = [], None

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from lakeckpt.errors import ConfigError, DataFileDamaged, SchemaError
+from lakeckpt.errors import ConfigError, DataFileDamaged, LakeckptError, SchemaError, StorageError
 from lakeckpt.lake.chunk_digests import Uint64Array
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.table import Table
@@ -198,8 +198,14 @@ class RowGroupDecoder:
         return constants, stored
 
     def _opened(self, ordinal: int) -> OpenedFile:
-        index, footer = self.table.index, self.table.whole_footer(ordinal)
+        index = self.table.index
         path = index.paths[ordinal]
+        try:
+            footer = self.table.whole_footer(ordinal)
+        except LakeckptError:
+            raise
+        except OSError as error:
+            raise StorageError(f"the data file {path!r} could not be opened: {error}") from error
         fit = self._fits.fit(self._split(ordinal)[1], footer.metadata, path)
         reader = RowGroupReader(
             self.table.open_bytes(ordinal),

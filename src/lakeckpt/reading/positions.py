@@ -1,12 +1,13 @@
-"""What rows stand at these positions of an epoch?  Windows are decoded once, and served as lanes advance through them.
+"""What rows stand at these positions of an epoch?  Windows are decoded ahead, and cut as lanes advance through them.
 
-`parts_of` plans (pure): spans of positions are cut where windows end. `PositionReader` executes: a window's fragments
-are decoded when it is first entered, wherever that is, and each span is then a slice of them (unshuffled) or a gather
-(shuffled: by the window's permutation, over fragments joined to one block). A window leaves memory once all of its
-rows were served, or when more than ``max_windows`` would be held (the one unused for longest).
+Spans of positions are cut where windows end (`lakeckpt.reading.parts`). Windows of pieces that were *announced* are
+decoded in threads (`lakeckpt.reading.windows`), as many as memory allows, in the order in which they will be needed;
+those of pieces that were not are decoded when they are taken. Each part is then a cut of its window: views. A window
+leaves memory once all of its rows were served; where there is no room for one that is needed, the one that nothing
+announced needs, unused for longest, makes room.
 
-Memory of a row is served once. A slice is the decoded row group's own memory, handed out to be written to: so where
-positions of an unshuffled window are asked for again, the window is decoded again. A gather is a copy of its own.
+Memory of a row is served once: it is handed out to be written to. So where positions are asked for again, the window is
+decoded again. What goes wrong with a window is raised when a part of it is taken, and not before.
 
 Where a `Skipper` goes around damaged row groups, their rows are missing from the window: positions keep their places,
 and what stands at those of a missing row group is left out of what is served, and told.
@@ -16,114 +17,68 @@ Nothing here runs per row, and nothing is kept but windows: any position can be 
 
 from __future__ import annotations
 
-import bisect
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from lakeckpt.core.order import EpochLayout, OrderSpec, Window
 from lakeckpt.core.skips import Skip
-from lakeckpt.errors import ConfigError
+from lakeckpt.errors import ConfigError, NullValueError
 from lakeckpt.lake.table import Table
-from lakeckpt.reading.arrays import join, narrowed
+from lakeckpt.reading.convert import Nulls, convert
 from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.reading.gather import cut, join_rows
+from lakeckpt.reading.parts import Key, Piece, Served, parts_of
+from lakeckpt.reading.ragged import map_namespace
 from lakeckpt.reading.skipping import Skipper
+from lakeckpt.reading.threads import Threads, usual_threads
+from lakeckpt.reading.windows import DecodedWindow, WindowDecoder
 
-__all__ = ["Part", "Piece", "PositionReader", "parts_of"]
-
-Piece = tuple[EpochLayout, int, int]
-"""Positions [start, stop) of an epoch's layout."""
-
-_Key = tuple[tuple[OrderSpec, int, int, int], int]
+__all__ = ["Announced", "NullFound", "PositionReader"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Positions [start, stop) of an epoch, all in one window of its layout."""
+class NullFound(Exception):
+    """A null where none may be: ``table`` are the rows that stand at ``positions`` (int64) of ``layout``."""
 
+    def __init__(self, error: NullValueError, table: pa.Table, layout: EpochLayout, positions: Any) -> None:
+        super().__init__(str(error))
+        self.error, self.table, self.layout, self.positions = error, table, layout, positions
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Slot:
+    """A window that is needed, from when it is announced until all of it was served."""
+
+    key: Key
     layout: EpochLayout
     window: Window
-    start: int
-    stop: int
-
-    def __post_init__(self) -> None:
-        if not self.window.start <= self.start < self.stop <= self.window.stop:
-            raise ValueError(f"[{self.start}, {self.stop}) is no part of [{self.window.start}, {self.window.stop})")
-
-    @property
-    def key(self) -> _Key:
-        """What tells this part's window apart from all others of the table."""
-        return (self.layout.identity, self.window.start)
+    served: Served = field(default_factory=Served)
+    waiting: int = 0
+    """Announced parts that have not been taken."""
+    future: Future[DecodedWindow] | None = None
+    """None while there is no room for it."""
+    decoded: DecodedWindow | None = None
+    gone: bool = False
 
 
-def parts_of(pieces: Iterable[Piece]) -> list[Part]:
-    """Return ``pieces`` cut where windows end, in their order; empty pieces have no parts."""
-    parts = []
-    for layout, start, stop in pieces:
-        if not 0 <= start <= stop <= layout.rows:
-            raise ValueError(f"positions [{start}, {stop}) of epoch {layout.epoch}, which has {layout.rows} rows")
-        while start < stop:
-            window = layout.window_at(start)
-            parts.append(Part(layout=layout, window=window, start=start, stop=min(stop, window.stop)))
-            start = parts[-1].stop
-    return parts
-
-
-class _Served:
-    """Which positions of a window were given out: sorted runs that do not touch. Nearly always one, growing at its end.
-
-    (`Intervals` would do, at a price per micro-batch that is felt with small ones.)
-    """
-
-    __slots__ = ("size", "starts", "stops")
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.starts: list[int] = []
-        self.stops: list[int] = []
-
-    def add(self, start: int, stop: int) -> bool:
-        """Add the non-empty [start, stop); tell whether all of it is new."""
-        first = bisect.bisect_left(self.stops, start)  # the first run that ends at or after start
-        last = bisect.bisect_right(self.starts, stop)  # one past the last run that begins at or before stop
-        touched = list(zip(self.starts[first:last], self.stops[first:last], strict=True))
-        low, high = min([start, *(a for a, _ in touched)]), max([stop, *(b for _, b in touched)])
-        grown = (high - low) - sum(b - a for a, b in touched)
-        self.starts[first:last], self.stops[first:last] = [low], [high]
-        self.size += grown
-        return grown == stop - start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gap:
-    """The rows [start, stop) of a window's fragments that are missing: those of row group ``group``."""
-
-    start: int
-    stop: int
-    group: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Held:
-    """A decoded window; ``permutation`` is None where rows stand in order."""
-
-    table: pa.Table
-    """All rows but those in ``gaps``."""
-    permutation: npt.NDArray[np.int64] | None
-    served: _Served
-    gaps: tuple[_Gap, ...]
+Announced = list[tuple[_Slot, int, int]]
+"""Pieces as parts of windows: (the window, offsets [start, stop) in it)."""
 
 
 class PositionReader:
     """Reads rows of ``table`` by their positions in the order that ``spec`` makes of it. For one thread.
 
-    At most ``max_windows`` decoded windows are held: as many as lanes are read in turn, else windows are decoded again
-    and again. ``columns`` as for `RowGroupDecoder`. Without a ``skipper``, damage is raised.
+    ``max_windows``: how many windows are open at once, as many as lanes are read in turn. Up to twice as many are held:
+    those and as many that were announced; with ``memory_limit_bytes``, of these only what fits. Windows that are needed
+    now are always decoded. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``columns`` as for
+    `RowGroupDecoder`. ``threads`` decode. Without a ``skipper``, damage is raised.
     """
 
     def __init__(
@@ -133,7 +88,11 @@ class PositionReader:
         spec: OrderSpec,
         *,
         max_windows: int,
-        decoder: RowGroupDecoder | None = None,
+        nulls: Nulls | None = "error",
+        make: Callable[[Any], Any] | None = None,
+        memory_limit_bytes: int | None = None,
+        threads: int | None = None,
+        new_decoder: Callable[[], RowGroupDecoder] | None = None,
         skipper: Skipper | None = None,
     ) -> None:
         if max_windows < 1:
@@ -141,121 +100,240 @@ class PositionReader:
         self.spec = spec
         self.windows_decoded = 0
         """How many windows were decoded so far: more than there are means that they were decoded again."""
-        self._decoder = RowGroupDecoder(table, columns) if decoder is None else decoder
+        self._nulls = nulls
+        self._make = make
         self._skipper = skipper
         self._max_windows = max_windows
-        self._held: OrderedDict[_Key, _Held] = OrderedDict()
+        self._limit = memory_limit_bytes
+        self._threads = Threads(usual_threads() if threads is None else threads)
+        self._new_decoder = partial(RowGroupDecoder, table, columns) if new_decoder is None else new_decoder
+        self._windows = self._new_windows()
+        self._process = os.getpid()
+        self._slots: dict[Key, _Slot] = {}  # in the order of their last use
+        self._deferred: deque[_Slot] = deque()
+        self._row_bytes = 0.0
+        self._recent: _Slot | None = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_recent") and self._process == os.getpid():
+            self._threads.close()
 
     @property
     def schema(self) -> pa.Schema:
-        """The schema of what `read` returns."""
-        return self._decoder.schema
+        """The schema of what is read."""
+        return self._windows.schema
 
     @property
     def windows_held(self) -> int:
-        """How many decoded windows are in memory now."""
-        return len(self._held)
+        """How many windows are in memory now, or being decoded."""
+        return sum(slot.future is not None for slot in self._slots.values())
 
-    def read(self, pieces: Sequence[Piece]) -> pa.Table:
-        """Return the rows at the positions of ``pieces``, in their order; pieces may be of any lanes and epochs.
+    @staticmethod
+    def is_ready(announced: Announced) -> bool:
+        """Whether `take` would not wait."""
+        return all(slot.decoded or (slot.future is not None and slot.future.done()) for slot, _, _ in announced)
 
-        Of positions whose rows are skipped there are none; `read_around` tells which. The rows' memory is the caller's,
-        to write to. Raises what `RowGroupDecoder.decode` does; `ValueError` for
-        positions outside of an epoch, or a layout of another order than ``spec``.
+    @property
+    def has_room(self) -> bool:
+        """Whether all windows that were announced are decoded, or being decoded."""
+        return not self._deferred
+
+    def announce(self, pieces: Iterable[Piece]) -> Announced:
+        """Begin to decode the windows of ``pieces``, as far as there is room; `take` what is returned.
+
+        Pieces may be of any lanes and epochs. `ValueError` for positions outside of an epoch, or a layout of another
+        order than ``spec``.
         """
-        return self.read_around(pieces)[0]
+        self._check_process()
+        found: Announced = []
+        for layout, start, stop in pieces:
+            slot = self._recent
+            if slot is not None and slot.layout is layout and not slot.gone:
+                window = slot.window
+                if window.start <= start < stop <= window.stop:
+                    slot.waiting += 1
+                    found.append((slot, start - window.start, stop - window.start))
+                    continue
+            if layout.spec != self.spec:
+                raise ValueError(f"a layout of {layout.spec} was given to a reader of {self.spec}")
+            for part in parts_of([(layout, start, stop)]):
+                self._recent = slot = self._slot_of(part.key, part.layout, part.window)
+                slot.waiting += 1
+                found.append((slot, part.start - part.window.start, part.stop - part.window.start))
+        return found
 
-    def read_around(self, pieces: Sequence[Piece]) -> tuple[pa.Table, tuple[Skip, ...]]:
-        """Return what `read` does, and what was skipped."""
+    def take(self, announced: Announced) -> tuple[Any, tuple[Skip, ...]]:
+        """Return the rows that were announced, in their order, and what was skipped.
+
+        The rows' memory is the caller's, to write to: columns, with ``make`` applied to every array, or an Arrow table.
+        Of positions whose rows are skipped there are none. Raises what `RowGroupDecoder.decode` does; `NullFound`.
+        """
+        self._check_process()
         skips: list[Skip] = []
-        parts = parts_of(pieces)
-        for part in parts:
-            if part.layout.spec != self.spec:
-                raise ValueError(f"a layout of {part.layout.spec} was given to a reader of {self.spec}")
-        tables = [self._serve(part, skips) for part in parts]
-        if not tables:
-            return self.schema.empty_table(), ()
-        return tables[0] if len(tables) == 1 else pa.concat_tables(tables), tuple(skips)
+        cuts = [self._cut(slot, start, stop, skips, alone=len(announced) == 1) for slot, start, stop in announced]
+        if len(self._slots) > 2 * self._max_windows:
+            self._trim()
+        if len(cuts) == 1:
+            return cuts[0], tuple(skips)
+        if self._nulls is None:
+            return pa.concat_tables(cuts) if cuts else self.schema.empty_table(), tuple(skips)
+        columns: Any = join_rows(cuts) if cuts else convert(self.schema.empty_table(), nulls=self._nulls)
+        return columns if self._make is None else map_namespace(columns, self._make), tuple(skips)
+
+    def read(self, pieces: Iterable[Piece]) -> Any:
+        """`take` of what is not announced any sooner; without what was skipped."""
+        return self.take(self.announce(pieces))[0]
 
     def clear(self) -> None:
-        """Forget the windows held and close files; reading goes on by decoding anew."""
-        self._held.clear()
-        self._decoder.close()
+        """Forget all windows, close files and end threads; reading goes on by decoding anew."""
+        if self._process == os.getpid():
+            self._threads.close()
+            self._windows.close()
+        for slot in self._slots.values():
+            slot.gone = True
+        self._slots, self._recent = {}, None
+        self._deferred.clear()
 
-    def _serve(self, part: Part, skips: list[Skip]) -> pa.Table:
-        held = self._held.pop(part.key, None)
-        if held is None or not (held.served.add(part.start, part.stop) or held.permutation is not None):
-            # Not here, or (unshuffled) memory that is already somebody's.
-            held = None
-            while len(self._held) >= self._max_windows:
-                self._held.popitem(last=False)
-            held = self._decoded(part.layout, part.window)
-            held.served.add(part.start, part.stop)
-        if held.served.size < part.window.rows:
-            self._held[part.key] = held
-        start, stop = part.start - part.window.start, part.stop - part.window.start
-        if held.gaps:
-            return self._serve_around(part, held, start, stop, skips)
-        if held.permutation is None:
-            return held.table.slice(start, stop - start)
-        return self._gathered(held.table, held.permutation[start:stop])
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            # Forked: the threads that were decoding, and what they were holding locks of, are the parent's.
+            self._threads = Threads(self._threads.count)
+            self._windows = self._new_windows()
+            self._process = os.getpid()
+            self.clear()
 
-    def _serve_around(self, part: Part, held: _Held, start: int, stop: int, skips: list[Skip]) -> pa.Table:
-        """Serve offsets [start, stop) of a window with gaps, and note in ``skips`` what is missing."""
-        assert self._skipper is not None
-        rows = np.arange(start, stop) if held.permutation is None else held.permutation[start:stop]
-        missing = np.zeros(len(rows), bool)
-        before = np.zeros(len(rows), np.int64)
-        for gap in held.gaps:
-            mine = (gap.start <= rows) & (rows < gap.stop)
-            missing |= mine
-            before += np.where(rows >= gap.stop, gap.stop - gap.start, 0)
-            if mine.any():
-                skips.append(self._skipper.skip(part.layout, gap.group, part.start, part.stop, int(mine.sum())))
-        kept = (rows - before)[~missing]
-        if held.permutation is not None:
-            return self._gathered(held.table, kept)
-        return held.table.slice(int(kept[0]), len(kept)) if len(kept) else self.schema.empty_table()
+    def _new_windows(self) -> WindowDecoder:
+        return WindowDecoder(self._new_decoder(), nulls=self._nulls, skipper=self._skipper, threads=self._threads)
 
-    def _decoded(self, layout: EpochLayout, window: Window) -> _Held:
+    # --- windows
+
+    def _slot_of(self, key: Key, layout: EpochLayout, window: Window) -> _Slot:
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = _Slot(key=key, layout=layout, window=window)
+            self._windows.announce(window)
+            self._deferred.append(slot)
+            self._fill()
+        return slot
+
+    def _fill(self) -> None:
+        """Begin what was announced, in that order, while there is room."""
+        while self._deferred and self._make_room(self._deferred[0], spared=self._max_windows):
+            self._begin(self._deferred.popleft())
+
+    def _make_room(self, slot: _Slot, *, spared: int) -> bool:
+        """Whether ``slot`` may be decoded beside what is held, once what nothing announced needs was let go of.
+
+        As many as are open at once are ``spared`` where it is only to be read ahead: a lane's next part may not be
+        announced yet.
+        """
+        while not self._fits(slot):
+            entered = [one for one in self._slots.values() if one.served.size and one.future is not None]
+            idle = next((one for one in entered if not one.waiting), None)
+            if idle is None or len(entered) <= spared:
+                return False
+            self._let_go(idle)
+        return True
+
+    def _fits(self, slot: _Slot) -> bool:
+        held = [one for one in self._slots.values() if one.future is not None]
+        if not held:
+            return True
+        if len(held) >= 2 * self._max_windows:
+            return False
+        if self._limit is None:
+            return True
+        known = sum(map(self._bytes_of, held)) + self._bytes_of(slot)
+        return self._row_bytes > 0 and known <= self._limit
+
+    def _bytes_of(self, slot: _Slot) -> float:
+        """What a window takes, or is expected to: as many bytes a row as the widest so far."""
+        decoded = slot.decoded
+        if decoded is None and slot.future is not None and slot.future.done() and not slot.future.cancelled():
+            decoded = None if slot.future.exception() is not None else slot.future.result()
+        if decoded is None:
+            return slot.window.rows * self._row_bytes
+        self._row_bytes = max(self._row_bytes, decoded.size_bytes / slot.window.rows)
+        return decoded.size_bytes
+
+    def _trim(self) -> None:
+        """Let go of what was decoded since it was needed, beyond what is allowed, and nothing needs any more."""
+        held = [one for one in self._slots.values() if one.future is not None]
+        idle = [one for one in held if not one.waiting]
+        for one in idle[: max(0, len(held) - 2 * self._max_windows)]:
+            self._let_go(one)
+
+    def _begin(self, slot: _Slot) -> None:
         self.windows_decoded += 1
-        tables, gaps, offset = [], [], 0
-        for part in window.fragments:
-            if self._skipper is None:
-                found = self._decoder.decode(part.group, part.start, part.stop)
-            else:
-                found = self._skipper.decode(self._decoder, layout, window, part)
-            if found is None:
-                gaps.append(_Gap(start=offset, stop=offset + part.rows, group=part.group))
-            tables.append(self.schema.empty_table() if found is None else found)
-            offset += part.rows
-        permutation = window.permutation()
-        table = _block(tables) if permutation is not None else pa.concat_tables(tables)
-        missing = sum(gap.stop - gap.start for gap in gaps)
-        assert table.num_rows + missing == window.rows, "a window's fragments do not add up to it"
-        return _Held(table=table, permutation=permutation, served=_Served(), gaps=tuple(gaps))
+        slot.decoded = None
+        slot.future = self._threads.submit(partial(self._windows.decode, slot.layout, slot.window))
 
-    def _gathered(self, block: pa.Table, rows: npt.NDArray[np.int64]) -> pa.Table:
-        indices = pa.array(rows)
-        columns = [
-            narrowed(pc.take(column.chunk(0), indices, boundscheck=False), field.type)
-            for column, field in zip(block.itercolumns(), self.schema, strict=True)
-        ]
-        return pa.Table.from_arrays(columns, schema=self.schema)
+    def _let_go(self, slot: _Slot) -> None:
+        slot.gone, slot.decoded, slot.future = True, None, None
+        del self._slots[slot.key]
+
+    def _needed(self, slot: _Slot) -> DecodedWindow:
+        """The window of ``slot``, waited for. What cannot be read now is tried again when it is asked for again."""
+        if slot.future is None:
+            self._deferred.remove(slot)
+            self._make_room(slot, spared=0)
+            self._begin(slot)
+        assert slot.future is not None
+        try:
+            decoded = slot.future.result()
+            for fragment, error in decoded.damage:
+                if self._skipper is None:
+                    raise error
+                self._skipper.found(error, slot.layout, slot.window, fragment)
+        except BaseException:
+            self._let_go(slot)
+            raise
+        slot.decoded = decoded
+        self._row_bytes = max(self._row_bytes, decoded.size_bytes / slot.window.rows)
+        return decoded
+
+    def _cut(self, slot: _Slot, start: int, stop: int, skips: list[Skip], *, alone: bool) -> Any:
+        slot.waiting -= 1
+        if slot.gone:
+            slot = self._slot_of(slot.key, slot.layout, slot.window)
+        if not slot.served.add(start, stop):  # memory that is already somebody's
+            self._let_go(slot)
+            slot = self._slot_of(slot.key, slot.layout, slot.window)
+            slot.served.add(start, stop)
+        decoded = slot.decoded or self._needed(slot)
+        for gap in decoded.gaps:
+            rows = int(gap.before[stop] - gap.before[start])
+            if rows:
+                assert self._skipper is not None
+                first = slot.window.start
+                skips.append(self._skipper.skip(slot.layout, gap.group, first + start, first + stop, rows))
+        found = self._rows(slot, decoded, start, stop, self._make if alone and self._make is not None else _as_it_is)
+        if slot.served.size == slot.window.rows:
+            self._let_go(slot)
+            self._fill()
+        else:
+            if len(self._slots) > 1:  # the one used last is last
+                self._slots[slot.key] = self._slots.pop(slot.key)
+            if self._deferred and slot.served.size == stop - start:  # one more is open: others may be idle now
+                self._fill()
+        return found
+
+    def _rows(self, slot: _Slot, decoded: DecodedWindow, start: int, stop: int, make: Callable[[Any], Any]) -> Any:
+        first, last = decoded.rows(start, stop)
+        if decoded.columns is not None:
+            return cut(decoded.columns, first, last, make)
+        assert decoded.table is not None
+        table = decoded.table.slice(first, last - first)
+        if self._nulls is None:
+            return table
+        try:
+            return map_namespace(convert(table, nulls=self._nulls), make)
+        except NullValueError as error:
+            offsets = np.arange(start, stop)
+            if decoded.came is not None:
+                offsets = offsets[np.diff(decoded.came[start : stop + 1]) > 0]
+            raise NullFound(error, table, slot.layout, slot.window.start + offsets) from error
 
 
-def _block(tables: list[pa.Table]) -> pa.Table:
-    """Return the rows of ``tables``, one after another, as a table of one chunk per column.
-
-    The tables are used up: each column is let go of as soon as it is joined, so that the window is never held twice.
-    """
-    names = tables[0].schema.names
-    sources = [table.columns for table in tables]
-    tables.clear()
-    joined = []
-    for place in range(len(names)):
-        chunks = [chunk for columns in sources for chunk in columns[place].chunks]
-        joined.append(join(pa.chunked_array(chunks)))
-        for columns in sources:
-            columns[place] = None
-    return pa.Table.from_arrays(joined, names=names)
+def _as_it_is(array: Any) -> Any:
+    return array

@@ -5,19 +5,16 @@ skip list that comes with an assignment) in what the run goes on from, is not tr
 have healed since: what was told of it stays true. Only damage is gone around (`DataFileDamaged`): a store that fails, a
 file that is gone or was written again, values that do not fit, a row group that is too large are raised as ever.
 
-It reads nothing itself, and holds no rows.
+It reads nothing, and holds no rows. Threads may ask what is known; one tells it.
 """
 
 from __future__ import annotations
-
-import pyarrow as pa
 
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import EpochLayout, Fragment, Window
 from lakeckpt.core.skips import MOST_SKIPPED, Skip, SkipList, SkippedGroup
 from lakeckpt.errors import DataFileDamaged
 from lakeckpt.lake.index import TableIndex
-from lakeckpt.reading.decode import RowGroupDecoder
 
 __all__ = ["Skipper"]
 
@@ -41,26 +38,22 @@ class Skipper:
         self.known = before.union(known)
         return self.known != before
 
-    def decode(
-        self, decoder: RowGroupDecoder, layout: EpochLayout, window: Window, fragment: Fragment
-    ) -> pa.Table | None:
-        """Return the rows of ``fragment``; None where it is skipped."""
+    def knows(self, layout: EpochLayout, window: Window, fragment: Fragment) -> bool:
+        """Whether ``fragment`` is to be skipped, untried."""
         whole = self._entry(layout, fragment.group, window.start, window.stop, "")
-        if self.known.reason(whole) is not None:
-            return None
-        try:
-            return decoder.decode(fragment.group, fragment.start, fragment.stop)
-        except DataFileDamaged as error:
-            if not self._finds_more:
-                raise
-            known = self.known.since(max(0, layout.epoch - 1))  # of epochs that are over nothing is read any more
-            count = sum(one.epoch == layout.epoch for one in known)
-            if count >= MOST_SKIPPED:
-                error.add_note(f"{count} row groups were skipped in this epoch: that is more than odd damage")
-                raise
-            found = self._entry(layout, fragment.group, window.start, window.stop, str(error))
-            self.known = known.union(SkipList([found]))
-            return None
+        return self.known.reason(whole) is not None
+
+    def found(self, error: DataFileDamaged, layout: EpochLayout, window: Window, fragment: Fragment) -> None:
+        """Note that ``fragment``, which is needed now, is damaged; raise ``error`` where it is not to be skipped."""
+        if not self._finds_more:
+            raise error
+        known = self.known.since(max(0, layout.epoch - 1))  # of epochs that are over nothing is read any more
+        count = sum(one.epoch == layout.epoch for one in known)
+        if count >= MOST_SKIPPED:
+            error.add_note(f"{count} row groups were skipped in this epoch: that is more than odd damage")
+            raise error
+        found = self._entry(layout, fragment.group, window.start, window.stop, str(error))
+        self.known = known.union(SkipList([found]))
 
     def skip(self, layout: EpochLayout, group: int, start: int, stop: int, rows: int) -> Skip:
         """Return that ``rows`` rows of ``group`` did not come, which stand between positions [start, stop)."""

@@ -1,0 +1,74 @@
+"""What comes next, and what after that?  Announces assignments to a source ahead of the loop, and takes them in order.
+
+As many are announced as the source has room for. A few more at a time than are taken: so the first batch does not wait
+until a window's worth of them has been dealt, and the source soon knows of windows well before they are needed. While
+a batch has to be waited for, there is time to announce more.
+
+It starts no threads (the source does), and ends them: `close`, which letting go of it does, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from lakeckpt.core.plan import Assignment
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.data.source import BatchSource
+
+__all__ = ["Ahead"]
+
+_EACH_TIME = 4
+_MOST = 16384
+"""Assignments that are announced and not taken: about 16 MB of them."""
+
+
+class Ahead(Iterator[tuple[Receipt, Any]]):
+    """Yields what the loop gets for each of ``assignments``. The source is its own, until another one is begun with it.
+
+    It begins to read at once.
+    """
+
+    def __init__(self, source: BatchSource, assignments: Iterator[Assignment]) -> None:
+        source.clear()
+        source.turn += 1
+        self._source, self._turn = source, source.turn
+        self._assignments: Iterator[Assignment] | None = assignments
+        self._announced: deque[Assignment] = deque()
+        self._announce(_EACH_TIME)
+
+    def __next__(self) -> tuple[Receipt, Any]:
+        source, announced = self._source, self._announced
+        self._announce(_EACH_TIME)
+        if not announced:
+            self.close()
+            raise StopIteration
+        while not source.is_ready and self._announce(1):
+            pass
+        return source.take(announced.popleft())
+
+    def __del__(self) -> None:
+        if hasattr(self, "_announced"):
+            self.close()
+
+    def close(self) -> None:
+        """Forget what was announced and decoded; end the source's threads."""
+        self._assignments = None
+        self._announced.clear()
+        if self._source.turn == self._turn:
+            self._source.turn += 1
+            self._source.clear()
+
+    def _announce(self, count: int) -> bool:
+        """Announce up to ``count`` more; tell whether there may be still more to announce."""
+        for _ in range(count):
+            if self._assignments is None or not self._source.has_room or len(self._announced) >= _MOST:
+                return False
+            assignment = next(self._assignments, None)
+            if assignment is None:
+                self._assignments = None
+                return False
+            self._announced.append(assignment)
+            self._source.announce(assignment)
+        return True

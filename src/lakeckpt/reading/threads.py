@@ -1,0 +1,57 @@
+"""Who decodes while the training loop does something else?  A few threads of one reader.
+
+*Whole* threads each see one window through, and wait for parts of it; *part* threads decode a row group or gather a
+column. So whoever waits never takes the place of what is waited for. All are started when first needed. They end when
+`Threads` is closed or let go of, after what they are at; the interpreter joins them as it exits, and whatever they had
+not begun is not done. A process that is forked has none of them: it must make its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+__all__ = ["Threads", "usual_threads"]
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+_WHOLE = 2
+"""Windows that are seen through at once: while the last parts of one are awaited, the next one is begun."""
+_MOST = 8
+
+
+def usual_threads() -> int:
+    """How many part threads are of use: the processors that this process may use, 8 at most."""
+    return min(_MOST, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+class Threads:
+    """At most ``count`` part threads, and two whole ones."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._whole: ThreadPoolExecutor | None = None
+        self._parts: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[[], _R]) -> Future[_R]:
+        """Do ``work`` in a whole thread, after what was submitted before."""
+        if self._whole is None:
+            self._whole = ThreadPoolExecutor(_WHOLE, thread_name_prefix="lakeckpt-window")
+        return self._whole.submit(work)
+
+    def map(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+        """Return what ``work`` makes of each of ``items``, in their order; the first error where there are any."""
+        if len(items) < 2 or self.count < 2:
+            return [work(item) for item in items]
+        if self._parts is None:
+            self._parts = ThreadPoolExecutor(self.count, thread_name_prefix="lakeckpt-part")
+        return list(self._parts.map(work, items))
+
+    def close(self) -> None:
+        """Begin nothing more; what is being done is finished, and nobody waits for it."""
+        for pool in (self._whole, self._parts):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+        self._whole = self._parts = None
