@@ -30,12 +30,11 @@ class PeerGone(Exception):
 
 
 class Channel:
-    """One end. For one thread at a time; one may send while another receives, with ``reads_while_sending`` off."""
+    """One end. For one thread at a time."""
 
     def __init__(self, end: socket.socket, peer: int, is_alive: Callable[[], bool]) -> None:
         """``end`` is the channel's from now on; ``peer`` is the process at the other, asked after by ``is_alive``."""
         end.setblocking(False)
-        self.reads_while_sending = True
         self._end, self._is_alive = end, is_alive
         self._received = bytearray()
         self._messages: deque[bytes] = deque()
@@ -53,9 +52,10 @@ class Channel:
             try:
                 left = left[self._end.send(left, socket.MSG_NOSIGNAL) :]
             except BlockingIOError:
-                reads = select.POLLIN if self.reads_while_sending else 0
-                if self._wait(select.POLLOUT | reads, None) & select.POLLIN:
+                if self._wait(select.POLLOUT | select.POLLIN, None) & select.POLLIN:
                     self._read()
+                if self._over:  # the socket may not show it: a forked worker has the other end itself
+                    raise PeerGone from None
             except OSError as error:
                 raise PeerGone from error
 
