@@ -77,8 +77,7 @@ def work(end: socket.socket, setup: WorkerSetup) -> None:
     with contextlib.suppress(ValueError):  # only the main thread may, and only there is it needed
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, descriptors, _, _ = socket.recv_fds(end, 1, 1)
-    if not descriptors:
-        return  # the main process is gone already
+    assert descriptors, "it was sent before this process was started"
     parent = parent_process()
     channel = Channel(end, setup.parent, lambda: parent is None or parent.is_alive())
     try:

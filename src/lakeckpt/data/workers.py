@@ -11,7 +11,6 @@ interpreter ends), and are joined; one that does not end within seconds is kille
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -62,8 +61,8 @@ class _Worker:
     channel: Channel
     arena: Arena
     layouts: dict[int, Layout] = field(default_factory=dict)
-    delivered: deque[Entry] = field(default_factory=deque)
-    """What has come and is not due yet."""
+    delivered: deque[tuple[Layout | None, Entry]] = field(default_factory=deque)
+    """What has come and is not due yet: the layout that its number stood for then, and None with errors."""
     unsent: list[Any] = field(default_factory=list)
     """Tasks that the next message carries."""
     skips: SkipList = field(default_factory=SkipList)
@@ -139,6 +138,8 @@ class Workers:
         self._iteration += 1
         self._reach = self._told_ahead(1)
         for worker in self._all:
+            for _, entry in worker.delivered:
+                _let_go(worker, entry)
             worker.delivered.clear()
             worker.unsent.clear()
             worker.received = worker.may_deliver = 0
@@ -208,9 +209,9 @@ class Workers:
                     f"while {_doing(assignment)}: give a longer timeout=, or look at what it waits for"
                 )
             self._hear(worker, message)
-        entry = worker.delivered.popleft()
+        layout, entry = worker.delivered.popleft()
         worker.received += 1
-        return self._result(worker, entry, assignment.receipt)
+        return self._result(worker, layout, entry, assignment.receipt)
 
     # --- inside
 
@@ -229,9 +230,10 @@ class Workers:
             if len(entry) > 1 and entry[1] is not None:
                 worker.layouts[entry[0]] = Layout(entry[1])
             if iteration == self._iteration:
-                worker.delivered.append(entry)
-            elif len(entry) > 1 and entry[3]:
-                worker.arena.lease(entry[2], entry[3])  # and let go of
+                # By the time it is due, another form may have its number.
+                worker.delivered.append((worker.layouts[entry[0]] if len(entry) > 1 else None, entry))
+            else:
+                _let_go(worker, entry)
         each = seconds / len(entries)
         self._seconds += (each - self._seconds) * (0.25 if self._seconds else 1.0)
         for entry in entries:
@@ -241,18 +243,17 @@ class Workers:
             self._reach = min(2 * self._reach, MOST_TOLD)
         self._reach = max(self._reach, self._told_ahead(self._may_be_ahead()))
 
-    def _result(self, worker: _Worker, entry: Entry, receipt: Receipt) -> tuple[Receipt, Any]:
-        if len(entry) == 1:
+    def _result(self, worker: _Worker, layout: Layout | None, entry: Entry, receipt: Receipt) -> tuple[Receipt, Any]:
+        if layout is None:
             error = entry[0]
             if isinstance(error, ExceptionWrapper):
                 error.reraise()  # type: ignore[no-untyped-call]
             assert isinstance(error, LakeckptError)
             raise error
-        number, _, offset, size, sizes, skips = entry
+        _, _, offset, size, sizes, skips = entry
         if skips:
             receipt = replace(receipt, skips=skips)
         slab = worker.arena.lease(offset, size) if size else _NOTHING
-        layout = worker.layouts[number]
         if self._pins and size:
             return receipt, layout.build_pinned(pinned_copy(slab), sizes, receipt)
         return receipt, layout.build(slab, sizes, receipt)
@@ -319,6 +320,8 @@ def _start(context: Any, setup: WorkerSetup, arena: Arena, descriptor: int) -> _
         process = context.Process(
             target=work, args=(theirs, setup), daemon=True, name=f"lakeckpt-worker-{setup.worker}"
         )
+        # Before it starts: it must not wait for what a main process that is killed meanwhile would never send.
+        socket.send_fds(mine, [b"a"], [descriptor])
         with forking_a_worker():
             process.start()
     except BaseException:
@@ -326,8 +329,6 @@ def _start(context: Any, setup: WorkerSetup, arena: Arena, descriptor: int) -> _
         raise
     finally:
         theirs.close()
-    with contextlib.suppress(OSError):  # it ended at once, as its first result will tell
-        socket.send_fds(mine, [b"a"], [descriptor])
     channel = Channel(mine, process.pid, process.is_alive)
     return _Worker(number=setup.worker, process=process, channel=channel, arena=arena)
 
@@ -347,6 +348,12 @@ def _stop(workers: list[_Worker], owner: int) -> None:
         worker.process.close()
         worker.arena.close()
     workers.clear()
+
+
+def _let_go(worker: _Worker, entry: Entry) -> None:
+    """Give the slot of a micro-batch back that nobody wants any more."""
+    if len(entry) > 1 and entry[3]:
+        worker.arena.lease(entry[2], entry[3])
 
 
 def _doing(assignment: Assignment) -> str:
