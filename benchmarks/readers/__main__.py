@@ -10,8 +10,10 @@ import argparse
 import os
 import platform
 import shlex
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +34,28 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readers", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small tables, one repetition: does everything run?")
     parser.add_argument("--scale", type=float, help="of the data sets (1: 8 M, 400 k, 20 k rows; default 0.5)")
-    parser.add_argument("--repetitions", type=int, help="default 3")
-    parser.add_argument("--seconds", type=float, help="to read for after the first batch; default 2")
+    parser.add_argument("--repetitions", type=int, help="default 4")
+    parser.add_argument("--seconds", type=float, help="to read for after the first batch; default 1")
     parser.add_argument("--readers", nargs="+", choices=list(READERS), default=list(READERS), metavar="READER")
-    parser.add_argument("--tables", nargs="+", choices=SPEED_TABLES, default=list(SPEED_TABLES))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tables", nargs="+", choices=SPEED_TABLES)
+    parser.add_argument("--parts", nargs="+", choices=PARTS)
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop then, and keep what was measured")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one process")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the data sets; they are kept")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv", help="folder with peers/ and older/")
     parser.add_argument("--out", type=Path, help="default: docs/benchmarks, with --quick: bench-out")
     found = parser.parse_args()
-    quick: dict[str, Any] = {"scale": 0.02, "repetitions": 1, "seconds": 0.5, "out": Path("bench-out")}
-    full: dict[str, Any] = {"scale": 0.5, "repetitions": 3, "seconds": 2.0, "out": ROOT / "docs/benchmarks"}
-    for name, value in (quick if found.quick else full).items():
+    defaults: dict[str, tuple[Any, Any]] = {
+        "scale": (0.02, 0.5),
+        "repetitions": (1, 4),
+        "seconds": (0.5, 1.0),
+        "tables": (["tabular", "tokens"], list(SPEED_TABLES)),
+        "parts": (["speed", "exact"], list(PARTS)),
+        "out": (Path("bench-out"), ROOT / "docs/benchmarks"),
+    }
+    for name, (quick, full) in defaults.items():
         if getattr(found, name) is None:
-            setattr(found, name, value)
+            setattr(found, name, quick if found.quick else full)
     return found
 
 
@@ -75,6 +84,7 @@ def _warm(folder: str) -> None:
 
 def main() -> None:
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # broken off either way, what was measured is kept
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -86,12 +96,14 @@ def main() -> None:
     for name in arguments.readers:
         if name not in readers:
             say(f"left out, not installed: {name}")
-    results: dict[str, Any] = {"versions": versions, "speeds": [], "resumes": [], "exactness": [], "unprepared": []}
+    results: dict[str, Any] = {"versions": versions}
     try:
-        _measure(arguments, runner, readers, results, say)
+        _measure(arguments, runner, readers, results, say, until=began + 60 * arguments.minutes)
+    except KeyboardInterrupt:
+        say("broken off: what was measured is kept")
     finally:
         runner.close()
-    results["about"] = {
+    about = {
         "command": "python -m benchmarks.readers " + shlex.join(sys.argv[1:]),
         "machine": _machine(),
         "python": platform.python_version(),
@@ -99,32 +111,46 @@ def main() -> None:
         "seconds of reading each": arguments.seconds,
         "took": f"{(time.monotonic() - began) / 60:.0f} minutes",
     }
+    results["about"] = dict.fromkeys(arguments.parts, about)
     show(results)
     publish(arguments.out, results)
     say(f"written to {arguments.out}")
 
 
-def _measure(arguments: Any, runner: Runner, readers: list[str], results: dict[str, Any], say: Any) -> None:
-    cases = []
+def _measure(
+    arguments: Any, runner: Runner, readers: list[str], results: dict[str, Any], say: Any, *, until: float
+) -> None:
+    def collect(part: str, measured: Iterator[dict[str, Any]]) -> None:
+        results[part] = []
+        for one in measured:
+            results[part].append(one)
+
+    def in_time(text: str) -> None:
+        say(text)
+        if time.monotonic() > until:
+            raise KeyboardInterrupt
+
+    if "exact" in arguments.parts:
+        names = ("resume-odd",) if arguments.quick else ("resume-odd", "resume")
+        tables = [make(name, 1, arguments.data) for name in names]
+        exact = [case for table in tables for case in exact_cases(table, readers, quick=arguments.quick)]
+        results["unprepared"] = prepare(runner, [case for case, _, _ in exact], say)
+        collect("exact", exactness(runner, exact, in_time))
+    if "resume" in arguments.parts:
+        table = make("tokens", arguments.scale, arguments.data, at_most=RESUME_ROWS)
+        resuming = [case_of(name, table, shuffle=True) for name in readers if READERS[name].resumes]
+        prepare(runner, resuming, say)
+        collect("resume", resumes(runner, resuming, arguments.repetitions, in_time))
     if "speed" in arguments.parts:
+        cases = []
         for name in arguments.tables:
             say(f"the data set {name}")
             table = make(name, arguments.scale, arguments.data)
             part = make(name, arguments.scale, arguments.data, at_most=CONVERTED_ROWS)
             cases += speed_cases(table, part, readers, quick=arguments.quick)
             _warm(table.folder)
-    resuming = []
-    if "resume" in arguments.parts:
-        table = make("tokens", arguments.scale, arguments.data, at_most=RESUME_ROWS)
-        resuming = [case_of(name, table, shuffle=True) for name in readers if READERS[name].resumes]
-    exact = []
-    if "exact" in arguments.parts:
-        for name in ("resume-odd",) if arguments.quick else ("resume", "resume-odd"):
-            exact += exact_cases(make(name, 1, arguments.data), readers, quick=arguments.quick)
-    results["unprepared"] = prepare(runner, [*cases, *resuming, *(case for case, _, _ in exact)], say)
-    results["speeds"] = speeds(runner, cases, arguments.repetitions, arguments.seconds, say)
-    results["resumes"] = resumes(runner, resuming, arguments.repetitions, say)
-    results["exactness"] = exactness(runner, exact, say)
+        prepare(runner, cases, say)
+        collect("speed", speeds(runner, cases, arguments.repetitions, arguments.seconds, in_time))
 
 
 if __name__ == "__main__":

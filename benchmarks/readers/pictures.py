@@ -75,8 +75,8 @@ def draw(folder: Path, results: dict[str, Any]) -> list[Path]:
 
     matplotlib.use("Agg")
     paths = []
-    for table in dict.fromkeys(one["case"]["table"] for one in results["speeds"]):
-        found = [one for one in results["speeds"] if one["case"]["table"] == table and median_rate(one) is not None]
+    for table in dict.fromkeys(one["case"]["table"] for one in results.get("speed", [])):
+        found = [one for one in results["speed"] if one["case"]["table"] == table and median_rate(one) is not None]
         if found:
             size = found[0]["case"]["batch_size"]
             paths.append(folder / f"readers-{table}.png")

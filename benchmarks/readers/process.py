@@ -1,4 +1,4 @@
-"""What does one measured process do?  ``python -m benchmarks.readers.process TASK OUT CASE`` does one task.
+"""What does one measured process do?  One task, of three kinds.
 
 ======== =============================================================================================================
 speed    read epoch after epoch for some seconds after the first batch
@@ -6,16 +6,17 @@ save     read part of an epoch, and save the state at some batches of it
 resume   load a state, and read the rest of the epoch (or only its first batch)
 ======== =============================================================================================================
 
-A process of its own for each, as a job has: nothing is warm but the page cache. What it found goes to the file OUT as
-JSON; ids of rows go beside it. States pass between processes of one measurement only, as torch files of plain types.
+A process of its own for each (`benchmarks.readers.starter`): nothing is warm but the page cache and the imports. What
+it found goes to a JSON file; ids of rows go beside it. States pass between processes of one measurement only, as torch
+files of plain types.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import pickle
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -27,10 +28,11 @@ import torch
 
 from benchmarks.readers.case import Case
 from benchmarks.readers.counting import count
+from benchmarks.readers.memory import pss
 from benchmarks.readers.reader import NoState, Reader
 from benchmarks.readers.registry import READERS
 
-__all__ = ["main", "resume", "save", "speed"]
+__all__ = ["resume", "run", "save", "speed"]
 
 Clock = Callable[[], float]
 
@@ -40,6 +42,7 @@ def speed(make: Callable[[], Reader], case: Case, seconds: float, clock: Clock =
 
     ``rows_per_s`` is of what came after the first batch, by the time that it took: also the starts of later epochs.
     """
+    own_bytes = pss(os.getpid())[0]
     begin = clock()
     reader, first, now = make(), 0.0, 0.0
     rows = batches = first_rows = epochs = lost = repeated = 0
@@ -71,6 +74,7 @@ def speed(make: Callable[[], Reader], case: Case, seconds: float, clock: Clock =
         "whole_epochs": epochs,
         "lost_in_whole_epochs": lost,
         "repeated": repeated,
+        "start_bytes": own_bytes,
     }
 
 
@@ -144,21 +148,14 @@ def _do(task: dict[str, Any], case: Case, out: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    task, out = json.loads(sys.argv[1]), Path(sys.argv[2])
-    case = Case.from_json(sys.argv[3])
+def run(task: dict[str, Any], case: Case, out: Path) -> None:
+    """Do ``task``, and write what it came to, or why it failed, to ``out``."""
     torch.set_num_threads(1)  # of tensor arithmetic, of which there is none: readers' own threads are theirs
     try:
         found = {"ok": True, **_do(task, case, out)}
     except NoState as error:
-        found = {"ok": False, "why": str(error), "no_state": True}
+        found = {"ok": False, "why": str(error)}
     except BaseException as error:
         traceback.print_exc()
         found = {"ok": False, "why": f"{type(error).__name__}: {error}"}
     out.write_text(json.dumps(found))
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
-if __name__ == "__main__":
-    main()

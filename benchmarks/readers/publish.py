@@ -30,11 +30,30 @@ def show(results: dict[str, Any]) -> None:
 
 
 def publish(folder: Path, results: dict[str, Any]) -> None:
-    """Write ``readers.json``, a picture for each data set, and ``readers-results.md``."""
+    """Write ``readers.json``, a picture for each data set, and ``readers-results.md``.
+
+    Parts (speed, resume, exact) that were not measured this time are kept as they were; each says what it is of.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "readers.json").write_text(json.dumps(results, indent=1) + "\n")
+    path = folder / "readers.json"
+    old = json.loads(path.read_text()) if path.exists() else {"versions": {}, "about": {}}
+    merged: dict[str, Any] = {name: {**old[name], **results[name]} for name in ("versions", "about")}
+    if "exact" in results:  # counts, unlike times, may be of different runs
+        found = {_key(one): one for one in (*old.get("exact", ()), *results["exact"])}
+        merged["exact"] = sorted(found.values(), key=lambda one: (-one["case"]["rows"], _order(one["case"]["reader"])))
+    results = {**old, **results, **merged}
+    path.write_text(json.dumps(results, indent=1) + "\n")
     pictures = draw(folder, results)
     (folder / "readers-results.md").write_text(_page(results, pictures))
+
+
+def _key(one: dict[str, Any]) -> str:
+    """What an exactness was counted of."""
+    return json.dumps([one["case"]["reader"], one["case"]["rows"], one["before"], one["after"]])
+
+
+def _order(reader: str) -> int:
+    return list(READERS).index(reader) if reader in READERS else len(READERS)
 
 
 def _page(results: dict[str, Any], pictures: Sequence[Path]) -> str:
@@ -42,12 +61,17 @@ def _page(results: dict[str, Any], pictures: Sequence[Path]) -> str:
         "# Readers: the results\n",
         "Made by the command below; do not edit. What is measured, how fair it is, and what it means: "
         "[readers.md](readers.md). Everything, with every repetition: [readers.json](readers.json).\n",
-        "```text\n" + "\n".join(f"{name}: {value}" for name, value in results["about"].items()) + "\n```\n",
+        *(_about(part, about) for part, about in results["about"].items()),
         *(f"![{path.stem}]({path.name})\n" for path in pictures),
         *(_markdown(grid) for grid in grids(results)),
         _remarks(results),
     ]
     return "\n".join(parts)
+
+
+def _about(part: str, about: dict[str, Any]) -> str:
+    lines = [f"{name}: {value}" for name, value in {"part": part, **about}.items()]
+    return "\n".join(["```text", *lines, "```", ""])
 
 
 def _markdown(grid: Grid) -> str:

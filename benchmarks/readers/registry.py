@@ -29,6 +29,10 @@ class Entry:
     """Whether it is measured in order, shuffled, or both."""
     threads: bool = False
     """Its workers are threads."""
+    no_fork: bool = False
+    """The package may not be imported before a fork."""
+    slow: bool = False
+    """It works row by row: measured in every second repetition, to save time for the others."""
     prepares: bool = False
     """Something has to be made once of a data set: an index, a copy in the reader's own format."""
     resumes: bool = False
@@ -79,18 +83,19 @@ READERS: dict[str, Entry] = {
         label="HF datasets, Arrow format", place="hf:Arrow", package="datasets", kind="parquet", resumes=True,
     ),
     "hf-torch": Entry(
-        label="HF datasets, torch format", place="hf:Torch", package="datasets", kind="parquet",
+        label="HF datasets, torch format", place="hf:Torch", package="datasets", kind="parquet", slow=True,
         why="the format that its tutorials have for torch",
     ),
     "litdata": Entry(
         label="litdata, Parquet", place="litdata_streaming:Litdata", package="litdata", kind="parquet", prepares=True,
-        resumes=True,
+        no_fork=True, slow=True, resumes=True,
     ),
     "grain": Entry(
-        label="grain", place="grain_parquet:Grain", package="grain", kind="parquet", resumes=True,
+        label="grain", place="grain_parquet:Grain", package="grain", kind="parquet", no_fork=True,
+        resumes=True, slow=True,
     ),
     "ray": Entry(
-        label="Ray Data", place="ray_data:Ray", package="ray", kind="parquet", workers=(2,),
+        label="Ray Data", place="ray_data:Ray", package="ray", kind="parquet", no_fork=True, workers=(2,),
         why="always in the processes of its cluster; no state inside of an epoch",
     ),
     "petastorm": Entry(
@@ -104,10 +109,11 @@ READERS: dict[str, Entry] = {
     ),
     "mosaic": Entry(
         label="MosaicML streaming, MDS", place="mosaic:Mosaic", package="mosaicml-streaming", kind="converted",
-        environment="older", prepares=True, resumes=True, rows_at_most=200_000,
+        environment="older", prepares=True, resumes=True, slow=True, rows_at_most=200_000,
     ),
     "lance": Entry(
         label="Lance", place="lance_format:Lance", package="pylance", kind="converted", prepares=True,
+        no_fork=True,
         why="shuffled: whole batches, unless by workers, which take row by row; no state",
     ),
 }  # fmt: skip

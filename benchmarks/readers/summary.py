@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,8 @@ def _speed_row(one: Found, limit: float | None) -> tuple[str, ...]:
     rate = median_rate(one)
     if rate is None:
         return (*name, one["failures"][-1][:100] if one["failures"] else "not run", "", "", "", "", "")
-    peak, first = _median(one, "peak_bytes"), _median(one, "first_batch_s")
+    first = _median(one, "first_batch_s")
+    peaks = [run["peak_bytes"] - run["start_bytes"] for run in one["runs"] if "peak_bytes" in run]
     wrong = sum(run["lost_in_whole_epochs"] + run["repeated"] for run in one["runs"])
     return (
         *name,
@@ -62,7 +63,7 @@ def _speed_row(one: Found, limit: float | None) -> tuple[str, ...]:
         f"{rate * case['row_bytes'] / 1e6:.3g}",
         "" if limit is None else f"{rate / limit:.3g}",
         "" if first is None else f"{first:.2f}",
-        "" if peak is None else f"{peak / 1e6:.0f}",
+        f"{max(peaks) / 1e6:.0f}" if peaks else "",
         "" if not one["failures"] else f"failed {len(one['failures'])} times: {one['failures'][-1][:60]}",
     )
 
@@ -74,7 +75,7 @@ def _speed_grid(table: str, batch_size: int, found: Sequence[Found]) -> Grid:
     return Grid(
         title=f"{table}: batches of {batch_size}",
         columns=("reader", "order", "workers", "rows/s, median (spread)", "MB/s", "of the fastest limit",
-                 "first batch, s", "peak memory, MB", ""),
+                 "first batch, s", "memory, MB", ""),
         rows=tuple(_speed_row(one, limit) for one in ordered),
     )  # fmt: skip
 
@@ -124,18 +125,22 @@ def exact_grid(rows: int, found: Sequence[Found]) -> Grid:
 
 def _wrong(one: Found) -> str:
     if "why" in one:
-        return "refuses: " + one["why"][:90] if one["why"] else "refuses"
+        return "fails: " + one["why"][:120]
     return "exact" if not one["lost"] and not one["repeated"] else f"{one['lost']:,} / {one['repeated']:,}"
 
 
 def grids(results: Found) -> list[Grid]:
     """Every table of the results."""
+
+    def key(one: Found) -> tuple[str, int]:
+        return one["case"]["table"], one["case"]["batch_size"]
+
     found: list[Grid] = []
-    key: Callable[[Found], tuple[str, int]] = lambda one: (one["case"]["table"], one["case"]["batch_size"])  # noqa: E731
-    for table, batch_size in dict.fromkeys(map(key, results["speeds"])):
-        found.append(_speed_grid(table, batch_size, [o for o in results["speeds"] if key(o) == (table, batch_size)]))
-    if results["resumes"]:
-        found.append(_resume_grid(results["resumes"]))
-    for rows in dict.fromkeys(one["case"]["rows"] for one in results["exactness"]):
-        found.append(exact_grid(rows, [one for one in results["exactness"] if one["case"]["rows"] == rows]))
+    speeds, resumed, exact = (results.get(part, []) for part in ("speed", "resume", "exact"))
+    for group in dict.fromkeys(map(key, speeds)):
+        found.append(_speed_grid(*group, [one for one in speeds if key(one) == group]))
+    if resumed:
+        found.append(_resume_grid(resumed))
+    for rows in dict.fromkeys(one["case"]["rows"] for one in exact):
+        found.append(exact_grid(rows, [one for one in exact if one["case"]["rows"] == rows]))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,10 +17,12 @@ import torch
 from benchmarks.readers.arrow import tensors
 from benchmarks.readers.case import Case
 from benchmarks.readers.counting import Count, count
-from benchmarks.readers.plan import case_of
+from benchmarks.readers.measuring import exactness
+from benchmarks.readers.plan import Topology, case_of
 from benchmarks.readers.process import resume, save, speed
 from benchmarks.readers.reader import Batch, Ragged
 from benchmarks.readers.registry import READERS
+from benchmarks.readers.runner import Failed, Runner
 from benchmarks.readers.tables import TABLES, DataSet, make
 
 HERE = ("lakeckpt", "row-group", "row-group-threads", "iter-batches", "scanner", "hand-written", "stateful")
@@ -178,3 +181,25 @@ def test_slices_of_ragged_columns_are_the_rows() -> None:
             for n in range(len(one["row"]))
         ]
         assert rows == [[0, 1, 2], [], [3, 4, 5, 6], [7, 8, 9]]
+
+
+@pytest.mark.soak
+def test_measured_processes_of_several_ranks_answer_and_one_that_misses_its_deadline_is_ended(tables: Path) -> None:
+    table = small(tables)
+    before, after = Topology(ranks=1, workers=0), Topology(ranks=2, workers=2)
+    runner = Runner({"peers": sys.executable}, timeout_s=120.0)
+    try:
+        (found,) = exactness(runner, [(case_of("lakeckpt", table, shuffle=True), before, after)], print)
+        assert (found["lost"], found["repeated"]) == (0, 0), found
+    finally:
+        runner.close()
+    hurried = Runner({"peers": sys.executable}, timeout_s=0.5)
+    try:
+        case = case_of("lakeckpt", table, workers=2)
+        with pytest.raises(Failed, match="did not end in"):
+            hurried.one({"do": "speed", "seconds": 1e9}, case)
+        hurried.timeout_s = 120.0
+        found = hurried.one({"do": "resume", "state": None, "whole": False}, case_of("row-group", table))
+        assert found["first_batch_s"] > 0
+    finally:
+        hurried.close()

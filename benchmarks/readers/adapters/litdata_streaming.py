@@ -30,7 +30,9 @@ class Litdata:
             drop_last=False,
             index_path=str(case.converted("litdata-index")),
         )
-        options = {"persistent_workers": True} if case.workers else {}
+        options: dict[str, Any] = {}
+        if case.workers:  # it refuses forked workers with Parquet, for it reads by polars
+            options = {"persistent_workers": True, "multiprocessing_context": "spawn"}
         self._loader: Any = StreamingDataLoader(
             dataset, batch_size=case.batch_size, num_workers=case.workers, collate_fn=Collate(case), **options
         )

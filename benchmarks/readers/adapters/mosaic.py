@@ -7,13 +7,34 @@ so only a part of that data set is.
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from benchmarks.readers.case import Case
 from benchmarks.readers.reader import Batch
 from benchmarks.readers.rows import Collate
+
+
+class _Absent(ModuleType):
+    """In the place of torchvision: streaming imports it for its image data sets, which nobody uses here, and there is
+    no build of it for every build of torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+if importlib.util.find_spec("torchvision") is None:
+    for _name in ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional"):
+        _absent = _Absent(_name)
+        _absent.__spec__ = ModuleSpec(_name, None)  # transformers asks for it
+        sys.modules.setdefault(_name, _absent)
 
 _TYPES = {"int32": "int32", "int64": "int64", "float": "float32", "double": "float64", "binary": "bytes"}
 
