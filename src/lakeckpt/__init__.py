@@ -15,7 +15,12 @@ _PUBLIC = {
     "CheckpointManager": "lakeckpt.checkpoint.manager",
     "KeptVersion": "lakeckpt.lake.keep",
     "LakeDataset": "lakeckpt.data.dataset",
+    "LakeLoadPlanner": "lakeckpt.checkpoint.dcp.planners",
     "LakeLoader": "lakeckpt.data.loader",
+    "LakeSavePlanner": "lakeckpt.checkpoint.dcp.planners",
+    "LakeStorageReader": "lakeckpt.checkpoint.dcp.reader",
+    "LakeStorageWriter": "lakeckpt.checkpoint.dcp.writer",
+    "PerRank": "lakeckpt.checkpoint.dcp.value",
     "Ragged": "lakeckpt.reading.ragged",
     "Receipt": "lakeckpt.core.receipts",
     "SkipList": "lakeckpt.core.skips",
@@ -35,7 +40,12 @@ __all__ = [
     "CheckpointManager",
     "KeptVersion",
     "LakeDataset",
+    "LakeLoadPlanner",
     "LakeLoader",
+    "LakeSavePlanner",
+    "LakeStorageReader",
+    "LakeStorageWriter",
+    "PerRank",
     "Ragged",
     "Receipt",
     "SkipList",
@@ -53,6 +63,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lakeckpt import errors
+    from lakeckpt.checkpoint.dcp.planners import LakeLoadPlanner, LakeSavePlanner
+    from lakeckpt.checkpoint.dcp.reader import LakeStorageReader
+    from lakeckpt.checkpoint.dcp.value import PerRank
+    from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.core.skips import SkipList

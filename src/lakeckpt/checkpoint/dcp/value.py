@@ -1,0 +1,70 @@
+"""How does what is no tensor lie in a checkpoint of DCP?  As a document of our own, never as a pickle.
+
+DCP's planners pickle every leaf of a state dict that is no tensor of its own. Ours write it as a tree (`lakeckpt`'s
+closed list of types) beside the bytes of the tensors inside it. `PerRank` marks a value that each rank has for itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.fields import fields_of, taken
+from lakeckpt.checkpoint.tensors import empty_for, host_bytes, on_host, spec_of
+from lakeckpt.checkpoint.tree import flatten, rebuild
+from lakeckpt.errors import WireDamaged
+from lakeckpt.wire.codec import MAGIC, dumps, loads
+
+__all__ = ["PerRank", "decode_value", "encode_value", "is_value"]
+
+_KIND, _VERSION = "dcp-value", (1, 0)
+
+
+@dataclass(slots=True)
+class PerRank:
+    """A value of a state dict that every rank has for itself: a reader's state, random states.
+
+    DCP keeps one of several equal names: without this mark it would keep one rank's value for all. After loading,
+    ``value`` is what this rank saved; a rank that has none of its own keeps what it has.
+
+    >>> PerRank({"epoch": 3}).value
+    {'epoch': 3}
+    """
+
+    value: Any
+
+
+def encode_value(name: str, value: object) -> bytes:
+    """The document of a leaf called ``name``. `UnsupportedValue` naming the path of what cannot be written."""
+    flat = flatten(name, value)
+    tensors = {}
+    for key, tensor in flat.tensors.items():
+        spec = spec_of(key, tensor)
+        tensors[key] = [spec.dtype, list(spec.shape), bytes(host_bytes(on_host(tensor)))]
+    return dumps({"tree": flat.tree, "tensors": tensors}, kind=_KIND, version=_VERSION, root=name)
+
+
+def decode_value(data: bytes | memoryview, like: Any = None) -> Any:
+    """What `encode_value` made ``data`` of, shaped ``like`` the live value. `WireError`."""
+    plain = fields_of(loads(data, kind=_KIND, supported=_VERSION).value, "a value")
+    tensors: dict[str, torch.Tensor] = {}
+    for key, row in taken(plain, "tensors", dict).items():
+        if type(row) is not list or [type(one) for one in row] != [str, list, bytes]:
+            raise WireDamaged(f"tensor {key!r} of a value is {row!r:.80}")
+        spec = TensorSpec(key=str(key), dtype=row[0], shape=tuple(row[1]))
+        tensor, view = empty_for(spec)
+        if len(view) != len(row[2]):
+            raise WireDamaged(f"tensor {key!r} of a value has {len(row[2])} bytes, not the {len(view)} of its shape")
+        view[:] = row[2]
+        tensors[str(key)] = tensor
+    if "tree" not in plain:
+        raise WireDamaged("a value has no tree")
+    return rebuild(plain["tree"], tensors, like)
+
+
+def is_value(data: bytes | memoryview) -> bool:
+    """Whether these bytes look like a document of ours."""
+    return bytes(data[: len(MAGIC)]) == MAGIC
