@@ -41,7 +41,7 @@ from lakeckpt.data.tasks import to_task
 from lakeckpt.data.worker_process import Entry, Orders, WorkerSetup, work
 from lakeckpt.errors import LakeckptError, WorkerDied, WorkerTimeout
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "pinned_copy"]
 
 AHEAD_S = 0.02
 MOST_AHEAD = 64
