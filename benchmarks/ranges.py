@@ -3,8 +3,9 @@
 The row groups of tables are read one after the other, as a reader of an epoch asks for them, and decoded: from a
 local folder; from nginx in front of the same folder (``s3_server``), announced ahead and not; with other clients in
 the place of ours, under the same plan of ranges; and by pyarrow's own scanner (``pre_buffer``, its default read-ahead)
-over its S3 file system and over s3fs. All in one run, interleaved. Beside the seconds: the share of them in which our
-decoder was decoding rather than waiting for bytes, and how fast that is beside local reading.
+over its S3 file system and over s3fs. Then whole loaders, to tensors. All in one run, interleaved. Beside the seconds:
+the share of them in which our decoder was decoding rather than waiting for bytes, and how fast it is beside reading the
+same locally.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 from benchmarks.s3_server import NginxS3
+from lakeckpt import LakeDataset, LakeLoader
 from lakeckpt.lake.storage import Storage, split_uri
 from lakeckpt.lake.table import Table, open_table
 from lakeckpt.reading.decode import RowGroupDecoder
@@ -120,6 +122,13 @@ def decoded(table: Table, columns: Iterable[str] | None, *, announced: bool, bus
     return rows
 
 
+def loaded(table: Table, columns: Iterable[str] | None, *, shuffle: bool) -> int:
+    """All rows by a loader without workers, as tensors."""
+    wanted = None if columns is None else list(columns)
+    loader = LakeLoader(LakeDataset(table, batch_size=4096, columns=wanted, shuffle=shuffle))
+    return sum(batch.receipt.rows for batch in loader)
+
+
 def scanned(filesystem: Any, place: str, columns: Iterable[str] | None) -> int:
     """All rows by pyarrow's scanner, in order."""
     options = ds.ParquetFragmentScanOptions(pre_buffer=True)
@@ -169,6 +178,10 @@ def cases(lake: Lake, server: NginxS3, folder: Path, place: str) -> dict[str, Ca
         "lakeckpt's ranges by s3fs": other(
             lambda path, start, stop: bytes(by_s3fs.cat_file(f"{place}/{path}", start=start, end=stop))
         ),
+        "LakeLoader, local": lambda busy: loaded(local, lake.wanted, shuffle=False),
+        "LakeLoader": lambda busy: loaded(remote, lake.wanted, shuffle=False),
+        "LakeLoader, shuffled, local": lambda busy: loaded(local, lake.wanted, shuffle=True),
+        "LakeLoader, shuffled": lambda busy: loaded(remote, lake.wanted, shuffle=True),
         "pyarrow scanner, local": lambda busy: scanned(pa.fs.LocalFileSystem(), str(folder), lake.wanted),
         "pyarrow scanner, pyarrow.fs": lambda busy: scanned(arrow, place, lake.wanted),
         "pyarrow scanner, s3fs": lambda busy: scanned(by_s3fs, place, lake.wanted),

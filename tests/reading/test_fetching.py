@@ -135,16 +135,18 @@ def test_what_is_wanted_now_does_not_wait_for_what_was_announced_to_be_used(tmp_
 def test_row_groups_that_were_announced_and_never_come_do_not_hold_up_those_behind_them(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[10] * 300])
     decoder = RowGroupDecoder(stored(table))
+    assert decoder.has_room
     decoder.announce([*range(300)])
+    assert not decoder.has_room
     for group in range(100, 300):
         assert ids(decoder.decode(group, 0, 1)) == [10 * group]
-    assert decoder._fetcher._wanted == [] and decoder._fetcher._held == 0
+    assert decoder._fetcher._wanted == [] and decoder._fetcher._held == 0 and decoder.has_room
 
 
 def test_a_local_file_is_not_read_ahead(tmp_path: Path) -> None:
     decoder = RowGroupDecoder(write_ids(tmp_path, [[2], [3]]))
     decoder.announce([0, 1])
-    assert decoder._fetcher._wanted == []
+    assert decoder._fetcher._wanted == [] and not decoder.has_room
     assert ids(decoder.decode(1, 0, 1)) == [2]
 
 

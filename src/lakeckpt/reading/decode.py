@@ -101,6 +101,11 @@ class RowGroupDecoder:
         """
         self._fetcher.announce(group for group in groups if self._is_fetched(group))
 
+    @property
+    def has_room(self) -> bool:
+        """Whether row groups that are announced now would be fetched ahead; never of local files."""
+        return self._fetcher.has_room
+
     def forget(self) -> None:
         """Let go of what was announced and not decoded."""
         self._fetcher.forget()

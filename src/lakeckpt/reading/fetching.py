@@ -67,6 +67,11 @@ class RowGroupFetcher:
                 self._wanted += [_Wanted(group=group) for group in groups]
             self._advance()
 
+    @property
+    def has_room(self) -> bool:
+        """Whether more that is announced would be set out for now."""
+        return self._ahead and len(self._wanted) < MOST_AHEAD and self._held < self._ahead_bytes
+
     def fetch(self, group: int) -> tuple[OpenedFile, HeldRowGroup]:
         """The bytes of a row group, and what decodes them. Raises what opening and reading raise."""
         self._check_process()

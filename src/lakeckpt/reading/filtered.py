@@ -73,6 +73,11 @@ class FilteredDecoder(RowGroupDecoder):
         super().announce(itertools.compress(groups, whole))
         self._wide.announce(itertools.compress(groups, map(operator.not_, whole)))
 
+    @property
+    def has_room(self) -> bool:
+        """See `RowGroupDecoder.has_room`."""
+        return super().has_room and self._wide.has_room
+
     def forget(self) -> None:
         """Let go of what was announced and not decoded."""
         super().forget()
