@@ -135,8 +135,8 @@ class PositionReader:
 
     @property
     def has_room(self) -> bool:
-        """Whether all windows that were announced are decoded, or being decoded."""
-        return not self._deferred
+        """Whether more may be announced to some use: to be decoded now, or to be fetched from a store."""
+        return not self._deferred or self._windows.has_room
 
     def announce(self, pieces: Iterable[Piece]) -> Announced:
         """Begin to decode the windows of ``pieces``, as far as there is room; `take` what is returned.

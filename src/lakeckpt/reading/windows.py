@@ -94,6 +94,11 @@ class WindowDecoder:
         """Say that ``window`` will be decoded, after those that were announced before: stores are asked for it."""
         self._decoder.announce([part.group for part in window.fragments])
 
+    @property
+    def has_room(self) -> bool:
+        """Whether stores would be asked now for windows that are announced."""
+        return self._decoder.has_room
+
     def decode(self, layout: EpochLayout, window: Window) -> DecodedWindow:
         """Return the rows of ``window``, in memory of their own. Raises as `RowGroupDecoder.decode`, save damage."""
         found = self._fragments(layout, window)
