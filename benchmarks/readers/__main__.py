@@ -11,6 +11,7 @@ import os
 import platform
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from benchmarks.readers.tables import DATA, make
 
 SPEED_TABLES = ("tabular", "tokens", "images")
 PARTS = ("speed", "resume", "exact")
+ENVIRONMENTS = ("peers", "older")
 CONVERTED_ROWS = 200_000
 RESUME_ROWS = 100_000
 
@@ -43,15 +45,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one process")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the data sets; they are kept")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv", help="folder with peers/ and older/")
-    parser.add_argument("--out", type=Path, help="default: docs/benchmarks, with --quick: bench-out")
+    parser.add_argument("--out", type=Path, help="default: docs/benchmarks, or bench-out if not all is measured")
     found = parser.parse_args()
+    whole = all((found.environments / name).exists() for name in ENVIRONMENTS)  # else it is not what is published
     defaults: dict[str, tuple[Any, Any]] = {
         "scale": (0.02, 0.5),
         "repetitions": (1, 4),
         "seconds": (0.5, 1.0),
         "tables": (["tabular", "tokens"], list(SPEED_TABLES)),
         "parts": (["speed", "exact"], list(PARTS)),
-        "out": (Path("bench-out"), ROOT / "docs/benchmarks"),
+        "out": (Path("bench-out"), ROOT / "docs/benchmarks" if whole else Path("bench-out")),
     }
     for name, (quick, full) in defaults.items():
         if getattr(found, name) is None:
@@ -62,7 +65,7 @@ def _arguments() -> argparse.Namespace:
 def _pythons(folder: Path) -> dict[str, str]:
     """The interpreters of the environments; without them this one, which may have some readers' packages."""
     found = {"peers": sys.executable}
-    for name in ("peers", "older"):
+    for name in ENVIRONMENTS:
         python = folder / name / "bin/python"
         if python.exists():
             found[name] = str(python)
@@ -73,6 +76,16 @@ def _machine() -> str:
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     memory, cores = pages * size >> 30, len(os.sched_getaffinity(0))
     return f"{platform.system()} {platform.machine()}, {cores} cores, {memory} GiB of memory, page cache warm"
+
+
+def _commit() -> str:
+    try:
+        ran = subprocess.run(
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
+        )
+    except OSError:
+        return "unknown"
+    return ran.stdout.strip() or "unknown"
 
 
 def _warm(folder: str) -> None:
@@ -97,6 +110,7 @@ def main() -> None:
         if name not in readers:
             say(f"left out, not installed: {name}")
     results: dict[str, Any] = {"versions": versions}
+    load = os.getloadavg()[0]
     try:
         _measure(arguments, runner, readers, results, say, until=began + 60 * arguments.minutes)
     except KeyboardInterrupt:
@@ -106,6 +120,8 @@ def main() -> None:
     about = {
         "command": "python -m benchmarks.readers " + shlex.join(sys.argv[1:]),
         "machine": _machine(),
+        "load average before and after": f"{load:.1f}, {os.getloadavg()[0]:.1f}",
+        "commit": _commit(),
         "python": platform.python_version(),
         "repetitions": arguments.repetitions,
         "seconds of reading each": arguments.seconds,

@@ -35,6 +35,7 @@ def _panel(axes: Any, found: Sequence[dict[str, Any]], title: str) -> None:
         axes.barh(place, rate, color=_COLOURS[kind], height=0.72, zorder=2)
         axes.plot([min(rates), max(rates)], [place, place], color=_SOFT, lw=1.2, zorder=3)
         axes.text(max(rates) * 1.12, place, f"{rate:,.0f}", va="center", fontsize=8.5, color=_INK)
+    axes.tick_params(colors=_SOFT, which="both", length=0, labelsize=9)
     axes.set_yticks(range(len(rated)), [_label(one["case"]) for one, _ in rated])
     for (one, _), text in zip(rated, axes.get_yticklabels(), strict=True):
         ours = READERS[one["case"]["reader"]].kind == "ours"
@@ -45,7 +46,6 @@ def _panel(axes: Any, found: Sequence[dict[str, Any]], title: str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_FAINT)
-    axes.tick_params(colors=_SOFT, length=0, labelsize=9)
     axes.grid(axis="x", color=_FAINT, lw=0.8, zorder=0)
 
 

@@ -72,11 +72,11 @@ READERS: dict[str, Entry] = {
         workers=(0,), orders=(False,), why="no shuffling, no ranks, no state: a limit",
     ),
     "hand-written": Entry(
-        label="hand-written IterableDataset, torch DataLoader", place="hand_written:HandWritten", package="torch",
+        label="hand-written, DataLoader", place="hand_written:HandWritten", package="torch",
         kind="parquet", why="torch's DataLoader has no state: a resumed job begins the epoch again",
     ),
     "stateful": Entry(
-        label="the same, StatefulDataLoader", place="hand_written:Stateful", package="torchdata", kind="parquet",
+        label="hand-written, StatefulDataLoader", place="hand_written:Stateful", package="torchdata", kind="parquet",
         resumes=True,
     ),
     "hf-arrow": Entry(

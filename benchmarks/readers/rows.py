@@ -44,10 +44,11 @@ class Collate:
         return {name: _array(columns[name], *kind) for name, kind in self._columns.items()}
 
     def finish(self, arrays: dict[str, Any]) -> Batch:
-        """Tensors of what `arrays` returned."""
+        """Tensors of what `arrays` returned, a fixed-width column first: MosaicML takes the length of the first value
+        for that of the batch, and counts its place by it."""
         return {
             name: Ragged(*map(torch.from_numpy, array)) if isinstance(array, tuple) else torch.from_numpy(array)
-            for name, array in arrays.items()
+            for name, array in sorted(arrays.items(), key=lambda item: isinstance(item[1], tuple))
         }
 
 

@@ -60,7 +60,7 @@ def _speed_row(one: Found, limit: float | None) -> tuple[str, ...]:
     return (
         *name,
         _rate(one) + (f"; {wrong} rows lost or repeated" if wrong else ""),
-        f"{rate * case['row_bytes'] / 1e6:.3g}",
+        f"{rate * case['row_bytes'] / 1e6:,.0f}",
         "" if limit is None else f"{rate / limit:.3g}",
         "" if first is None else f"{first:.2f}",
         f"{max(peaks) / 1e6:.0f}" if peaks else "",
