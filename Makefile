@@ -69,7 +69,7 @@ demo: $(VENV)/demo  ## train on a real lake, kill ranks, resume, prove that ever
 test: lint types pytest  ## the gate: ruff, mypy, pytest (ARGS goes to pytest)
 
 pytest: $(VENV)/dev
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/dev  ## ruff, rules and form
 	$(BIN)/ruff check .
