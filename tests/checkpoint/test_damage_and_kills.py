@@ -56,9 +56,9 @@ def copy_of(storage: MemoryStorage) -> MemoryStorage:
     return twin
 
 
-def mutations(data: bytes) -> Iterator[bytes | None]:
-    """One flipped bit at about 120 bytes (all bits in turn), truncations, an addition, other content, and no file."""
-    for at in range(0, len(data), len(data) // 120 | 1):
+def mutations(data: bytes, places: int) -> Iterator[bytes | None]:
+    """One flipped bit at about so many places (all bits in turn), truncations, an addition, other content, no file."""
+    for at in range(0, len(data), len(data) // places | 1):
         yield data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
     for at in {0, 1, len(data) // 2, len(data) - 1}:
         yield data[:at]
@@ -67,16 +67,22 @@ def mutations(data: bytes) -> Iterator[bytes | None]:
     yield None
 
 
+PLACES = pytest.mark.parametrize("places", [40, pytest.param(400, marks=pytest.mark.soak)])
+
+
 def test_two_whole_checkpoints_restore_to_the_second() -> None:
     assert restored(two_checkpoints()) == (2, 2, 2, ())
 
 
+@PLACES
 @pytest.mark.parametrize("kind", ["log/0000000002", "parts/", "objects/"])
-def test_damage_in_any_file_of_the_newest_checkpoint_is_told_and_the_one_before_is_taken(kind: str) -> None:
+def test_damage_in_any_file_of_the_newest_checkpoint_is_told_and_the_one_before_is_taken(
+    kind: str, places: int
+) -> None:
     whole = two_checkpoints()
     names = [name for name in whole.objects if name.startswith(kind)]
     (name,) = names[-1:]  # of the second checkpoint: its folder sorts last
-    for mutated in mutations(whole.objects[name]):
+    for mutated in mutations(whole.objects[name], places):
         storage = copy_of(whole)
         if mutated is None:
             del storage.objects[name]
@@ -90,11 +96,12 @@ def test_damage_in_any_file_of_the_newest_checkpoint_is_told_and_the_one_before_
         assert damaged == ("log/0000000002.lkc",)
 
 
+@PLACES
 @pytest.mark.parametrize("slot", [0, 1])
-def test_damage_in_older_entries_is_told_and_the_newest_is_taken(slot: int) -> None:
+def test_damage_in_older_entries_is_told_and_the_newest_is_taken(slot: int, places: int) -> None:
     whole = two_checkpoints()
     name = f"log/{slot:010d}.lkc"
-    for mutated in mutations(whole.objects[name]):
+    for mutated in mutations(whole.objects[name], places):
         storage = copy_of(whole)
         if mutated is None:
             del storage.objects[name]

@@ -119,7 +119,7 @@ def test_a_job_shows_its_secrets_nowhere(
             loader = LakeLoader(
                 LakeDataset(open_table(uri, storage_options=options), batch_size=8),
                 num_workers=workers,
-                multiprocessing_context="spawn" if workers else None,
+                multiprocessing_context="forkserver" if workers else None,
             )
             state = {"model": model, "reader": loader}
             with CheckpointManager(f"s3://{s3.bucket}/run", state, storage_options=options) as manager:

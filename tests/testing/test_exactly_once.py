@@ -90,7 +90,7 @@ def test_a_last_row_that_is_never_given_is_caught(lake: Path) -> None:
     [{"endless": True}, pytest.param({"tail": "drop"}, marks=pytest.mark.soak), {"batch_size": None, "block_size": 4}],
 )
 def test_a_right_loader_passes_at_other_ends(case: dict[str, Any], lake: Path) -> None:
-    assert_exactly_once(make_of(None, lake, **case), topologies=FEW, offsets=8)
+    assert_exactly_once(make_of(None, lake, **case), topologies=FEW, offsets=4)
 
 
 @pytest.mark.soak
@@ -183,7 +183,8 @@ def make_lake(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LakeSpec], 
     return make
 
 
-@settings(max_examples=30)
+@pytest.mark.soak
+@settings(max_examples=200)
 @given(
     spec=tables(nulls=False, max_group_rows=8),
     history=histories(topologies(max_batch_size=6, max_lanes=8), max_attempts=4, max_steps=8),
