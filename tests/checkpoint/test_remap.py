@@ -13,8 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from lakeckpt import open_table
+from lakeckpt import CheckpointManager, open_table
 from lakeckpt.checkpoint.explain import explain
 from lakeckpt.checkpoint.remap import remap
 from lakeckpt.cli.main import main
@@ -88,6 +89,27 @@ def test_a_job_of_another_size_goes_on_from_what_was_carried_over_and_is_killed_
     assert audited(run).verdict == "proved"
     found = explain(LocalStorage(run), 5).readers[0]
     assert found.rows == 3 and found.table == json_of(run)["index"]
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_after_what_was_carried_over_the_place_is_one_in_the_whole_version(
+    skips: bool, delta: Path, tmp_path: Path
+) -> None:
+    read = train(tmp_path / "run", loader_of(delta), steps=4)
+    compact(delta)
+    carry(delta, tmp_path / "run")
+    loader = loader_of(delta)
+    CheckpointManager(tmp_path / "run", {"model": torch.nn.Linear(1, 1), "reader": loader}).restore()
+    assert loader.state_dict()["identity"]["rows"] == len(ROWS) - len(rows_of(read))
+    if skips:
+        loader.set_epoch(1)
+    else:
+        assert rows_of(read, [batch["id"].tolist() for batch in loader]) == ROWS
+    state = loader.state_dict()
+    assert (state["epoch"], state["identity"]["rows"]) == (1, len(ROWS))
+    another = loader_of(delta)
+    another.load_state_dict(state)
+    assert rows_of([batch["id"].tolist() for batch in another]) == ROWS
 
 
 def json_of(run: Path) -> dict[str, Any]:
