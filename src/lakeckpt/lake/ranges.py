@@ -40,6 +40,7 @@ __all__ = [
     "in_background",
     "read_pinned",
     "some",
+    "unless_ending",
 ]
 
 Range = tuple[int, int]
@@ -225,11 +226,20 @@ class _Threads:
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lakeckpt-ranges")
-            return self._pool.submit(work, *arguments)
+            return self._pool.submit(unless_ending, self._pool, work, *arguments)
 
 
 _threads = _Threads()
 os.register_at_fork(after_in_child=_threads.renew)
+
+
+def unless_ending(pool: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> T:
+    """Do ``work`` in a thread of ``pool``; RuntimeError, untried, where the interpreter is ending or the pool closed.
+
+    A pool does all that it was given before the interpreter may end, but takes nothing more: so it is asked to.
+    """
+    pool.submit(int)
+    return work(*arguments)
 
 
 def in_background(work: Callable[..., T], *arguments: Any) -> Future[T]:

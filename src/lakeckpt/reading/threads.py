@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from lakeckpt.lake.ranges import unless_ending
+
 __all__ = ["Threads", "usual_threads"]
 
 _T = TypeVar("_T")
@@ -39,7 +41,7 @@ class Threads:
         """Do ``work`` in a whole thread, after what was submitted before."""
         if self._whole is None:
             self._whole = ThreadPoolExecutor(_WHOLE, thread_name_prefix="lakeckpt-window")
-        return self._whole.submit(work)
+        return self._whole.submit(unless_ending, self._whole, work)
 
     def map(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
         """Return what ``work`` makes of each of ``items``, in their order; the first error where there are any."""
