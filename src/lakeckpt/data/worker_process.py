@@ -166,7 +166,7 @@ class _Worker:
         if iteration != self._iteration:
             if self._iteration >= 0:
                 self._send()
-                self._source.clear()
+            self._source.clear()  # at first of what a main process that forked was reading ahead itself
             self._iteration, self._delivered, self._wants_more = iteration, 0, True
             self._tasks.clear()
         for task in tasks:
