@@ -93,6 +93,7 @@ class Plan:
         self.state = state
         self.segment = state.segment
         self.deal, self._recut = _deal_of(state)
+        self._recent: LayoutKey | None = None
 
     @cached_property
     def steps(self) -> int | None:
@@ -126,18 +127,26 @@ class Plan:
             rank=rank,
             world_size=world_size,
             spans=tuple(spans),
-            step_rows=self.step_rows(step),
+            step_rows=self._rows_between(first, stop),
         )
+        lanes = self.segment.num_lanes // world_size
+        return Assignment(receipt=receipt, layouts=self._layouts(spans), owner=max(lane, 0) // world_size, lanes=lanes)
+
+    def _layouts(self, spans: list[Span]) -> tuple[LayoutKey, ...]:
+        if len(spans) == 1 and self._recent is not None and self._recent.epoch == spans[0].epoch:
+            return (self._recent,)
         keys = []
         for epoch in dict.fromkeys(span.epoch for span in spans):
             num_lanes, rotation = self.deal.layout(epoch)
             keys.append(LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation))
-        lanes = self.segment.num_lanes // world_size
-        return Assignment(receipt=receipt, layouts=tuple(keys), owner=max(lane, 0) // world_size, lanes=lanes)
+        self._recent = keys[-1] if keys else None
+        return tuple(keys)
 
     def step_rows(self, step: int) -> int:
         """Return how many rows all ranks get in ``step``."""
-        first, stop = self.micro_batch(step), self.micro_batch(step + 1)
+        return self._rows_between(self.micro_batch(step), self.micro_batch(step + 1))
+
+    def _rows_between(self, first: int, stop: int) -> int:
         rows = self.deal.rows_of(first, stop)
         if stop - first < self.segment.world_size and self.state.identity.tail == "even":
             rows -= rows % self.segment.world_size

@@ -70,7 +70,7 @@ class Receipt:
     @property
     def rows(self) -> int:
         """The number of rows of the micro-batch, as it was dealt out; ``skipped`` of them did not come."""
-        return sum(span.rows for span in self.spans)
+        return self.spans[0].rows if len(self.spans) == 1 else sum(span.rows for span in self.spans)
 
     @property
     def skipped(self) -> int:

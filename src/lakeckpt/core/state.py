@@ -213,6 +213,25 @@ class ReaderState:
         if any(left.num_lanes > MAX_LANES for left in base.begun):
             raise ValueError(f"an epoch has at most {MAX_LANES} lanes")
 
+    def moved(self, *, step: int, row: int) -> ReaderState:
+        """Return the state with ``step`` steps done, no fewer than are, and ``row`` rows of the next one.
+
+        Once for every micro-batch: what holds of the segments holds still, and is not checked again.
+        """
+        if step < self.step or not 0 <= row <= self.segments[-1].batch_size:
+            raise ValueError(f"step {step}, row {row} do not follow on step {self.step}")
+        found = object.__new__(ReaderState)
+        for name, value in (
+            ("identity", self.identity),
+            ("epoch", self.epoch),
+            ("segments", self.segments),
+            ("step", step),
+            ("row", row),
+            ("base", self.base),
+        ):
+            object.__setattr__(found, name, value)
+        return found
+
     @property
     def segment(self) -> Segment:
         """The segment at hand."""

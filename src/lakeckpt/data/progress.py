@@ -376,8 +376,8 @@ class Progress:
 
     def _after(self, state: ReaderState, receipt: Receipt) -> ReaderState:
         if receipt.row is not None and receipt.row + 1 < receipt.rows:
-            return replace(state, step=receipt.step, row=receipt.row + 1)
-        return replace(state, step=receipt.step + 1, row=0)
+            return state.moved(step=receipt.step, row=receipt.row + 1)
+        return state.moved(step=receipt.step + 1, row=0)
 
     def _run_of(self, receipt: Receipt) -> _Run:
         if not isinstance(receipt, Receipt):

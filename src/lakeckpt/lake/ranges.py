@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing
+from lakeckpt.lake.blocks import read_block
 from lakeckpt.lake.index import DataFile
 from lakeckpt.lake.storage import Storage
 
@@ -136,7 +137,8 @@ class _Unread:
 
     def wait(self) -> list[pa.Buffer]:
         # By place, not by seeking: other threads may read the same file.
-        return [pa.py_buffer(self._opened.read_at(stop - start, start)) for start, stop in self._ranges]
+        descriptor = self._opened.fileno()
+        return [read_block(descriptor, start, stop) for start, stop in self._ranges]
 
     def abandon(self) -> None:
         self._ranges = ()
