@@ -16,12 +16,16 @@ from lakeckpt.testing import Attempt, LakeSpec, assert_exactly_once, histories, 
 SHAPES = [(1, 0), (2, 0), (3, 0), (4, 0, {"num_lanes": 8}), (2, 0, {"batch_size": 3})]
 
 
-def make_of(lake: Path, **fixed: Any) -> Callable[..., LakeLoader]:
+def make_of(lake: Path, *, early: bool = False, **fixed: Any) -> Callable[..., LakeLoader]:
+    """Makes loaders; ``early``: that begin to read before a state is loaded."""
     table = open_table(lake)
 
     def make_loader(rank: int, world_size: int, num_workers: int, **options: Any) -> LakeLoader:
         dataset = LakeDataset(table, **{"batch_size": 4, **fixed, **options}, rank=rank, world_size=world_size)
-        return LakeLoader(dataset, num_workers=num_workers)
+        loader = LakeLoader(dataset, num_workers=num_workers)
+        if early and not num_workers:
+            loader.start()
+        return loader
 
     return make_loader
 
@@ -78,6 +82,7 @@ def make_lake(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LakeSpec], 
     ends=st.sampled_from([{}, {"tail": "drop"}, {"endless": True}]),
     window=st.integers(0, 5),
     seed=st.integers(-(2**63), 2**64 - 1),
+    ahead=st.fixed_dictionaries({"early": st.booleans(), "memory_limit_bytes": st.none() | st.integers(1, 5000)}),
 )
 def test_any_history_of_any_table_counts_every_row_once(
     make_lake: Callable[[LakeSpec], Path],
@@ -86,11 +91,12 @@ def test_any_history_of_any_table_counts_every_row_once(
     ends: dict[str, Any],
     window: int,
     seed: int,
+    ahead: dict[str, Any],
 ) -> None:
     if ends == {"endless": True} and not spec.rows:
         return
     order = {"shuffle": window > 0, "shuffle_window": max(window, 1), "seed": seed}
-    replay(make_of(make_lake(spec), **ends, **order), history)
+    replay(make_of(make_lake(spec), **ends, **order, **ahead), history)
 
 
 @settings(max_examples=25)

@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.tensors import host_bytes, spec_of
 from lakeckpt.checkpoint.tree import flatten, rebuild
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import CheckpointMismatch, StateError, StateMismatch
-from lakeckpt.tracking.readers import SkippingReader, TrackedReader
+from lakeckpt.tracking.readers import SkippingReader, StartingReader, TrackedReader
 from lakeckpt.wire.codec import TensorRef
 
 __all__ = ["apply", "differences", "refuse"]
@@ -152,6 +152,7 @@ def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, Read
                     undo.append(partial(one.load_skipped, one.skipped()))
                 one.load_state_dict(dict(readers[name].state))
                 _load_skipped(one, readers[name].skips)
+                _start(one)
             else:
                 _load_one(one, loaded.trees[name], loaded.tensors, undo)
         except StateError:
@@ -168,6 +169,13 @@ def _load_skipped(one: Any, skips: SkipList) -> None:
         one.load_skipped(skips)
     elif skips:
         raise StateMismatch(f"{len(skips)} row groups were skipped, and a {type(one).__name__} cannot skip them again")
+
+
+def _start(one: Any) -> None:
+    """Let a reader read ahead while models and optimizers are loaded. Not with workers, which are to inherit those."""
+    if isinstance(one, StartingReader) and not one.num_workers:
+        with contextlib.suppress(Exception):  # to be raised when it is iterated
+            one.start()
 
 
 def _turn(one: Any) -> int:

@@ -102,6 +102,7 @@ class LakeLoader(DataLoader[Any]):
         self._ahead = prefetch_factor
         self._workers: Workers | None = None
         self._workers_generation = 0
+        self._early: tuple[Any, Iterator[tuple[Receipt, Any]]] | None = None
 
     # --- what is asked
 
@@ -154,10 +155,32 @@ class LakeLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.dataset.move()
         self._settle()
+        started, self._early = self._early, None
+        if started is None or started[0] != self._place():
+            del started  # before what it reads ahead is read otherwise
+            started = self._begun()
+        return self._deliver(self._progress.begin_iteration(), started[1])
+
+    def start(self) -> None:
+        """Begin to read what the next iteration will deliver, within the limits of memory that hold for iterating.
+
+        It does not wait, and raises nothing that reading raises: the iteration will. `CheckpointManager.restore` calls
+        it (where there are no worker processes) before it loads model and optimizer. What was begun is dropped where
+        the place changes before the next iteration.
+        """
+        self._settle()
+        if self._early is None or self._early[0] != self._place():
+            self._early = None
+            self._early = self._begun()
+
+    def _begun(self) -> tuple[Any, Iterator[tuple[Receipt, Any]]]:
+        """Where the next iteration begins, and what it will deliver, being read from now on."""
         rank = self.topology[0]
-        iteration = self._progress.begin_iteration()
         assignments = self._progress.assignments(rank)
-        return self._deliver(iteration, self._found(assignments, self._base_seed(rank)))
+        return self._place(), self._found(assignments, self._base_seed(rank))
+
+    def _place(self) -> Any:
+        return self._progress.state, self._progress.skips, self.topology, self.dataset._source.generation
 
     def _base_seed(self, rank: int) -> int:
         """The seed of this iteration's workers, drawn as torch draws it."""
@@ -220,10 +243,12 @@ class LakeLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle."""
+        self._early = None
         self.dataset.set_epoch(epoch)
 
     def rewind(self) -> None:
         """Begin the epoch at hand again. The rows of its first part then count twice, and `lakeckpt audit` says so."""
+        self._early = None
         self.dataset.rewind()
 
     # --- state
@@ -243,6 +268,7 @@ class LakeLoader(DataLoader[Any]):
         Raises StateMismatch, without a change, where the state is of another order of rows; it says what differs.
         """
         self._progress.load(ReaderState.from_plain(state))
+        self._early = None
 
     def mark(self, at: Receipt | None = None) -> None:
         """Forget what was consumed up to ``at``: a checkpoint has recorded it."""

@@ -14,7 +14,15 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import ReaderState
 
-__all__ = ["SkippingReader", "TrackedReader", "VersionedReader", "index_of", "selection_of", "versions_of"]
+__all__ = [
+    "SkippingReader",
+    "StartingReader",
+    "TrackedReader",
+    "VersionedReader",
+    "index_of",
+    "selection_of",
+    "versions_of",
+]
 
 
 @runtime_checkable
@@ -47,6 +55,20 @@ class TrackedReader(Protocol):
 
         Each pair is of one order and one epoch (or one endless stream), in the order of consumption.
         """
+        ...
+
+
+@runtime_checkable
+class StartingReader(Protocol):
+    """A reader that can begin to read before it is iterated. Called by the training thread only."""
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes that it would start."""
+        ...
+
+    def start(self) -> None:
+        """Begin to read what the next iteration will deliver. Never waits."""
         ...
 
 

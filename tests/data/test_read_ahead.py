@@ -1,0 +1,176 @@
+"""What is read ahead without workers: begun early, taken once, dropped with the iterator, and nobody else's in a fork."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors
+from lakeckpt.reading.positions import PositionReader
+from lakeckpt.testing import LakeSpec
+from tests.data.reading import as_json, flat, ids, loader_of, some, until_error
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """240 rows in 24 row groups."""
+    return LakeSpec(files=((10,) * 6,) * 4).write(tmp_path_factory.mktemp("ahead"))
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The windows whose decoding was begun."""
+    found: list[tuple[int, int]] = []
+    inner = PositionReader._begin
+
+    def begin(self: PositionReader, slot: Any) -> None:
+        found.append((slot.layout.epoch, slot.window.start))
+        inner(self, slot)
+
+    monkeypatch.setattr(PositionReader, "_begin", begin)
+    return found
+
+
+def test_a_loader_that_is_started_has_begun_and_decodes_nothing_twice(
+    folder: Path, decoded: list[tuple[int, int]]
+) -> None:
+    expected = ids(loader_of(folder))
+    decoded.clear()
+    loader = loader_of(folder)
+    loader.start()
+    assert len(decoded) == 1  # the first batches need no more
+    loader.start()
+    assert ids(loader) == expected
+    assert len(decoded) == len(set(decoded)) == 6
+    loader.start()
+    assert decoded[6][0] == 1
+    assert sorted(flat(loader)) == list(range(240)) and len(decoded) == 12
+
+
+@pytest.mark.parametrize("what", ["load", "rewind", "set_epoch", "delivered"])
+def test_a_place_that_changes_after_the_start_is_read_as_it_is_then(folder: Path, what: str) -> None:
+    whole = [ids(loader_of(folder)), []]
+    loader = loader_of(folder)
+    some(loader, 3)
+    saved = as_json(loader.state_dict())
+    some(loader, 4)
+    loader.start()
+    if what == "load":
+        loader.load_state_dict(saved)
+        assert ids(loader) == whole[0][3:]
+    elif what == "rewind":
+        loader.rewind()
+        assert ids(loader) == whole[0]
+    elif what == "set_epoch":
+        loader.set_epoch(5)
+        other = loader_of(folder)
+        other.set_epoch(5)
+        assert ids(loader) == ids(other)
+    else:
+        assert ids(some(loader, 2)) == whole[0][7:9]
+        assert ids(loader) == whole[0][9:]
+
+
+def test_restoring_begins_to_read_before_models_are_loaded(folder: Path, tmp_path: Path) -> None:
+    begun: list[bool] = []
+
+    class Model(torch.nn.Module):
+        def load_state_dict(self, *args: Any, **options: Any) -> Any:
+            reader = again.dataset._source._reader
+            begun.append(reader is not None and reader.windows_held > 0)
+            return super().load_state_dict(*args, **options)
+
+    first = loader_of(folder)
+    with CheckpointManager(str(tmp_path / "run"), {"model": Model(), "reader": first}) as manager:
+        manager.restore()
+        seen = []
+        for batch in first:
+            seen.append(batch["id"].tolist())
+            manager.step()
+            if len(seen) == 20:
+                break
+    again = loader_of(folder)
+    with CheckpointManager(str(tmp_path / "run"), {"model": Model(), "reader": again}) as manager:
+        assert manager.restore() == 20
+        assert begun == [True]
+        assert seen + ids(again) == ids(loader_of(folder))
+
+
+def threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith(("lakeckpt-window", "lakeckpt-part"))]
+
+
+def ended(ones: list[threading.Thread]) -> bool:
+    for one in ones:
+        one.join(timeout=60)
+    return not any(one.is_alive() for one in ones)
+
+
+@pytest.mark.parametrize("how", ["break", "dropped before the first batch", "over", "error"])
+def test_threads_end_with_the_iteration(folder: Path, how: str) -> None:
+    def fails(batch: Any) -> Any:
+        raise ArithmeticError
+
+    before = threads()
+    loader = loader_of(folder, transform=fails if how == "error" else None)
+    iterator = iter(loader)
+    assert len(threads()) > len(before)
+    begun = [one for one in threads() if one not in before]
+    if how == "break":
+        next(iterator)
+    elif how == "over":
+        list(iterator)
+    elif how == "error":
+        with pytest.raises(ArithmeticError):
+            next(iterator)
+    del iterator
+    assert ended(begun)
+
+
+def test_a_forked_process_waits_for_no_thread_of_its_parent(folder: Path) -> None:
+    loader = loader_of(folder, num_lanes=4)
+    iterator = iter(loader)
+    next(iterator)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    forked = context.Process(target=_forked, args=(loader, iterator, answers))
+    forked.start()
+    rest, again = answers.get()
+    forked.join(timeout=60)
+    assert forked.exitcode == 0
+    assert rest == again == [one["id"].tolist() for one in iterator]
+
+
+def _forked(loader: LakeLoader, iterator: Any, answers: Any) -> None:
+    state = loader.state_dict()
+    rest = [one["id"].tolist() for one in iterator]
+    other = LakeLoader(loader.dataset)
+    other.load_state_dict(state)
+    answers.put((rest, ids(other)))
+
+
+def test_a_program_that_ends_in_the_midst_of_an_iteration_ends(folder: Path) -> None:
+    script = f"""
+from lakeckpt import LakeDataset, LakeLoader
+iterator = iter(LakeLoader(LakeDataset({str(folder)!r}, batch_size=4, shuffle=True)))
+print(len(next(iterator)["id"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
+
+
+def test_a_null_is_raised_by_the_batch_that_holds_it_and_those_before_are_delivered(tmp_path: Path) -> None:
+    values = [None if row == 27 else row for row in range(40)]
+    pq.write_table(pa.table({"id": range(40), "x": values}), tmp_path / "a.parquet", row_group_size=20)
+    batches, error = until_error(LakeLoader(LakeDataset(tmp_path, batch_size=4)))
+    assert isinstance(error, errors.NullValueError) and "micro-batch 6" in str(error) and error.row_group == 1
+    assert flat(batches) == list(range(24))
