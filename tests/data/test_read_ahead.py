@@ -1,4 +1,4 @@
-"""What is read ahead without workers: begun early, taken once, dropped with the iterator, and nobody else's in a fork."""
+"""Reading ahead without workers: begun early, taken once, dropped with the iterator, and nobody else's in a fork."""
 
 from __future__ import annotations
 

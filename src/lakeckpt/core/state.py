@@ -214,12 +214,12 @@ class ReaderState:
             raise ValueError(f"an epoch has at most {MAX_LANES} lanes")
 
     def moved(self, *, step: int, row: int) -> ReaderState:
-        """Return the state with ``step`` steps done, no fewer than are, and ``row`` rows of the next one.
+        """Return the state with ``step`` steps done, in the segment at hand, and ``row`` rows of the next one.
 
         Once for every micro-batch: what holds of the segments holds still, and is not checked again.
         """
-        if step < self.step or not 0 <= row <= self.segments[-1].batch_size:
-            raise ValueError(f"step {step}, row {row} do not follow on step {self.step}")
+        if step < self.segments[-1].step or not 0 <= row <= self.segments[-1].batch_size:
+            raise ValueError(f"step {step}, row {row} are not of the segment that began at {self.segments[-1].step}")
         found = object.__new__(ReaderState)
         for name, value in (
             ("identity", self.identity),
