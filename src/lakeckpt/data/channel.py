@@ -44,6 +44,8 @@ class Channel:
             self._peer = os.pidfd_open(peer)
         except (AttributeError, OSError):
             pass
+        self._polls: dict[int, select.poll] = {}
+        """By the events that are waited for."""
 
     def send(self, message: bytes) -> None:
         """Send ``message``; PeerGone where nobody will read it."""
@@ -107,11 +109,14 @@ class Channel:
 
     def _wait(self, events: int, timeout_s: float | None) -> int:
         """Wait for ``events`` of the socket, and return those that came; 0 after ``timeout_s``."""
-        poll = select.poll()
-        own = self._end.fileno()
-        poll.register(own, events)
-        if self._peer is not None:
-            poll.register(self._peer, select.POLLIN)
+        own, poll = self._end.fileno(), self._polls.get(events)
+        if poll is None:
+            poll = self._polls[events] = select.poll()
+            poll.register(own, events)
+            if self._peer is not None:
+                poll.register(self._peer, select.POLLIN)
+        if timeout_s == 0 and not poll.poll(0):  # asked after each micro-batch
+            return 0
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left = _LOOK_EVERY_S if deadline is None else min(_LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))

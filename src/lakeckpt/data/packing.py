@@ -111,13 +111,29 @@ class _Packing:
         return (_OBJECT, before)
 
     def _named(self, columns: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        return tuple(columns), tuple([self.structure(column) for column in columns.values()])
+        parts: list[Any] = []
+        seen, kinds, sizes, leaves, holds = self._seen, self.kinds, self.sizes, self.leaves, self.holds
+        for column in columns.values():
+            if not (
+                type(column) is torch.Tensor and column.is_contiguous() and id(column) not in seen and _is_plain(column)
+            ):
+                parts.append(self.structure(column))
+                continue
+            # As `tensor` does it, without a call: there may be hundreds of columns in each micro-batch.
+            shape = column.shape
+            seen[id(column)] = len(kinds)
+            parts.append(len(kinds))
+            kinds.append((_TENSOR, column.dtype, len(shape), None))
+            sizes.extend(shape)
+            leaves.append((column.data_ptr(), column.nbytes))
+            holds.append(column)
+        return tuple(columns), tuple(parts)
 
     def tensor(self, tensor: torch.Tensor) -> int:
         known = self._seen.get(id(tensor))
         if known is not None:
             return known
-        if tensor.is_contiguous():  # nearly all are, and there may be hundreds in a micro-batch
+        if tensor.is_contiguous():
             shape = tensor.shape
             plain = (_TENSOR, tensor.dtype, len(shape), None)
             return self._leaf(plain, shape, tensor.data_ptr(), tensor.nbytes, tensor, None)
@@ -214,7 +230,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         tensor.layout is torch.strided
         and tensor.device == _CPU
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and not tensor.__dict__
     )
 
 
