@@ -101,7 +101,6 @@ class _Worker:
         self._tasks: deque[Assignment] = deque()
         self._skips = SkipList()
         self._may_deliver = self._delivered = 0
-        self._wants_more = True
         self._stopped = False
         self._unsent: list[Entry] = []
         self._began: float | None = None
@@ -152,8 +151,8 @@ class _Worker:
     def _send(self) -> None:
         if self._unsent:
             now = time.monotonic()
-            self._wants_more = self._source.has_room
-            delivered: Delivered = (self._iteration, self._unsent, self._wants_more, now - (self._began or now))
+            wants_more = self._source.has_room
+            delivered: Delivered = (self._iteration, self._unsent, wants_more, now - (self._began or now))
             self._channel.send(pickle.dumps(delivered, 5))
             self._unsent, self._began = [], None
 
@@ -167,14 +166,14 @@ class _Worker:
             if self._iteration >= 0:
                 self._send()
             self._source.clear()  # at first of what a main process that forked was reading ahead itself
-            self._iteration, self._delivered, self._wants_more = iteration, 0, True
+            self._iteration, self._delivered = iteration, 0
             self._tasks.clear()
         for task in tasks:
             if isinstance(task, SkipList):
                 self._skips = task
             else:
                 assignment = from_task(task, self._skips)
-                self._wants_more = self._source.announce(assignment)
+                self._source.announce(assignment)
                 self._tasks.append(assignment)
 
     def _entry(self, assignment: Assignment) -> Entry:

@@ -104,6 +104,8 @@ class Workers:
         self._iteration = -1
         self._reach = 1
         """Tasks, for each worker, that are told ahead of what the loop got."""
+        self._spare = 0
+        """Free slots that keep their memory."""
         self._seconds = self._bytes = 0.0
         """What a micro-batch takes, of late."""
         self._all: list[_Worker] = []
@@ -217,7 +219,9 @@ class Workers:
 
     def _order(self, worker: _Worker, ahead: int) -> None:
         worker.may_deliver = worker.received + ahead
-        orders: Orders = (self._iteration, worker.unsent, worker.may_deliver, worker.arena.ended(), ahead + 2)
+        # Memory that is given back and taken again costs as much as making a micro-batch.
+        self._spare = ahead + 2 if self._memory_limit_bytes is not None else max(self._spare, ahead + 2)
+        orders: Orders = (self._iteration, worker.unsent, worker.may_deliver, worker.arena.ended(), self._spare)
         try:
             worker.channel.send(pickle.dumps(orders, 5))
         except PeerGone:
