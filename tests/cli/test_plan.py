@@ -65,15 +65,15 @@ def test_bytes_of_the_asked_columns_only(lake: Path, ask: Ask) -> None:
     assert both == every
 
 
-def test_memory_is_that_of_the_windows_that_are_open(tmp_path: Path, ask: Ask) -> None:
+def test_memory_is_that_of_the_windows_that_are_held(tmp_path: Path, ask: Ask) -> None:
     write_table(tmp_path, files=[(100,) * 10, (100,) * 10])
     words = ["--columns", "id", "--world-size", 2, "--workers", 2, "--batch-size", 10]
     _, flat = ask("plan", tmp_path, *words)
-    assert (flat["windows_open"], flat["window_bytes"], flat["memory_bytes"]) == (2, 800, 1600)
+    assert (flat["windows_open"], flat["windows_held"], flat["window_bytes"], flat["memory_bytes"]) == (2, 6, 800, 4800)
     _, mixed = ask("plan", tmp_path, *words, "--shuffle", "--window", 4)
-    assert (mixed["windows_open"], mixed["window_bytes"], mixed["memory_bytes"]) == (2, 3200, 6400)
+    assert (mixed["windows_open"], mixed["window_bytes"], mixed["memory_bytes"]) == (2, 3200, 19200)
     _, narrow = ask("plan", tmp_path, *words, "--shuffle", "--window", 8, "--lanes", 10)  # a window ends with its lane
-    assert (narrow["windows_open"], narrow["window_bytes"], narrow["most_memory_bytes"]) == (5, 1600, 8000)
+    assert (narrow["windows_held"], narrow["window_bytes"], narrow["most_memory_bytes"]) == (12, 1600, 19200)
 
 
 @pytest.mark.parametrize(("lanes", "cut"), [(1, 0), (2, 0), (4, 0), (8, 4), (40, 20), (3, 2)])
@@ -163,7 +163,7 @@ def test_giant_row_groups_are_named(lake: Path) -> None:
 def test_the_table_for_people_holds_the_figures(lake: Path, show: Show) -> None:
     status, told = show("plan", lake, "--world-size", 2, "--batch-size", 16, "--shuffle")
     assert status == 0
-    for text in ("Parquet", "row groups", "7, 28 rows each", "2 ranks × 0 workers", "32 per step", "open at once"):
+    for text in ("Parquet", "row groups", "7, 28 rows each", "2 ranks × 0 workers", "32 per step", "held at once"):
         assert text in told
 
 

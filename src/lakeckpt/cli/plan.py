@@ -152,8 +152,9 @@ def _show(console: Console, facts: PlanFacts) -> None:
         ),
         (
             "memory",
-            f"about {say_bytes(facts.memory_bytes)} per rank: {say_many(facts.windows_open, 'window')} of "
-            f"{say_bytes(facts.window_bytes)} open at once; at most {say_bytes(facts.most_memory_bytes)}",
+            f"about {say_bytes(facts.memory_bytes)} per rank: {say_many(facts.windows_held, 'window')} of "
+            f"{say_bytes(facts.window_bytes)} held at once, {facts.windows_open} of them open; at most "
+            f"{say_bytes(facts.most_memory_bytes)}",
         ),
     ]
     for name, text in lines:

@@ -2,7 +2,7 @@
 
 *Stored* bytes are those of the asked columns on disk, *decoded* ones an estimate of what they take in memory (exact for
 fixed-width columns; text that is stored by dictionary can take more); see `lakeckpt.cli.plan_columns`. Per rank, every
-lane has one window open at a time. Reads nothing.
+lane has one window open at a time, and one that is read ahead (`memory_limit_bytes` lowers that). Reads nothing.
 """
 
 from __future__ import annotations
@@ -99,12 +99,15 @@ class PlanFacts:
     """Row groups that a lane's border cuts: they are decoded once more for each border."""
     windows_open: int
     """Per rank, at once."""
+    windows_held: int
+    """Per rank, at once: those that are open, as many that are read ahead, and one in each process that reads, of which
+    the loop holds the last micro-batch."""
     window_bytes: int
     """Decoded, on average."""
     memory_bytes: int
-    """Expected for open windows, per rank."""
+    """Expected for windows that are held, per rank."""
     most_memory_bytes: int
-    """If the largest windows are open at once."""
+    """If the largest windows are held at once."""
     warnings: tuple[str, ...]
 
     def to_plain(self) -> dict[str, object]:
@@ -131,6 +134,7 @@ def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology, kept: Kept 
     cut = len(np.unique(np.searchsorted(layout.begins, inside, side="right")))
     windows = _window_bytes(sizes.decoded[layout.order], window, lanes)
     opened = lanes // topology.world_size
+    held = 2 * opened + max(1, topology.workers)
     mean, most = (float(windows.mean()), float(windows.max())) if len(windows) else (0.0, 0.0)
     facts = PlanFacts(
         table=table.uri,
@@ -159,9 +163,10 @@ def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology, kept: Kept 
         dropped_rows=plan.rest(steps).of(0, rows).size if topology.tail == "drop" else 0,
         cut_row_groups=cut,
         windows_open=opened,
+        windows_held=held,
         window_bytes=round(mean),
-        memory_bytes=round(opened * mean),
-        most_memory_bytes=round(opened * most),
+        memory_bytes=round(held * mean),
+        most_memory_bytes=round(held * most),
         warnings=(),
     )
     return _with_warnings(facts, table, sizes, group_rows[group_rows > 0])
