@@ -26,7 +26,9 @@ from lakeckpt.data.selecting import Selecting
 from lakeckpt.data.tensors import jagged
 from lakeckpt.data.transform import TransformContext
 from lakeckpt.errors import LakeckptError
+from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.table import Table
+from lakeckpt.reading.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder
 from lakeckpt.reading.filtered import FilteredDecoder
 from lakeckpt.reading.positions import Announced, NullFound, PositionReader
 from lakeckpt.reading.ragged import Ragged
@@ -190,9 +192,18 @@ class BatchSource:
         if self._skipper is None:
             selection = "" if self._selecting is None else self._selecting.get().digest
             self._skipper = Skipper(self._table.index, selection=selection, finds_more=self._skips_bad)
-        new_decoder = None
-        if self._selecting is not None:
-            new_decoder = partial(FilteredDecoder, self._table, self._columns, self._selecting.kept)
+        limit, ahead = self._memory_limit_bytes, DEFAULT_AHEAD_BYTES
+        if isinstance(self._table.storage, LocalStorage):
+            ahead = 0
+        elif limit is not None:
+            ahead = min(ahead, limit // 4)
+            limit -= ahead
+        new_decoder: Callable[[], RowGroupDecoder]
+        if self._selecting is None:
+            new_decoder = partial(RowGroupDecoder, self._table, self._columns, ahead_bytes=ahead)
+        else:
+            kept = self._selecting.kept
+            new_decoder = partial(FilteredDecoder, self._table, self._columns, kept, ahead_bytes=ahead)
         return PositionReader(
             self._table,
             self._columns,
@@ -200,7 +211,7 @@ class BatchSource:
             max_windows=lanes,
             nulls=None if self._output == "arrow" else self._nulls,
             make=torch.from_numpy if self._output == "torch" else None,
-            memory_limit_bytes=self._memory_limit_bytes,
+            memory_limit_bytes=limit,
             # Worker processes share the machine with one another.
             threads=None if get_worker_info() is None else 1,
             new_decoder=new_decoder,

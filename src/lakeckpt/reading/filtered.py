@@ -18,7 +18,7 @@ from lakeckpt.errors import DataFileChanged
 from lakeckpt.lake.filters import RowFilter
 from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.table import Table
-from lakeckpt.reading.decode import RowGroupDecoder, select_columns
+from lakeckpt.reading.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder, select_columns
 
 __all__ = ["FilteredDecoder", "KeptRows"]
 
@@ -34,11 +34,18 @@ class KeptRows:
 class FilteredDecoder(RowGroupDecoder):
     """Decodes the rows of ``table`` that ``kept`` keeps. For one thread."""
 
-    def __init__(self, table: Table, columns: Sequence[str] | None, kept: KeptRows) -> None:
-        super().__init__(table, columns)
+    def __init__(
+        self,
+        table: Table,
+        columns: Sequence[str] | None,
+        kept: KeptRows,
+        *,
+        ahead_bytes: int = DEFAULT_AHEAD_BYTES,
+    ) -> None:
+        super().__init__(table, columns, ahead_bytes=ahead_bytes // 2)
         self._kept = kept
         names = list(dict.fromkeys([*select_columns(table.schema, columns).names, *kept.filter.columns]))
-        self._wide = RowGroupDecoder(table, names)
+        self._wide = RowGroupDecoder(table, names, ahead_bytes=ahead_bytes // 2)
 
     def decode(self, group: int, start: int, stop: int) -> pa.Table:
         """Return rows [start, stop) of those of row group ``group`` that the filter keeps.
