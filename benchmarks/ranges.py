@@ -249,9 +249,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     path = parser.parse_args().json
-    found = [measured(lake) for lake in LAKES]
-    for rows in found:
-        Console(width=max(Console().width, 110)).print(shown(rows))
+    found = []
+    for lake in LAKES:
+        found.append(measured(lake))
+        Console(width=max(Console().width, 110)).print(shown(found[-1]))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         told = {"latency_s": LATENCY_S, "python": sys.version, "pyarrow": pa.__version__}
