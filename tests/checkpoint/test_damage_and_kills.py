@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,17 @@ def test_every_byte_of_a_part_is_covered_by_its_manifest() -> None:
         storage.objects[ref.path] = whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :]
         with pytest.raises(CheckpointDamaged):
             fetch_part(storage, manifest, ref)
+
+
+def test_a_whole_part_that_is_not_the_one_that_was_committed_is_noticed() -> None:
+    storage = two_checkpoints()
+    manifest = read_history(storage).tip
+    (ref,) = manifest.parts
+    other = replace(fetch_part(storage, manifest, ref), world_size=2).to_bytes()
+    assert len(other) == ref.size_bytes
+    storage.objects[ref.path] = other
+    with pytest.raises(CheckpointDamaged, match=r"the part of rank 0 is not what slot 2 committed"):
+        fetch_part(storage, manifest, ref)
 
 
 def test_training_goes_on_from_the_one_before_and_the_history_says_so() -> None:
