@@ -1,14 +1,17 @@
 """Who decodes while the training loop does something else?  A few threads of one reader.
 
-*Whole* threads each see one window through, and wait for parts of it; *part* threads decode a row group or gather a
-column. So whoever waits never takes the place of what is waited for. All are started when first needed. They end when
-`Threads` is closed or let go of, after what they are at; the interpreter joins them as it exits, and whatever they had
-not begun is not done. A process that is forked has none of them: it must make its own.
+*Whole* threads each see one window through: they decode its row groups and gather its columns, and *part* threads help
+them. Nobody waits for help that has not come, so a window that is needed first never stands behind parts of a later
+one. All are started when first needed. They end when `Threads` is closed or let go of, after what they are at; the
+interpreter joins them as it exits, and whatever they had not begun is not done. A process that is forked has none of
+them: it must make its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -30,10 +33,12 @@ def usual_threads() -> int:
 
 
 class Threads:
-    """At most ``count`` part threads, and two whole ones."""
+    """Two whole threads, and at most ``count`` that help them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.decoding = threading.Lock()
+        """For windows of several row groups: held while they are decoded, so that the first one is ready first."""
         self._whole: ThreadPoolExecutor | None = None
         self._parts: ThreadPoolExecutor | None = None
 
@@ -44,12 +49,30 @@ class Threads:
         return self._whole.submit(unless_ending, self._whole, work)
 
     def map(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-        """Return what ``work`` makes of each of ``items``, in their order; the first error where there are any."""
+        """Return what ``work`` makes of each of ``items``, in their order; an error, where there are any."""
         if len(items) < 2 or self.count < 2:
             return [work(item) for item in items]
         if self._parts is None:
             self._parts = ThreadPoolExecutor(self.count, thread_name_prefix="lakeckpt-part")
-        return list(self._parts.map(work, items))
+        found: dict[int, _R] = {}
+        places = itertools.count()  # each is given to one thread
+        failed: list[BaseException] = []
+
+        def help_out() -> None:
+            try:
+                while not failed and (place := next(places)) < len(items):
+                    found[place] = work(items[place])
+            except BaseException as error:
+                failed.append(error)
+
+        helpers = [self._parts.submit(help_out) for _ in range(min(self.count, len(items)) - 1)]
+        help_out()
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+        if failed:
+            raise failed[0]
+        return [found[place] for place in range(len(items))]
 
     def close(self) -> None:
         """Begin nothing more; what is being done is finished, and nobody waits for it."""

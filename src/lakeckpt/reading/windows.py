@@ -14,6 +14,7 @@ It remembers nothing of what it decoded.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -101,7 +102,9 @@ class WindowDecoder:
 
     def decode(self, layout: EpochLayout, window: Window) -> DecodedWindow:
         """Return the rows of ``window``, in memory of their own. Raises as `RowGroupDecoder.decode`, save damage."""
-        found = self._fragments(layout, window)
+        # One row group may keep one thread busy alone; of several, the next window is not to take the threads.
+        with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
+            found = self._fragments(layout, window)
         tables = [None if isinstance(one, DataFileDamaged) else one for one in found]
         damage = tuple(
             (part, one) for part, one in zip(window.fragments, found, strict=True) if isinstance(one, DataFileDamaged)
