@@ -212,9 +212,8 @@ def test_a_file_that_is_not_the_pinned_one_is_never_skipped(damage: Damage, what
 @pytest.mark.parametrize("failure", [errors.StorageError("away"), TimeoutError(110, "away"), OSError("away")])
 def test_a_store_that_fails_is_never_skipped(damage: Damage, failure: Exception) -> None:
     table, storage = counted(damage.table)
-    loader = iter(loader_of(table, shuffle=False, batch_size=10))
-    next(loader)
-    storage.fail = failure
+    loader = loader_of(table, shuffle=False, batch_size=10)
+    storage.fail = failure  # before anything can have been read ahead
     with pytest.raises(errors.StorageError, match="away"):
         list(loader)
 
