@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.readers.pictures import draw
+from benchmarks.readers.plan import TRANSITIONS
 from benchmarks.readers.registry import READERS
 from benchmarks.readers.summary import Grid, grids
 
@@ -40,8 +42,11 @@ def publish(folder: Path, results: dict[str, Any]) -> None:
     merged: dict[str, Any] = {name: {**old[name], **results[name]} for name in ("versions", "about")}
     if "exact" in results:  # counts, unlike times, may be of different runs
         found = {_key(one): one for one in (*old.get("exact", ()), *results["exact"])}
-        merged["exact"] = sorted(found.values(), key=lambda one: (-one["case"]["rows"], _order(one["case"]["reader"])))
+        merged["exact"] = sorted(found.values(), key=_order)
     results = {**old, **results, **merged}
+    for part in ("speed", "resume", "exact"):
+        for one in results.get(part, ()):
+            one["case"]["folder"] = Path(one["case"]["folder"]).name  # where it lay is nobody's business
     path.write_text(json.dumps(results, indent=1) + "\n")
     pictures = draw(folder, results)
     (folder / "readers-results.md").write_text(_page(results, pictures))
@@ -52,8 +57,16 @@ def _key(one: dict[str, Any]) -> str:
     return json.dumps([one["case"]["reader"], one["case"]["rows"], one["before"], one["after"]])
 
 
-def _order(reader: str) -> int:
-    return list(READERS).index(reader) if reader in READERS else len(READERS)
+def _order(one: dict[str, Any]) -> tuple[int, int, int]:
+    """Where a count stands in the tables."""
+    changes = [[asdict(before), asdict(after)] for before, after in TRANSITIONS]
+    readers, change = list(READERS), [one["before"], one["after"]]
+    reader = one["case"]["reader"]
+    return (
+        -one["case"]["rows"],
+        readers.index(reader) if reader in readers else len(readers),
+        changes.index(change) if change in changes else len(changes),
+    )
 
 
 def _page(results: dict[str, Any], pictures: Sequence[Path]) -> str:

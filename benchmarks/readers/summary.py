@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.readers.plan import TRANSITIONS
 from benchmarks.readers.registry import READERS
 
 __all__ = ["Grid", "exact_grid", "grids", "median_rate"]
@@ -113,13 +114,18 @@ def _place(topology: Found) -> str:
 
 def exact_grid(rows: int, found: Sequence[Found]) -> Grid:
     """Lost and repeated rows, a column for each change of topology."""
-    changes = list(dict.fromkeys((_place(one["before"]), _place(one["after"])) for one in found))
+    counted = {(_place(one["before"]), _place(one["after"])) for one in found}
+    known = [(_place(asdict(before)), _place(asdict(after))) for before, after in TRANSITIONS]
+    changes = [*(change for change in known if change in counted), *sorted(counted.difference(known))]
     readers = list(dict.fromkeys(one["case"]["reader"] for one in found))
     cells = {(one["case"]["reader"], _place(one["before"]), _place(one["after"])): _wrong(one) for one in found}
     return Grid(
         title=f"stopped at 50 % and resumed, {rows:,} rows, shuffled: rows lost / repeated (ranks×workers)",
         columns=("reader", *(f"{before} → {after}" for before, after in changes)),
-        rows=tuple((READERS[name].label, *(cells.get((name, *change), "") for change in changes)) for name in readers),
+        rows=tuple(
+            (READERS[name].label, *(cells.get((name, *change), "not counted") for change in changes))
+            for name in readers
+        ),
     )
 
 
