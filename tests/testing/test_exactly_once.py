@@ -184,7 +184,7 @@ def make_lake(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LakeSpec], 
 
 
 @pytest.mark.soak
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     spec=tables(nulls=False, max_group_rows=8),
     history=histories(topologies(max_batch_size=6, max_lanes=8), max_attempts=4, max_steps=8),
