@@ -44,8 +44,8 @@ class LakeLoader(DataLoader[Any]):
         dataset: what to read, which makes the micro-batches itself (so the loader's own ``batch_size`` is None).
         num_workers: worker processes. Decoding releases the GIL, so 0 is right unless a transform costs much Python.
         pin_memory: copy tensors into pinned memory (needs an accelerator).
-        prefetch_factor: micro-batches that each worker may have delivered ahead of the loop; None: two, and up to 64
-            where they are small and quick to make.
+        prefetch_factor: micro-batches that each worker may have delivered ahead of the loop; None: two, and more
+            (up to 512, 32 MiB or 0.1 s of work) where they are small and quick to make.
         persistent_workers: keep workers from one iteration to the next.
         multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: Python's default.
         timeout: seconds to wait for a worker, then WorkerTimeout; 0: for ever.

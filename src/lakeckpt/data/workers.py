@@ -43,8 +43,9 @@ from lakeckpt.errors import LakeckptError, WorkerDied, WorkerTimeout
 
 __all__ = ["Workers", "pinned_copy"]
 
-AHEAD_S = 0.02
-MOST_AHEAD = 64
+AHEAD_S = 0.1
+"""What is delivered ahead, unless told otherwise, is to last for so long: processors are busy elsewhere at times."""
+MOST_AHEAD = 512
 AHEAD_BYTES = 32 << 20
 MOST_TOLD = 4096
 _STOP_S = 5.0
