@@ -23,7 +23,6 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lakeckpt import Batch
-from lakeckpt.data.worker_process import FORMS
 from lakeckpt.data.workers import Workers
 from lakeckpt.errors import WorkerDied, WorkerTimeout
 from lakeckpt.testing import LakeSpec
@@ -90,35 +89,29 @@ def test_slots_are_used_again_and_more_are_taken_for_what_is_kept(tmp_path: Path
     assert arenas() == []
 
 
-def alternates(batch: Batch) -> dict[str, Any]:
+def grows(batch: Batch) -> dict[str, Any]:
     first = int(batch["id"][0])
-    return {f"row {first}": batch["id"]} if first % 2 else {"id": batch["id"]}
+    return {"id": batch["id"], "image": torch.zeros(1 if first < 200 else 1 << 18, dtype=torch.int64)}
 
 
-def test_micro_batches_of_many_forms_come_as_they_are(tmp_path: Path) -> None:
-    folder = LakeSpec(files=((4 * FORMS,),)).write(tmp_path / "lake")
-    alone = list(loader_of(folder, batch_size=1, shuffle=False, transform=alternates))
-    options = {"prefetch_factor": 2 * FORMS}
-    loader = loader_of(folder, batch_size=1, shuffle=False, transform=alternates, num_workers=1, loader=options)
-    assert all(map(same, alone, loader))
-
-
-def test_what_was_delivered_and_is_not_wanted_gives_its_slots_back(tmp_path: Path) -> None:
-    folder = LakeSpec(files=((40,),)).write(tmp_path / "lake")
-    workers = Workers(loader_of(folder, batch_size=2).dataset, num_workers=1, base_seed=0, ahead=8)
-    progress = loader_of(folder, batch_size=2).dataset._progress
-    progress.settle(1, 0)
-    (worker,) = workers._all
-    starts = set()
-    for _ in range(20):
-        results = workers.read(progress.assignments(0))
-        next(results)
-        while len(worker.delivered) < 7:
-            workers._hear(worker, worker.channel.receive(None) or b"")
-        starts |= {entry[2] for _, entry in worker.delivered}
-        del results
-    workers.close()
-    assert len(starts) <= 24, "of 140: those of one iteration are free in the next but one"
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux what is mapped")
+def test_what_the_loop_kept_for_a_while_is_given_back_to_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lakeckpt.data.workers.MOST_AHEAD", 64)
+    folder = LakeSpec(files=((420,),)).write(tmp_path / "lake")
+    loader = loader_of(folder, batch_size=1, shuffle=False, num_workers=1, transform=grows)
+    iterator, kept = iter(loader), []
+    for batch in iterator:
+        assert not batch["image"].any()
+        if 240 <= batch["id"] < 300:
+            kept.append(batch)
+        if batch["id"] == 300:
+            kept.clear()
+        if batch["id"] == 400:
+            break
+    assert sum(arenas()) <= 40 << 20, "of 60 that were kept, of 2 MiB each"
+    del iterator
 
 
 @pytest.mark.parametrize("kept", [0, 50])

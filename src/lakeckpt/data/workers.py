@@ -39,7 +39,7 @@ from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.packing import Layout
 from lakeckpt.data.tasks import to_task
 from lakeckpt.data.worker_process import Entry, Orders, WorkerSetup, work
-from lakeckpt.errors import LakeckptError, WorkerDied, WorkerTimeout
+from lakeckpt.errors import LakeckptError, StateUnavailable, WorkerDied, WorkerTimeout
 
 __all__ = ["Workers", "pinned_copy"]
 
@@ -106,7 +106,7 @@ class Workers:
         self._reach = 1
         """Tasks, for each worker, that are told ahead of what the loop got."""
         self._spare = 0
-        """Free slots that keep their memory."""
+        """Free slots that may keep their memory, as many as were of use so far."""
         self._seconds = self._bytes = 0.0
         """What a micro-batch takes, of late."""
         self._all: list[_Worker] = []
@@ -222,7 +222,8 @@ class Workers:
         worker.may_deliver = worker.received + ahead
         # Memory that is given back and taken again costs as much as making a micro-batch.
         self._spare = ahead + 2 if self._memory_limit_bytes is not None else max(self._spare, ahead + 2)
-        orders: Orders = (self._iteration, worker.unsent, worker.may_deliver, worker.arena.ended(), self._spare)
+        spare = max(ahead + 2, min(self._spare, int(AHEAD_BYTES / max(1, self._bytes))))  # many, if they are small
+        orders: Orders = (self._iteration, worker.unsent, worker.may_deliver, worker.arena.ended(), spare)
         try:
             worker.channel.send(pickle.dumps(orders, 5))
         except PeerGone:
@@ -291,7 +292,10 @@ class _Results(Iterator[tuple[Receipt, Any]]):
 
     def __next__(self) -> tuple[Receipt, Any]:
         workers = self._workers
-        assert self._iteration == workers._iteration, "a newer iteration has the workers"
+        if self._iteration != workers._iteration:
+            raise StateUnavailable(
+                "the worker processes are at what loader.start() began since: iterate again to go on with that"
+            )
         if not self._order:
             raise StopIteration
         try:
