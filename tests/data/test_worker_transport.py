@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lakeckpt import Batch
-from lakeckpt.data.workers import Workers
+from lakeckpt.data.workers import AHEAD_BYTES, Workers
 from lakeckpt.errors import WorkerDied, WorkerTimeout
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import ROWS, flat, ids, loader_of, same, some, until_error
@@ -57,14 +57,14 @@ def big(batch: Batch) -> dict[str, Any]:
 BIG = (1 << 16) * 8
 
 
-def arenas() -> list[int]:
-    """The bytes of each arena that this process has looked at, or looks at still."""
+def memories() -> list[int]:
+    """The bytes of each slot memory that this process has looked at, or looks at still."""
     found: list[int] = []
-    of_arena = False
+    of_slots = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split()[0]:
-            of_arena = "lakeckpt-arena" in line
-        elif of_arena and line.startswith("Rss:"):
+            of_slots = "lakeckpt-slots" in line
+        elif of_slots and line.startswith("Rss:"):
             found.append(int(line.split()[1]) * 1024)
     return found
 
@@ -77,16 +77,16 @@ def test_slots_are_used_again_and_more_are_taken_for_what_is_kept(tmp_path: Path
     for number, batch in enumerate(loader):
         assert (batch["image"] == batch["id"][0]).all()
         if number % 20 == 19:
-            most = max(most, *arenas())
+            most = max(most, *memories())
     assert most <= 8 * BIG, "of 100 micro-batches"
     del batch
     for batch in loader:
         kept.append(batch)
     assert all((batch["image"] == batch["id"][0]).all() for batch in kept)
-    assert sum(arenas()) >= 100 * BIG
+    assert sum(memories()) >= 100 * BIG
     del kept, batch
     gc.collect()
-    assert arenas() == []
+    assert memories() == []
 
 
 def grows(batch: Batch) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_what_the_loop_kept_for_a_while_is_given_back_to_the_system(
             kept.clear()
         if batch["id"] == 400:
             break
-    assert sum(arenas()) <= 40 << 20, "of 60 that were kept, of 2 MiB each"
+    assert sum(memories()) <= 40 << 20, "of 60 that were kept, of 2 MiB each"
     del iterator
 
 
@@ -130,6 +130,24 @@ def test_what_is_delivered_ahead_keeps_within_the_memory_limit(tmp_path: Path, k
         assert set(ahead[20:49]) == {1}, "what is kept counts, and one is always allowed"
     else:
         assert 1 < max(ahead[20:]) <= 5
+    workers.close()
+
+
+def test_micro_batches_that_grow_are_not_delivered_ahead_as_if_they_were_small(tmp_path: Path) -> None:
+    folder = LakeSpec(files=((420,),)).write(tmp_path / "lake")
+    dataset = loader_of(folder, batch_size=1, shuffle=False, transform=grows).dataset
+    workers = Workers(dataset, num_workers=1, base_seed=0)
+    dataset._progress.settle(1, 0)
+    (worker,) = workers._all
+    worker_may = 0
+    for number, _ in enumerate(workers.read(dataset._progress.assignments(0))):
+        if number == 190:
+            worker_may = worker.may_deliver - worker.received
+            while (message := worker.channel.receive(1.0)) is not None:  # until it has nothing more that it may deliver
+                workers._hear(worker, message)
+            large = [entry for _, entry in worker.delivered if entry[3] > 1 << 20]
+            assert sum(entry[3] for entry in large) <= AHEAD_BYTES + large[0][3]
+    assert worker_may > 64, "many more were allowed, if they stay small"
     workers.close()
 
 
@@ -299,7 +317,7 @@ def waits(batch: Batch) -> Batch:
 
 def test_a_worker_that_does_not_answer_is_named_after_the_timeout(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = loader_of(lake, num_workers=1, transform=waits, loader={"timeout": 0.2})
-    monkeypatch.setattr("lakeckpt.data.workers._STOP_S", 0.05)
+    monkeypatch.setattr("lakeckpt.data.worker_handle.STOP_S", 0.05)
     _, error = until_error(loader)
     assert isinstance(error, WorkerTimeout) and "worker 0" in str(error) and isinstance(error, TimeoutError)
 

@@ -1,8 +1,9 @@
 """How do the main process and a worker talk?  Messages over a pair of sockets, until one of the two is gone.
 
-A message is bytes, and small: micro-batches themselves lie in an arena. Whoever waits to send reads meanwhile, so that
-two who send to each other never wait for ever. That the other process is gone shows by a descriptor of it (pidfd) even
-where strangers have inherited the socket by a fork; where the system has no such descriptors, every few seconds.
+A message is bytes, and small: micro-batches themselves lie in a slot memory. Whoever waits to send reads meanwhile,
+so that two who send to each other never wait for ever. That the other process is gone shows by a descriptor of it
+(pidfd) even where strangers have inherited the socket by a fork; where the system has no such descriptors, every few
+seconds.
 
 It starts no thread, and never interprets a message.
 """

@@ -80,10 +80,9 @@ class LakeDataset(IterableDataset[Any]):
             ``"raise"``, or ``"next_epoch"``: give the rest of it up (`lakeckpt audit` says so) and begin the next one.
         storage_options: passed to the store, where ``table`` is not a `lakeckpt.Table`.
         progress: called as ``progress(row groups done, row groups)`` while the rows that a filter keeps are counted.
-        memory_limit_bytes: what windows that are read ahead may take together with open ones, in each process that
-            reads; None: as much as the open ones. What is needed at once is decoded whatever the limit. Of a table in a
-            store, a quarter of it (at most 256 MiB, and so much where it is None) is for bytes that were fetched ahead
-            of being decoded.
+        memory_limit_bytes: what windows read ahead may take together with open ones, in each process (None: as much as
+            the open ones), and what loader workers delivered and the loop holds (None: 32 MiB each). What is needed at
+            once is decoded whatever the limit. A quarter is for bytes fetched ahead from a store (at most 256 MiB).
 
     Raises ConfigError and SchemaError for arguments that cannot be; nothing is read before the first iteration (or
     before `selection` is asked for, or a state).

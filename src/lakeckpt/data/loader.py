@@ -216,6 +216,7 @@ class LakeLoader(DataLoader[Any]):
             worker_init_fn=self.worker_init_fn,
             ahead=self._ahead,
             timeout_s=self.timeout,
+            memory_limit_bytes=self.dataset._source.memory_limit_bytes,
             pins=self.pin_memory and torch.accelerator.is_available(),
         )
         if self.persistent_workers:

@@ -26,8 +26,8 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.arena import ALIGNMENT
 from lakeckpt.data.batch import Batch
+from lakeckpt.data.slots import ALIGNMENT
 from lakeckpt.reading.ragged import Ragged
 
 __all__ = ["Form", "Layout", "Packed", "pack"]

@@ -72,7 +72,7 @@ class BatchSource:
         self._row_wise = row_wise
         self._selecting = selecting
         self._skips_bad = skips_bad
-        self._memory_limit_bytes = memory_limit_bytes
+        self.memory_limit_bytes = memory_limit_bytes
         self._skipper: Skipper | None = None
         self._reader: PositionReader | None = None
         self._lanes = 0
@@ -192,7 +192,7 @@ class BatchSource:
         if self._skipper is None:
             selection = "" if self._selecting is None else self._selecting.get().digest
             self._skipper = Skipper(self._table.index, selection=selection, finds_more=self._skips_bad)
-        limit, ahead = self._memory_limit_bytes, DEFAULT_AHEAD_BYTES
+        limit, ahead = self.memory_limit_bytes, DEFAULT_AHEAD_BYTES
         if isinstance(self._table.storage, LocalStorage):
             ahead = 0
         elif limit is not None:

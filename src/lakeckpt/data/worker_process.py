@@ -1,4 +1,4 @@
-"""What does a loader's worker process do?  It reads the assignments that it is told, in order, into its arena.
+"""What does a loader's worker process do?  It reads the assignments that it is told, in order, into its memory.
 
 It is told tasks well ahead of what it may deliver, so that decoding (which runs ahead in threads of the source) has
 begun when a micro-batch is due. Micro-batches cross in runs: small ones several to a message, a slow one by itself at
@@ -31,10 +31,10 @@ from torch.utils.data._utils import worker as torch_worker
 
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.skips import SkipList
-from lakeckpt.data.arena import ALIGNMENT, Arena, Slots
 from lakeckpt.data.channel import Channel, PeerGone
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.packing import Form, Packed, pack
+from lakeckpt.data.slots import ALIGNMENT, SlotMemory, Slots
 from lakeckpt.data.tasks import from_task
 from lakeckpt.errors import LakeckptError
 
@@ -56,16 +56,16 @@ class WorkerSetup:
     base_seed: int
     dataset: LakeDataset
     worker_init_fn: Callable[[int], None] | None
-    arena_bytes: int
+    memory_bytes: int
     parent: int
 
 
-Orders = tuple[int, list[Any], int, list[int], int]
+Orders = tuple[int, list[Any], int, int, list[int], int]
 """To a worker: (iteration, tasks and what is to be skipped from there on, how many it may have delivered of this
-iteration, slots that are free, free slots to keep the memory of)."""
+iteration, how many bytes it must have delivered to wait, slots that are free, free slots to keep the memory of)."""
 
 Entry = tuple[Any, ...]
-"""A micro-batch: (number of its form, the form if it is new, offset in the arena, bytes, sizes, skips); or (error,)."""
+"""A micro-batch: (number of its form, the form if it is new, offset in memory, bytes, sizes, skips); or (error,)."""
 
 Delivered = tuple[int, list[Entry], bool, float]
 """From a worker: (iteration, micro-batches in the order of their tasks, whether tasks further ahead are of use, seconds
@@ -92,8 +92,8 @@ def work(end: socket.socket, setup: WorkerSetup) -> None:
 class _Worker:
     def __init__(self, channel: Channel, descriptor: int, setup: WorkerSetup) -> None:
         self._channel, self._setup = channel, setup
-        self._arena = Arena(descriptor, setup.arena_bytes)
-        self._slots = Slots(self._arena, descriptor)
+        self._memory = SlotMemory(descriptor, setup.memory_bytes)
+        self._slots = Slots(self._memory, descriptor)
         self._source = setup.dataset._source
         self._forms: dict[Form, int] = {}
         self._forms_met = 0
@@ -101,6 +101,7 @@ class _Worker:
         self._tasks: deque[Assignment] = deque()
         self._skips = SkipList()
         self._may_deliver = self._delivered = 0
+        self._may_deliver_bytes = self._delivered_bytes = 0
         self._stopped = False
         self._unsent: list[Entry] = []
         self._began: float | None = None
@@ -109,6 +110,7 @@ class _Worker:
         failed = self._prepare()
         while not self._stopped:
             ready = bool(self._tasks) and self._delivered < self._may_deliver
+            ready = ready and self._delivered_bytes < self._may_deliver_bytes
             if not ready or self._is_run():
                 self._send()
             message = self._channel.receive(0 if ready else None)
@@ -160,13 +162,13 @@ class _Worker:
         if orders is None:
             self._stopped = True
             return
-        iteration, tasks, self._may_deliver, free, self._slots.spare = orders
+        iteration, tasks, self._may_deliver, self._may_deliver_bytes, free, self._slots.spare = orders
         self._slots.free(free)
         if iteration != self._iteration:
             if self._iteration >= 0:
                 self._send()
             self._source.clear()  # at first of what a main process that forked was reading ahead itself
-            self._iteration, self._delivered = iteration, 0
+            self._iteration, self._delivered, self._delivered_bytes = iteration, 0, 0
             self._tasks.clear()
         for task in tasks:
             if isinstance(task, SkipList):
@@ -182,6 +184,7 @@ class _Worker:
             packed = pack(value, receipt)
             number, form = self._form(packed)
             offset = self._written(packed)
+            self._delivered_bytes += packed.size_bytes
             return number, form, offset, packed.size_bytes, packed.sizes, receipt.skips
         except Exception as error:
             return self._failed(error)
@@ -190,7 +193,7 @@ class _Worker:
         if not packed.size_bytes:
             return 0
         offset = self._slots.take(packed.size_bytes)
-        at = self._arena.address + offset
+        at = self._memory.address + offset
         for address, size in packed.leaves:
             if size:
                 ctypes.memmove(at, address, size)

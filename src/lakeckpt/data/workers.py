@@ -14,14 +14,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
-import socket
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,15 +29,15 @@ from torch._utils import ExceptionWrapper
 
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.skips import SkipList
-from lakeckpt.data.arena import Arena, forking_a_worker
 from lakeckpt.data.beside import Beside
-from lakeckpt.data.channel import Channel, PeerGone
+from lakeckpt.data.channel import PeerGone
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.packing import Layout
+from lakeckpt.data.slots import SlotMemory
 from lakeckpt.data.tasks import to_task
-from lakeckpt.data.worker_process import Entry, Orders, WorkerSetup, work
-from lakeckpt.errors import LakeckptError, StateUnavailable, WorkerDied, WorkerTimeout
+from lakeckpt.data.worker_handle import WorkerHandle, died, doing, let_go, start_worker, stop_workers
+from lakeckpt.data.worker_process import Entry, Orders, WorkerSetup
+from lakeckpt.errors import LakeckptError, StateUnavailable, WorkerTimeout
 
 __all__ = ["Workers", "pinned_copy"]
 
@@ -48,40 +46,19 @@ AHEAD_S = 0.1
 MOST_AHEAD = 512
 AHEAD_BYTES = 32 << 20
 MOST_TOLD = 4096
-_STOP_S = 5.0
 _LOOK_UP_S = 0.2
 _NOTHING = np.empty(0, np.uint8)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Worker:
-    """The main process's side of one worker."""
-
-    number: int
-    process: Any
-    channel: Channel
-    arena: Arena
-    layouts: dict[int, Layout] = field(default_factory=dict)
-    delivered: deque[tuple[Layout | None, Entry]] = field(default_factory=deque)
-    """What has come and is not due yet: the layout that its number stood for then, and None with errors."""
-    unsent: list[Any] = field(default_factory=list)
-    """Tasks that the next message carries."""
-    skips: SkipList = field(default_factory=SkipList)
-    """What the worker has been told to skip."""
-    received: int = 0
-    """Micro-batches of the iteration that the loop got."""
-    may_deliver: int = 0
-    """Micro-batches of the iteration that it was told it may deliver."""
 
 
 class Workers:
     """Worker processes that read one dataset. For one thread.
 
-    ``ahead``: micro-batches that a worker may have delivered ahead of the loop; None: two, and more where they are so
-    small or so quick to read that two would not last for a message. ``timeout_s``: how long to wait for a worker; 0:
-    for ever. ``memory_limit_bytes`` bounds what is delivered ahead, and what the loop keeps counts against it: one
-    micro-batch of each worker is always allowed. With ``pins``, micro-batches are copied into pinned memory, by a
-    thread (`lakeckpt.data.beside`), and slots are free as soon as that is done.
+    ``ahead``: micro-batches that a worker may have delivered ahead of the loop; None: two, and more where they are
+    so small or so quick to read that two would not last for a message; 32 MiB of them, and one, at most.
+    ``timeout_s``: how long to wait for a worker; 0: for ever. ``memory_limit_bytes`` bounds what is delivered
+    ahead, and what the loop keeps counts against it: one micro-batch of each worker is always allowed. With
+    ``pins``, micro-batches are copied into pinned memory, by a thread (`lakeckpt.data.beside`), and slots are free
+    as soon as that is done.
     """
 
     def __init__(
@@ -109,12 +86,12 @@ class Workers:
         """Free slots that may keep their memory, as many as were of use so far."""
         self._seconds = self._bytes = 0.0
         """What a micro-batch takes, of late."""
-        self._all: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, _stop, self._all, os.getpid())
+        self._all: list[WorkerHandle] = []
+        self._finalizer = weakref.finalize(self, stop_workers, self._all, os.getpid())
         context = context or multiprocessing.get_context()
         try:
             for number in range(num_workers):
-                arena, descriptor = Arena.make()
+                memory, descriptor = SlotMemory.make()
                 try:
                     setup = WorkerSetup(
                         worker=number,
@@ -122,10 +99,10 @@ class Workers:
                         base_seed=base_seed,
                         dataset=dataset,
                         worker_init_fn=worker_init_fn,
-                        arena_bytes=arena.size_bytes,
+                        memory_bytes=memory.size_bytes,
                         parent=os.getpid(),
                     )
-                    self._all.append(_start(context, setup, arena, descriptor))
+                    self._all.append(start_worker(context, setup, memory, descriptor))
                 finally:
                     os.close(descriptor)
         except BaseException:
@@ -142,10 +119,11 @@ class Workers:
         self._reach = self._told_ahead(1)
         for worker in self._all:
             for _, entry in worker.delivered:
-                _let_go(worker, entry)
+                let_go(worker, entry)
             worker.delivered.clear()
             worker.unsent.clear()
             worker.received = worker.may_deliver = 0
+            worker.received_bytes = worker.may_deliver_bytes = 0
         if not self._pins:
             return _Results(self, assignments, self._iteration)
         device = torch.accelerator.current_device_index()
@@ -170,11 +148,11 @@ class Workers:
 
     # --- what results ask
 
-    def owner(self, assignment: Assignment) -> _Worker:
+    def owner(self, assignment: Assignment) -> WorkerHandle:
         """The worker that reads the lane of ``assignment``."""
         return self._all[assignment.owner % len(self._all)]
 
-    def tell(self, order: deque[tuple[_Worker, Assignment]], assignments: Iterator[Assignment]) -> None:
+    def tell(self, order: deque[tuple[WorkerHandle, Assignment]], assignments: Iterator[Assignment]) -> None:
         """Deal tasks as far ahead as is of use, and tell each worker what it may do."""
         most = self._reach * len(self._all)
         if len(order) <= most // 2:
@@ -185,12 +163,14 @@ class Workers:
                     worker.unsent.append(assignment.skips)
                 worker.unsent.append(to_task(assignment))
                 order.append((worker, assignment))
-        ahead = self._may_be_ahead()
+        ahead, ahead_bytes = self._may_be_ahead(), self._bytes_ahead()
         for worker in self._all:
-            if worker.unsent or 2 * (worker.may_deliver - worker.received) <= ahead:
-                self._order(worker, ahead)
+            few = 2 * (worker.may_deliver - worker.received) <= ahead
+            few = few or 2 * (worker.may_deliver_bytes - worker.received_bytes) <= ahead_bytes
+            if worker.unsent or few:
+                self._order(worker, ahead, ahead_bytes)
 
-    def receive(self, worker: _Worker, assignment: Assignment) -> tuple[Receipt, Any]:
+    def receive(self, worker: WorkerHandle, assignment: Assignment) -> tuple[Receipt, Any]:
         """Return the next result of ``worker``, which is of ``assignment``."""
         deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
         while not worker.delivered:
@@ -200,7 +180,7 @@ class Workers:
                     left = _LOOK_UP_S if left is None else min(left, _LOOK_UP_S)
                 message = worker.channel.receive(left)
             except PeerGone:
-                raise _died(worker, assignment) from None
+                raise died(worker, assignment) from None
             if message is None and self._given_up is not None:
                 if self._given_up.is_set():
                     raise _GivenUp
@@ -209,28 +189,31 @@ class Workers:
             if message is None:
                 raise WorkerTimeout(
                     f"worker {worker.number} (process {worker.process.pid}) gave no answer within {self._timeout_s} s "
-                    f"while {_doing(assignment)}: give a longer timeout=, or look at what it waits for"
+                    f"while {doing(assignment)}: give a longer timeout=, or look at what it waits for"
                 )
             self._hear(worker, message)
         layout, entry = worker.delivered.popleft()
         worker.received += 1
+        worker.received_bytes += entry[3] if len(entry) > 1 else 0
         return self._result(worker, layout, entry, assignment.receipt)
 
     # --- inside
 
-    def _order(self, worker: _Worker, ahead: int) -> None:
+    def _order(self, worker: WorkerHandle, ahead: int, ahead_bytes: int) -> None:
         worker.may_deliver = worker.received + ahead
+        worker.may_deliver_bytes = worker.received_bytes + ahead_bytes
         # Memory that is given back and taken again costs as much as making a micro-batch.
         self._spare = ahead + 2 if self._memory_limit_bytes is not None else max(self._spare, ahead + 2)
         spare = max(ahead + 2, min(self._spare, int(AHEAD_BYTES / max(1, self._bytes))))  # many, if they are small
-        orders: Orders = (self._iteration, worker.unsent, worker.may_deliver, worker.arena.ended(), spare)
+        permitted = worker.may_deliver, worker.may_deliver_bytes
+        orders: Orders = (self._iteration, worker.unsent, *permitted, worker.memory.ended(), spare)
         try:
             worker.channel.send(pickle.dumps(orders, 5))
         except PeerGone:
             pass  # said when its next result is due
         worker.unsent = []
 
-    def _hear(self, worker: _Worker, message: bytes) -> None:
+    def _hear(self, worker: WorkerHandle, message: bytes) -> None:
         iteration, entries, wants_more, seconds = pickle.loads(message)
         for entry in entries:
             if len(entry) > 1 and entry[1] is not None:
@@ -239,7 +222,7 @@ class Workers:
                 # By the time it is due, another form may have its number.
                 worker.delivered.append((worker.layouts[entry[0]] if len(entry) > 1 else None, entry))
             else:
-                _let_go(worker, entry)
+                let_go(worker, entry)
         each = seconds / len(entries)
         self._seconds += (each - self._seconds) * (0.25 if self._seconds else 1.0)
         for entry in entries:
@@ -249,7 +232,9 @@ class Workers:
             self._reach = min(2 * self._reach, MOST_TOLD)
         self._reach = max(self._reach, self._told_ahead(self._may_be_ahead()))
 
-    def _result(self, worker: _Worker, layout: Layout | None, entry: Entry, receipt: Receipt) -> tuple[Receipt, Any]:
+    def _result(
+        self, worker: WorkerHandle, layout: Layout | None, entry: Entry, receipt: Receipt
+    ) -> tuple[Receipt, Any]:
         if layout is None:
             error = entry[0]
             if isinstance(error, ExceptionWrapper):
@@ -259,7 +244,7 @@ class Workers:
         _, _, offset, size, sizes, skips = entry
         if skips:
             receipt = replace(receipt, skips=skips)
-        slab = worker.arena.lease(offset, size) if size else _NOTHING
+        slab = worker.memory.lease(offset, size) if size else _NOTHING
         if self._pins and size:
             return receipt, layout.build_pinned(pinned_copy(slab), sizes, receipt)
         return receipt, layout.build(slab, sizes, receipt)
@@ -277,9 +262,18 @@ class Workers:
             if self._seconds and self._bytes:
                 ahead = int(max(2, min(MOST_AHEAD, AHEAD_S / self._seconds, AHEAD_BYTES / self._bytes)))
         if self._memory_limit_bytes is not None and self._bytes:
-            kept = sum(worker.arena.leased_bytes for worker in self._all)
+            kept = sum(worker.memory.leased_bytes for worker in self._all)
             ahead = min(ahead, int((self._memory_limit_bytes - kept) / (len(self._all) * self._bytes)))
         return max(1, ahead)
+
+    def _bytes_ahead(self) -> int:
+        """How many bytes each worker may have delivered ahead of the loop: what micro-batches took says nothing sure of
+        those to come."""
+        most = AHEAD_BYTES if self._ahead is None else 1 << 62
+        if self._memory_limit_bytes is not None:
+            kept = sum(worker.memory.leased_bytes for worker in self._all)
+            most = min(most, (self._memory_limit_bytes - kept) // len(self._all))
+        return max(1, most)
 
 
 class _Results(Iterator[tuple[Receipt, Any]]):
@@ -287,7 +281,7 @@ class _Results(Iterator[tuple[Receipt, Any]]):
 
     def __init__(self, workers: Workers, assignments: Iterator[Assignment], iteration: int) -> None:
         self._workers, self._assignments, self._iteration = workers, assignments, iteration
-        self._order: deque[tuple[_Worker, Assignment]] = deque()
+        self._order: deque[tuple[WorkerHandle, Assignment]] = deque()
         workers.tell(self._order, assignments)
 
     def __next__(self) -> tuple[Receipt, Any]:
@@ -321,71 +315,3 @@ def pinned_copy(slab: npt.NDArray[np.uint8]) -> torch.Tensor:
 def _prepare_to_pin(device: int) -> None:
     torch.set_num_threads(1)  # of this thread
     torch.accelerator.set_device_index(device)
-
-
-def _start(context: Any, setup: WorkerSetup, arena: Arena, descriptor: int) -> _Worker:
-    mine, theirs = socket.socketpair()
-    try:
-        process = context.Process(
-            target=work, args=(theirs, setup), daemon=True, name=f"lakeckpt-worker-{setup.worker}"
-        )
-        # Before it starts: it must not wait for what a main process that is killed meanwhile would never send.
-        socket.send_fds(mine, [b"a"], [descriptor])
-        with forking_a_worker():
-            process.start()
-    except BaseException:
-        mine.close()
-        raise
-    finally:
-        theirs.close()
-    channel = Channel(mine, process.pid, process.is_alive)
-    return _Worker(number=setup.worker, process=process, channel=channel, arena=arena)
-
-
-def _stop(workers: list[_Worker], owner: int) -> None:
-    """Tell all to stop, and join them; those that do not listen are killed."""
-    if os.getpid() != owner:
-        return  # a copy of the loader in a process that was forked
-    for worker in workers:
-        worker.channel.close(pickle.dumps(None))
-    deadline = time.monotonic() + _STOP_S
-    for worker in workers:
-        worker.process.join(max(0.0, deadline - time.monotonic()))
-        if worker.process.is_alive():
-            worker.process.kill()
-            worker.process.join()
-        worker.process.close()
-        worker.arena.close()
-    workers.clear()
-
-
-def _let_go(worker: _Worker, entry: Entry) -> None:
-    """Give the slot of a micro-batch back that nobody wants any more."""
-    if len(entry) > 1 and entry[3]:
-        worker.arena.lease(entry[2], entry[3])
-
-
-def _doing(assignment: Assignment) -> str:
-    receipt = assignment.receipt
-    return (
-        f"reading micro-batch {receipt.micro_batch} (epoch {receipt.epoch}, step {receipt.step} of rank "
-        f"{receipt.rank}, lane {receipt.lane})"
-    )
-
-
-def _died(worker: _Worker, assignment: Assignment) -> WorkerDied:
-    process = worker.process
-    process.join(_STOP_S)
-    code = process.exitcode
-    how = f"with exit code {code}"
-    if code is None:
-        how = "without closing its books"
-    elif code < 0:
-        how = f"killed by {signal.Signals(-code).name}"
-    hint = " (out of memory? the kernel's log says so)" if code == -signal.SIGKILL else ""
-    return WorkerDied(
-        f"worker {worker.number} (process {process.pid}) ended, {how}{hint}, while {_doing(assignment)}. What "
-        "the loop received before is counted, and iterating again starts new workers",
-        worker=worker.number,
-        exit_code=code,
-    )

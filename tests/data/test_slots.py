@@ -7,29 +7,29 @@ import threading
 
 import torch
 
-from lakeckpt.data.arena import Arena, Slots
+from lakeckpt.data.slots import SlotMemory, Slots
 
 
 def test_a_slot_ends_when_its_last_view_dies_in_whatever_thread() -> None:
-    arena, descriptor = Arena.make()
-    slots = Slots(arena, descriptor)
+    memory, descriptor = SlotMemory.make()
+    slots = Slots(memory, descriptor)
     offset = slots.take(100)
-    view = torch.frombuffer(arena.lease(offset, 100), dtype=torch.uint8)[5:9]
-    assert arena.ended() == [] and arena.leased_bytes == 100
+    view = torch.frombuffer(memory.lease(offset, 100), dtype=torch.uint8)[5:9]
+    assert memory.ended() == [] and memory.leased_bytes == 100
     holds = [view]
     del view
     thread = threading.Thread(target=holds.clear)
     thread.start()
     thread.join()
-    assert arena.ended() == [offset] and arena.ended() == [] and arena.leased_bytes == 0
+    assert memory.ended() == [offset] and memory.ended() == [] and memory.leased_bytes == 0
     slots.free([offset])
     assert slots.take(99) == offset
     os.close(descriptor)
 
 
 def test_free_slots_are_used_again_and_most_give_their_memory_back() -> None:
-    arena, descriptor = Arena.make()
-    slots = Slots(arena, descriptor)
+    memory, descriptor = SlotMemory.make()
+    slots = Slots(memory, descriptor)
     slots.spare = 2
     size = 1 << 20
 
@@ -42,9 +42,9 @@ def test_free_slots_are_used_again_and_most_give_their_memory_back() -> None:
     assert taken() <= 2.5 * size
     again = [slots.take(size - 1) for _ in range(8)]
     assert again[:2] == offsets[:-3:-1] and set(again) == set(offsets)
-    kept = arena.lease(again[0], size)
+    kept = memory.lease(again[0], size)
     kept[:] = 7
-    arena.close()
+    memory.close()
     assert taken() <= 1.5 * size and (kept == 7).all()
     del kept
     assert taken() < size
@@ -52,10 +52,10 @@ def test_free_slots_are_used_again_and_most_give_their_memory_back() -> None:
 
 
 def test_a_slot_that_a_forked_process_may_see_is_never_written_again() -> None:
-    arena, descriptor = Arena.make()
-    slots = Slots(arena, descriptor)
+    memory, descriptor = SlotMemory.make()
+    slots = Slots(memory, descriptor)
     offset = slots.take(10)
-    lease = arena.lease(offset, 10)
+    lease = memory.lease(offset, 10)
     lease[:] = 3
     asks, told = os.pipe()
     child = os.fork()
@@ -63,8 +63,8 @@ def test_a_slot_that_a_forked_process_may_see_is_never_written_again() -> None:
         os.read(asks, 1)
         os._exit(int((lease == 3).all()))
     del lease
-    assert arena.ended() == []
-    arena.close()
+    assert memory.ended() == []
+    memory.close()
     os.write(told, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     for one in (asks, told, descriptor):

@@ -1,13 +1,13 @@
-"""Where does a micro-batch lie on its way from a worker to the training loop?  In an arena: memory without a name.
+"""Where does a micro-batch lie on its way from a worker to the training loop?  In a slot memory: memory without a name.
 
-Each worker has one arena, a sparse file in memory (memfd) that the main process makes, and both of them map. The worker
-cuts it into *slots* (`Slots`), writes a micro-batch into one, and says where. The main process *leases* the slot
-(`Arena.lease`): arrays over it are views, and hold the lease. When the last view has died, in whatever thread, the slot
-goes on the list of what may be written again, which the next message to the worker carries. So nothing that somebody
-can still see is ever written, and in the steady state no memory is taken or given back.
+Each worker has one slot memory, a sparse file in memory (memfd) that the main process makes, and both of them map.
+The worker cuts it into *slots* (`Slots`), writes a micro-batch into one, and says where. The main process *leases*
+the slot (`SlotMemory.lease`): arrays over it are views, and hold the lease. When the last view has died, in whatever
+thread, the slot goes on the list of what may be written again, which the next message to the worker carries. So
+nothing that somebody can still see is ever written, and in the steady state no memory is taken or given back.
 
-Having no name, an arena is gone with the last process that maps it, however that ends. A slot that nobody uses gives
-its memory back to the system (a hole in the file), and so does a lease that ends after its worker has.
+Having no name, a slot memory is gone with the last process that maps it, however that ends. A slot that nobody uses
+gives its memory back to the system (a hole in the file), and so does a lease that ends after its worker has.
 
 Where the main process forks (some other process than a loader's worker), the child sees the same memory, and nobody
 can know for how long: slots that are leased at that moment are never written again.
@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ALIGNMENT", "Arena", "Slots", "forking_a_worker"]
+__all__ = ["ALIGNMENT", "SlotMemory", "Slots", "forking_a_worker"]
 
 ALIGNMENT = 64
 """Columns begin at multiples of this many bytes."""
@@ -38,11 +38,11 @@ _PAGE = mmap.PAGESIZE
 _REMOVE = getattr(mmap, "MADV_REMOVE", None)
 _NOT_IN_DUMPS = getattr(mmap, "MADV_DONTDUMP", None)
 
-_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+_MEMORIES: weakref.WeakSet[SlotMemory] = weakref.WeakSet()
 _FORKING = threading.local()
 
 
-class Arena:
+class SlotMemory:
     """A sparse file in memory, mapped whole: ``size_bytes`` of addresses, memory only where something was written."""
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
@@ -58,11 +58,11 @@ class Arena:
         self._kept: dict[int, int] = {}
         self._ended: deque[int] = deque()
         self._closed = False
-        _ARENAS.add(self)
+        _MEMORIES.add(self)
 
     @classmethod
-    def make(cls) -> tuple[Arena, int]:
-        """Return a new arena and its descriptor.
+    def make(cls) -> tuple[SlotMemory, int]:
+        """Return a new slot memory and its descriptor.
 
         It has four times as many addresses as the machine has memory: slots of different sizes do not share them.
         OSError where not even a gibibyte can be mapped.
@@ -112,7 +112,7 @@ class Arena:
     def punch(self, offset: int, size_bytes: int) -> None:
         """Give the memory of whole pages back to the system; what is read there next is zero."""
         if size_bytes > 0 and _REMOVE is not None:
-            with contextlib.suppress(OSError):  # it stays taken until the arena goes
+            with contextlib.suppress(OSError):  # it stays taken until the slot memory goes
                 self._map.madvise(_REMOVE, offset, _pages(size_bytes))
 
     def _end(self, offset: int, size_bytes: int) -> None:
@@ -134,32 +134,32 @@ class Arena:
 class _Lease:
     """What numpy needs to know to look at a slot; it lives as long as anybody does so."""
 
-    __slots__ = ("__array_interface__", "_arena", "_offset", "_size_bytes")
+    __slots__ = ("__array_interface__", "_memory", "_offset", "_size_bytes")
 
-    def __init__(self, arena: Arena, offset: int, size_bytes: int) -> None:
-        self._arena, self._offset, self._size_bytes = arena, offset, size_bytes
+    def __init__(self, memory: SlotMemory, offset: int, size_bytes: int) -> None:
+        self._memory, self._offset, self._size_bytes = memory, offset, size_bytes
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
             "shape": (size_bytes,),
-            "data": (arena.address + offset, False),
+            "data": (memory.address + offset, False),
         }
 
     def __del__(self) -> None:
-        self._arena._end(self._offset, self._size_bytes)
+        self._memory._end(self._offset, self._size_bytes)
 
 
 class Slots:
-    """The worker's side: which parts of the arena are free to write to.
+    """The worker's side: which parts of the slot memory are free to write to.
 
     Sizes are rounded up by an eighth at most, so that a slot serves micro-batches of about the same size. ``spare``
     free slots keep their memory, those that became free last; it is used again first.
     """
 
-    def __init__(self, arena: Arena, descriptor: int) -> None:
-        """``descriptor`` is the arena's, and stays the caller's to close."""
+    def __init__(self, memory: SlotMemory, descriptor: int) -> None:
+        """``descriptor`` is the slot memory's, and stays the caller's to close."""
         self.spare = 4
-        self._arena, self._descriptor = arena, descriptor
+        self._memory, self._descriptor = memory, descriptor
         self._sizes: dict[int, int] = {}
         self._warm: dict[int, list[int]] = {}
         self._by_age: OrderedDict[int, None] = OrderedDict()
@@ -181,8 +181,8 @@ class Slots:
             offset = found.pop()
         else:
             offset = self._top
-            if offset + size > self._arena.size_bytes:
-                raise MemoryError(f"an arena of {self._arena.size_bytes} bytes has no room for {size} more")
+            if offset + size > self._memory.size_bytes:
+                raise MemoryError(f"a slot memory of {self._memory.size_bytes} bytes has no room for {size} more")
         try:
             # Where there is no memory this says so; writing would end the process with a bus error.
             os.posix_fallocate(self._descriptor, offset, size)
@@ -204,7 +204,7 @@ class Slots:
             offset, _ = self._by_age.popitem(last=False)
             size = self._sizes[offset]
             self._warm[size].remove(offset)
-            self._arena.punch(offset, size)
+            self._memory.punch(offset, size)
             self._cold.setdefault(size, []).append(offset)
 
 
@@ -220,8 +220,8 @@ def _rounded(size_bytes: int) -> tuple[int, int]:
 
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("lakeckpt-arena")
-    descriptor, path = tempfile.mkstemp(prefix="lakeckpt-arena-")
+        return os.memfd_create("lakeckpt-slots")
+    descriptor, path = tempfile.mkstemp(prefix="lakeckpt-slots-")
     os.unlink(path)
     return descriptor
 
@@ -238,8 +238,8 @@ def forking_a_worker() -> Iterator[None]:
 
 def _before_fork() -> None:
     if not getattr(_FORKING, "worker", False):
-        for arena in tuple(_ARENAS):
-            arena._keep_leased()
+        for memory in tuple(_MEMORIES):
+            memory._keep_leased()
 
 
 if hasattr(os, "register_at_fork"):
