@@ -130,19 +130,21 @@ def test_ctrl_c_is_heard_while_a_server_is_silent() -> None:
         thread.start()
         begun = time.monotonic()
         by = client()
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # test runners ignore it in their workers
         try:
             with pytest.raises(KeyboardInterrupt):
                 by.exchange(
                     "GET",
                     f"http://127.0.0.1:{silent.getsockname()[1]}",
                     headers={},
-                    until=time.monotonic() + 250,
+                    until=time.monotonic() + 100,
                     most_bytes=1,
                 )
         finally:
+            signal.signal(signal.SIGINT, before)
             thread.join()
         assert accepted.is_set()
-        assert time.monotonic() - begun < 200, "the request was not given up"
+        assert time.monotonic() - begun < 90, "the request was not given up"
 
 
 def test_a_header_cannot_become_two() -> None:

@@ -74,9 +74,15 @@ os.register_at_fork(after_in_child=_making.renew)
 class S3Storage:
     """A `Storage` at ``s3://bucket/prefix``; ``storage_options`` as `S3Options` says."""
 
-    __slots__ = ("_bucket", "_client", "_conditional", "_options", "_root", "_uri", "name")
+    __slots__ = ("_bucket", "_client", "_conditional", "_options", "_place", "_root", "_uri", "name")
 
-    def __init__(self, uri: str, *, storage_options: Mapping[str, Any] | S3Options | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        *,
+        storage_options: Mapping[str, Any] | S3Options | None = None,
+        place: tuple[str, str] | None = None,
+    ) -> None:
         self._uri = uri.rstrip("/")
         self._bucket, _, root = split_uri(self._uri)[1].partition("/")
         if not self._bucket or "@" in self._bucket or ":" in self._bucket:
@@ -84,6 +90,7 @@ class S3Storage:
         self._root = f"{root}/" if root else ""
         self._options = storage_options if isinstance(storage_options, S3Options) else S3Options.of(storage_options)
         self._client: tuple[int, S3Client] | None = None
+        self._place = place  # of the bucket, where another storage found it
         self._conditional = False
         self.name = redact_uri(self._uri)
 
@@ -91,7 +98,8 @@ class S3Storage:
         return f"S3Storage({self.name!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (self._uri, self._options))
+        place = self._place if self._client is None else self._client[1].place
+        return (_rebuild, (self._uri, self._options, place))
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         folder = check_prefix(prefix)
@@ -304,7 +312,8 @@ class S3Storage:
             with _making.lock:
                 made = self._client
                 if made is None or made[0] != process:
-                    client = S3Client(self._bucket, self._options, Retrier(self._options.deadlines))
+                    place = made[1].place if made is not None else self._place
+                    client = S3Client(self._bucket, self._options, Retrier(self._options.deadlines), place)
                     self._client = made = (process, client)
         return made[1]
 
@@ -343,8 +352,8 @@ def _explained(refused: Refused, verb: str, where: str) -> StorageError:
     return error
 
 
-def _rebuild(uri: str, options: S3Options) -> S3Storage:
-    return S3Storage(uri, storage_options=options)
+def _rebuild(uri: str, options: S3Options, place: tuple[str, str] | None = None) -> S3Storage:
+    return S3Storage(uri, storage_options=options, place=place)
 
 
 def _parts(chunks: Iterable[Buffer]) -> Iterator[bytearray]:

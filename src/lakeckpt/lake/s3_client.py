@@ -78,10 +78,10 @@ class Upload:
 class S3Client:
     """Requests to one bucket, from one process. Threads may share it."""
 
-    def __init__(self, bucket: str, options: S3Options, retrier: Retrier) -> None:
+    def __init__(self, bucket: str, options: S3Options, retrier: Retrier, place: tuple[str, str] | None = None) -> None:
         self.retrier = retrier
         self._options = options
-        self._signer = Signer(bucket, options)
+        self._signer = Signer(bucket, options, place)
         self._http = HttpClient(
             clock=retrier.clock,
             stall_s=retrier.deadlines.attempt_s,
@@ -89,6 +89,11 @@ class S3Client:
             verify=self._signer.verify(),
             proxy=self._signer.proxy(),
         )
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """See `Signer`."""
+        return self._signer.place
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:

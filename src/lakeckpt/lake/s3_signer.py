@@ -38,17 +38,21 @@ def _loader(data_path: str | None) -> Any:
 
 
 class Signer:
-    """Signs requests to ``bucket``. Made in the process that uses it; threads may share it."""
+    """Signs requests to ``bucket``. Made in the process that uses it; threads may share it.
+
+    ``place``: what another signer of the same bucket and options found. To find it is what takes time, and loads
+    certificates, which a process that was forked while others computed digests had better not do.
+    """
 
     __slots__ = ("_base", "_bucket", "_credentials", "_options", "_session", "region")
 
-    def __init__(self, bucket: str, options: S3Options) -> None:
+    def __init__(self, bucket: str, options: S3Options, place: tuple[str, str] | None = None) -> None:
         self._bucket, self._options = bucket, options
         try:
             self._session = botocore.session.Session(profile=options.profile)
             self._session.register_component("data_loader", _loader(self._session.get_config_variable("data_path")))
             self._credentials = self._found()
-            self.region, self._base = self._resolved(options.region)
+            self.region, self._base = self._resolved(options.region) if place is None else place
         except botocore.exceptions.BotoCoreError as error:
             raise ConfigError(f"cannot open the bucket {bucket!r}: {options.secrets.scrub(str(error))}") from None
 
@@ -58,6 +62,11 @@ class Signer:
             return False
         self.region, self._base = self._resolved(region)
         return True
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The region of the bucket, and the URL that all of its objects' URLs begin with."""
+        return self.region, self._base
 
     @property
     def _host(self) -> str:
