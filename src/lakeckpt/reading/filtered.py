@@ -32,7 +32,7 @@ class KeptRows:
 
 
 class FilteredDecoder(RowGroupDecoder):
-    """Decodes the rows of ``table`` that ``kept`` keeps. For one thread."""
+    """Decodes the rows of ``table`` that ``kept`` keeps. Threads may share it."""
 
     def __init__(
         self,
