@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from lakeckpt.checkpoint.dcp.metadata import CHECKPOINT, Places, Stored, StoredFile, metadata_from_bytes
+from lakeckpt.checkpoint.dcp.place import Place, can_be_opened
 from lakeckpt.checkpoint.dcp.planners import LakeLoadPlanner
 from lakeckpt.checkpoint.digests import content_digest, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
@@ -35,7 +36,7 @@ from lakeckpt.errors import (
     UnsupportedValue,
     WireDamaged,
 )
-from lakeckpt.lake.storage import Storage, describe, open_storage
+from lakeckpt.lake.storage import Storage, describe
 
 __all__ = ["LakeStorageReader"]
 
@@ -52,19 +53,17 @@ class LakeStorageReader(StorageReader):
     def __init__(
         self, uri: str | os.PathLike[str] | None = None, *, storage_options: Mapping[str, Any] | None = None
     ) -> None:
-        self._options = storage_options
-        self._storage = None if uri is None else open_storage(uri, storage_options=storage_options)
+        self._place = Place("LakeStorageReader", uri, storage_options)
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin to read a checkpoint, at ``checkpoint_id`` if it is given."""
         self._metadata = None
-        if checkpoint_id is not None:
-            self._storage = open_storage(checkpoint_id, storage_options=self._options)
+        self._place.move(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint holds. `CheckpointNotFound`, `CheckpointDamaged`, `NewerFormat`."""
-        storage = self._there()
+        storage = self._place.get()
         try:
             return metadata_from_bytes(storage.read(CHECKPOINT))
         except ObjectMissing:
@@ -105,16 +104,7 @@ class LakeStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a place that can be opened."""
-        try:
-            open_storage(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
-
-    def _there(self) -> Storage:
-        if self._storage is None:
-            raise ConfigError("LakeStorageReader needs a place: give it a uri, or dcp.load a checkpoint_id")
-        return self._storage
+        return can_be_opened(checkpoint_id)
 
     def _check_files(self, pool: ThreadPoolExecutor, wanted: Iterable[MetadataIndex]) -> None:
         """Objects have the sizes and heads that were written: what is cut or longer is damaged, whatever is wanted."""
@@ -127,8 +117,8 @@ class LakeStorageReader(StorageReader):
     def _check_file(self, path: str, file: StoredFile | None) -> None:
         if file is None:
             raise CheckpointDamaged(f"{CHECKPOINT} does not name the object {path}, in which it says that bytes lie")
-        head = read_object(self._there(), path, 0, file.head_bytes)
-        last = read_object(self._there(), path, max(0, file.size_bytes - 1), file.size_bytes + 1)
+        head = read_object(self._place.get(), path, 0, file.head_bytes)
+        last = read_object(self._place.get(), path, max(0, file.size_bytes - 1), file.size_bytes + 1)
         if short_digest(head) != file.digest or len(last) != min(1, file.size_bytes):
             raise CheckpointDamaged(f"{path}: its head or its size is not what was written")
 
@@ -137,7 +127,7 @@ class LakeStorageReader(StorageReader):
         stored: Stored | None = self._metadata.storage_data.stored.get(index)
         if stored is None:
             raise CheckpointDamaged(f"{CHECKPOINT} names no bytes of {index.fqn!r} at {index.offset}")
-        data = read_object(self._there(), stored.path, stored.start, stored.start + stored.size_bytes)
+        data = read_object(self._place.get(), stored.path, stored.start, stored.start + stored.size_bytes)
         if len(data) != stored.size_bytes or content_digest(data) != stored.digest:
             raise CheckpointDamaged(f"{stored.path}: the bytes of {index.fqn!r} are not what was written")
         for item in items:

@@ -31,6 +31,7 @@ from lakeckpt.checkpoint.dcp.metadata import (
     metadata_from_bytes,
     metadata_to_bytes,
 )
+from lakeckpt.checkpoint.dcp.place import Place, can_be_opened
 from lakeckpt.checkpoint.dcp.value import is_value
 from lakeckpt.checkpoint.digests import content_digest, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
@@ -45,7 +46,7 @@ from lakeckpt.errors import (
     StorageError,
     WireError,
 )
-from lakeckpt.lake.storage import Storage, describe, open_storage
+from lakeckpt.lake.storage import Storage, describe
 
 __all__ = ["LakeStorageWriter"]
 
@@ -80,19 +81,18 @@ class LakeStorageWriter(StorageWriter):
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._overwrite, self._options = overwrite, storage_options
-        self._storage = None if uri is None else open_storage(uri, storage_options=storage_options)
+        self._overwrite = overwrite
+        self._place = Place("LakeStorageWriter", uri, storage_options)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new checkpoint, at ``checkpoint_id`` if it is given."""
-        if checkpoint_id is not None:
-            self._storage = open_storage(checkpoint_id, storage_options=self._options)
+        self._place.move(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuse a folder that holds a checkpoint, unless it may be replaced."""
-        if is_coordinator and not self._overwrite and self._there().list(CHECKPOINT):
+        if is_coordinator and not self._overwrite and self._place.get().list(CHECKPOINT):
             raise CheckpointError(
-                f"there is a checkpoint in {describe(self._there())!r} already: save into another folder, or give "
+                f"there is a checkpoint in {describe(self._place.get())!r} already: save into another folder, or give "
                 "overwrite=True"
             )
 
@@ -120,7 +120,7 @@ class LakeStorageWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint visible. `SaveFailed` where a file is not there as it was written."""
-        storage = self._there()
+        storage = self._place.get()
         every = [result for one in results for result in one]
         places = Places(
             stored={result.index: result.storage_data[0] for result in every},
@@ -145,22 +145,13 @@ class LakeStorageWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a place that can be opened."""
-        try:
-            open_storage(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
-
-    def _there(self) -> Storage:
-        if self._storage is None:
-            raise ConfigError("LakeStorageWriter needs a place: give it a uri, or dcp.save a checkpoint_id")
-        return self._storage
+        return can_be_opened(checkpoint_id)
 
     def _write(self, path: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         chunks = {chunk.spec.key: chunk for chunk in (_resolved(item, planner) for item in items)}
         plan = layout(chunk.spec for chunk in chunks.values())
         ordered = [chunks[slab.key] for slab in plan.slabs]
-        written = self._there().put(path, [plan.head, *(chunk.data for chunk in ordered)])
+        written = self._place.get().put(path, [plan.head, *(chunk.data for chunk in ordered)])
         if written != plan.size_bytes:
             raise SaveFailed(f"{path}: the store says it took {written} bytes of {plan.size_bytes}")
         file = StoredFile(size_bytes=plan.size_bytes, head_bytes=len(plan.head), digest=short_digest(plan.head))
