@@ -117,20 +117,25 @@ def test_what_the_loop_kept_for_a_while_is_given_back_to_the_system(
 @pytest.mark.parametrize("kept", [0, 50])
 def test_what_is_delivered_ahead_keeps_within_the_memory_limit(tmp_path: Path, kept: int) -> None:
     folder = LakeSpec(files=((120,),)).write(tmp_path / "lake")
-    dataset = loader_of(folder, batch_size=2, transform=big).dataset
-    workers = Workers(dataset, num_workers=1, base_seed=0, ahead=10, memory_limit_bytes=5 * BIG)
-    dataset._progress.settle(1, 0)
+    loader = loader_of(
+        folder,
+        batch_size=2,
+        transform=big,
+        memory_limit_bytes=5 * BIG,
+        num_workers=1,
+        loader={"prefetch_factor": 10, "persistent_workers": True},
+    )
     holds, ahead = [], []
-    for number, found in enumerate(workers.read(dataset._progress.assignments(0))):
+    for number, found in enumerate(loader):
         if number < kept:
             holds.append(found)
-        ahead.append(workers._all[0].may_deliver - workers._all[0].received)
+        assert loader._workers is not None
+        ahead.append(loader._workers._all[0].may_deliver - loader._workers._all[0].received)
     assert len(ahead) == 60
     if kept:
         assert set(ahead[20:49]) == {1}, "what is kept counts, and one is always allowed"
     else:
         assert 1 < max(ahead[20:]) <= 5
-    workers.close()
 
 
 def test_micro_batches_that_grow_are_not_delivered_ahead_as_if_they_were_small(tmp_path: Path) -> None:

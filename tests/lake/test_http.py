@@ -129,7 +129,7 @@ def test_ctrl_c_is_heard_while_a_server_is_silent() -> None:
         thread = threading.Thread(target=interrupt)
         thread.start()
         begun = time.monotonic()
-        by = client()
+        by = client(stall_s=100)
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # test runners ignore it in their workers
         try:
             with pytest.raises(KeyboardInterrupt):
@@ -144,7 +144,7 @@ def test_ctrl_c_is_heard_while_a_server_is_silent() -> None:
             signal.signal(signal.SIGINT, before)
             thread.join()
         assert accepted.is_set()
-        assert time.monotonic() - begun < 90, "the request was not given up"
+        assert time.monotonic() - begun < 60, "the request was not given up"
 
 
 def test_a_header_cannot_become_two() -> None:

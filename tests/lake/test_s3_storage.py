@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from lakeckpt.errors import (
 )
 from lakeckpt.lake import s3 as s3_module
 from lakeckpt.lake.s3 import PART_BYTES, SPAN_BYTES, S3Storage
+from lakeckpt.lake.s3_signer import Signer
 from lakeckpt.lake.storage import clear_leftovers, open_storage
 from lakeckpt.testing.fault_proxy import At, FaultProxy, HttpFault, Request, Where
 from tests.lake.conftest import S3
@@ -389,3 +392,20 @@ def test_however_many_threads_come_at_once_one_client_is_made(s3: S3, monkeypatc
     for thread in threads:
         thread.join()
     assert len(made) == 1
+
+
+def test_where_a_bucket_is_is_found_once_for_copies_and_forked_processes(
+    s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = S3Storage(f"s3://{s3.bucket}/run", storage_options=s3.options)
+    storage.put("x", [DATA])
+    monkeypatch.setattr(Signer, "_resolved", _never)
+    assert pickle.loads(pickle.dumps(storage)).read("x") == DATA
+    child = os.fork()
+    if not child:
+        os._exit(storage.read("x") != DATA)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def _never(*_: object) -> None:
+    raise AssertionError("it was found already")

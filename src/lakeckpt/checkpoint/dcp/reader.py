@@ -130,11 +130,12 @@ class LakeStorageReader(StorageReader):
         data = read_object(self._place.get(), stored.path, stored.start, stored.start + stored.size_bytes)
         if len(data) != stored.size_bytes or content_digest(data) != stored.digest:
             raise CheckpointDamaged(f"{stored.path}: the bytes of {index.fqn!r} are not what was written")
+        chunk: torch.Tensor | None = None
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(data))
                 continue
-            chunk = self._tensor(index, data)
+            chunk = self._tensor(index, data) if chunk is None else chunk
             wanted = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
             if target.size() != wanted.size():

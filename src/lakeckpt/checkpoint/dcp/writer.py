@@ -139,7 +139,7 @@ class LakeStorageWriter(StorageWriter):
         before = _paths(storage)
         storage.put(CHECKPOINT, [document])
         with contextlib.suppress(StorageError):  # what is left over costs room only
-            for path in sorted(before - set(places.files)):
+            for path in sorted(before):
                 storage.delete(path)
 
     @classmethod
