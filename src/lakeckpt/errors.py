@@ -33,6 +33,10 @@ stable, machine-readable name::
     │   ├── CheckpointIncomplete   parts are missing
     │   ├── AttemptSuperseded      a newer attempt owns the run: stop
     │   └── SaveFailed             the store refused: training may go on, nothing was committed
+    ├── ArenaError             cuts in host memory cannot be kept or found                         (RuntimeError)
+    │   ├── ArenaDamaged           the memory is not what was written: take an older cut
+    │   ├── ArenaInUse             another process fills it: let it end first
+    │   └── ArenaTooLarge          it does not fit into the memory that is free
     ├── WireError              bytes that are not our format                                         (ValueError)
     │   ├── WireDamaged
     │   ├── NewerFormat        written by a newer major version: upgrade
@@ -51,6 +55,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "ArenaDamaged",
+    "ArenaError",
+    "ArenaInUse",
+    "ArenaTooLarge",
     "AttemptSuperseded",
     "CheckpointDamaged",
     "CheckpointError",
@@ -325,6 +333,30 @@ class SaveFailed(CheckpointError):
     """A checkpoint could not be written; nothing was committed."""
 
     kind = "save_failed"
+
+
+class ArenaError(LakeckptError, RuntimeError):
+    """Cuts in host memory cannot be kept or found."""
+
+    kind = "arena"
+
+
+class ArenaDamaged(ArenaError):
+    """The memory of an arena is not what was written."""
+
+    kind = "arena_damaged"
+
+
+class ArenaInUse(ArenaError):
+    """Another process fills an arena."""
+
+    kind = "arena_in_use"
+
+
+class ArenaTooLarge(ArenaError):
+    """An arena does not fit into the memory that is free."""
+
+    kind = "arena_too_large"
 
 
 class WireError(LakeckptError, ValueError):

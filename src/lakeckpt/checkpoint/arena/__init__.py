@@ -1,0 +1,1 @@
+"""Complete cuts in host memory that outlive the process which made them."""

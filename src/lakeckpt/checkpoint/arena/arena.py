@@ -1,0 +1,303 @@
+"""Which complete cuts are in this memory, and how does the next one get there?  One rank's arena, mapped.
+
+An arena holds a few generations. `Arena.begin` chooses one that nobody needs: never the newest complete one, none
+that somebody reads, and none that another rank may have to go back to, which `begin` is told. Its sequence number is
+odd from then until it is complete, so that whoever finds the arena after a crash, at any moment, finds complete
+generations only; a record with a checksum for every slice, valid under one sequence number, is what makes one
+complete.
+
+The memory is a file that outlives its processes (`lakeckpt.checkpoint.arena.folder`). One opening writes, any number
+read: a generation that is read cannot be begun anew. Slices may be filled by several threads. It copies nothing
+itself, starts no threads and imports no torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import xxhash
+
+from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES, SUPERBLOCK_BYTES, ArenaLayout, GenerationRecord
+from lakeckpt.checkpoint.arena.locks import FileLocks
+from lakeckpt.errors import ArenaDamaged, ArenaInUse, WireError
+
+__all__ = ["Arena", "Filling", "Held"]
+
+_SEQUENCE_BYTES = 8
+
+
+class Arena:
+    """The arena in the file opened as ``descriptor``, which is the arena's from then on. ``name`` is for messages.
+
+    ``writes``: to fill generations; `ArenaInUse` where another opening does already. Raises `ArenaDamaged` where the
+    file is none, or has not the size that it says.
+    """
+
+    def __init__(self, descriptor: int, name: str, *, writes: bool) -> None:
+        self.name, self.writes = name, writes
+        self._descriptor = descriptor
+        try:
+            self.layout = _layout_of(descriptor, name)
+            self._locks = FileLocks(descriptor)
+            self._writer = self.layout.generations
+            if writes and not self._locks.take(self._writer):
+                raise ArenaInUse(f"the arena {name!r} is filled by another process: let it end first")
+            self._map = _mapped(descriptor, self.layout.size_bytes, writes=writes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._view = memoryview(self._map)
+        self._process = os.getpid()
+        self._holding = [0] * self.layout.generations  # by this opening, whose own locks do not exclude each other
+        self._filling: int | None = None
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Arena({self.name!r}, {self.layout.identity})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file and its locks. The memory stays mapped for as long as anybody holds a view of it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0 and os.getpid() == self._process:
+            self._locks.forget()
+            os.close(descriptor)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether another opening of this arena fills it: its trainer lives."""
+        return self._locks.taken(self._writer)
+
+    # --- what is complete
+
+    def complete(self) -> list[GenerationRecord]:
+        """The records of the complete generations, the newest step first. Documents and data are not looked at."""
+        found = [record for _, record in self._records()]
+        return sorted(found, key=lambda record: (record.step, record.sequence), reverse=True)
+
+    @contextmanager
+    def hold(self, step: int | None = None) -> Iterator[Held | None]:
+        """The complete generation of ``step`` (None: the newest), kept from being written while the block runs.
+
+        None where there is no such generation.
+        """
+        for number, record in sorted(self._records(), key=lambda one: one[1].step, reverse=True):
+            if step is not None and record.step != step:
+                continue
+            if not self._hold(number):
+                continue  # it is being begun
+            try:
+                if self._record(number) == record:
+                    yield Held(arena=self, number=number, record=record)
+                    return
+            finally:
+                self._let_go(number)
+        yield None
+
+    def _hold(self, number: int) -> bool:
+        with self._lock:
+            if self._holding[number] == 0 and not self._locks.take(number, shared=True):
+                return False
+            self._holding[number] += 1
+            return True
+
+    def _let_go(self, number: int) -> None:
+        with self._lock:
+            self._holding[number] -= 1
+            if self._holding[number] == 0:
+                self._locks.drop(number)
+
+    def _records(self) -> list[tuple[int, GenerationRecord]]:
+        found = ((number, self._record(number)) for number in range(self.layout.generations))
+        return [(number, record) for number, record in found if record is not None]
+
+    def _record(self, number: int) -> GenerationRecord | None:
+        sequence = self._sequence(number)
+        at = self.layout.record_at(number)
+        try:
+            record = GenerationRecord.from_bytes(bytes(self._view[at : at + self.layout.record_room]))
+        except WireError:
+            return None  # none was ever written here, or a writer is at it
+        fits = len(record.checksums) == CHECKSUM_BYTES * self.layout.num_slices
+        fits = fits and record.documents_bytes <= self.layout.documents_bytes
+        return record if fits and record.sequence == sequence == self._sequence(number) else None
+
+    # --- what is written
+
+    def begin(self, *, common: int | None = None) -> Filling | None:
+        """Begin a generation; None where there is none to spare (one is filled at a time): this cut is left out then.
+
+        ``common``: the newest step that every rank is known to have complete; what is not older stays. None: nothing is
+        known, and a generation is begun only where two newer ones are complete, because one rank may be a step ahead of
+        another when it dies.
+        """
+        assert self.writes, "this opening of the arena only reads"
+        records = dict(self._records())
+        steps = sorted((record.step for record in records.values()), reverse=True)
+        newest = steps[0] if steps else None
+        safe = common if common is not None else (steps[1] if len(steps) > 2 else None)
+        spare = [n for n in range(self.layout.generations) if n not in records]
+        if safe is not None:
+            old = [n for n, record in records.items() if record.step < safe and record.step != newest]
+            spare += sorted(old, key=lambda n: records[n].step)
+        for number in spare:
+            with self._lock:
+                if self._filling is None and not self._holding[number] and self._locks.take(number):
+                    sequence = self._sequence(number)
+                    sequence += 1 + sequence % 2  # odd, and another than any before: also where a writer died
+                    self._put_sequence(number, sequence)
+                    self._filling = number
+                    return Filling(arena=self, number=number, sequence=sequence)
+        return None
+
+    def _end(self, number: int) -> None:
+        with self._lock:
+            self._filling = None
+            self._locks.drop(number)
+
+    def _sequence(self, number: int) -> int:
+        at = self.layout.sequence_at(number)
+        return int.from_bytes(self._view[at : at + _SEQUENCE_BYTES], "little")
+
+    def _put_sequence(self, number: int, sequence: int) -> None:
+        self._put(self.layout.sequence_at(number), sequence.to_bytes(_SEQUENCE_BYTES, "little"))
+
+    def _put(self, at: int, data: bytes | memoryview) -> None:
+        """The one place where this class writes to the memory."""
+        self._view[at : at + len(data)] = data
+
+
+class Filling:
+    """A generation that is being filled: slices in any order, by any threads, then `complete`, or `abandon`."""
+
+    __slots__ = ("_arena", "_checksums", "_lock", "_missing", "_number", "_sequence")
+
+    def __init__(self, *, arena: Arena, number: int, sequence: int) -> None:
+        self._arena, self._number, self._sequence = arena, number, sequence
+        self._checksums = bytearray(CHECKSUM_BYTES * arena.layout.num_slices)
+        self._missing = set(range(arena.layout.num_slices))
+        self._lock = threading.Lock()
+
+    @property
+    def data(self) -> memoryview:
+        """The data of the generation, to be written to: ``data_bytes`` bytes."""
+        at = self._arena.layout.data_at(self._number)
+        return self._arena._view[at : at + self._arena.layout.data_bytes]
+
+    def filled(self, number: int) -> None:
+        """Slice ``number`` is as it shall be: take its checksum. It must not be written to any more."""
+        begin = number * self._arena.layout.slice_bytes
+        checksum = _checksum(self.data[begin : begin + self._arena.layout.slice_bytes])
+        with self._lock:
+            self._checksums[CHECKSUM_BYTES * number : CHECKSUM_BYTES * (number + 1)] = checksum
+            self._missing.discard(number)
+
+    def complete(self, *, step: int, attempt: str, cut: bytes, documents: bytes) -> GenerationRecord:
+        """Make the generation the complete one of ``step``. Every slice must have been filled.
+
+        ``ArenaDamaged`` where ``documents`` are larger than the arena has room for; the generation is abandoned then.
+        """
+        arena, layout = self._arena, self._arena.layout
+        if self._missing:
+            raise ValueError(f"slices {sorted(self._missing)[:5]} of step {step} were not filled")
+        if len(documents) > layout.documents_bytes:
+            self.abandon()
+            raise ArenaDamaged(
+                f"the documents of step {step} have {len(documents)} bytes and the arena {arena.name!r} has room for "
+                f"{layout.documents_bytes}: make it anew"
+            )
+        arena._put(layout.documents_at(self._number), documents)
+        record = GenerationRecord(
+            sequence=self._sequence + 1,
+            step=step,
+            attempt=attempt,
+            cut=cut,
+            documents_bytes=len(documents),
+            documents_checksum=_checksum(documents),
+            checksums=bytes(self._checksums),
+        )
+        data = record.to_bytes()
+        if len(data) > layout.record_room:
+            self.abandon()
+            raise ArenaDamaged(f"the record of step {step} has {len(data)} bytes, more than {layout.record_room}")
+        arena._put(layout.record_at(self._number), data)
+        arena._put_sequence(self._number, self._sequence + 1)
+        arena._end(self._number)
+        return record
+
+    def abandon(self) -> None:
+        """Give the generation back as it is: it holds nothing until it is begun again."""
+        self._arena._end(self._number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """A complete generation that is not written to while it is held."""
+
+    arena: Arena
+    number: int
+    record: GenerationRecord
+
+    def documents(self) -> bytes:
+        """The documents of the cut. `ArenaDamaged` where they are not what was written."""
+        at = self.arena.layout.documents_at(self.number)
+        found = bytes(self.arena._view[at : at + self.record.documents_bytes])
+        if _checksum(found) != self.record.documents_checksum:
+            raise self._damaged("its documents")
+        return found
+
+    def slice(self, number: int) -> memoryview:
+        """The bytes of slice ``number``, read-only, compared with their checksum. `ArenaDamaged`."""
+        layout = self.arena.layout
+        low = layout.data_at(self.number) + number * layout.slice_bytes
+        high = min(low + layout.slice_bytes, layout.data_at(self.number) + layout.data_bytes)
+        found = self.arena._view[low:high].toreadonly()
+        if _checksum(found) != self.record.checksums[CHECKSUM_BYTES * number : CHECKSUM_BYTES * (number + 1)]:
+            raise self._damaged(f"slice {number}")
+        return found
+
+    def _damaged(self, what: str) -> ArenaDamaged:
+        return ArenaDamaged(
+            f"in the arena {self.arena.name!r}, {what} of step {self.record.step} is not what was written: take an "
+            "older generation, or a checkpoint"
+        )
+
+
+def _checksum(data: bytes | memoryview) -> bytes:
+    """XXH3-128: 16 bytes, at the speed of memory. It notices accidents, not forgery."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def _mapped(descriptor: int, size_bytes: int, *, writes: bool) -> mmap.mmap:
+    """The memory. `mmap` keeps a copy of what it is given, and with it its locks, so that it gets another opening."""
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
+    another = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(another, size_bytes, mmap.MAP_SHARED, access)
+    finally:
+        os.close(another)
+
+
+def _layout_of(descriptor: int, name: str) -> ArenaLayout:
+    try:
+        layout = ArenaLayout.from_bytes(os.pread(descriptor, SUPERBLOCK_BYTES, 0))
+    except WireError as error:
+        raise ArenaDamaged(f"the file {name!r} is no arena that this lakeckpt can read: {error}") from error
+    size_bytes = os.fstat(descriptor).st_size
+    if size_bytes != layout.size_bytes:
+        raise ArenaDamaged(f"the arena {name!r} has {size_bytes} bytes and says that it has {layout.size_bytes}")
+    return layout

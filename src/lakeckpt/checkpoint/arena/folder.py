@@ -1,0 +1,197 @@
+"""Where do arenas lie, and which of them are left of a run?  A folder of the user's own, in memory or on a disk.
+
+By default it is ``/dev/shm/lakeckpt-<user id>``: host memory that outlives processes. Another path gives arenas that
+lie in files, for nodes that are short of memory. The folder is 0700 and the user's, each arena 0600 with a name that
+nobody can guess; nothing is opened through a link, and whatever does not look so is refused. An arena's memory is
+allocated and touched when it is made: later a page that is missing would end the process, and cost milliseconds.
+
+Which arena belongs to which run and rank, each says itself. It removes only what it is told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+
+from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
+from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaTooLarge
+
+__all__ = ["ArenaFolder", "ArenaInfo"]
+
+_SUFFIX = ".arena"
+_SHM = "/dev/shm"
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_SPARED = 0.02
+"""The part of a file system's room that is left free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaInfo:
+    """An arena that was found: whose it is, what it takes, whether its trainer lives, its complete steps, newest first.
+
+    ``problem``: why it cannot be read, where it cannot; all but the name and the size are unknown then.
+    """
+
+    name: str
+    size_bytes: int
+    identity: ArenaIdentity | None = None
+    is_filled: bool = False
+    steps: tuple[int, ...] = ()
+    problem: str | None = None
+
+
+class ArenaFolder:
+    """The arenas in the folder ``path``, which is made when the first arena is; None: of this user, in host memory."""
+
+    __slots__ = ("path",)
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = os.path.abspath(f"{_SHM}/lakeckpt-{os.geteuid()}" if path is None else os.fspath(path))
+
+    def __repr__(self) -> str:
+        return f"ArenaFolder({self.path!r})"
+
+    def create(self, layout: ArenaLayout) -> Arena:
+        """Make an arena, and open it to be filled. `ArenaTooLarge`, `ArenaError`; nothing is left where it fails."""
+        folder = self._opened(make=True)
+        name = secrets.token_hex(16) + _SUFFIX
+        try:
+            self._check_room(folder, layout)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(name, flags, 0o600, dir_fd=folder)
+            try:
+                self._fill(descriptor, layout)
+                return Arena(descriptor, name, writes=True)
+            except BaseException:
+                os.unlink(name, dir_fd=folder)
+                raise
+        finally:
+            os.close(folder)
+
+    def open(self, name: str, *, writes: bool = False) -> Arena:
+        """Open an arena that `found` named. `ArenaDamaged`, `ArenaInUse`; ``FileNotFoundError`` where it is gone."""
+        folder = self._opened(make=False)
+        try:
+            return Arena(self._file(name, folder, writes=writes), name, writes=writes)
+        finally:
+            os.close(folder)
+
+    def found(self) -> list[ArenaInfo]:
+        """All arenas here, those that cannot be read among them, by name."""
+        try:
+            folder = self._opened(make=False)
+        except FileNotFoundError:
+            return []
+        try:
+            names = sorted(name for name in os.listdir(folder) if name.endswith(_SUFFIX))
+            return [info for name in names if (info := self._told(name, folder)) is not None]
+        finally:
+            os.close(folder)
+
+    def remove(self, name: str) -> None:
+        """Remove an arena; its memory is free when the last process that has it mapped ends. None there: nothing."""
+        with contextlib.suppress(FileNotFoundError):
+            folder = self._opened(make=False)
+            try:
+                os.unlink(name, dir_fd=folder)
+            finally:
+                os.close(folder)
+
+    # --- the folder and its files
+
+    def _opened(self, *, make: bool) -> int:
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path, 0o700)
+        try:
+            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.ENOENT and not make:
+                raise
+            raise ArenaError(f"arenas cannot lie in {self.path!r}: {error.strerror}. Give another folder") from error
+        told = os.fstat(folder)
+        if told.st_uid != os.geteuid() or stat.S_IMODE(told.st_mode) & 0o077:
+            os.close(folder)
+            raise ArenaError(
+                f"arenas hold a model and cannot lie in {self.path!r}, which is user {told.st_uid}'s with mode "
+                f"{stat.S_IMODE(told.st_mode):04o}: it must be this user's alone (0700). Remove it, or give another"
+            )
+        return folder
+
+    def _file(self, name: str, folder: int, *, writes: bool) -> int:
+        if os.path.basename(name) != name or not name.endswith(_SUFFIX):
+            raise ArenaError(f"{name!r} is not the name of an arena")
+        # Also to read, it is opened to be written to: a lock for oneself needs that.
+        try:
+            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ArenaDamaged(f"the arena {name!r} in {self.path!r} cannot be opened: {error.strerror}") from error
+        told = os.fstat(descriptor)
+        if not stat.S_ISREG(told.st_mode) or told.st_uid != os.geteuid() or stat.S_IMODE(told.st_mode) & 0o077:
+            os.close(descriptor)
+            raise ArenaDamaged(f"the arena {name!r} in {self.path!r} is not a file of this user's alone: remove it")
+        return descriptor
+
+    def _told(self, name: str, folder: int) -> ArenaInfo | None:
+        try:
+            size_bytes = os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
+            with Arena(self._file(name, folder, writes=False), name, writes=False) as arena:
+                steps = tuple(record.step for record in arena.complete())
+                return ArenaInfo(
+                    name=name,
+                    size_bytes=size_bytes,
+                    identity=arena.layout.identity,
+                    is_filled=arena.is_filled,
+                    steps=steps,
+                )
+        except FileNotFoundError:
+            return None
+        except ArenaError as error:
+            return ArenaInfo(name=name, size_bytes=size_bytes, problem=str(error))
+
+    # --- making one
+
+    def _check_room(self, folder: int, layout: ArenaLayout) -> None:
+        told = os.fstatvfs(folder)
+        free = told.f_bavail * told.f_frsize - int(_SPARED * told.f_blocks * told.f_frsize)
+        if self.path.startswith(_SHM + "/"):
+            free = min(free, _available_bytes())
+        if layout.size_bytes > free:
+            raise ArenaTooLarge(
+                f"an arena of {layout.generations} generations of {layout.data_bytes / 2**30:.2f} GiB takes "
+                f"{layout.size_bytes / 2**30:.2f} GiB, and {max(free, 0) / 2**30:.2f} GiB are free in {self.path!r}: "
+                "give a folder on a disk, capture less, or make room"
+            )
+
+    def _fill(self, descriptor: int, layout: ArenaLayout) -> None:
+        try:
+            os.posix_fallocate(descriptor, 0, layout.size_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise ArenaTooLarge(
+                f"an arena of {layout.size_bytes / 2**30:.2f} GiB does not fit into {self.path!r}: {error.strerror}"
+            ) from error
+        with mmap.mmap(descriptor, layout.size_bytes) as pages:
+            with contextlib.suppress(OSError):  # an older Linux touches them as they are written first
+                pages.madvise(_POPULATE_WRITE)
+            block = layout.to_bytes()
+            pages[: len(block)] = block
+
+
+def _available_bytes() -> int:
+    """The memory that can be had without swapping, as Linux estimates it; more than anybody has where it does not."""
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    return 1 << 62

@@ -1,0 +1,185 @@
+"""How do the bytes of an arena lie, and what do its records say?
+
+::
+
+    superblock      written once: whose arena it is, and how large its parts are
+    per generation
+      sequence      8 bytes, native; odd while the generation is being written
+      record        of a complete generation: its step, its cut, a checksum for each slice
+      documents     what is no tensor (trees, reader state), as one run of bytes
+      data          the tensors, as `SlicePlan` lays them out
+
+All parts begin at multiples of 4096 bytes. Superblock and record are documents of our own (``wire``), each behind its
+length in 8 bytes. A record names the sequence number under which it is valid: one that was left by an older
+generation, or torn, is none.
+
+Pure: it computes places and reads and writes records; mapping, locks and copies are ``arena``'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lakeckpt.checkpoint.fields import fields_of, number, taken
+from lakeckpt.errors import WireDamaged
+from lakeckpt.wire.codec import Limits, dumps, loads
+
+__all__ = ["CHECKSUM_BYTES", "ArenaIdentity", "ArenaLayout", "GenerationRecord"]
+
+CHECKSUM_BYTES = 16
+PAGE = 4096
+SUPERBLOCK_BYTES = 4 * PAGE
+_KIND, _VERSION = "arena", (1, 0)
+_RECORD_KIND, _RECORD_VERSION = "arena-generation", (1, 0)
+_LENGTH_BYTES = 8
+_RECORD_ROOM = 2048
+"""What a record takes beside its checksums."""
+_LIMITS = Limits(total_bytes=2**30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaIdentity:
+    """Whose cuts these are: the run (16 bytes), and which rank of how many."""
+
+    run: bytes
+    rank: int
+    world: int
+
+    def __post_init__(self) -> None:
+        if len(self.run) != 16 or not 0 <= self.rank < self.world:
+            raise ValueError(f"no arena of rank {self.rank} of {self.world} of the run {self.run!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaLayout:
+    """Where the parts of an arena lie; all sizes in bytes. ``plan`` is the digest of the `SlicePlan`."""
+
+    identity: ArenaIdentity
+    plan: bytes
+    data_bytes: int
+    slice_bytes: int
+    documents_bytes: int
+    generations: int = 3
+
+    def __post_init__(self) -> None:
+        if self.data_bytes < 0 or self.slice_bytes < 1 or self.documents_bytes < 0 or self.generations < 2:
+            raise ValueError(f"no layout of an arena: {self}")
+        if len(self.plan) != 16:
+            raise ValueError(f"the digest of a plan has 16 bytes, got {self.plan!r}")
+
+    @property
+    def num_slices(self) -> int:
+        """How many slices the data of a generation has."""
+        return -(-self.data_bytes // self.slice_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the whole arena."""
+        return SUPERBLOCK_BYTES + self.generations * self._stride
+
+    @property
+    def record_room(self) -> int:
+        """How long a record may be, its length included."""
+        return _pages(_RECORD_ROOM + CHECKSUM_BYTES * self.num_slices)
+
+    @property
+    def _stride(self) -> int:
+        return PAGE + self.record_room + _pages(self.documents_bytes) + _pages(self.data_bytes)
+
+    def sequence_at(self, generation: int) -> int:
+        """Where the sequence number of a generation lies."""
+        return SUPERBLOCK_BYTES + generation * self._stride
+
+    def record_at(self, generation: int) -> int:
+        """Where the record of a generation lies."""
+        return self.sequence_at(generation) + PAGE
+
+    def documents_at(self, generation: int) -> int:
+        """Where the documents of a generation lie."""
+        return self.record_at(generation) + self.record_room
+
+    def data_at(self, generation: int) -> int:
+        """Where the data of a generation lie."""
+        return self.documents_at(generation) + _pages(self.documents_bytes)
+
+    def to_bytes(self) -> bytes:
+        """The superblock."""
+        value = {
+            "run": self.identity.run,
+            "rank": self.identity.rank,
+            "world": self.identity.world,
+            "plan": self.plan,
+            "data_bytes": self.data_bytes,
+            "slice_bytes": self.slice_bytes,
+            "documents_bytes": self.documents_bytes,
+            "generations": self.generations,
+        }
+        return _framed(dumps(value, kind=_KIND, version=_VERSION))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> ArenaLayout:
+        """The layout that a superblock says. `WireError`."""
+        plain = fields_of(loads(_unframed(data), kind=_KIND, supported=_VERSION).value, "a superblock")
+        try:
+            identity = ArenaIdentity(
+                run=taken(plain, "run", bytes), rank=number(plain, "rank"), world=number(plain, "world", least=1)
+            )
+            return cls(
+                identity=identity,
+                plan=taken(plain, "plan", bytes),
+                data_bytes=number(plain, "data_bytes"),
+                slice_bytes=number(plain, "slice_bytes", least=1),
+                documents_bytes=number(plain, "documents_bytes"),
+                generations=number(plain, "generations", least=2),
+            )
+        except ValueError as error:
+            raise WireDamaged(f"the superblock of an arena does not hold together: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRecord:
+    """What makes a generation complete. ``cut`` (16 bytes) is the digest of the cut, the same on every rank."""
+
+    sequence: int
+    step: int
+    attempt: str
+    cut: bytes
+    documents_bytes: int
+    documents_checksum: bytes
+    checksums: bytes
+    """16 bytes for each slice, in their order."""
+
+    def to_bytes(self) -> bytes:
+        """The record, behind its length."""
+        value = {name: getattr(self, name) for name in self.__slots__}
+        return _framed(dumps(value, kind=_RECORD_KIND, version=_RECORD_VERSION, limits=_LIMITS))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> GenerationRecord:
+        """What `to_bytes` made ``data`` of; whatever lies behind it is passed over. `WireError`."""
+        document = loads(_unframed(data), kind=_RECORD_KIND, supported=_RECORD_VERSION, limits=_LIMITS)
+        plain = fields_of(document.value, "the record of a generation")
+        return cls(
+            sequence=number(plain, "sequence"),
+            step=number(plain, "step"),
+            attempt=taken(plain, "attempt", str),
+            cut=taken(plain, "cut", bytes),
+            documents_bytes=number(plain, "documents_bytes"),
+            documents_checksum=taken(plain, "documents_checksum", bytes),
+            checksums=taken(plain, "checksums", bytes),
+        )
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE) * PAGE
+
+
+def _framed(document: bytes) -> bytes:
+    return len(document).to_bytes(_LENGTH_BYTES, "little") + document
+
+
+def _unframed(data: bytes | memoryview) -> bytes:
+    size = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if not 0 < size <= len(data) - _LENGTH_BYTES:
+        raise WireDamaged(f"there is no document in these {len(data)} bytes: {size} are claimed")
+    return bytes(data[_LENGTH_BYTES : _LENGTH_BYTES + size])

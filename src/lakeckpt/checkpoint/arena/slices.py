@@ -1,0 +1,93 @@
+"""Where in an arena does each tensor lie, and in which slices is it copied?  Planned once, reused while sizes hold.
+
+Tensors lie one behind the other, in the order in which they were named, each at a multiple of 64 bytes. The whole is
+cut into slices of one size (the last may be shorter), whatever tensors they hold: many small ones are one slice, a
+large one is many. A slice is what is admitted into a bubble, copied, and has a checksum.
+
+Pure: no tensors, no memory, no torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lakeckpt.checkpoint.digests import short_digest
+
+__all__ = ["DEFAULT_SLICE_BYTES", "Piece", "SlicePlan", "plan_slices"]
+
+DEFAULT_SLICE_BYTES = 16 * 2**20
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Bytes [start, stop) of the tensor ``key``, which are copied to ``at`` in the arena's data."""
+
+    key: str
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicePlan:
+    """``places``: key → (where its bytes begin, how many they are). ``slices[n]`` holds what lies in slice n."""
+
+    places: Mapping[str, tuple[int, int]]
+    slice_bytes: int
+    slices: tuple[tuple[Piece, ...], ...]
+    digest: bytes = field(init=False)
+    """Of the places and the size of slices: arenas of equal digest are laid out alike."""
+
+    def __post_init__(self) -> None:
+        parts = [self.slice_bytes.to_bytes(8, "big")]
+        for key, (at, size) in self.places.items():
+            parts += [key.encode("utf-8", "surrogatepass"), at.to_bytes(8, "big"), size.to_bytes(8, "big")]
+        object.__setattr__(self, "digest", short_digest(*parts))
+
+    @property
+    def data_bytes(self) -> int:
+        """What one generation takes: up to the end of the last tensor."""
+        return max((at + size for at, size in self.places.values()), default=0)
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Where slice ``number`` begins and ends."""
+        return number * self.slice_bytes, min((number + 1) * self.slice_bytes, self.data_bytes)
+
+
+def plan_slices(sizes: Mapping[str, int], *, slice_bytes: int = DEFAULT_SLICE_BYTES) -> SlicePlan:
+    """The plan for tensors of ``sizes`` (key → bytes); ``slice_bytes`` is a positive multiple of 64.
+
+    >>> plan = plan_slices({"weight": 100, "bias": 8}, slice_bytes=64)
+    >>> plan.places["bias"], [[piece.key for piece in one] for one in plan.slices]
+    ((128, 8), [['weight'], ['weight'], ['bias']])
+    """
+    if slice_bytes <= 0 or slice_bytes % _ALIGNMENT:
+        raise ValueError(f"slice_bytes must be a positive multiple of {_ALIGNMENT}, got {slice_bytes}")
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for key, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{key!r} has a size of {size} bytes")
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        places[key] = (begin, size)
+        end = begin + size
+    return SlicePlan(places=places, slice_bytes=slice_bytes, slices=_slices(places, slice_bytes, end))
+
+
+def _slices(places: Mapping[str, tuple[int, int]], slice_bytes: int, end: int) -> tuple[tuple[Piece, ...], ...]:
+    filled = [(key, at, size) for key, (at, size) in places.items() if size]
+    ends = [at + size for _, at, size in filled]
+    found = []
+    for low in range(0, end, slice_bytes):
+        high = min(low + slice_bytes, end)
+        pieces = []
+        for key, at, size in filled[bisect.bisect_right(ends, low) :]:
+            if at >= high:
+                break
+            start, stop = max(low, at), min(high, at + size)
+            pieces.append(Piece(key=key, start=start - at, stop=stop - at, at=start))
+        found.append(tuple(pieces))
+    return tuple(found)

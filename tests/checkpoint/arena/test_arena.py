@@ -1,0 +1,333 @@
+"""Arenas: whatever dies whenever, what is found is a complete cut, the newest or an older one, and nobody else's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lakeckpt.checkpoint.arena.arena import Arena, Filling
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
+from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaInUse, ArenaTooLarge
+
+SLICE, SLICES = 64, 5
+
+
+def layout(**changes: object) -> ArenaLayout:
+    told = {
+        "identity": ArenaIdentity(run=b"r" * 16, rank=1, world=4),
+        "plan": b"p" * 16,
+        "data_bytes": SLICE * SLICES - 7,
+        "slice_bytes": SLICE,
+        "documents_bytes": 300,
+    }
+    return ArenaLayout(**{**told, **changes})  # type: ignore[arg-type]
+
+
+def stamp(step: int, number: int) -> bytes:
+    """What slice ``number`` holds at a step."""
+    size = SLICE if number < SLICES - 1 else SLICE - 7
+    return (step * 100 + number).to_bytes(8, "big") * 8 if size == SLICE else bytes([step % 251] * size)
+
+
+def fill(filling: Filling, step: int) -> None:
+    for number in range(SLICES):
+        data = stamp(step, number)
+        filling.data[number * SLICE : number * SLICE + len(data)] = data
+        filling.filled(number)
+
+
+def capture(arena: Arena, step: int, common: int | None = None) -> bool:
+    filling = arena.begin(common=common)
+    if filling is None:
+        return False
+    fill(filling, step)
+    filling.complete(step=step, attempt="a", cut=bytes([step]) * 16, documents=f"documents {step}".encode())
+    return True
+
+
+def check(arena: Arena, step: int) -> None:
+    """What is held of a step is what was captured at it, all of it."""
+    with arena.hold(step) as held:
+        assert held is not None
+        assert held.record.cut == bytes([step]) * 16
+        assert held.documents() == f"documents {step}".encode()
+        for number in range(SLICES):
+            assert bytes(held.slice(number)) == stamp(step, number)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ArenaFolder:
+    return ArenaFolder(tmp_path / "arenas")
+
+
+@contextmanager
+def made(folder: ArenaFolder, **changes: object) -> Iterator[Arena]:
+    with folder.create(layout(**changes)) as arena:
+        yield arena
+
+
+def test_what_was_captured_is_found_by_whoever_opens_it_again(folder: ArenaFolder) -> None:
+    with made(folder) as arena:
+        for step in range(1, 8):
+            assert capture(arena, step)
+            check(arena, step)
+    (info,) = folder.found()
+    assert (info.identity, info.is_filled, info.steps) == (
+        ArenaIdentity(run=b"r" * 16, rank=1, world=4),
+        False,
+        (7, 6, 5),
+    )
+    with folder.open(info.name) as again:
+        for step in (7, 6, 5):
+            check(again, step)
+        with again.hold(4) as held:
+            assert held is None
+    folder.remove(info.name)
+    assert folder.found() == []
+
+
+def test_a_crash_at_any_write_leaves_the_newest_cut_or_the_one_before(
+    folder: ArenaFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(folder) as arena:
+        path = Path(folder.path, arena.name)
+        newest, seen = 0, []
+        real = Arena._put
+
+        def put(self: Arena, at: int, data: bytes) -> None:
+            half = len(data) // 2
+            real(self, at, data[:half])
+            crash()
+            real(self, at, data)
+            crash()
+
+        def crash() -> None:
+            """What a process finds that opens a copy of the memory as it is now."""
+            copies = ArenaFolder(tmp_path / "copies")
+            copies.create(layout()).close()
+            name = copies.found()[0].name
+            Path(copies.path, name).write_bytes(path.read_bytes())
+            with copies.open(name) as found:
+                steps = [record.step for record in found.complete()]
+                seen.append(tuple(steps))
+                assert set(steps) >= {step for step in (newest, newest - 1) if step > 0}
+                for step in steps:
+                    check(found, step)
+            copies.remove(name)
+
+        monkeypatch.setattr(Arena, "_put", put)
+        for step in range(1, 6):
+            filling = arena.begin()
+            assert filling is not None
+            for number in range(SLICES):
+                data = stamp(step, number)
+                filling.data[number * SLICE : number * SLICE + len(data)] = data
+                crash()
+                filling.filled(number)
+            filling.complete(step=step, attempt="a", cut=bytes([step]) * 16, documents=f"documents {step}".encode())
+            newest = step
+            crash()
+    assert {len(steps) for steps in seen} == {0, 1, 2, 3}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["capture", "abandon", "hold", "release"]), st.integers(0, 3)), max_size=40))
+@settings(max_examples=40)
+def test_what_is_needed_is_never_written_to(actions: list[tuple[str, int]]) -> None:
+    """Steps that are held, the newest one, and all that another rank may have to go back to stay whole."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = ArenaFolder(Path(name, "a"))
+        with made(folder) as arena, folder.open(arena.name) as agent:
+            step, common, holds = 0, 0, []
+            for action, lag in actions:
+                if action == "capture":
+                    if capture(arena, step + 1, common or None):
+                        step += 1
+                    known = step - lag  # by all ranks, of which this one is the furthest
+                    if known > common and known in {record.step for record in arena.complete()}:
+                        common = known
+                elif action == "abandon":
+                    if (filling := arena.begin(common=common or None)) is not None:
+                        filling.data[:SLICE] = b"x" * SLICE
+                        filling.abandon()
+                elif action == "hold" and step:
+                    hold = agent.hold()
+                    held = hold.__enter__()
+                    assert held is not None
+                    holds.append((hold, held))
+                elif action == "release" and holds:
+                    holds.pop(0)[0].__exit__(None, None, None)
+                for _, held in holds:
+                    for number in range(SLICES):
+                        assert bytes(held.slice(number)) == stamp(held.record.step, number)
+                kept = {record.step for record in arena.complete()}
+                assert step in kept or not step
+                assert common in kept or not common
+            for hold, _ in holds:
+                hold.__exit__(None, None, None)
+
+
+def test_a_generation_that_every_rank_may_need_is_not_begun_again(folder: ArenaFolder) -> None:
+    with made(folder) as arena:
+        for step in (1, 2, 3):
+            assert capture(arena, step, common=1 if step > 1 else None)
+        assert arena.begin(common=1) is None  # another rank has step 1 and no newer one
+        assert capture(arena, 4, common=2)
+        assert [record.step for record in arena.complete()] == [4, 3, 2]
+
+
+def test_a_generation_is_complete_only_when_all_of_it_was_filled(folder: ArenaFolder) -> None:
+    with made(folder) as arena:
+        filling = arena.begin()
+        assert filling is not None
+        filling.filled(0)
+        with pytest.raises(ValueError, match="were not filled"):
+            filling.complete(step=1, attempt="a", cut=b"c" * 16, documents=b"")
+        assert arena.begin() is None  # one at a time
+        filling.abandon()
+        assert arena.complete() == []
+        assert capture(arena, 1)
+
+
+def test_documents_that_do_not_fit_are_refused_and_cost_nothing_else(folder: ArenaFolder) -> None:
+    with made(folder) as arena:
+        assert capture(arena, 1)
+        filling = arena.begin()
+        assert filling is not None
+        fill(filling, 2)
+        with pytest.raises(ArenaDamaged, match="has room for 300"):
+            filling.complete(step=2, attempt="a", cut=b"c" * 16, documents=b"x" * 301)
+        check(arena, 1)
+        assert capture(arena, 2)
+
+
+@pytest.mark.parametrize("place", ["data", "documents", "record", "sequence", "superblock"])
+def test_damage_is_noticed(folder: ArenaFolder, place: str) -> None:
+    with made(folder) as arena:
+        assert capture(arena, 1)
+        at = {
+            "data": arena.layout.data_at(0) + 70,
+            "documents": arena.layout.documents_at(0) + 1,
+            "record": arena.layout.record_at(0) + 60,
+            "sequence": arena.layout.sequence_at(0),
+            "superblock": 40,
+        }[place]
+        name = arena.name
+    with open(Path(folder.path, name), "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 2]))
+    if place == "superblock":
+        with pytest.raises(ArenaDamaged):
+            folder.open(name)
+        assert folder.found()[0].problem is not None
+        return
+    with folder.open(name) as arena, arena.hold() as held:
+        if place in ("record", "sequence"):
+            assert held is None
+            return
+        assert held is not None
+        with pytest.raises(ArenaDamaged, match="slice 1 of step 1" if place == "data" else "its documents of step 1"):
+            held.slice(1) if place == "data" else held.documents()
+
+
+def test_one_process_fills_an_arena_and_another_may_when_it_is_gone(folder: ArenaFolder) -> None:
+    with made(folder) as arena:
+        assert folder.found()[0].is_filled
+        with pytest.raises(ArenaInUse, match="is filled by another process"):
+            folder.open(arena.name, writes=True)
+        assert capture(arena, 1)
+    with folder.open(arena.name, writes=True) as again:
+        assert capture(again, 2)
+        assert [record.step for record in again.complete()] == [2, 1]
+
+
+def _train(folder: ArenaFolder, pipe: multiprocessing.connection.Connection) -> None:  # type: ignore[name-defined]
+    with folder.create(layout()) as arena:
+        step = 0
+        child = os.fork()  # a loader worker, which outlives its trainer
+        if not child:
+            signal.pause()
+        pipe.send(child)
+        while True:
+            step += 1
+            assert capture(arena, step)
+            if step == 20:
+                pipe.send(step)
+
+
+def test_a_killed_process_leaves_a_complete_cut_to_the_next_one(folder: ArenaFolder) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_train, args=(folder, theirs))
+    process.start()
+    child = ours.recv()
+    try:
+        assert ours.recv() == 20
+        process.kill()
+        process.join()
+        (info,) = folder.found()
+        assert not info.is_filled, "a forked child keeps the lock of its parent"
+        assert info.steps[0] >= 20
+        with folder.open(info.name, writes=True) as arena:
+            for record in arena.complete():
+                with arena.hold(record.step) as held:
+                    assert held is not None
+                    for number in range(SLICES):
+                        held.slice(number)
+            assert capture(arena, 200)
+            check(arena, 200)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_arenas_are_the_users_alone_and_opened_through_no_link(folder: ArenaFolder, tmp_path: Path) -> None:
+    with made(folder) as arena:
+        name = arena.name
+    path = Path(folder.path, name)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(Path(folder.path).stat().st_mode) == 0o700
+    Path(folder.path, "linked.arena").symlink_to(path)
+    with pytest.raises(ArenaDamaged, match="cannot be opened"):
+        folder.open("linked.arena")
+    for wrong in ("../x.arena", "x", "/etc/passwd"):
+        with pytest.raises(ArenaError, match="not the name of an arena"):
+            folder.open(wrong)
+    path.chmod(0o644)
+    with pytest.raises(ArenaDamaged, match="this user's alone"):
+        folder.open(name)
+    path.chmod(0o600)
+    Path(folder.path).chmod(0o755)
+    with pytest.raises(ArenaError, match="0755"):
+        folder.open(name)
+    (tmp_path / "link").symlink_to(folder.path)
+    with pytest.raises(ArenaError, match="cannot lie in"):
+        ArenaFolder(tmp_path / "link").create(layout())
+
+
+def test_an_arena_that_does_not_fit_is_refused_with_what_it_takes(folder: ArenaFolder) -> None:
+    with pytest.raises(ArenaTooLarge, match=r"3 generations of 1048576\.00 GiB"):
+        folder.create(layout(data_bytes=2**50, slice_bytes=2**30))
+    assert folder.found() == []
+
+
+def test_an_arena_without_data_holds_documents(folder: ArenaFolder) -> None:
+    with made(folder, data_bytes=0) as arena:
+        filling = arena.begin()
+        assert filling is not None
+        filling.complete(step=3, attempt="a", cut=b"c" * 16, documents=b"only these")
+        with arena.hold() as held:
+            assert held is not None
+            assert held.documents() == b"only these"

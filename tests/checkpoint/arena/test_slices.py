@@ -1,0 +1,47 @@
+"""Slices: every byte of every tensor is copied exactly once, to a place of its own."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lakeckpt.checkpoint.arena.slices import plan_slices
+
+
+@given(st.lists(st.integers(0, 700), max_size=30), st.integers(1, 8))
+def test_slices_hold_every_byte_once_and_tensors_do_not_overlap(sizes: list[int], units: int) -> None:
+    plan = plan_slices({f"t{n}": size for n, size in enumerate(sizes)}, slice_bytes=64 * units)
+    copied: dict[str, bytearray] = {f"t{n}": bytearray(size) for n, size in enumerate(sizes)}
+    taken = bytearray(plan.data_bytes)
+    for number, pieces in enumerate(plan.slices):
+        low, high = plan.bounds(number)
+        assert 0 < high - low <= 64 * units
+        for piece in pieces:
+            at, _ = plan.places[piece.key]
+            assert piece.at == at + piece.start
+            assert low <= piece.at < piece.at + piece.stop - piece.start <= high
+            for i in range(piece.start, piece.stop):
+                copied[piece.key][i] += 1
+                taken[at + i] += 1
+    assert all(set(found) <= {1} for found in copied.values())
+    assert set(taken) <= {0, 1}
+    assert all(at % 64 == 0 for at, _ in plan.places.values())
+
+
+def test_plans_of_other_sizes_names_or_slices_have_other_digests() -> None:
+    plans = [
+        plan_slices({"a": 64, "b": 1}, slice_bytes=64),
+        plan_slices({"a": 64, "c": 1}, slice_bytes=64),
+        plan_slices({"a": 63, "b": 1}, slice_bytes=64),
+        plan_slices({"a": 64, "b": 1}, slice_bytes=128),
+        plan_slices({"b": 1, "a": 64}, slice_bytes=64),
+    ]
+    assert len({plan.digest for plan in plans}) == len(plans)
+    assert plan_slices({"a": 64, "b": 1}, slice_bytes=64).digest == plans[0].digest
+
+
+@pytest.mark.parametrize("slice_bytes", [0, -64, 65])
+def test_slices_of_an_odd_size_are_refused(slice_bytes: int) -> None:
+    with pytest.raises(ValueError, match="positive multiple of 64"):
+        plan_slices({"a": 1}, slice_bytes=slice_bytes)
