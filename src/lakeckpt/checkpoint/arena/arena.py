@@ -110,6 +110,8 @@ class Arena:
 
     def _hold(self, number: int) -> bool:
         with self._lock:
+            if number == self._filling:  # our own lock would turn into a shared one
+                return False
             if self._holding[number] == 0 and not self._locks.take(number, shared=True):
                 return False
             self._holding[number] += 1

@@ -1,0 +1,41 @@
+"""May the next slice of a capture move now?  The seam between what copies and what knows when copying costs nothing.
+
+The copier asks before each slice and tells afterwards. `OpenGate` lets everything through at once. A gate never
+copies, and never decides what is copied.
+
+Imports without torch. It starts no threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+__all__ = ["Gate", "OpenGate"]
+
+
+class Gate(Protocol):
+    """Admits slices. Called by one copier at a time, from its own thread; `moved` follows each `admit`."""
+
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
+        """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set: the state is about to change.
+
+        Must return soon after ``urgent`` is set, whatever else it waits for, and must not raise.
+        """
+        ...
+
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+        """The slice that was admitted last moved between two times of ``time.perf_counter``."""
+        ...
+
+
+class OpenGate:
+    """Lets every slice through at once."""
+
+    __slots__ = ()
+
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
+        """Return."""
+
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+        """Keep nothing."""
