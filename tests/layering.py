@@ -48,7 +48,7 @@ MAY_IMPORT_TORCH = {"data", "tracking", "checkpoint", "integrations", "testing",
 # The commit path: what these load, directly or not, must never be torch.
 NEVER_LOADS_TORCH = tuple(
     f"{PACKAGE}.checkpoint.{name}"
-    for name in ("arena.arena", "arena.folder", "gate", "ledger", "log", "manifest", "parts", "retention")
+    for name in ("arena.contents", "arena.folder", "gate", "ledger", "log", "manifest", "parts", "retention")
 )
 
 

@@ -262,6 +262,12 @@ class Held:
             raise self._damaged("its documents")
         return found
 
+    @property
+    def data(self) -> memoryview:
+        """The data of the generation, read-only and not verified: see `slice`."""
+        at = self.arena.layout.data_at(self.number)
+        return self.arena._view[at : at + self.arena.layout.data_bytes].toreadonly()
+
     def slice(self, number: int) -> memoryview:
         """The bytes of slice ``number``, read-only, compared with their checksum. `ArenaDamaged`."""
         layout = self.arena.layout

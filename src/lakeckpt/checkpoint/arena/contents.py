@@ -1,0 +1,173 @@
+"""What is in a generation, besides bytes?  The document beside its data: trees, readers, and where each tensor lies.
+
+::
+
+    trees      item → the document of its tree, as checkpoints hold it; the random states are one of them
+    table      a document of its own: key, dtype, shape and place of every tensor. The same for all cuts of a plan, so
+               that it is made once
+    readers    name → the record of a reader at the cut, opaque here
+    extra      name → whatever else whoever made the cut has to say of it, opaque here
+
+`Documents` writes and reads it; `contents_of` joins it with the data of a generation that is held, and gives tensors
+as memory whose checksums were compared. What was read is checked against the arena's size before anything is looked at.
+
+Imports without torch, and copies no tensor. Threads are started and joined inside `Contents.verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from lakeckpt.checkpoint.arena.arena import Held
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.fields import fields_of, number, taken
+from lakeckpt.errors import ArenaDamaged, WireDamaged, WireError
+from lakeckpt.wire.codec import dumps, loads
+
+__all__ = ["Contents", "Documents", "TensorPlace", "TensorTable", "contents_of"]
+
+_KIND, _VERSION = "arena-contents", (1, 0)
+_TABLE_KIND, _TABLE_VERSION = "arena-table", (1, 0)
+_VERIFY_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlace:
+    """A tensor, and the byte of a generation's data at which it begins; it has ``spec.size_bytes``."""
+
+    spec: TensorSpec
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Behind its last byte."""
+        return self.start + self.spec.size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorTable:
+    """Where the tensors of a plan lie. ``document`` is made once, however many cuts name it."""
+
+    places: Mapping[str, TensorPlace]
+    document: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rows = [(key, one.spec.dtype, one.spec.shape, one.start) for key, one in self.places.items()]
+        object.__setattr__(self, "document", dumps(rows, kind=_TABLE_KIND, version=_TABLE_VERSION))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TensorTable:
+        """The table of which ``data`` is the document. `WireError`."""
+        rows = loads(data, kind=_TABLE_KIND, supported=_TABLE_VERSION).value
+        if not isinstance(rows, list):
+            raise WireDamaged(f"a table of tensors is a {type(rows).__name__}, not a list")
+        places = {one.spec.key: one for one in map(_place, rows)}
+        if len(places) != len(rows):
+            raise WireDamaged("a table of tensors names one of them twice")
+        return cls(places=places)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """What a generation says besides its data."""
+
+    trees: Mapping[str, bytes]
+    table: TensorTable
+    readers: Mapping[str, bytes] = field(default_factory=dict)
+    extra: Mapping[str, bytes] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The document of a generation."""
+        value = {
+            "trees": dict(self.trees),
+            "table": self.table.document,
+            "readers": dict(self.readers),
+            "extra": dict(self.extra),
+        }
+        return dumps(value, kind=_KIND, version=_VERSION)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Documents:
+        """What `to_bytes` made ``data`` of. `WireError`."""
+        plain = fields_of(loads(data, kind=_KIND, supported=_VERSION).value, "the contents of a generation")
+        return cls(
+            trees=_named(plain, "trees"),
+            table=TensorTable.from_bytes(taken(plain, "table", bytes)),
+            readers=_named(plain, "readers"),
+            extra=_named(plain, "extra"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Contents:
+    """A generation that is held, read. Its memory is valid for as long as it is held."""
+
+    held: Held
+    documents: Documents
+    _verified: set[int] = field(default_factory=set)
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """key → the spec of each tensor, in the order of their bytes."""
+        return {key: one.spec for key, one in self.documents.table.places.items()}
+
+    def tensor(self, key: str) -> memoryview:
+        """The bytes of a tensor, read-only; the slices that they lie in are compared with their checksums, once each.
+
+        `ArenaDamaged` where they are not what was written; ``KeyError`` where there is no such tensor.
+        """
+        place = self.documents.table.places[key]
+        slice_bytes = self.held.arena.layout.slice_bytes
+        if place.start < place.stop:
+            self._verify(range(place.start // slice_bytes, (place.stop - 1) // slice_bytes + 1))
+        return self.held.data[place.start : place.stop]
+
+    def verify(self) -> None:
+        """Compare all slices with their checksums, in several threads. `ArenaDamaged`."""
+        numbers = range(self.held.arena.layout.num_slices)
+        with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="lakeckpt-verify") as pool:
+            for job in [pool.submit(self._verify, (one,)) for one in numbers]:
+                job.result()
+
+    def _verify(self, numbers: Iterable[int]) -> None:
+        for one in numbers:
+            if one not in self._verified:
+                self.held.slice(one)
+                self._verified.add(one)
+
+
+def contents_of(held: Held) -> Contents:
+    """Read what a held generation says it holds. `ArenaDamaged` where that is no sense; tensors are not looked at."""
+    data = held.documents()
+    try:
+        documents = Documents.from_bytes(data)
+        for key, one in documents.table.places.items():
+            if one.stop > held.arena.layout.data_bytes:
+                raise WireDamaged(f"the tensor {key!r} would end at {one.stop} of {held.arena.layout.data_bytes} bytes")
+    except WireError as error:
+        raise ArenaDamaged(
+            f"in the arena {held.arena.name!r}, what step {held.record.step} holds cannot be read: {error}. Take an "
+            "older generation, or a checkpoint"
+        ) from error
+    return Contents(held=held, documents=documents)
+
+
+def _place(row: Any) -> TensorPlace:
+    if not isinstance(row, tuple) or len(row) != 4:
+        raise WireDamaged(f"a row of a table of tensors has four fields, got {row!r:.80}")
+    plain = dict(zip(("key", "dtype", "shape", "start"), row, strict=True))
+    shape = taken(plain, "shape", tuple)
+    if not all(type(size) is int for size in shape):
+        raise WireDamaged(f"a shape consists of integers, got {shape!r:.80}")
+    spec = TensorSpec(key=taken(plain, "key", str), dtype=taken(plain, "dtype", str), shape=shape)
+    return TensorPlace(spec=spec, start=number(plain, "start"))
+
+
+def _named(plain: Mapping[str, object], name: str) -> Mapping[str, bytes]:
+    found = fields_of(plain.get(name), f"field {name!r}")
+    if not all(type(key) is str and type(value) is bytes for key, value in found.items()):
+        raise WireDamaged(f"field {name!r} maps names to bytes, got {found!r:.80}")
+    return found  # type: ignore[return-value]

@@ -1,0 +1,133 @@
+"""Contents: what was put beside the data is found again; nothing that does not hold together gets past reading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTable, contents_of
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
+from lakeckpt.checkpoint.arena.slices import plan_slices
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.errors import ArenaDamaged, WireError
+from lakeckpt.wire.codec import dumps
+
+SPECS = [
+    TensorSpec(key="model/weight", dtype="float32", shape=(5, 7)),
+    TensorSpec(key="model/none", dtype="int64", shape=(0, 3)),
+    TensorSpec(key="model/half", dtype="bfloat16", shape=(33,)),
+    TensorSpec(key="optimizer/step", dtype="complex64", shape=()),
+]
+PLAN = plan_slices({one.key: one.size_bytes for one in SPECS}, slice_bytes=64)
+BYTES = {one.key: bytes((at * 50 + n) % 256 for n in range(one.size_bytes)) for at, one in enumerate(SPECS)}
+
+
+def documents(**changes: Any) -> Documents:
+    told = {
+        "trees": {"model": b"a tree", "lakeckpt.random": b""},
+        "table": TensorTable(
+            places={one.key: TensorPlace(spec=one, start=PLAN.places[one.key][0]) for one in SPECS},
+        ),
+        "readers": {"loader": b"\x00\xff"},
+        "extra": {"x": b"y"},
+    }
+    return Documents(**{**told, **changes})
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Arena]:
+    layout = ArenaLayout(
+        identity=ArenaIdentity(run=b"r" * 16, rank=0, world=1),
+        plan=PLAN.digest,
+        data_bytes=PLAN.data_bytes,
+        slice_bytes=PLAN.slice_bytes,
+        documents_bytes=4096,
+    )
+    with ArenaFolder(tmp_path / "arenas").create(layout) as made:
+        yield made
+
+
+def capture(arena: Arena, document: bytes) -> None:
+    filling = arena.begin()
+    assert filling is not None
+    for key, data in BYTES.items():
+        at = PLAN.places[key][0]
+        filling.data[at : at + len(data)] = data
+    for number in range(len(PLAN.slices)):
+        filling.filled(number)
+    filling.complete(step=3, attempt="a", cut=b"c" * 16, documents=document)
+
+
+def test_a_generation_is_read_as_it_was_written(arena: Arena) -> None:
+    capture(arena, documents().to_bytes())
+    with arena.hold() as held:
+        assert held is not None
+        contents = contents_of(held)
+        assert contents.documents == documents()
+        assert contents.specs == {one.key: one for one in SPECS}
+        assert {key: bytes(contents.tensor(key)) for key in contents.specs} == BYTES
+        assert contents.tensor("model/weight").readonly
+        contents.verify()
+
+
+def test_of_a_damaged_slice_only_the_tensors_in_it_are_refused(arena: Arena) -> None:
+    capture(arena, documents().to_bytes())
+    arena._put(arena.layout.data_at(0) + 100, b"\xee")  # of the weight, which ends at 140
+    with arena.hold() as held:
+        assert held is not None
+        contents = contents_of(held)
+        with pytest.raises(ArenaDamaged, match="slice 1 of step 3"):
+            contents.tensor("model/weight")
+        assert bytes(contents.tensor("optimizer/step")) == BYTES["optimizer/step"]
+        assert bytes(contents.tensor("model/none")) == b""
+        with pytest.raises(ArenaDamaged, match="slice 1 of step 3"):
+            contents.verify()
+
+
+def test_a_place_outside_of_the_data_is_refused_before_it_is_looked_at(arena: Arena) -> None:
+    far = TensorTable(places={"t": TensorPlace(spec=TensorSpec(key="t", dtype="uint8", shape=(9,)), start=320)})
+    capture(arena, documents(table=far).to_bytes())
+    with arena.hold() as held:
+        assert held is not None
+        with pytest.raises(ArenaDamaged, match="would end at 329 of 328"):
+            contents_of(held)
+
+
+def _table(*rows: Any) -> bytes:
+    return dumps(list(rows), kind="arena-table", version=(1, 0))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"table": _table(("t", "float32", (1,), -1))},
+        {"table": _table(("t", "float32", (1,)))},
+        {"table": _table(("t", "float32", ("1",), 0))},
+        {"table": _table(("t", "float32", (-1,), 0))},
+        {"table": _table(("t", "object", (1,), 0))},
+        {"table": _table((1, "uint8", (1,), 0))},
+        {"table": _table(("t", "uint8", (1,), 0), ("t", "uint8", (1,), 64))},
+        {"table": dumps({}, kind="arena-table", version=(1, 0))},
+        {"table": b""},
+        {"table": None},
+        {"trees": {"model": "text"}},
+        {"trees": None},
+        {"readers": {3: b""}},
+        {"extra": []},
+    ],
+)
+def test_documents_that_make_no_sense_are_refused(arena: Arena, changed: dict[str, Any]) -> None:
+    plain = {"trees": {}, "table": _table(), "readers": {}, "extra": {}, **changed}
+    document = dumps(plain, kind="arena-contents", version=(1, 0))
+    with pytest.raises(WireError):
+        Documents.from_bytes(document)
+    capture(arena, document)
+    with arena.hold() as held:
+        assert held is not None
+        with pytest.raises(ArenaDamaged, match="what step 3 holds cannot be read"):
+            contents_of(held)
