@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Batch": "lakeckpt.data.batch",
     "CheckpointManager": "lakeckpt.checkpoint.manager",
+    "Keep": "lakeckpt.checkpoint.keep",
     "KeptVersion": "lakeckpt.lake.keep",
     "LakeDataset": "lakeckpt.data.dataset",
     "LakeLoadPlanner": "lakeckpt.checkpoint.dcp.planners",
@@ -38,6 +39,7 @@ _PUBLIC = {
 __all__ = [
     "Batch",
     "CheckpointManager",
+    "Keep",
     "KeptVersion",
     "LakeDataset",
     "LakeLoadPlanner",
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.dcp.reader import LakeStorageReader
     from lakeckpt.checkpoint.dcp.value import PerRank
     from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
+    from lakeckpt.checkpoint.keep import Keep
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.core.skips import SkipList

@@ -289,4 +289,4 @@ def train_step(objects: dict[str, Any], data: torch.Tensor | None = None) -> flo
 
 def manager(storage: Any, state: dict[str, Any], **options: Any) -> CheckpointManager:
     """A manager that saves when told to."""
-    return CheckpointManager(storage, state, **{"every": 10**9, **options})
+    return CheckpointManager(storage, state, **{"persist_every": 10**9, **options})

@@ -75,7 +75,7 @@ class Script:
         """Restore, then make ``steps`` optimizer steps; the number of steps done."""
         ranks = self.loaders(world_size, **options)
         state = {"count": Counter(), "model": torch.nn.Linear(3, 2), "reader": ranks[0]}
-        manager = CheckpointManager(self.storage, state, every=every, keep=keep)
+        manager = CheckpointManager(self.storage, state, persist_every=every, keep=keep)
         if lose_state:
             ranks[0].load_state_dict = lambda state: None  # type: ignore[method-assign]
         done = manager.restore()

@@ -149,7 +149,7 @@ def test_the_record_outlives_the_data_and_the_table(tmp_path: Path) -> None:
 def test_several_readers_have_an_account_each(table: Path) -> None:
     script = Script(table)
     (one,), (other,) = script.loaders(1), script.loaders(1, seed=4, batch_size=20)
-    manager = CheckpointManager(script.storage, {"left": one, "right": other}, every=3)
+    manager = CheckpointManager(script.storage, {"left": one, "right": other}, persist_every=3)
     manager.restore()
     for _, _ in zip(one, other, strict=False):
         manager.step()
@@ -359,7 +359,7 @@ def test_without_the_index_nothing_is_proved_and_violations_are_still_seen(table
 
 def test_checkpoints_without_a_reader_prove_nothing() -> None:
     storage = MemoryStorage()
-    manager = CheckpointManager(storage, {"count": Counter()}, every=1)
+    manager = CheckpointManager(storage, {"count": Counter()}, persist_every=1)
     manager.restore()
     assert audit(storage).verdict == "unproved"
     manager.step()

@@ -327,7 +327,7 @@ def test_every_file_on_a_real_disk_is_covered(tmp_path: Path) -> None:
 
 def test_checkpoints_whose_data_retention_removed_are_not_tried_one_by_one() -> None:
     storage = MemoryStorage()
-    saver = manager(storage, {"n": Counter([1.0])}, every=1, keep=2)
+    saver = manager(storage, {"n": Counter([1.0])}, persist_every=1, keep=2)
     saver.restore()
     for _ in range(20):
         saver.step()

@@ -76,7 +76,7 @@ def test_row_wise_steps_begin_and_end_inside_of_micro_batches(table: Path, optio
 def test_an_epoch_read_twice_within_one_checkpoint_is_told_apart(table: Path) -> None:
     script = Script(table, batch_size=50)
     (loader,) = script.loaders(1)
-    manager = CheckpointManager(script.storage, {"reader": loader}, every=100)
+    manager = CheckpointManager(script.storage, {"reader": loader}, persist_every=100)
     manager.restore()
     for step in range(1, 12):
         batch = next(iter(loader))
@@ -91,7 +91,7 @@ def test_an_epoch_read_twice_within_one_checkpoint_is_told_apart(table: Path) ->
 def test_a_step_that_read_nothing_has_no_rows(table: Path) -> None:
     script = Script(table, batch_size=100)
     (loader,) = script.loaders(1)
-    manager = CheckpointManager(script.storage, {"reader": loader}, every=100)
+    manager = CheckpointManager(script.storage, {"reader": loader}, persist_every=100)
     manager.restore()
     manager.step()
     for number, _ in zip(range(1, 5), (one for _ in range(3) for one in loader), strict=False):
@@ -134,7 +134,7 @@ def test_ranks_can_be_chosen_and_must_be_there(table: Path) -> None:
 def test_several_readers_are_explained_each(table: Path) -> None:
     script = Script(table)
     (one,), (other,) = script.loaders(1), script.loaders(1, seed=4, batch_size=20)
-    manager = CheckpointManager(script.storage, {"left": one, "right": other}, every=3)
+    manager = CheckpointManager(script.storage, {"left": one, "right": other}, persist_every=3)
     manager.restore()
     seen = []
     for left, right in zip(one, other, strict=False):
@@ -172,7 +172,7 @@ def test_a_record_of_steps_that_fits_no_stretch_is_damage(table: Path) -> None:
 
 def test_checkpoints_without_a_reader_explain_nothing() -> None:
     storage = MemoryStorage()
-    manager = CheckpointManager(storage, {"count": Counter()}, every=1)
+    manager = CheckpointManager(storage, {"count": Counter()}, persist_every=1)
     manager.restore()
     manager.step()
     with pytest.raises(CheckpointNotFound, match="no reader was tracked"):

@@ -29,13 +29,13 @@ def files_below(folder: Path) -> set[str]:
 
 
 def test_a_restore_clears_what_a_killed_writer_left(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, {"model": torch.nn.Linear(1, 1)}, every=1) as manager:
+    with CheckpointManager(tmp_path, {"model": torch.nn.Linear(1, 1)}, persist_every=1) as manager:
         manager.restore()
         manager.step()
     whole = files_below(tmp_path)
     died = subprocess.run([sys.executable, "-c", DYING, str(tmp_path)], env={**os.environ})
     assert died.returncode == -signal.SIGKILL
     assert files_below(tmp_path) > whole
-    with CheckpointManager(tmp_path, {"model": torch.nn.Linear(1, 1)}, every=1) as manager:
+    with CheckpointManager(tmp_path, {"model": torch.nn.Linear(1, 1)}, persist_every=1) as manager:
         assert manager.restore() == 1
     assert files_below(tmp_path) - whole == {"log/0000000002.lkc"}

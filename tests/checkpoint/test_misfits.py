@@ -41,9 +41,9 @@ def test_a_state_that_is_no_mapping_of_objects_is_refused(state: Any, message: s
         ({"timeout_s": 0}, "timeout_s is"),
         ({"timeout_s": "5"}, "timeout_s is"),
         ({"timeout_s": float("nan")}, "timeout_s is"),
-        ({"every": "5"}, "positive int"),
+        ({"persist_every": "5"}, "positive int"),
         ({"policy": 5}, "policy is an object with"),
-        ({"policy": 5, "every": 5}, "not both"),
+        ({"policy": 5, "persist_every": 5}, "not two"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_each_by_its_name(options: dict[str, Any], message: str) -> None:

@@ -87,11 +87,11 @@ def test_a_fresh_place_restores_to_zero_and_begins_the_attempt() -> None:
 
 def test_steps_are_counted_over_attempts_and_the_policy_saves() -> None:
     storage = MemoryStorage()
-    saver = manager(storage, {"n": Counter()}, every=3)
+    saver = manager(storage, {"n": Counter()}, persist_every=3)
     saver.restore()
     saved = [saver.step() for _ in range(7)]
     assert [info.step if info else None for info in saved] == [None, None, 3, None, None, 6, None]
-    again = manager(storage, {"n": Counter()}, every=3)
+    again = manager(storage, {"n": Counter()}, persist_every=3)
     assert again.restore() == 6 and again.steps_done == 6
     assert [again.step() is not None for _ in range(3)] == [False, False, True]
     assert again.latest().step == 9
@@ -204,7 +204,7 @@ def test_the_ledger_adds_up_over_epochs_attempts_and_rewinds() -> None:
     storage = MemoryStorage()
     for attempt in range(3):
         reader = Reader(batch_size=30)
-        saver = manager(storage, {"reader": reader}, every=7)
+        saver = manager(storage, {"reader": reader}, persist_every=7)
         saver.restore()
         while reader.epoch < 1 + attempt:
             for _ in reader:
@@ -229,7 +229,7 @@ def test_a_save_that_failed_is_in_the_record_of_the_next() -> None:
     inner = MemoryStorage()
     storage = FaultyStorage(inner, fail_at={("put", n): Fault.ERROR for n in (1, 2)})
     reader = Reader()
-    saver = manager(storage, {"reader": reader}, every=2, on_save_failure="warn")
+    saver = manager(storage, {"reader": reader}, persist_every=2, on_save_failure="warn")
     saver.restore()
     batches = iter(reader)
     next(batches)
@@ -317,7 +317,7 @@ def test_restore_comes_first_and_once() -> None:
         ({"n": Counter()}, {"keep": 0}),
         ({"n": Counter()}, {"verify": "none"}),
         ({"n": Counter()}, {"timeout_s": 0}),
-        ({"n": Counter()}, {"every": 0}),
+        ({"n": Counter()}, {"persist_every": 0}),
         ({"n": Counter()}, {"on_save_failure": "ignore"}),
         ({"n": Counter()}, {"rank": 1}),
         ({"n": Counter()}, {"world_size": 2}),
@@ -556,7 +556,7 @@ def test_nothing_whole_is_never_taken_for_a_fresh_start() -> None:
 def test_the_intervals_of_a_manifest_are_those_of_the_reader() -> None:
     storage = MemoryStorage()
     reader = Reader(rows=45, batch_size=20)
-    saver = manager(storage, {"reader": reader}, every=1)
+    saver = manager(storage, {"reader": reader}, persist_every=1)
     saver.restore()
     for _ in reader:
         saver.step()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 
-from lakeckpt.checkpoint.policy import EverySeconds, EverySteps, policy_of
+from lakeckpt.checkpoint.policy import ByFailureRate, EverySeconds, EverySteps, Pace, best_interval_s, policy_of
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.errors import ConfigError
 from tests.checkpoint.rig import Hub
@@ -70,10 +72,75 @@ def test_what_a_user_may_ask_for() -> None:
     assert policy_of(timedelta(minutes=2), None) == EverySeconds(120.0)
     assert policy_of(None, EverySteps(2)) == EverySteps(2)
     assert policy_of(None, None) == EverySeconds(600.0)
-    with pytest.raises(ConfigError, match="either"):
+    with pytest.raises(ConfigError, match="not two"):
         policy_of(7, EverySteps(7))
     for bad in (0, -1, True):
         with pytest.raises(ConfigError, match="positive int"):
             policy_of(bad, None)
     with pytest.raises(ConfigError, match="positive number"):
         policy_of(timedelta(0), None)
+    with pytest.raises(ConfigError, match="not two"):
+        policy_of(7, None, between_failures=timedelta(hours=8))
+    assert policy_of(None, None, between_failures=timedelta(hours=8)) == ByFailureRate(28800.0)
+    for never in (timedelta(0), 7):
+        with pytest.raises(ConfigError, match="mean_time_between_failures"):
+            policy_of(None, None, between_failures=never)  # type: ignore[arg-type]
+
+
+def lost_share(interval_s: float, cost_s: float, between_failures_s: float) -> float:
+    """The expected time of one second's work, less that second: J. T. Daly's exact model (2006, equation 20), restarts
+    at no cost."""
+    return between_failures_s / interval_s * math.expm1((interval_s + cost_s) / between_failures_s) - 1
+
+
+@pytest.mark.parametrize("between_failures_s", [600.0, 3 * 3600.0, 30 * 86400.0])
+@pytest.mark.parametrize("cost_s", [0.001, 1.0, 60.0])
+def test_the_interval_that_follows_from_cost_and_failures_loses_the_least(
+    cost_s: float, between_failures_s: float
+) -> None:
+    chosen = best_interval_s(cost_s, between_failures_s)
+    lost = lost_share(chosen, cost_s, between_failures_s)
+    for factor in (0.5, 0.8, 1.25, 2.0):
+        assert lost < lost_share(chosen * factor, cost_s, between_failures_s)
+
+
+def test_where_a_save_costs_more_than_the_time_between_failures_it_falls_once_in_that_time() -> None:
+    assert best_interval_s(1300.0, 600.0) == 600.0
+
+
+@pytest.mark.parametrize("cost_s", [0.002, 0.5, 8.0])
+def test_saves_by_failure_rate_settle_at_the_interval_that_their_cost_asks_for(cost_s: float) -> None:
+    hub, clock = Hub(3), Clock()
+    schedules = [Schedule(ByFailureRate(3600.0), hub.of(rank), clock) for rank in range(3)]
+    for schedule in schedules:
+        schedule.start(0)
+    saves, steps = [], []
+    for step in range(1, 9000):
+        clock.time_s += 0.25
+        due = {schedule.is_due(step) for schedule in schedules}
+        assert len(due) == 1
+        if due == {True}:
+            steps.append(step)
+            saves.append(clock.time_s)
+            clock.time_s += cost_s
+            for schedule in schedules:
+                schedule.saved(cost_s=cost_s, took_s=cost_s)
+    best = best_interval_s(cost_s, 3600.0)
+    gaps = [after - before for before, after in pairwise(saves)]
+    assert steps[0] == 2 and len(gaps) >= 5
+    assert all(abs(gap - best) <= 0.6 + cost_s for gap in gaps)
+
+
+def test_saves_do_not_fall_faster_than_they_are_committed() -> None:
+    policy = ByFailureRate(3600.0)
+    pace = Pace(steps_done=10, elapsed_s=10.0, since_save_s=1.0, saves=1, cost_s=0.01, took_s=90.0)
+    assert policy.interval_s(pace) == 90.0
+    assert policy.interval_s(Pace(steps_done=10, elapsed_s=10.0, since_save_s=1.0, saves=1)) == 600.0
+
+
+def test_schedules_of_two_names_do_not_read_each_others_notes() -> None:
+    hub, clock = Hub(2), Clock()
+    for name, seconds in (("capture", 1.0), ("persist", 9.0)):
+        for rank in range(2):
+            Schedule(EverySeconds(seconds), hub.of(rank), clock, name=name).start(0)
+    assert sorted(hub.notes) == ["check/capture/0", "check/persist/0"]

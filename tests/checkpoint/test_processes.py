@@ -49,7 +49,7 @@ def job(rank: int, world_size: int, folder: str, steps: int, compile_it: bool) -
     if world_size > 1:
         objects["model"] = DistributedDataParallel(objects["model"])
     objects["reader"] = reader = Reader(rank=rank, world_size=world_size)
-    with CheckpointManager(f"{folder}/run", objects, every=2, timeout_s=60, keep=2) as manager:
+    with CheckpointManager(f"{folder}/run", objects, persist_every=2, timeout_s=60, keep=2) as manager:
         done = manager.restore()
         Path(folder, f"first{world_size}.{rank}").write_text(repr(weights_of(bare)))
         for receipt in reader:
@@ -92,7 +92,7 @@ def dying(rank: int, world_size: int, folder: str, dead: int, when: str) -> None
 
     storage = FaultyStorage(LocalStorage(f"{folder}/run"), before=die if when == "part" else None)
     objects = {**training(), "reader": Reader(rank=rank, world_size=world_size)}
-    manager = CheckpointManager(storage, objects, every=1, timeout_s=5 if when == "part" else 60)
+    manager = CheckpointManager(storage, objects, persist_every=1, timeout_s=5 if when == "part" else 60)
     manager.restore()
     batches = iter(objects["reader"])
     next(batches)

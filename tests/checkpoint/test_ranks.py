@@ -154,7 +154,7 @@ def test_a_chain_of_world_sizes_keeps_the_model_and_consumes_every_row_once(size
             if rank:
                 objects["model"].load_state_dict(training(seed=world_size)["model"].state_dict())
             reader = objects["reader"]
-            saver = manager(storage, objects, exchange=exchange, waiter=waiter, every=3)
+            saver = manager(storage, objects, exchange=exchange, waiter=waiter, persist_every=3)
             saver.restore()
             first = objects["model"][0].weight.detach().clone()
             for at, _ in enumerate(iter(reader)):
@@ -320,7 +320,9 @@ def test_a_committer_that_cannot_commit_fails_the_save_on_all() -> None:
     def body(rank: int, exchange: HubExchange) -> Any:
         faults = {("put_new", n): Fault.ERROR for n in (2, 3, 4)} if rank == 0 else {}
         mine = FaultyStorage(storage, fail_at=faults)
-        saver = manager(mine, {"n": Counter()}, exchange=exchange, waiter=waiter, on_save_failure="warn", every=1)
+        saver = manager(
+            mine, {"n": Counter()}, exchange=exchange, waiter=waiter, on_save_failure="warn", persist_every=1
+        )
         saver.restore()
         try:
             saver.save()
@@ -519,7 +521,9 @@ def test_saves_by_the_clock_fall_on_the_same_step_of_every_rank() -> None:
     def body(rank: int, exchange: HubExchange) -> Any:
         waiter = Clock(storage)
         waiter.rank = rank
-        saver = manager(storage, {"n": Counter()}, every=None, policy=EverySeconds(5), exchange=exchange, waiter=waiter)
+        saver = manager(
+            storage, {"n": Counter()}, persist_every=None, policy=EverySeconds(5), exchange=exchange, waiter=waiter
+        )
         saver.restore()
         return [step for step in range(1, 40) if saver.step() is not None]
 

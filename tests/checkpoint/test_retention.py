@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lakeckpt.checkpoint.keep import Keep, kept_of
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import slot_path
-from lakeckpt.checkpoint.retention import prune
+from lakeckpt.checkpoint.retention import Retention
 from lakeckpt.checkpoint.verify import VerifyReport, verify
-from lakeckpt.errors import AttemptSuperseded, SaveFailed
+from lakeckpt.errors import AttemptSuperseded, ConfigError, SaveFailed
 from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
 
@@ -23,7 +27,7 @@ def folders(storage: MemoryStorage) -> set[str]:
 
 
 def run(storage: Any, steps: int, *, value: Any = 1.0, **options: Any) -> None:
-    saver = manager(storage, {"n": Counter([value])}, every=1, **options)
+    saver = manager(storage, {"n": Counter([value])}, persist_every=1, **options)
     saver.restore()
     for _ in range(steps):
         saver.step()
@@ -57,7 +61,7 @@ def test_what_a_newer_attempt_writes_is_never_touched() -> None:
     newest = read_history(storage).tip
     storage.put("parts/0000000009/000000000004-000000/00000.lkc", [b"of another"])
     storage.put("parts/0000000000/000000000003-000002/00000.lkc", [b"of our next save"])
-    prune(storage, newest, keep=1)
+    Retention(storage).prune(newest, Keep(last=1))
     assert len(folders(storage)) == 3
 
 
@@ -67,7 +71,7 @@ def test_a_superseded_attempt_removes_nothing() -> None:
     newest = read_history(storage).tip
     manager(storage, {"n": Counter()}).restore()
     before = dict(storage.objects)
-    assert prune(storage, newest, keep=1) == 0 and storage.objects == before
+    assert Retention(storage).prune(newest, Keep(last=1)) == 0 and storage.objects == before
 
 
 def test_a_chain_that_cannot_be_read_keeps_everything_for_now() -> None:
@@ -80,7 +84,7 @@ def test_a_chain_that_cannot_be_read_keeps_everything_for_now() -> None:
             storage.objects[slot_path(2)] = damaged
         else:
             del storage.objects[slot_path(2)]
-        assert prune(storage, newest, keep=2) == 0
+        assert Retention(storage).prune(newest, Keep(last=2)) == 0
         storage.objects = before
 
 
@@ -157,3 +161,83 @@ def test_a_missing_file_of_a_checkpoint_that_is_kept_is_damage() -> None:
     storage.delete(file)
     report = verify(storage)
     assert [one.path for one in report.every_damage] == [file] and statuses(report)[3] == "damaged"
+
+
+def test_one_of_every_so_many_steps_and_the_best_keep_their_data_too() -> None:
+    storage = MemoryStorage()
+    rule = Keep(last=1, every=4, best=2)
+    metrics = [5.0, 1.0, float("nan"), 3.0, None, 1.0, 4.0, 9.0, 2.0]
+    saver = manager(storage, {"n": Counter([TENSOR])}, persist_every=1, keep=rule)
+    saver.restore()
+    for metric in metrics[:7]:
+        saver.step(metric=metric)
+    assert [step for step, status in statuses(verify(storage)).items() if status == "intact"] == [2, 4, 6, 7]
+    again = manager(storage, {"n": Counter([TENSOR])}, persist_every=1, keep=rule)  # a new attempt has read nothing yet
+    assert again.restore() == 7
+    for metric in metrics[7:]:
+        again.step(metric=metric)
+    assert [step for step, status in statuses(verify(storage)).items() if status == "intact"] == [2, 4, 6, 8, 9]
+    tip = read_history(storage).tip
+    assert tip is not None and (tip.keep, tip.metric) == (rule, 2.0)
+
+
+def test_the_highest_may_be_the_best() -> None:
+    storage = MemoryStorage()
+    saver = manager(storage, {"n": Counter([1])}, keep=Keep(last=1, best=1, best_is="highest"))
+    saver.restore()
+    for metric in (1, 3, 2):
+        saver.step()
+        saver.save(metric=metric)
+    assert sorted(step for step, status in statuses(verify(storage)).items() if status == "intact") == [2, 3]
+
+
+def test_a_checkpoint_that_a_rule_keeps_is_missed() -> None:
+    storage = MemoryStorage()
+    run(storage, 7, keep=Keep(last=1, every=3), value=TENSOR)
+    for step, status in ((3, "damaged"), (6, "damaged")):
+        (file,) = (path for path in storage.objects if path.startswith("objects/") and f"{step:012d}-" in path)
+        storage.delete(file)
+        assert statuses(verify(storage))[step] == status
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"last": 0}, {"last": True}, {"every": 0}, {"every": 2.5}, {"best": -1}, {"best_is": "least"}],
+)
+def test_a_rule_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"keep|the best is"):
+        Keep(**wrong)
+
+
+@pytest.mark.parametrize("metric", ["low", [1.0], torch.ones(2)])
+def test_a_metric_that_is_no_number_is_refused(metric: Any) -> None:
+    saver = manager(MemoryStorage(), {"n": Counter()})
+    saver.restore()
+    with pytest.raises(ConfigError, match="metric is a number"):
+        saver.save(metric=metric)
+
+
+@given(
+    steps=st.lists(st.integers(1, 40), unique=True, min_size=1, max_size=14).map(sorted),
+    metrics=st.lists(st.none() | st.floats(), min_size=14, max_size=14),
+    rule=st.builds(
+        Keep,
+        last=st.integers(1, 4),
+        every=st.none() | st.integers(1, 12),
+        best=st.integers(0, 3),
+        best_is=st.sampled_from(["lowest", "highest"]),
+    ),
+    data=st.data(),
+)
+def test_what_is_kept_does_not_change_when_some_of_the_rest_is_gone(
+    steps: list[int], metrics: list[float | None], rule: Keep, data: st.DataObject
+) -> None:
+    chain = [
+        SimpleNamespace(slot=number, step=step, metric=metric)
+        for number, (step, metric) in enumerate(zip(steps, metrics, strict=False))
+    ]
+    kept = kept_of(chain, rule)
+    rest = sorted({one.slot for one in chain} - kept)
+    gone = data.draw(st.sets(st.sampled_from(rest))) if rest else set()
+    assert kept_of([one for one in chain if one.slot not in gone], rule) == kept
+    assert chain[-1].slot in kept and len(kept) >= min(rule.last, len(chain))

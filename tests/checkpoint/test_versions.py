@@ -65,7 +65,7 @@ def train(run: Path, loader: LakeLoader, *, steps: int | None = None, epochs: in
     """Restore, and train for ``steps`` steps or to the end of epoch ``epochs - 1``; the ids of every step."""
     model = torch.nn.Linear(1, 1)
     seen: list[list[int]] = []
-    with CheckpointManager(run, {"model": model, "reader": loader}, every=1) as manager:
+    with CheckpointManager(run, {"model": model, "reader": loader}, persist_every=1) as manager:
         manager.restore()
         while loader.epoch < epochs:
             for batch in loader:
@@ -200,7 +200,7 @@ def test_an_epoch_that_begins_goes_on_with_the_newest_version(workers: int, delt
     loader = loader_of(delta, workers=workers, persistent=workers > 0, on_new_version="next_epoch")
     run = tmp_path / "run"
     seen: dict[int, list[int]] = {}
-    with CheckpointManager(run, {"reader": loader}, every=2) as manager:
+    with CheckpointManager(run, {"reader": loader}, persist_every=2) as manager:
         manager.restore()
         while loader.epoch < 3:
             epoch = loader.epoch
@@ -255,7 +255,7 @@ def test_an_epoch_of_a_version_too_small_for_a_step_is_counted_by_that_version(
     rows: int, tail: str, delta: Path, tmp_path: Path
 ) -> None:
     loader = loader_of(delta, on_new_version="next_epoch", tail=tail)
-    with CheckpointManager(tmp_path / "run", {"reader": loader}, every=1) as manager:
+    with CheckpointManager(tmp_path / "run", {"reader": loader}, persist_every=1) as manager:
         manager.restore()
         for kept in (rows, 20, 20):
             for _ in loader:

@@ -50,7 +50,7 @@ def test_crashes_at_any_step_lose_and_repeat_nothing(lake: Path, tmp_path: Path,
         attempts += 1
         loader = loader_of(lake, workers=int(attempts == 3))
         book = Counter([])  # the ids that the surviving history trained on
-        manager = CheckpointManager(run, {"reader": loader, "book": book}, every=3, keep=1)
+        manager = CheckpointManager(run, {"reader": loader, "book": book}, persist_every=3, keep=1)
         done = manager.restore()
         crashed = False
         for _ in range(loader.epoch, 2):
@@ -77,7 +77,7 @@ def test_crashes_at_any_step_lose_and_repeat_nothing(lake: Path, tmp_path: Path,
 
 def test_the_index_of_the_table_lies_beside_the_checkpoints_once(lake: Path, tmp_path: Path) -> None:
     loader = loader_of(lake)
-    with CheckpointManager(tmp_path / "run", {"reader": loader}, every=2) as manager:
+    with CheckpointManager(tmp_path / "run", {"reader": loader}, persist_every=2) as manager:
         manager.restore()
         for _ in loader:
             manager.step()
@@ -93,7 +93,7 @@ def test_accumulation_and_a_break_in_the_middle_of_it(lake: Path, tmp_path: Path
     """Four micro-batches per optimizer step; what was delivered after the last step is delivered again."""
     loader = loader_of(lake)
     seen = []
-    manager = CheckpointManager(tmp_path / "run", {"reader": loader}, every=1)
+    manager = CheckpointManager(tmp_path / "run", {"reader": loader}, persist_every=1)
     manager.restore()
     for at, batch in enumerate(loader):
         seen.append(batch["id"].tolist())
@@ -102,7 +102,7 @@ def test_accumulation_and_a_break_in_the_middle_of_it(lake: Path, tmp_path: Path
         if at == 9:
             break
     fresh = loader_of(lake)
-    manager = CheckpointManager(tmp_path / "run", {"reader": fresh}, every=10**9)
+    manager = CheckpointManager(tmp_path / "run", {"reader": fresh}, persist_every=10**9)
     assert manager.restore() == 2
     rest = [batch["id"].tolist() for batch in fresh]
     assert rest[:2] == seen[8:10]
@@ -113,7 +113,7 @@ def test_accumulation_and_a_break_in_the_middle_of_it(lake: Path, tmp_path: Path
 
 def test_a_cut_can_be_saved_again_after_the_epoch_has_ended(lake: Path, tmp_path: Path) -> None:
     loader = loader_of(lake)
-    manager = CheckpointManager(tmp_path / "run", {"reader": loader}, every=1)
+    manager = CheckpointManager(tmp_path / "run", {"reader": loader}, persist_every=1)
     manager.restore()
     for _ in loader:
         manager.step()
@@ -147,7 +147,7 @@ def test_a_save_after_the_end_of_an_epoch_whose_last_step_was_saved_goes_on_with
     rows: dict[int, list[int]] = {0: [], 1: []}
     for attempt in range(2):
         loader, ends = loader_of(lake), Counter(0)
-        manager = CheckpointManager(tmp_path / "run", {"reader": loader, "ends": ends}, every=every)
+        manager = CheckpointManager(tmp_path / "run", {"reader": loader, "ends": ends}, persist_every=every)
         manager.restore()
         for epoch in range(loader.epoch, 2):
             rows[epoch] += [row for batch in loader for row in (batch["id"].tolist(), manager.step())[0]]

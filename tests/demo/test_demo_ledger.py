@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> DemoConfig:
 
 def train(config: DemoConfig, *, epochs: int, steps_of_last: int = 12) -> None:
     loader = lakeckpt.LakeLoader(lakeckpt.LakeDataset(config.lake, batch_size=8, columns=["id"], shuffle=True))
-    with lakeckpt.CheckpointManager(config.checkpoints, {"reader": loader}, every=4) as manager:
+    with lakeckpt.CheckpointManager(config.checkpoints, {"reader": loader}, persist_every=4) as manager:
         manager.restore()
         for epoch in range(loader.epoch, epochs):
             for _ in islice(loader, steps_of_last if epoch == epochs - 1 else None):

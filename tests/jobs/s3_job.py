@@ -27,7 +27,7 @@ def train(lake: str, run: str, options: Mapping[str, Any]) -> None:
         LakeDataset(open_table(lake, storage_options=options), batch_size=5, columns=["x"], shuffle=True, seed=3)
     )
     state = {"counts": counts, "reader": loader}
-    with CheckpointManager(run, state, storage_options=options, every=2) as manager:
+    with CheckpointManager(run, state, storage_options=options, persist_every=2) as manager:
         manager.restore()
         if loader.epoch == 0:
             for batch in loader:

@@ -61,7 +61,7 @@ def main() -> None:
     loader = lakeckpt.LakeLoader(dataset, num_workers=args.workers)
     state = {"model": model, "optimizer": optimizer, "reader": loader}
     notes = Path(args.notes) / f"{args.attempt:03d}-{rank}.jsonl"
-    with notes.open("a") as file, lakeckpt.CheckpointManager(args.run, state, every=args.every) as manager:
+    with notes.open("a") as file, lakeckpt.CheckpointManager(args.run, state, persist_every=args.every) as manager:
         done = manager.restore()
         print(json.dumps({"restored": done}), file=file, flush=True)
         used: list[tuple[int, int]] = []  # (epoch, id)

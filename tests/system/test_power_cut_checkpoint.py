@@ -45,7 +45,7 @@ def train(storage: LocalStorage, made: dict[int, bytes]) -> int:
     state = objects()
     saved = 0
     with contextlib.suppress(PowerCut, LakeckptError):
-        manager = CheckpointManager(storage, state, every=1, keep=1)
+        manager = CheckpointManager(storage, state, persist_every=1, keep=1)
         assert manager.restore() == 0
         for step in range(1, STEPS + 1):
             train_step(state, step)
@@ -67,7 +67,7 @@ def cut_and_restore(disk: Disk, cut_at: int, **calls: Any) -> tuple[str, int]:
     disk.restart()
     state = objects()
     try:
-        with CheckpointManager(LocalStorage(root), state, every=1) as manager:
+        with CheckpointManager(LocalStorage(root), state, persist_every=1) as manager:
             done = manager.restore()
     except LakeckptError as error:
         return f"cut at {cut_at}: nothing can be restored after {saved} saves: {error}", saved

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from lakeckpt.checkpoint.commit import Verify
 from lakeckpt.checkpoint.cuts import ReaderTrack, by_reader
+from lakeckpt.checkpoint.keep import Keep, checked_metric
 from lakeckpt.checkpoint.log import list_slots, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.policy import Policy, policy_of
@@ -44,9 +45,13 @@ class CheckpointManager:
         uri: where the run lies. One run, one place; every attempt at it uses the same.
         state: name → object with ``state_dict`` and ``load_state_dict``. Readers such as `lakeckpt.LakeLoader` are
             recognised: their states are taken as of what was consumed. Random states are always saved.
-        every: save after so many optimizer steps (int), or so much time (timedelta). Default: every 10 minutes.
-        policy: when to save, instead of ``every``.
-        keep: how many checkpoints keep their data. The record of all of them stays.
+        persist_every: save after so many optimizer steps (int), or so much time (timedelta). Default: every 10 minutes.
+        mean_time_between_failures: instead of ``persist_every``: how often a job of this size fails. Saves then fall as
+            often as loses the least time in all, by what they are measured to cost (Young and Daly,
+            see `lakeckpt.checkpoint.policy.best_interval_s`).
+        policy: instead of both, an object that says when to save (`lakeckpt.checkpoint.policy.Policy`).
+        keep: which checkpoints keep their data: so many of the newest (int), or what a `lakeckpt.Keep` says. The record
+            of all of them stays.
         group: the torch process group (or one-dimensional DeviceMesh) whose ranks hold replicas; default: all ranks.
         rank, world_size: checked against the group's, where given.
         storage_options: for fsspec.
@@ -65,9 +70,10 @@ class CheckpointManager:
         uri: str | PathLike[str] | Storage,
         state: Mapping[str, Any],
         *,
-        every: int | timedelta | None = None,
+        persist_every: int | timedelta | None = None,
+        mean_time_between_failures: timedelta | None = None,
         policy: Policy | None = None,
-        keep: int = 3,
+        keep: int | Keep = 3,
         group: Any = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -79,15 +85,16 @@ class CheckpointManager:
         waiter: Waiter | None = None,
     ) -> None:
         self._objects = _checked(state)
-        _check_settings(keep, verify, on_save_failure, timeout_s)
-        chosen = policy_of(every, policy)
+        _check_settings(verify, on_save_failure, timeout_s)
+        chosen = policy_of(persist_every, policy, between_failures=mean_time_between_failures)
+        rule = keep if isinstance(keep, Keep) else Keep(last=keep)
         if not isinstance(uri, (str, PathLike, Storage)):
             raise ConfigError(f"a run lies at a folder, a URL or in a Storage, got {uri!r}")
         self._storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
         self._waiter = SystemWaiter() if waiter is None else waiter
         self._exchange = _exchange(group, timeout_s, alone=world_size == 1) if exchange is None else exchange
         _check_topology(self._exchange, rank, world_size)
-        self._settings = Settings(keep=keep, verify=verify, timeout_s=timeout_s)
+        self._settings = Settings(keep=rule, verify=verify, timeout_s=timeout_s)
         self._warn_only = on_save_failure == "warn"
         self._schedule = Schedule(chosen, self._exchange, self._waiter)
         self._tracks: dict[str, ReaderTrack] = {}
@@ -151,13 +158,16 @@ class CheckpointManager:
         self._schedule.start(step)
         return step
 
-    def step(self, consumed: Receipt | Mapping[str, Receipt] | None = None) -> CheckpointInfo | None:
+    def step(
+        self, consumed: Receipt | Mapping[str, Receipt] | None = None, *, metric: float | None = None
+    ) -> CheckpointInfo | None:
         """A cut: call it on every rank after each optimizer step, when schedulers, scaler and averages are updated,
         too.
 
         ``consumed`` says up to which receipt the data of this and all earlier steps goes, where the loop fetches ahead
-        of training; by default, all that the readers have delivered. Saves if the policy says so, and returns what was
-        committed, else None. Errors as for `save`.
+        of training; by default, all that the readers have delivered. ``metric`` says how good this state is, for
+        ``keep=Keep(best=…)``; rank 0's counts. Saves if the policy says so, and returns what was committed, else None.
+        Errors as for `save`.
         """
         saver = self._ready()
         receipts = by_reader(consumed, self._tracks)
@@ -167,7 +177,7 @@ class CheckpointManager:
         if not self._schedule.is_due(self._step):
             return None
         try:
-            return self._save(saver)
+            return self._save(saver, metric)
         except (SaveFailed, CheckpointIncomplete) as error:
             if not self._warn_only:
                 raise
@@ -176,14 +186,15 @@ class CheckpointManager:
             )
             return None
 
-    def save(self) -> CheckpointInfo:
-        """Save the last cut now, whatever the policy says; call it on every rank, right after `step`.
+    def save(self, *, metric: float | None = None) -> CheckpointInfo:
+        """Save the last cut now, whatever the policy says; call it on every rank, right after `step`. ``metric`` as
+        for `step`.
 
         Raises `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
         `AttemptSuperseded` (stop), `DisagreementError` (the ranks are not at one cut) and `UnsupportedValue` (a state
         that cannot be written, with its path).
         """
-        return self._save(self._ready())
+        return self._save(self._ready(), metric)
 
     def wait(self) -> None:
         """Return when everything that was saved is committed. Saves are synchronous: at once."""
@@ -210,10 +221,13 @@ class CheckpointManager:
 
     # --- inside
 
-    def _save(self, saver: Saver) -> CheckpointInfo:
-        info = CheckpointInfo.of(saver.save(self._step))
+    def _save(self, saver: Saver, metric: float | None = None) -> CheckpointInfo:
+        begun_s = self._waiter.now()
+        self._schedule.begins()
+        info = CheckpointInfo.of(saver.save(self._step, metric=checked_metric(metric)))
         self._saved_step = self._step
-        self._schedule.saved()
+        held_s = self._waiter.now() - begun_s
+        self._schedule.saved(cost_s=held_s, took_s=held_s)
         return info
 
     def _ready(self) -> Saver:
@@ -232,9 +246,7 @@ class CheckpointManager:
         return f"CheckpointManager({describe(self._storage)!r}, {sorted(self._objects)}, step={self._step})"
 
 
-def _check_settings(keep: object, verify: object, on_save_failure: object, timeout_s: object) -> None:
-    if type(keep) is not int or keep < 1:
-        raise ConfigError(f"keep is how many checkpoints keep their data, at least 1, got {keep!r}")
+def _check_settings(verify: object, on_save_failure: object, timeout_s: object) -> None:
     if verify not in ("sizes", "bytes"):
         raise ConfigError(f"verify is 'sizes' or 'bytes', got {verify!r}")
     if on_save_failure not in ("raise", "warn"):

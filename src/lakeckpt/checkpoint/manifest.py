@@ -15,11 +15,12 @@ from typing import Any
 
 from lakeckpt.checkpoint.digests import DIGEST_BYTES
 from lakeckpt.checkpoint.fields import confined, fields_of, number, taken
+from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.parts import PARTS, SaveId
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import ReaderState
-from lakeckpt.errors import StateInvalid, WireDamaged
+from lakeckpt.errors import ConfigError, StateInvalid, WireDamaged
 from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.codec import dumps, loads
 from lakeckpt.wire.reader_state import dumps_state, loads_state
@@ -29,7 +30,8 @@ from lakeckpt.wire.varint import pack_intervals, unpack_intervals
 __all__ = ["Begin", "Entry", "Manifest", "PartRef", "ReaderRecord", "Stretch", "entry_from_bytes", "entry_to_bytes"]
 
 _KIND = "log"
-_VERSION = (1, 3)  # 1.1: "keep"; 1.2: "skips"; 1.3: "given_up"
+_VERSION = (1, 4)  # 1.1: "keep"; 1.2: "skips"; 1.3: "given_up"; 1.4: "metric", "keep_every", "keep_best"
+_WITHOUT_RULES = (1, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +125,10 @@ class Manifest:
     library: str
     created_s: float
     write_id: str
-    keep: int | None = None
-    """How many checkpoints of its history retention then left their data; None: an older lakeckpt did not say."""
+    keep: Keep | None = None
+    """Which checkpoints of its history retention then left their data; None: an older lakeckpt did not say."""
+    metric: float | None = None
+    """How good its state is, where the training loop said so."""
 
     def __post_init__(self) -> None:
         if [part.rank for part in self.parts] != list(range(self.world_size)):
@@ -146,7 +150,8 @@ Entry = Begin | Manifest
 def entry_to_bytes(entry: Entry) -> bytes:
     """The document of an entry."""
     plain = _begin_to_plain(entry) if isinstance(entry, Begin) else _manifest_to_plain(entry)
-    return dumps(plain, kind=_KIND, version=_VERSION)
+    newer = any(name in plain for name in ("metric", "keep_every", "keep_best"))
+    return dumps(plain, kind=_KIND, version=_VERSION if newer else _WITHOUT_RULES)
 
 
 def entry_from_bytes(data: bytes) -> Entry:
@@ -189,7 +194,7 @@ def _begin_from_plain(plain: Mapping[str, object]) -> Begin:
 
 
 def _manifest_to_plain(entry: Manifest) -> dict[str, object]:
-    return {
+    plain: dict[str, object] = {
         "entry": "commit",
         "run": entry.run,
         "slot": entry.slot,
@@ -205,8 +210,15 @@ def _manifest_to_plain(entry: Manifest) -> dict[str, object]:
         "library": entry.library,
         "created_s": entry.created_s,
         "write_id": entry.write_id,
-        "keep": entry.keep,
+        "keep": None if entry.keep is None else entry.keep.last,
     }
+    if entry.metric is not None:
+        plain["metric"] = entry.metric
+    if entry.keep is not None and entry.keep.every is not None:
+        plain["keep_every"] = entry.keep.every
+    if entry.keep is not None and entry.keep.best:
+        plain["keep_best"] = [entry.keep.best, entry.keep.best_is]
+    return plain
 
 
 def _manifest_from_plain(plain: Mapping[str, object]) -> Manifest:
@@ -229,8 +241,20 @@ def _manifest_from_plain(plain: Mapping[str, object]) -> Manifest:
         library=taken(plain, "library", str),
         created_s=taken(plain, "created_s", float),
         write_id=taken(plain, "write_id", str),
-        keep=None if plain.get("keep") is None else number(plain, "keep", least=1),
+        keep=None if plain.get("keep") is None else _keep_from_plain(plain),
+        metric=None if plain.get("metric") is None else taken(plain, "metric", float),
     )
+
+
+def _keep_from_plain(plain: Mapping[str, object]) -> Keep:
+    best = plain.get("keep_best", [0, "lowest"])
+    if type(best) is not list or len(best) != 2:
+        raise WireDamaged(f"which checkpoints are the best is [how many, lowest or highest], got {best!r:.80}")
+    every = None if plain.get("keep_every") is None else number(plain, "keep_every", least=1)
+    try:
+        return Keep(last=number(plain, "keep", least=1), every=every, best=best[0], best_is=best[1])
+    except ConfigError as error:
+        raise WireDamaged(f"what retention keeps cannot be: {error}") from None
 
 
 def _part_ref(row: object) -> PartRef:

@@ -1,7 +1,7 @@
 """Which data may go?  What no kept checkpoint refers to, and only behind a newer commit that was verified.
 
-The newest ``keep`` checkpoints of the history keep their data. Everything else that this attempt or an earlier one
-wrote is removed: older checkpoints, abandoned branches, saves that were never committed. The log and the index are
+The checkpoints of the history that a `Keep` rule names keep their data. Everything else that this attempt or an earlier
+one wrote is removed: older checkpoints, abandoned branches, saves that were never committed. The log and the index are
 never touched, so that the record outlives the data. An attempt that has been superseded removes nothing.
 
 Imports without torch.
@@ -10,39 +10,89 @@ Imports without torch.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from lakeckpt.checkpoint.log import read_entry, slot_path
+from lakeckpt.checkpoint.keep import Keep, kept_of
+from lakeckpt.checkpoint.log import read_entry, read_log, slot_path
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import OBJECTS, PARTS, SaveId
 from lakeckpt.errors import ObjectMissing, WireError
 from lakeckpt.lake.storage import ObjectInfo, Storage
 
-__all__ = ["prune"]
+__all__ = ["Retention"]
 
 _FOLDER = re.compile(r"(?:parts|objects)/([0-9]{10})/([0-9]{12})-([0-9]{6})/[^/]+", re.ASCII)
 
 
-def prune(storage: Storage, newest: Manifest, *, keep: int) -> int:
-    """Remove what is not needed behind ``newest``, which this attempt has just committed; the number of objects
-    removed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Committed:
+    """What is remembered of a commit."""
 
-    ``keep`` is at least 1. Safe to be killed at any moment, and to be repeated.
-    """
-    assert keep >= 1
-    if _slot_is_taken(storage, newest.slot + 1):
-        return 0  # superseded: nothing is ours to remove
-    kept = _kept(storage, newest, keep)
-    if kept is None:
-        return 0
-    doomed = [
-        info.path
-        for folder in (OBJECTS, PARTS)
-        for info in storage.list(folder)
-        if _may_go(info, newest=newest, kept=kept)
-    ]
-    for path in doomed:
-        storage.delete(path)
-    return len(doomed)
+    slot: int
+    parent: int | None
+    step: int
+    metric: float | None
+    save: SaveId
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> _Committed:
+        return cls(
+            slot=manifest.slot,
+            parent=manifest.parent,
+            step=manifest.step,
+            metric=manifest.metric,
+            save=manifest.save,
+        )
+
+
+class Retention:
+    """Removes data of one run. Remembers what it has read of the log, whose entries never change."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._known: dict[int, _Committed] = {}
+        self._has_read_all = False
+
+    def prune(self, newest: Manifest, keep: Keep) -> int:
+        """Remove what is not needed behind ``newest``, which this attempt has just committed; the number of objects
+        removed. Safe to be killed at any moment, and to be repeated."""
+        self._known[newest.slot] = _Committed.of(newest)
+        if _slot_is_taken(self._storage, newest.slot + 1):
+            return 0  # superseded: nothing is ours to remove
+        listed = [info for folder in (OBJECTS, PARTS) for info in self._storage.list(folder)]
+        kept = self._kept(newest, keep, there={save for info in listed if (save := _save_of(info)) is not None})
+        if kept is None:
+            return 0
+        doomed = [info.path for info in listed if _may_go(info, newest=newest, kept=kept)]
+        for path in doomed:
+            self._storage.delete(path)
+        return len(doomed)
+
+    def _kept(self, newest: Manifest, keep: Keep, there: set[SaveId]) -> set[SaveId] | None:
+        """The saves that must stay, or None where the chain cannot be read: then everything stays, this time."""
+        if keep.looks_back and not self._has_read_all:
+            self._known |= {one.slot: _Committed.of(one) for one in read_log(self._storage).manifests}
+            self._has_read_all = True
+        chain = [self._known[newest.slot]]
+        while chain[-1].parent is not None and (keep.looks_back or len(chain) < keep.last):
+            parent = self._read(chain[-1].parent)
+            if parent is None:
+                return None
+            chain.append(parent)
+        whole = [one for one in reversed(chain) if one.save in there or one.slot == newest.slot]
+        slots = kept_of(whole, keep)
+        return {one.save for one in whole if one.slot in slots}
+
+    def _read(self, slot: int) -> _Committed | None:
+        if slot not in self._known:
+            try:
+                entry = read_entry(self._storage, slot)
+            except (WireError, ObjectMissing):
+                return None
+            if not isinstance(entry, Manifest):
+                return None
+            self._known[slot] = _Committed.of(entry)
+        return self._known[slot]
 
 
 def _slot_is_taken(storage: Storage, slot: int) -> bool:
@@ -53,26 +103,15 @@ def _slot_is_taken(storage: Storage, slot: int) -> bool:
     return True
 
 
-def _kept(storage: Storage, newest: Manifest, keep: int) -> set[SaveId] | None:
-    """The saves that must stay, or None where the chain cannot be read: then everything stays, this time."""
-    kept, at = {newest.save}, newest.parent
-    while at is not None and len(kept) < keep:
-        try:
-            entry = read_entry(storage, at)
-        except (WireError, ObjectMissing):
-            return None
-        if not isinstance(entry, Manifest):
-            return None
-        kept.add(entry.save)
-        at = entry.parent
-    return kept
+def _save_of(info: ObjectInfo) -> SaveId | None:
+    match = _FOLDER.fullmatch(info.path)
+    if match is None:
+        return None  # not ours
+    return SaveId(attempt=int(match[1]), step=int(match[2]), number=int(match[3]))
 
 
 def _may_go(info: ObjectInfo, *, newest: Manifest, kept: set[SaveId]) -> bool:
-    match = _FOLDER.fullmatch(info.path)
-    if match is None:
-        return False  # not ours
-    save = SaveId(attempt=int(match[1]), step=int(match[2]), number=int(match[3]))
-    if save in kept or save.attempt > newest.attempt:
+    save = _save_of(info)
+    if save is None or save in kept or save.attempt > newest.attempt:
         return False
     return save.attempt < newest.attempt or save.number < newest.number

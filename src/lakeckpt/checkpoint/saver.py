@@ -27,12 +27,13 @@ from lakeckpt.checkpoint.commit import (
 )
 from lakeckpt.checkpoint.cuts import Place, ReaderTrack
 from lakeckpt.checkpoint.indexes import documents_of
+from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.log import SlotTaken, put_entry, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import SaveId, TreeRecord
 from lakeckpt.checkpoint.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.random_states import RANDOM
-from lakeckpt.checkpoint.retention import prune
+from lakeckpt.checkpoint.retention import Retention
 from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import (
@@ -57,8 +58,8 @@ __all__ = ["Attempt", "Saver", "Settings"]
 class Settings:
     """How a manager saves."""
 
-    keep: int
-    """How many checkpoints keep their data."""
+    keep: Keep
+    """Which checkpoints keep their data."""
     verify: Verify
     """How the committer looks at what was written: its ``"sizes"``, or all ``"bytes"`` again."""
     timeout_s: float
@@ -84,6 +85,7 @@ class Attempt:
 class _Cut:
     step: int
     places: Mapping[str, Place]
+    metric: float | None
 
 
 class Saver:
@@ -111,16 +113,18 @@ class Saver:
         self._clock = clock
         self._unknown: dict[str, tuple[Manifest, _Cut]] = {}  # by write id: commits whose answer was lost
         self._indexes: set[str] = set()
+        self._retention = Retention(storage)
 
-    def save(self, step: int) -> Manifest:
-        """Save the cut after optimizer step ``step``; collective. Returns what was committed.
+    def save(self, step: int, *, metric: float | None = None) -> Manifest:
+        """Save the cut after optimizer step ``step``, which is as good as ``metric``; collective. Returns what was
+        committed.
 
         Raises `SaveFailed`, `CheckpointIncomplete` and `AttemptSuperseded`; `DisagreementError` where the ranks are not
         at one cut; `UnsupportedValue` for a state that cannot be written.
         """
         save = SaveId(attempt=self.attempt.number, step=step, number=self.attempt.saves)
         self.attempt.saves += 1
-        cut, staged, agreement, states = self._agree(save)
+        cut, staged, agreement, states = self._agree(save, metric)
         rank = self._exchange.rank
         slot = int(agreement.told["slot"])
         try:
@@ -142,14 +146,14 @@ class Saver:
 
     # --- capture, stage, agree
 
-    def _agree(self, save: SaveId) -> tuple[_Cut, Staged, Agreement, dict[str, Any]]:
+    def _agree(self, save: SaveId, metric: float | None) -> tuple[_Cut, Staged, Agreement, dict[str, Any]]:
         """Capture and stage, and settle with all ranks what is where. What fails on one rank fails on all."""
         facts = {"optimizer step": str(save.step), "attempt": str(save.attempt), "save": str(save.number)}
         taken: tuple[_Cut, Staged] | None = None
         failure: Exception | None = None
         try:
             tell = {"slot": str(self._next_slot())} if self._exchange.rank == 0 else {}
-            taken = self._take(save.step)
+            taken = self._take(save.step, metric)
             facts |= {
                 f"state of reader {name!r}": _digest(place.state)
                 for name, place in taken[0].places.items()
@@ -168,9 +172,9 @@ class Saver:
         cut, staged = taken
         return cut, staged, agreement, {name: self._joined(name, place) for name, place in cut.places.items()}
 
-    def _take(self, step: int) -> tuple[_Cut, Staged]:
+    def _take(self, step: int, metric: float | None) -> tuple[_Cut, Staged]:
         places = {name: track.place() for name, track in self._tracks.items()}
-        return _Cut(step=step, places=places), stage(capture(self._objects))
+        return _Cut(step=step, places=places, metric=metric), stage(capture(self._objects))
 
     def _joined(self, name: str, place: Place) -> Any:
         """The state of the whole job, from this rank's state of a reader."""
@@ -281,6 +285,7 @@ class Saver:
             created_s=float(self._clock()),
             write_id=uuid.uuid4().hex,
             keep=self._settings.keep,
+            metric=cut.metric,
         )
 
     def _put(self, manifest: Manifest, cut: _Cut) -> None:
@@ -313,7 +318,7 @@ class Saver:
 
     def _prune(self, manifest: Manifest) -> None:
         try:
-            prune(self._storage, manifest, keep=self._settings.keep)
+            self._retention.prune(manifest, self._settings.keep)
         except StorageError:
             return  # the checkpoint is committed; what should have gone goes after the next one
 

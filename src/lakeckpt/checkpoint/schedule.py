@@ -1,33 +1,54 @@
 """Does a save fall at this step?  The same answer on every rank, without a message at most steps.
 
 A policy by steps is asked directly. For any other, rank 0 publishes an announcement at each check (see ``policy``), and
-the other ranks fetch it at the cut after the check.
+the other ranks fetch it at the cut after the check. What saves cost is measured on rank 0.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
+from statistics import median
 
-from lakeckpt.checkpoint.policy import Announcement, Policy
+from lakeckpt.checkpoint.policy import Announcement, Pace, Policy
 from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.tracking.exchange import Exchange
 
 __all__ = ["Schedule"]
 
+_COSTS = 5
+"""How many of the latest saves tell what one costs."""
+
 
 class Schedule:
-    """Asked once for every step, in order, by every rank."""
+    """Asked once for every step, in order, by every rank. ``name`` keeps the notes of several schedules apart."""
 
-    __slots__ = ("_ahead", "_begun_s", "_checked", "_exchange", "_first", "_policy", "_saved_s", "_waiter")
+    __slots__ = (
+        "_ahead",
+        "_begun_s",
+        "_checked",
+        "_costs",
+        "_exchange",
+        "_first",
+        "_name",
+        "_policy",
+        "_saved_s",
+        "_saves",
+        "_took",
+        "_waiter",
+    )
 
-    def __init__(self, policy: Policy, exchange: Exchange, waiter: Waiter) -> None:
+    def __init__(self, policy: Policy, exchange: Exchange, waiter: Waiter, *, name: str = "persist") -> None:
         self._policy = policy
         self._exchange = exchange
         self._waiter = waiter
-        self._first = 0
+        self._name = name
+        self._first = self._saves = 0
         self._checked: int | None = None
         self._ahead = Announcement(save=None, check=0)
         self._begun_s = self._saved_s = 0.0
+        self._costs: deque[float] = deque(maxlen=_COSTS)
+        self._took: deque[float] = deque(maxlen=_COSTS)
 
     def start(self, step: int) -> None:
         """The run goes on after ``step``."""
@@ -40,31 +61,47 @@ class Schedule:
         if self._policy.by_steps:
             return self._policy.is_due(step)
         if self._checked is not None:
-            plain = json.loads(self._exchange.fetch(f"check/{self._checked}"))
+            plain = json.loads(self._exchange.fetch(self._note(self._checked)))
             self._ahead, self._checked = Announcement(save=plain["save"], check=plain["check"]), None
         due = self._ahead.save == step
         if due:
-            self.saved()
+            self.begins()
         if self._ahead.check == step:
             self._check(step)
         return due
 
-    def saved(self) -> None:
-        """A save was made, or begins now."""
+    def begins(self) -> None:
+        """A save begins now, at this step or asked for."""
         self._saved_s = self._waiter.now()
+        self._saves += 1
+
+    def saved(self, *, cost_s: float | None = None, took_s: float | None = None) -> None:
+        """A save held the loop up for ``cost_s``, or was committed ``took_s`` after it had begun."""
+        if cost_s is not None:
+            self._costs.append(cost_s)
+        if took_s is not None:
+            self._took.append(took_s)
 
     def _check(self, step: int) -> None:
         if self._policy.by_steps:
             return
         if self._exchange.rank == 0:
-            now_s = self._waiter.now()
-            self._ahead = self._policy.announce(
-                step,
-                elapsed_s=now_s - self._begun_s,
-                since_save_s=now_s - self._saved_s,
-                steps_done=step - self._first,
-            )
+            self._ahead = self._policy.announce(step, self._pace(step))
             text = json.dumps({"save": self._ahead.save, "check": self._ahead.check})
-            self._exchange.publish(f"check/{step}", text.encode())
+            self._exchange.publish(self._note(step), text.encode())
         else:
             self._checked = step
+
+    def _pace(self, step: int) -> Pace:
+        now_s = self._waiter.now()
+        return Pace(
+            steps_done=step - self._first,
+            elapsed_s=now_s - self._begun_s,
+            since_save_s=now_s - self._saved_s,
+            saves=self._saves,
+            cost_s=median(self._costs) if self._costs else None,
+            took_s=median(self._took) if self._took else None,
+        )
+
+    def _note(self, step: int) -> str:
+        return f"check/{self._name}/{step}"

@@ -17,6 +17,7 @@ from typing import Literal
 
 from lakeckpt.checkpoint.audit import identities_of, read_run, tables_of
 from lakeckpt.checkpoint.fetch import fetch_file, fetch_part, read_object
+from lakeckpt.checkpoint.keep import kept_of
 from lakeckpt.checkpoint.ledger import INDEX, History, index_path, selection_path
 from lakeckpt.checkpoint.log import Damage
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
@@ -228,10 +229,12 @@ class _Checked:
 
     def _may_go(self) -> bool:
         """Whether retention had leave to remove it, and may have been killed half-way."""
-        chain = self._history.chain
-        if not chain or chain[-1].keep is None:
+        tip = self._history.tip
+        if tip is None or tip.keep is None:
             return False
-        return self._manifest.slot not in {one.slot for one in chain[-chain[-1].keep :]}
+        return self._manifest.slot not in kept_of(
+            [one for one in self._history.chain if self._kept.of(one)[0]], tip.keep
+        )
 
     def _damage(self, pool: ThreadPoolExecutor) -> Iterator[Damage]:
         jobs: list[tuple[PartRecord, int]] = []

@@ -58,7 +58,7 @@ def main() -> None:
             objects["model"].weight.copy_(values["weight"])
             objects["model"].bias.copy_(values["bias"])
         objects["own"].value, objects["note"].value = values["own"], values["note"]
-        manager = CheckpointManager(memory, objects, every=1, exchange=exchange, waiter=waiter)
+        manager = CheckpointManager(memory, objects, persist_every=1, exchange=exchange, waiter=waiter)
         manager.restore()
         batches = iter(objects["reader"])
         for _ in range(2):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.manifest import Manifest, PartRef, ReaderRecord, entry_to_bytes
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.skips import SkipList, SkippedGroup
@@ -69,7 +70,7 @@ def commit() -> Manifest:
         library="0.1.0",
         created_s=1.5,
         write_id="w",
-        keep=2,
+        keep=Keep(last=2),
     )
 
 

@@ -78,7 +78,7 @@ def loader_of(lake: Lake) -> LakeLoader:
 def train(run: Path, loader: LakeLoader, *, steps: int | None = None) -> list[int]:
     """Restore, and train for so many steps or to the epoch's end; the ids that were trained on."""
     seen: list[int] = []
-    with CheckpointManager(run, {"model": torch.nn.Linear(1, 1), "reader": loader}, every=1) as manager:
+    with CheckpointManager(run, {"model": torch.nn.Linear(1, 1), "reader": loader}, persist_every=1) as manager:
         manager.restore()
         for step, batch in enumerate(loader, 1):
             seen += batch["id"].tolist()

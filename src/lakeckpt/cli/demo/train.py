@@ -122,7 +122,9 @@ class _Training:
             "schedule": self.schedule,
             "reader": self.loader,
         }
-        with lakeckpt.CheckpointManager(self.config.checkpoints, state, every=self.config.save_every) as manager:
+        with lakeckpt.CheckpointManager(
+            self.config.checkpoints, state, persist_every=self.config.save_every
+        ) as manager:
             step = manager.restore()
             self.writer.write(
                 "start",

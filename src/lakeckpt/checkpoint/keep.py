@@ -1,0 +1,97 @@
+"""Which checkpoints of a history keep their data?  The newest, one of every so many steps, the best: a pure rule.
+
+`Keep` is what a user asks for, and what the manifest of a commit records; `kept_of` applies it to a chain of
+checkpoints. What it keeps does not change when what it does not keep is gone, so that a removal that was cut off can be
+taken up, or told from damage, later. Never touches storage; imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+from typing import Literal, Protocol
+
+from lakeckpt.errors import ConfigError
+
+__all__ = ["Keep", "Ranked", "checked_metric", "kept_of"]
+
+
+class Ranked(Protocol):
+    """What the rule looks at of a checkpoint."""
+
+    @property
+    def slot(self) -> int:
+        """Its slot in the log."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        ...
+
+    @property
+    def metric(self) -> float | None:
+        """How good it is, where that was said."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Which checkpoints keep their data: all that any of these names.
+
+    ``last``: so many of the newest, at least 1. ``every``: of each so many optimizer steps the first checkpoint at or
+    after them (``every=1000``: the first from step 1000 on, from step 2000 on, …), for good. ``best``: so many with the
+    lowest (or ``"highest"``) ``metric`` that was given to ``manager.step`` or ``save``; of equal ones the newest;
+    without a metric, or with NaN, a checkpoint is none of the best.
+    """
+
+    last: int = 3
+    every: int | None = None
+    best: int = 0
+    best_is: Literal["lowest", "highest"] = "lowest"
+
+    def __post_init__(self) -> None:
+        if type(self.last) is not int or self.last < 1:
+            raise ConfigError(f"keep is how many checkpoints keep their data, at least 1, got {self.last!r}")
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
+            raise ConfigError(f"keep every how many steps is a positive int or None, got {self.every!r}")
+        if type(self.best) is not int or self.best < 0:
+            raise ConfigError(f"keep how many of the best is an int of at least 0, got {self.best!r}")
+        if self.best_is not in ("lowest", "highest"):
+            raise ConfigError(f"the best is the 'lowest' or the 'highest' metric, got {self.best_is!r}")
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether old checkpoints may be kept, beyond the newest."""
+        return self.every is not None or bool(self.best)
+
+
+def kept_of(chain: Sequence[Ranked], keep: Keep) -> frozenset[int]:
+    """The slots of those that keep their data, of a ``chain`` from the oldest to the newest.
+
+    >>> from types import SimpleNamespace as One
+    >>> chain = [One(slot=n, step=40 * n, metric=abs(n - 2.0)) for n in range(1, 8)]
+    >>> sorted(kept_of(chain, Keep(last=1, every=100, best=1)))
+    [2, 3, 5, 7]
+    """
+    kept = {one.slot for one in chain[-keep.last :]}
+    if keep.every is not None:
+        firsts: dict[int, int] = {}
+        for one in chain:
+            if one.step >= keep.every:
+                firsts.setdefault(one.step // keep.every, one.slot)
+        kept |= set(firsts.values())
+    sign = 1.0 if keep.best_is == "lowest" else -1.0
+    rated = [(sign * one.metric, -one.slot) for one in chain if one.metric is not None and not isnan(one.metric)]
+    return frozenset(kept | {-slot for _, slot in sorted(rated)[: keep.best]})
+
+
+def checked_metric(metric: object) -> float | None:
+    """A metric as a float; `ConfigError` where it is no number."""
+    if metric is None:
+        return None
+    try:
+        return float(metric)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"metric is a number that says how good the state is, got {metric!r:.80}") from error
