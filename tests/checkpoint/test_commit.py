@@ -41,7 +41,7 @@ def test_parts_that_hold_what_was_agreed_on_are_taken() -> None:
     parts = [write(storage, rank) for rank in range(2)]
     storage.put(f"parts/{SAVE.folder}/readme", [b"not a part"])
     assert collect(storage) == parts
-    verify_objects(storage, SAVE, parts, verify="bytes")
+    verify_objects(storage, parts, verify="bytes")
 
 
 def test_a_part_with_another_content_is_refused() -> None:
@@ -111,12 +111,12 @@ def test_objects_that_are_missing_short_or_altered_are_refused() -> None:
         if bad is not None:
             storage.objects[path] = bad
         with pytest.raises(SaveFailed, match="rank 1 wrote"):
-            verify_objects(storage, SAVE, parts, verify="sizes")
+            verify_objects(storage, parts, verify="sizes")
         storage.objects[path] = whole
     storage.objects[path] = whole[:-1] + b"?"
-    verify_objects(storage, SAVE, parts, verify="sizes")
+    verify_objects(storage, parts, verify="sizes")
     with pytest.raises(SaveFailed, match="read back"):
-        verify_objects(storage, SAVE, parts, verify="bytes")
+        verify_objects(storage, parts, verify="bytes")
 
 
 def test_ranks_take_only_the_commit_of_their_own_save() -> None:

@@ -17,7 +17,7 @@ from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.fetch import fetch_file
 from lakeckpt.checkpoint.log import SlotTaken, read_entry
 from lakeckpt.checkpoint.manifest import Manifest, PartRef
-from lakeckpt.checkpoint.parts import OBJECTS, PARTS, PartRecord, SaveId
+from lakeckpt.checkpoint.parts import PARTS, PartRecord, SaveId
 from lakeckpt.checkpoint.waiting import Waiter, poll
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
@@ -107,9 +107,10 @@ def _checked_part(
     return PartRef(rank=rank, path=path, size_bytes=len(data), digest=short_digest(data)), part
 
 
-def verify_objects(storage: Storage, save: SaveId, parts: Sequence[PartRecord], *, verify: Verify) -> None:
+def verify_objects(storage: Storage, parts: Sequence[PartRecord], *, verify: Verify) -> None:
     """Check that every object that the parts name is there whole. Raises `SaveFailed` naming those that are not."""
-    listed = {info.path: info.size_bytes for info in storage.list(f"{OBJECTS}/{save.folder}")}
+    folders = {file.path.rpartition("/")[0] for part in parts for file in part.files}
+    listed = {info.path: info.size_bytes for folder in sorted(folders) for info in storage.list(folder)}
     for part in parts:
         for index, file in enumerate(part.files):
             if listed.get(file.path) != file.size_bytes:

@@ -1,9 +1,10 @@
 """Are the bytes of a checkpoint what was written?  Reads records and files of tensors, and verifies every byte.
 
 A file of tensors is read in spans, head first: size, head and every tensor's digest must be those of the part's record,
-wherever the bytes go (into the caller's buffers, or nowhere). What is missing, cut short, longer or altered is
-`CheckpointDamaged`, with the path; so is a read error of the medium (EIO). Any other failure of the store is no damage
-and goes through as it is: falling back to an older checkpoint because of a network error would lose work silently.
+wherever the bytes go (into the caller's buffers, or nowhere). Of a file that an earlier save wrote, the tensors that
+the part has no use for are passed over. What is missing, cut short, longer or altered is `CheckpointDamaged`, with the
+path; so is a read error of the medium (EIO). Any other failure of the store is no damage and goes through as it is:
+falling back to an older checkpoint because of a network error would lose work silently.
 
 Imports without torch. Never writes.
 """
@@ -67,7 +68,11 @@ def fetch_file(storage: Storage, part: PartRecord, index: int, *, into: Mapping[
         raise CheckpointDamaged(f"{file.path}: its head is not what was written")
     found = parse_head(head, path=file.path, size_bytes=file.size_bytes)
     digests = []
-    for record in _matched(found, records, file.path):
+    some = part.is_earlier(file)
+    for size_bytes, record in _matched(found, records, file.path, some=some):
+        if record is None:
+            stream.skip(size_bytes)
+            continue
         digest = ContentDigest()
         target, at = into.get(record.spec.key), 0
         for run in stream.runs(record.spec.size_bytes):
@@ -79,19 +84,27 @@ def fetch_file(storage: Storage, part: PartRecord, index: int, *, into: Mapping[
             raise CheckpointDamaged(f"{file.path}: the bytes of tensor {record.spec.key!r} are not what was written")
         digests.append(record.digest)
     stream.finish()
-    if file_digest(file.head_digest, digests) != file.digest:
+    if len(digests) == len(found.slabs) and file_digest(file.head_digest, digests) != file.digest:
         raise CheckpointDamaged(f"{file.path}: its tensors are not in the order that was written")
 
 
-def _matched(found: FileLayout, records: Mapping[str, TensorRecord], path: str) -> Sequence[TensorRecord]:
-    """The records of the slabs, in the order of their bytes; refused where head and record differ."""
-    if {slab.key for slab in found.slabs} != set(records):
+def _matched(
+    found: FileLayout, records: Mapping[str, TensorRecord], path: str, *, some: bool
+) -> Sequence[tuple[int, TensorRecord | None]]:
+    """The size and the record of each slab, in the order of their bytes; refused where head and record differ.
+
+    ``some``: the part has a use for some of the tensors only; the others have no record.
+    """
+    held = {slab.key for slab in found.slabs}
+    if not records.keys() <= held or (held != records.keys() and not some):
         raise CheckpointDamaged(f"{path}: it holds other tensors than its part's record says")
     for slab in found.slabs:
+        if slab.key not in records:
+            continue
         spec = records[slab.key].spec
         if (slab.code, slab.shape) != (spec.code, spec.stored_shape):
             raise CheckpointDamaged(f"{path}: tensor {slab.key!r} is {slab.code} {slab.shape}, not as its record says")
-    return [records[slab.key] for slab in found.slabs]
+    return [(slab.stop - slab.start, records.get(slab.key)) for slab in found.slabs]
 
 
 def _head(stream: _Stream, path: str) -> bytes:
@@ -134,6 +147,18 @@ class _Stream:
             )
         self._at = stop
         self._buffer = memoryview(data)
+
+    def skip(self, count: int) -> None:
+        """Pass over the next ``count`` bytes: they are read only where they are the end of the object."""
+        held = min(count, len(self._buffer))
+        self._buffer = self._buffer[held:]
+        count -= held
+        if count and self._at + count == self._size_bytes:
+            self._at, count = self._size_bytes - 1, 1  # the last byte tells whether it is as long as was written
+            self._fill()
+            self._buffer = self._buffer[count:]
+        else:
+            self._at += count
 
     def finish(self) -> None:
         """Refuse what was left unread."""

@@ -1,9 +1,10 @@
 """What did one rank write for a checkpoint?  Its part: an immutable record, and the objects that it names.
 
-A part lists the units that its rank wrote. A unit is a tensor, or the tree of an item (its state without the tensors,
-as a document), with the ranks whose state it is: replicas that agree are written once, by one of them. A tensor's bytes
-are covered by its own digest, the head of its file by another; the record itself by its checksum and, in the manifest,
-its digest: no byte of a checkpoint is uncovered.
+A part lists the units of which its rank took care: it wrote them, now or, where they are unchanged, in an earlier save,
+whose files it refers to. A unit is a tensor, or the tree of an item (its state without the tensors, as a document),
+with the ranks whose state it is: replicas that agree are written once, by one of them. A tensor's bytes are covered by
+its own digest, the head of its file by another; the record itself by its checksum and, in the manifest, its digest: no
+byte of a checkpoint is uncovered.
 
 Imports without torch, and never reads or writes by itself.
 """
@@ -27,7 +28,8 @@ __all__ = ["OBJECTS", "PARTS", "FileRecord", "PartRecord", "SaveId", "TensorReco
 PARTS = "parts"
 OBJECTS = "objects"
 _KIND = "part"
-_VERSION = (1, 1)  # 1.1: "skips"
+_VERSION = (2, 0)  # 1.1: "skips"; 2.0: files of earlier saves, of which it may need some tensors only
+_VERSION_OF_OWN_FILES = (1, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,12 @@ class PartRecord:
         }
         if any(self.skips.values()):
             plain["skips"] = {name: skips_to_wire(skips) for name, skips in self.skips.items() if skips}
-        return dumps(plain, kind=_KIND, version=_VERSION)
+        refers = any(self.is_earlier(file) for file in self.files)
+        return dumps(plain, kind=_KIND, version=_VERSION if refers else _VERSION_OF_OWN_FILES)
+
+    def is_earlier(self, file: FileRecord) -> bool:
+        """Whether an earlier save wrote ``file``: it may hold tensors that this part has no use for."""
+        return not file.path.startswith(f"{OBJECTS}/{self.save.folder}/")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PartRecord:

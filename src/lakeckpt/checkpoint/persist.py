@@ -1,8 +1,8 @@
 """How does a rank's share reach storage?  Files of tensors, each streamed and durable, then the record that names them.
 
 The third stage of a save. Tensors are packed into files of about 256 MiB (a larger tensor has its own) that are named
-by their content, several written at once; the record is put last, so that a part that can be read names only objects
-that are durable. Nothing here decides what is written: see ``agreement``.
+by their content, several written at once; what an earlier save wrote already is referred to. The record is put last, so
+that a part that can be read names only objects that are durable. Nothing here decides what is whose: see ``agreement``.
 
 Imports without torch: it takes bytes. Its threads are started and joined inside `persist`.
 """
@@ -19,6 +19,7 @@ from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fields import Ranks
 from lakeckpt.checkpoint.parts import FileRecord, PartRecord, SaveId, TensorRecord, TreeRecord, file_digest
 from lakeckpt.checkpoint.tensor_file import layout
+from lakeckpt.checkpoint.unchanged import Earlier
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import SaveFailed
 from lakeckpt.lake.storage import Storage
@@ -50,9 +51,19 @@ def persist(
     tensors: Sequence[OwnedTensor],
     trees: Sequence[TreeRecord],
     skips: Mapping[str, SkipList] = MappingProxyType({}),
+    earlier: Earlier | None = None,
 ) -> PartRecord:
-    """Write the share of ``rank`` and publish its part. Raises `StorageError` or `SaveFailed`; then it is not there."""
-    packs = list(_packed(tensors))
+    """Write the share of ``rank`` and publish its part. Raises `StorageError` or `SaveFailed`; then it is not there.
+
+    ``earlier``: what the rank's last committed part holds; what is in it and unchanged is not written again.
+    """
+    earlier = Earlier() if earlier is None else earlier
+    kept = earlier.found((one.spec, one.digest) for one in tensors)
+    referred = list({file.path: file for file in kept.values()}.values())
+    new = [one for one in tensors if (one.spec, one.digest) not in kept]
+    settled = [one for one in new if (one.spec, one.digest) in earlier.places]
+    # What did not change lies apart from what did, so that its files are still needed next time.
+    packs = [*_packed(settled), *_packed([one for one in new if (one.spec, one.digest) not in earlier.places])]
     with ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="lakeckpt-persist") as pool:
         jobs = [pool.submit(_write, storage, save, rank, index, pack) for index, pack in enumerate(packs)]
         files = [job.result() for job in jobs]
@@ -61,13 +72,19 @@ def persist(
         for index, pack in enumerate(packs)
         for one in pack
     ]
+    at = {file.path: len(packs) + index for index, file in enumerate(referred)}
+    records += [
+        TensorRecord(spec=one.spec, digest=one.digest, file=at[kept[one.spec, one.digest].path], ranks=one.ranks)
+        for one in tensors
+        if (one.spec, one.digest) in kept
+    ]
     part = PartRecord(
         run=run,
         save=save,
         rank=rank,
         world_size=world_size,
         cut=cut,
-        files=tuple(files),
+        files=(*files, *referred),
         tensors=tuple(records),
         trees=tuple(trees),
         skips=skips,

@@ -1,8 +1,9 @@
 """Which data may go?  What no kept checkpoint refers to, and only behind a newer commit that was verified.
 
-The checkpoints of the history that a `Keep` rule names keep their data. Everything else that this attempt or an earlier
-one wrote is removed: older checkpoints, abandoned branches, saves that were never committed. The log and the index are
-never touched, so that the record outlives the data. An attempt that has been superseded removes nothing.
+The checkpoints of the history that a `Keep` rule names keep their data, files of earlier saves that they refer to among
+them. Everything else that this attempt or an earlier one wrote is removed: older checkpoints, abandoned branches, saves
+that were never committed. The log and the index are never touched, so that the record outlives the data. An attempt
+that has been superseded removes nothing, and where a record of what is needed cannot be read, everything stays.
 
 Imports without torch.
 """
@@ -10,12 +11,13 @@ Imports without torch.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.keep import Keep, kept_of
 from lakeckpt.checkpoint.log import read_entry, read_log, slot_path
-from lakeckpt.checkpoint.manifest import Manifest
-from lakeckpt.checkpoint.parts import OBJECTS, PARTS, SaveId
+from lakeckpt.checkpoint.manifest import Manifest, PartRef
+from lakeckpt.checkpoint.parts import OBJECTS, PARTS, PartRecord, SaveId
 from lakeckpt.errors import ObjectMissing, WireError
 from lakeckpt.lake.storage import ObjectInfo, Storage
 
@@ -33,6 +35,7 @@ class _Committed:
     step: int
     metric: float | None
     save: SaveId
+    parts: tuple[PartRef, ...]
 
     @classmethod
     def of(cls, manifest: Manifest) -> _Committed:
@@ -42,6 +45,7 @@ class _Committed:
             step=manifest.step,
             metric=manifest.metric,
             save=manifest.save,
+            parts=manifest.parts,
         )
 
 
@@ -52,6 +56,7 @@ class Retention:
         self._storage = storage
         self._known: dict[int, _Committed] = {}
         self._has_read_all = False
+        self._files: dict[str, frozenset[str]] = {}  # part → the files that it names
 
     def prune(self, newest: Manifest, keep: Keep) -> int:
         """Remove what is not needed behind ``newest``, which this attempt has just committed; the number of objects
@@ -59,17 +64,20 @@ class Retention:
         self._known[newest.slot] = _Committed.of(newest)
         if _slot_is_taken(self._storage, newest.slot + 1):
             return 0  # superseded: nothing is ours to remove
-        listed = [info for folder in (OBJECTS, PARTS) for info in self._storage.list(folder)]
-        kept = self._kept(newest, keep, there={save for info in listed if (save := _save_of(info)) is not None})
-        if kept is None:
+        objects, parts = self._storage.list(OBJECTS), self._storage.list(PARTS)
+        kept = self._kept(newest, keep, there={save for info in parts if (save := _save_of(info)) is not None})
+        needed = None if kept is None else self._needed(kept)
+        if kept is None or needed is None:
             return 0
-        doomed = [info.path for info in listed if _may_go(info, newest=newest, kept=kept)]
+        saves = {one.save for one in kept}
+        gone = [info.path for info in (*objects, *parts) if _may_go(info, newest=newest, kept=saves)]
+        doomed = [path for path in gone if path not in needed]
         for path in doomed:
             self._storage.delete(path)
         return len(doomed)
 
-    def _kept(self, newest: Manifest, keep: Keep, there: set[SaveId]) -> set[SaveId] | None:
-        """The saves that must stay, or None where the chain cannot be read: then everything stays, this time."""
+    def _kept(self, newest: Manifest, keep: Keep, there: set[SaveId]) -> list[_Committed] | None:
+        """The checkpoints that must stay, or None where the chain cannot be read: then everything stays, this time."""
         if keep.looks_back and not self._has_read_all:
             self._known |= {one.slot: _Committed.of(one) for one in read_log(self._storage).manifests}
             self._has_read_all = True
@@ -81,7 +89,22 @@ class Retention:
             chain.append(parent)
         whole = [one for one in reversed(chain) if one.save in there or one.slot == newest.slot]
         slots = kept_of(whole, keep)
-        return {one.save for one in whole if one.slot in slots}
+        return [one for one in whole if one.slot in slots]
+
+    def _needed(self, kept: Sequence[_Committed]) -> frozenset[str] | None:
+        """The files that the parts of ``kept`` name, or None where one cannot be read: then everything stays."""
+        refs = {ref.path: (one.save, ref) for one in kept for ref in one.parts}
+        self._files = {path: files for path, files in self._files.items() if path in refs}
+        for path, (save, ref) in refs.items():
+            if path not in self._files:
+                try:
+                    part = PartRecord.from_bytes(self._storage.read(path))
+                except (WireError, ObjectMissing):
+                    return None
+                if (part.save, part.rank) != (save, ref.rank):
+                    return None
+                self._files[path] = frozenset(file.path for file in part.files)
+        return frozenset[str]().union(*self._files.values())
 
     def _read(self, slot: int) -> _Committed | None:
         if slot not in self._known:

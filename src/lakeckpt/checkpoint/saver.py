@@ -8,6 +8,7 @@ newest checkpoint as it was. Where the answer to a commit was lost and cannot be
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -26,18 +27,21 @@ from lakeckpt.checkpoint.commit import (
     verify_objects,
 )
 from lakeckpt.checkpoint.cuts import Place, ReaderTrack
+from lakeckpt.checkpoint.fetch import fetch_part
 from lakeckpt.checkpoint.indexes import documents_of
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.log import SlotTaken, put_entry, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
-from lakeckpt.checkpoint.parts import SaveId, TreeRecord
+from lakeckpt.checkpoint.parts import PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.random_states import RANDOM
 from lakeckpt.checkpoint.retention import Retention
+from lakeckpt.checkpoint.unchanged import Earlier
 from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import (
     AttemptSuperseded,
+    CheckpointDamaged,
     CheckpointIncomplete,
     LakeckptError,
     MissingRanksError,
@@ -114,6 +118,7 @@ class Saver:
         self._unknown: dict[str, tuple[Manifest, _Cut]] = {}  # by write id: commits whose answer was lost
         self._indexes: set[str] = set()
         self._retention = Retention(storage)
+        self._earlier: tuple[int | None, Earlier] = (None, Earlier())  # a slot, and this rank's part of its commit
 
     def save(self, step: int, *, metric: float | None = None) -> Manifest:
         """Save the cut after optimizer step ``step``, which is as good as ``metric``; collective. Returns what was
@@ -128,7 +133,7 @@ class Saver:
         rank = self._exchange.rank
         slot = int(agreement.told["slot"])
         try:
-            self._persist(cut, save, staged, agreement)
+            part = self._persist(cut, save, staged, agreement)
         except Exception as error:
             publish_failure(self._storage, save, rank, error)
             if not isinstance(error, LakeckptError):
@@ -140,6 +145,7 @@ class Saver:
             timeout_s = 2 * self._settings.timeout_s  # rank 0 may wait as long for a part before it commits
             manifest = await_commit(self._storage, save, slot, waiter=self._waiter, timeout_s=timeout_s)
         self._adopt(manifest, cut)
+        self._earlier = (manifest.slot, Earlier.of(part))
         if rank == 0:
             self._prune(manifest)
         return manifest
@@ -152,7 +158,7 @@ class Saver:
         taken: tuple[_Cut, Staged] | None = None
         failure: Exception | None = None
         try:
-            tell = {"slot": str(self._next_slot())} if self._exchange.rank == 0 else {}
+            tell = self._told() if self._exchange.rank == 0 else {}
             taken = self._take(save.step, metric)
             facts |= {
                 f"state of reader {name!r}": _digest(place.state)
@@ -184,6 +190,11 @@ class Saver:
         every = self._exchange.combine(mine, lambda messages: _packed([one for m in messages for one in _unpacked(m)]))
         return merge_states(_unpacked(every))
 
+    def _told(self) -> dict[str, str]:
+        """What rank 0 tells all: the slot of the next commit, and the slot of the one that it goes on from."""
+        slot = self._next_slot()
+        return {"slot": str(slot), "parent": "" if self.attempt.parent is None else str(self.attempt.parent)}
+
     def _next_slot(self) -> int:
         """The slot for the next commit; settles first whether one whose answer was lost has happened."""
         if self._unknown:
@@ -207,7 +218,7 @@ class Saver:
 
     # --- persist
 
-    def _persist(self, cut: _Cut, save: SaveId, staged: Staged, agreement: Agreement) -> None:
+    def _persist(self, cut: _Cut, save: SaveId, staged: Staged, agreement: Agreement) -> PartRecord:
         rank, world_size = self._exchange.rank, self._exchange.world_size
         share = agreement.share(rank)
         tensors = [
@@ -221,7 +232,7 @@ class Saver:
             for item, one in sorted(staged.trees.items())
             if (f"tree:{item}", one.digest) in ranks
         ]
-        persist(
+        return persist(
             self._storage,
             run=self.attempt.run,
             save=save,
@@ -231,7 +242,22 @@ class Saver:
             tensors=tensors,
             trees=trees,
             skips={name: place.skips for name, place in cut.places.items() if place.skips},
+            earlier=self._part_of(int(agreement.told["parent"]) if agreement.told["parent"] else None),
         )
+
+    def _part_of(self, parent: int | None) -> Earlier:
+        """What this rank wrote for the commit that rank 0 goes on from; nothing where that cannot be read.
+
+        Rank 0 says which: a rank that did not hear of the last commit must not refer to what is removed by now.
+        """
+        if self._earlier[0] != parent:
+            self._earlier = (parent, Earlier())
+            with contextlib.suppress(WireError, CheckpointDamaged, StorageError):
+                found = None if parent is None else read_entry(self._storage, parent)
+                if isinstance(found, Manifest) and self._exchange.rank < found.world_size:
+                    part = fetch_part(self._storage, found, found.parts[self._exchange.rank])
+                    self._earlier = (parent, Earlier.of(part))
+        return self._earlier[1]
 
     # --- commit
 
@@ -259,7 +285,7 @@ class Saver:
             waiter=self._waiter,
             timeout_s=self._settings.timeout_s,
         )
-        verify_objects(self._storage, save, parts, verify=self._settings.verify)
+        verify_objects(self._storage, parts, verify=self._settings.verify)
         self._write_indexes()
         return Manifest(
             run=self.attempt.run,

@@ -247,7 +247,8 @@ class _Checked:
             self._meter.add(ref.size_bytes)
             jobs += [(part, index) for index in range(len(part.files))]
         for (part, index), found in zip(jobs, pool.map(self._file_damage, jobs), strict=True):
-            self._meter.add(part.files[index].size_bytes)
+            if not part.is_earlier(part.files[index]):
+                self._meter.add(part.files[index].size_bytes)
             if found is not None:
                 yield found
 
