@@ -1,0 +1,121 @@
+"""When may the next slice of a capture move?  Inside an idle window that outlasts it, as far as can be foreseen.
+
+There are two kinds of windows. In a *bubble* the rank waits: for data, for a collective, for a neighbour in the
+pipeline. *Free* time is that in which the rank computes, but what copies is idle (on a GPU the forward pass leaves the
+link to the host alone). A slice is admitted into a bubble if, by `WindowHistory` and `SliceRate`, it will be over
+before the bubble is. What the bubbles ahead of the fence will not hold is carried into free time, and only that; what
+is left at the fence is waited for, which is not decided here.
+
+So a receive that is posted is not delayed by a slice that was foreseen to end later; one that comes earlier than the
+history says finds at most one slice in its way. Pure: the clock is an argument, nothing waits, nothing is locked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lakeckpt.core.slice_rate import SliceRate
+from lakeckpt.core.window_history import WindowHistory
+
+__all__ = ["BubblePolicy", "Kind", "Window"]
+
+Kind = Literal["bubble", "free"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """An idle window [begin_s, end_s) at ``site``."""
+
+    site: str
+    kind: Kind
+    begin_s: float
+    end_s: float
+
+    def __post_init__(self) -> None:
+        if not self.begin_s <= self.end_s:
+            raise ValueError(f"a window at {self.site!r} from {self.begin_s} to {self.end_s} s")
+
+
+class BubblePolicy:
+    """Admission of slices on one rank. Windows of one kind follow each other; a bubble may lie in free time.
+
+    The n-th window at one site of an iteration is a site of its own, since the first micro-batch's wait is not like the
+    last one's.
+    """
+
+    def __init__(self, *, history: WindowHistory | None = None, rate: SliceRate | None = None) -> None:
+        self.history = WindowHistory() if history is None else history
+        self.rate = SliceRate() if rate is None else rate
+        self._open: dict[Kind, tuple[str, float]] = {}
+        self._seen: dict[str, int] = {}
+        self._passed: dict[str, Kind] = {}  # sites of this iteration, in their order
+        self._previous: dict[str, Kind] = {}
+        self._left_bytes = 0
+
+    # --- what happens
+
+    def begin_iteration(self) -> None:
+        """The cut: an iteration ends here and the next begins. A window that is open stays one of the old iteration."""
+        self._previous, self._passed = self._passed, {}
+        self._seen.clear()
+
+    def begin_capture(self, size_bytes: int) -> None:
+        """``size_bytes`` are to be moved before the fence."""
+        self._left_bytes = size_bytes
+
+    def open(self, site: str, kind: Kind, at_s: float) -> str:
+        """A window opens; one of the same kind that is open is over. Returns its site with its number."""
+        self.close(kind, at_s)
+        number = self._seen[site] = self._seen.get(site, -1) + 1
+        name = f"{site} {number}"
+        self._passed[name] = kind
+        self._open[kind] = (name, at_s)
+        return name
+
+    def close(self, kind: Kind, at_s: float) -> Window | None:
+        """The window of ``kind`` closes; None where none is open."""
+        if kind not in self._open:
+            return None
+        site, begin_s = self._open.pop(kind)
+        window = Window(site=site, kind=kind, begin_s=begin_s, end_s=max(begin_s, at_s))
+        self.history.record(site, window.end_s - begin_s)
+        return window
+
+    def moved(self, size_bytes: int, begin_s: float, end_s: float) -> None:
+        """A slice was copied, wherever."""
+        self.rate.record(size_bytes, end_s - begin_s)
+        self._left_bytes = max(0, self._left_bytes - size_bytes)
+
+    # --- what is decided
+
+    def admits_at(self, size_bytes: int, at_s: float) -> float | None:
+        """The instant, ``at_s`` or later, from which a slice of ``size_bytes`` may move if no window opens or closes.
+
+        None: not before another window opens.
+        """
+        need_s = self.rate.seconds(size_bytes)
+        found = []
+        for kind, (site, begin_s) in self._open.items():
+            if kind == "bubble" or self._must_carry(size_bytes, at_s):
+                elapsed_s = max(0.0, at_s - begin_s)
+                found.append(max(at_s, begin_s + self.history.ready_s(site, elapsed_s, need_s)))
+        return min(found, default=None)
+
+    def capacity_bytes(self, slice_bytes: int, at_s: float) -> int:
+        """What the rest of the bubble that is open and the bubbles yet to come before the next cut will hold, in whole
+        slices, if the iteration is like the one before."""
+        need_s = self.rate.seconds(slice_bytes)
+        if need_s <= 0:
+            return self._left_bytes
+        lengths = [self.history.expected_s(site) for site in self._ahead()]
+        if "bubble" in self._open:
+            site, begin_s = self._open["bubble"]
+            lengths.append(max(0.0, self.history.remaining_s(site, max(0.0, at_s - begin_s))))
+        return sum(int(length_s / need_s) for length_s in lengths) * slice_bytes
+
+    def _ahead(self) -> list[str]:
+        return [site for site, kind in self._previous.items() if kind == "bubble" and site not in self._passed]
+
+    def _must_carry(self, slice_bytes: int, at_s: float) -> bool:
+        return self._left_bytes > self.capacity_bytes(slice_bytes, at_s)

@@ -1,0 +1,210 @@
+"""Real pipelines, DDP and FSDP2 on two ranks: they wait where the gate says, and compute what they would without it.
+
+That a rank waits is shown without a clock: the other one goes on only when a slice was admitted into the window.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lakeckpt.checkpoint.bubbles.gate import BubbleGate
+from tests.tracking.processes import run_processes
+
+WIDTH = 8
+STAGES = 4
+MICROBATCHES = 4
+V_SCHEDULES = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}
+SCHEDULES = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble", *sorted(V_SCHEDULES)]
+
+
+class Held(nn.Module):
+    """A layer that waits, once, until the other rank has copied something."""
+
+    def __init__(self, store: dist.Store | None = None) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.store = store
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if self.store is not None:
+            store, self.store = self.store, None
+            store.wait(["copied"], timedelta(seconds=60))
+        return torch.relu(self.inner(value))
+
+
+class Copier(threading.Thread):
+    """Asks for one slice and tells the other rank when it was admitted."""
+
+    def __init__(self, gate: BubbleGate, store: dist.Store) -> None:
+        super().__init__(daemon=True)
+        self.gate, self.store = gate, store
+        self.start()
+
+    def run(self) -> None:
+        self.gate.admit(1, threading.Event())
+        self.store.set("copied", "1")
+
+
+def join(rank: int, folder: Path, name: str) -> dist.Store:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / name), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    return dist.PrefixStore("test", store)
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def pipeline(rank: int, name: str, store: dist.Store | None = None) -> tuple[Any, list[nn.Module]]:
+    """A schedule of this rank's stages, and their modules; with ``store`` the last stage waits once."""
+    from torch.distributed import pipelining
+
+    numbers = [rank, STAGES - 1 - rank] if name in V_SCHEDULES else [rank, rank + 2]
+    modules: list[nn.Module] = []
+    for number in numbers:
+        torch.manual_seed(number)
+        modules.append(Held(store if number == STAGES - 1 else None))
+    stages = [
+        pipelining.PipelineStage(module, number, STAGES, torch.device("cpu"))
+        for number, module in zip(numbers, modules, strict=True)
+    ]
+    kind = getattr(pipelining.schedules, name)
+    return kind(stages, MICROBATCHES, loss_fn=loss_of), modules
+
+
+def step(schedule: Any, rank: int, name: str) -> None:
+    torch.manual_seed(99)
+    inputs, target = torch.randn(2, MICROBATCHES, WIDTH).unbind()
+    has_last = rank == (0 if name in V_SCHEDULES else 1)
+    schedule.step(*([inputs] if rank == 0 else []), **({"target": target, "losses": []} if has_last else {}))
+
+
+def watch_pipelines(rank: int, folder: Path) -> None:
+    from lakeckpt.checkpoint.bubbles.pipeline import tables_of, watch_schedule
+
+    store = join(rank, folder, "pipelines")
+    for name in SCHEDULES:
+        bare, bare_modules = pipeline(rank, name)
+        schedule, modules = pipeline(rank, name)
+        gate = BubbleGate()
+        watch = watch_schedule(gate, schedule)
+        for number in range(3):
+            gate.cut(number)
+            step(schedule, rank, name)
+            step(bare, rank, name)
+        gate.cut(3)
+        for mine, other in zip(modules, bare_modules, strict=True):
+            for one, two in zip(mine.parameters(), other.parameters(), strict=True):
+                assert one.grad is not None and two.grad is not None and torch.equal(one.grad, two.grad)
+        sites = {window.site for window in gate.records()[-1].windows}
+        actions = {f"pipeline after {one} 0" for one in tables_of(schedule)[rank]}
+        assert actions <= sites, (name, actions - sites)
+        assert "pipeline begin 0" in sites
+        predicted = watch.predicted()
+        assert {f"{site} 0" for site in predicted} <= sites and all(length > 0 for length in predicted.values())
+        watch.close()
+        assert not {"step", "_compute_loss"} & set(vars(schedule))
+        assert all("forward_one_chunk" not in vars(stage) for stage in schedule._stages)
+    assert watch_pipelines_wait(rank, store)
+    dist.destroy_process_group()
+
+
+def watch_pipelines_wait(rank: int, store: dist.Store) -> bool:
+    """The last stage waits for a slice of the first rank, which is in its window only because of that."""
+    from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
+
+    name = "ScheduleInterleaved1F1B"
+    gate = BubbleGate()
+    schedule, _ = pipeline(rank, name, store)
+    watch_schedule(gate, schedule)
+    copier = Copier(gate, store) if rank == 0 else None
+    gate.cut(0)
+    step(schedule, rank, name)
+    if copier is not None:
+        copier.join(60)
+    return True
+
+
+def watch_data_parallel(rank: int, folder: Path) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from lakeckpt.checkpoint.bubbles.ddp import watch_ddp
+
+    store = join(rank, folder, "ddp")
+    gradients = []
+    for watched in (False, True):
+        torch.manual_seed(1)
+        waits = store if watched and rank == 1 else None
+        model = DistributedDataParallel(nn.Sequential(Held(), Held(waits)), bucket_cap_mb=1e-4)
+        gate = BubbleGate()
+        if watched:
+            watch_ddp(gate, model)
+        copier = Copier(gate, store) if watched and rank == 0 else None
+        for number in range(3):
+            gate.cut(number)
+            model.zero_grad()
+            model(torch.ones(2, WIDTH) * (rank + 1)).sum().backward()
+        gate.cut(3)
+        gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+        if copier is not None:
+            copier.join(60)
+        if watched:
+            assert [[one.site for one in record.windows] for record in gate.records()] == [["ddp 0"]] * 3
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+    watch_shards(rank, store)
+    dist.destroy_process_group()
+
+
+def watch_shards(rank: int, store: dist.Store) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from lakeckpt.checkpoint.bubbles.fsdp import watch_forward, watch_fsdp
+    from lakeckpt.errors import ConfigError
+
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(1)
+    model = nn.Sequential(Held(), Held(dist.PrefixStore("shards", store) if rank == 1 else None))
+    gate = BubbleGate()
+    with pytest.raises(ConfigError, match="fully_shard"):
+        watch_fsdp(gate, model)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert watch_fsdp(gate, model) == watch_fsdp(gate, model) > 0
+    handles = watch_forward(gate, model)
+    copier = Copier(gate, dist.PrefixStore("shards", store)) if rank == 0 else None
+    gate.cut(0)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    gate.cut(1)
+    kinds = {(one.site.rpartition(" ")[0], one.kind) for one in gate.records()[0].windows}
+    assert kinds == {("fsdp gather", "bubble"), ("fsdp scatter", "bubble"), ("forward", "free")}
+    for handle in handles:
+        handle.remove()
+    if copier is not None:
+        copier.join(60)
+
+
+def test_pipelines_wait_where_the_gate_says_and_compute_the_same(tmp_path: Path) -> None:
+    run_processes(2, watch_pipelines, tmp_path)
+
+
+def test_ddp_and_fsdp_wait_where_the_gate_says_and_sum_the_same(tmp_path: Path) -> None:
+    run_processes(2, watch_data_parallel, tmp_path)
+
+
+def test_what_is_no_schedule_is_refused() -> None:
+    from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
+    from lakeckpt.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="Schedule1F1B"):
+        watch_schedule(BubbleGate(), nn.Linear(2, 2))

@@ -1,0 +1,185 @@
+"""Slices into bubbles on a logical clock: what is admitted when, and what is carried into free time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lakeckpt.core.bubble_policy import BubblePolicy, Kind, Window
+from lakeckpt.core.bubble_record import IterationRecord, MovedSlice, shares
+
+Gap = tuple[float, float]
+"""Computation before the bubble, and the bubble, in seconds."""
+
+
+class Rank:
+    """One rank on a clock of its own: gaps are gone through, slices of ``size`` are moved as the policy admits them.
+
+    It copies at ``rate`` bytes a second. In ``gaps`` free time, if there is any, is the computation before each.
+    """
+
+    def __init__(self, *, rate: float = 1.0, size: int = 1, free: bool = False) -> None:
+        self.policy = BubblePolicy()
+        self.rate, self.size, self.free = rate, size, free
+        self.now = 0.0
+        self.left = 0
+        self.slices: list[MovedSlice] = []
+        self.windows: list[Window] = []
+        self._busy_until = 0.0
+        for _ in range(4):  # a copy or two were measured
+            self.policy.moved(size, 0.0, size / rate)
+
+    def capture(self, size_bytes: int) -> None:
+        self.left = size_bytes
+        self.policy.begin_capture(size_bytes)
+
+    def iteration(self, gaps: list[Gap]) -> None:
+        self.policy.begin_iteration()
+        for number, (computes, idles) in enumerate(gaps):
+            self._through("forward" if self.free else None, "free", computes)
+            self._through(f"gap {number}", "bubble", idles)
+
+    def _through(self, site: str | None, kind: Kind, length: float) -> None:
+        end = self.now + length
+        if site is not None:
+            self.policy.open(site, kind, self.now)
+            self._move(end)
+        self.now = end
+        if site is not None:
+            window = self.policy.close(kind, end)
+            assert window is not None
+            self.windows.append(window)
+
+    def _move(self, end: float) -> None:
+        """Move what is admitted to begin before ``end``."""
+        at = max(self.now, self._busy_until)
+        while self.left > 0:
+            admitted = self.policy.admits_at(self.size, at)
+            if admitted is None or max(admitted, at) >= end:
+                return
+            at = max(admitted, at)
+            done = at + self.size / self.rate
+            self.slices.append(MovedSlice(size_bytes=self.size, begin_s=at, end_s=done))
+            self.policy.moved(self.size, at, done)
+            self.left -= self.size
+            at = self._busy_until = done
+
+    def record(self) -> IterationRecord:
+        return IterationRecord(
+            step=0,
+            begin_s=0.0,
+            end_s=max(self.now, self._busy_until),
+            windows=tuple(self.windows),
+            slices=tuple(self.slices),
+        )
+
+
+def learnt(gaps: list[Gap], **how: object) -> Rank:
+    rank = Rank(**how)  # type: ignore[arg-type]
+    for _ in range(3):
+        rank.iteration(gaps)
+    return rank
+
+
+def test_slices_fill_a_bubble_up_to_the_last_that_fits() -> None:
+    rank = learnt([(10.0, 3.5)])
+    rank.capture(10)
+    rank.iteration([(10.0, 3.5)])
+    assert len(rank.slices) == 3
+    assert shares([rank.record()]).bubble_share == 1.0
+
+
+def test_what_one_bubble_does_not_hold_is_carried_to_the_next() -> None:
+    gaps = [(10.0, 2.0), (10.0, 3.0)]
+    rank = learnt(gaps)
+    rank.capture(5)
+    rank.iteration(gaps)
+    assert rank.left == 0
+    assert shares([rank.record()]).bubble_share == 1.0
+
+
+def test_a_bubble_shorter_than_a_slice_is_left_alone() -> None:
+    gaps = [(10.0, 0.5)]
+    rank = learnt(gaps)
+    rank.capture(5)
+    rank.iteration(gaps)
+    assert rank.slices == []
+
+
+def test_nothing_moves_while_the_rank_computes() -> None:
+    rank = learnt([(10.0, 3.0)])
+    rank.capture(5)
+    assert rank.policy.admits_at(1, rank.now) is None
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 20), st.floats(0, 20)), min_size=1, max_size=6),
+    st.integers(0, 40),
+    st.floats(0.2, 5),
+)
+def test_where_iterations_repeat_no_slice_outlasts_its_bubble(gaps: list[Gap], size: int, rate: float) -> None:
+    rank = learnt(gaps, rate=rate)
+    rank.capture(size)
+    for _ in range(2):
+        rank.iteration(gaps)
+    assert all(
+        any(w.begin_s <= one.begin_s and one.end_s <= w.end_s + 1e-6 for w in rank.windows) for one in rank.slices
+    )
+
+
+@given(st.data())
+def test_a_bubble_that_ends_early_finds_one_slice_at_most_in_its_way(data: st.DataObject) -> None:
+    numbers = data.draw(st.integers(1, 4))
+    draw = st.lists(st.tuples(st.floats(1, 5), st.floats(0, 20)), min_size=numbers, max_size=numbers)
+    rank = Rank()
+    for _ in range(data.draw(st.integers(1, 4))):
+        rank.capture(50)
+        rank.iteration(data.draw(draw))
+    for window in rank.windows:
+        late = [one for one in rank.slices if window.begin_s <= one.begin_s < window.end_s < one.end_s - 1e-9]
+        assert len(late) <= 1
+
+
+def test_all_that_can_move_in_bubbles_does_even_where_there_is_free_time() -> None:
+    gaps = [(10.0, 4.0), (10.0, 4.0)]
+    rank = learnt(gaps, free=True)
+    rank.capture(8)
+    rank.iteration(gaps)
+    assert rank.left == 0
+    assert shares([rank.record()]).bubble_share == 1.0
+
+
+def test_what_the_bubbles_ahead_do_not_hold_goes_into_free_time_and_no_more() -> None:
+    gaps = [(10.0, 2.0), (10.0, 2.0)]
+    rank = learnt(gaps, free=True)
+    rank.capture(7)
+    rank.iteration(gaps)
+    found = shares([rank.record()])
+    assert rank.left == 0
+    assert (found.bubble_bytes, found.free_bytes) == (pytest.approx(4.0), pytest.approx(3.0))
+
+
+def test_a_predicted_bubble_is_used_before_any_was_measured() -> None:
+    rank = Rank()
+    rank.policy.history.predict("gap 0 0", 4.0)
+    rank.capture(4)
+    rank.iteration([(10.0, 4.0)])
+    assert rank.left == 0
+    assert shares([rank.record()]).bubble_share == 1.0
+
+
+def test_the_same_site_again_in_one_iteration_is_another_one() -> None:
+    policy = BubblePolicy()
+    assert policy.open("data", "bubble", 0.0) == "data 0"
+    assert policy.open("data", "bubble", 2.0) == "data 1"
+    assert policy.close("bubble", 9.0) == Window(site="data 1", kind="bubble", begin_s=2.0, end_s=9.0)
+    assert policy.close("bubble", 9.0) is None
+    assert (policy.history.expected_s("data 0"), policy.history.expected_s("data 1")) == (2.0, 7.0)
+
+
+def test_the_rate_is_that_of_the_slower_slices() -> None:
+    policy = BubblePolicy()
+    for seconds in (1.0, 1.0, 1.0, 2.0):
+        policy.moved(10, 0.0, seconds)
+    assert policy.rate.seconds(10) == 2.0
