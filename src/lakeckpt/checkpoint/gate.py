@@ -15,7 +15,14 @@ __all__ = ["Gate", "OpenGate"]
 
 
 class Gate(Protocol):
-    """Admits slices. Called by one copier at a time, from its own thread; `moved` follows each `admit`."""
+    """Admits slices. `start` and `hurry` are called by the training thread, and return at once.
+
+    `admit` and `moved` are called by one copier at a time, from its own thread; `moved` follows each `admit`.
+    """
+
+    def start(self, size_bytes: int, /) -> None:
+        """A capture begins: so many bytes are to be moved before its fence."""
+        ...
 
     def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
         """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set: the state is about to change.
@@ -28,14 +35,24 @@ class Gate(Protocol):
         """The slice that was admitted last moved between two times of ``time.perf_counter``."""
         ...
 
+    def hurry(self) -> None:
+        """The fence has come, and ``urgent`` is set: who waits in `admit` is to look. The fence calls it."""
+        ...
+
 
 class OpenGate:
     """Lets every slice through at once."""
 
     __slots__ = ()
 
+    def start(self, size_bytes: int, /) -> None:
+        """Expect nothing."""
+
     def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
         """Return."""
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """Keep nothing."""
+
+    def hurry(self) -> None:
+        """Nobody waits."""

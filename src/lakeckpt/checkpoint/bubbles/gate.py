@@ -93,12 +93,12 @@ class BubbleGate:
 
     # --- what the capture says and asks
 
-    def start(self, size_bytes: int) -> None:
+    def start(self, size_bytes: int, /) -> None:
         """A capture begins: so many bytes will be asked for before the fence."""
         with self._changed:
             self._policy.begin_capture(size_bytes)
 
-    def admit(self, size_bytes: int, urgent: threading.Event) -> None:
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
         """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set."""
         with self._changed:
             self._asked = True
@@ -111,7 +111,7 @@ class BubbleGate:
             self._asked = False
             self._urgent = urgent.is_set()
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float) -> None:
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """The slice that was admitted last was copied in [begin_s, end_s)."""
         with self._changed:
             self._policy.moved(size_bytes, begin_s, end_s)
