@@ -16,10 +16,11 @@ import torch
 from lakeckpt.checkpoint.digests import digest_all, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.random_states import RANDOM, capture_random
+from lakeckpt.checkpoint.staged import Staged, StagedTensor, StagedTree
 from lakeckpt.checkpoint.tensors import host_bytes, on_host, spec_of
 from lakeckpt.checkpoint.tree import Flat, flatten, tree_to_bytes
 
-__all__ = ["Captured", "Staged", "StagedTensor", "StagedTree", "capture", "stage"]
+__all__ = ["Captured", "capture", "stage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,32 +32,6 @@ class Captured:
     """item → the document of its tree."""
     specs: Mapping[str, TensorSpec]
     """key → the spec of a tensor."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedTensor:
-    """A tensor in host memory that stays as it is until it is persisted."""
-
-    spec: TensorSpec
-    data: memoryview
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedTree:
-    """The document of an item's tree."""
-
-    item: str
-    document: bytes
-    digest: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """The state at a cut, apart from the live objects."""
-
-    tensors: Mapping[str, StagedTensor]
-    trees: Mapping[str, StagedTree]
 
 
 def capture(objects: Mapping[str, Any]) -> Captured:

@@ -2,7 +2,8 @@
 
 At each cut every tracked reader has been consumed up to a receipt: the one that the user names, else the last that was
 delivered. `ReaderTrack` remembers it, notes the frontier for the record of steps, and gives states and records of what
-was consumed as of the cut, whatever has been delivered since. It never communicates.
+was consumed as of the cut, whatever has been delivered since. `Journal` keeps the records of all readers until a commit
+has them. It never communicates.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lakeckpt.checkpoint.journal import Leg
 from lakeckpt.checkpoint.manifest import ReaderRecord, Stretch
 from lakeckpt.core.plan import consumption
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import ReaderState
-from lakeckpt.errors import ConfigError
+from lakeckpt.errors import ConfigError, StateInvalid
 from lakeckpt.tracking.readers import SkippingReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
 
-__all__ = ["Place", "ReaderTrack", "by_reader"]
+__all__ = ["Journal", "Place", "ReaderTrack", "by_reader"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,30 +74,36 @@ class ReaderTrack:
     def _skipped(self, at: Receipt | None) -> SkipList:
         return self.reader.skipped(at) if isinstance(self.reader, SkippingReader) else SkipList()
 
-    def record(self, place: Place, *, step: int, state: Mapping[str, Any], skips: SkipList) -> ReaderRecord:
-        """What the manifest of a save at ``place`` says; ``state`` and ``skips`` are those of the whole job."""
+    def leg(self, first: int, step: int) -> Leg:
+        """From the cut of step ``first``, which was handed over, to the last cut, that of ``step``; it stays open."""
+        place = self.place()
         stretches = () if place.receipt is None else self.reader.stretches(place.receipt)
-        return ReaderRecord(
-            state=state,
+        record = ReaderRecord(
+            state=place.state,
             stretches=tuple(
                 Stretch(begin=begin.to_plain(), end=end.to_plain(), consumed=consumption(begin, end))
                 for begin, end in stretches
             ),
             steps=self._recorder.record(step),
-            index=self._index_of(state),
-            skips=skips,
+            index=self._index_of(place.state),
+            skips=place.skips,
         )
+        return Leg(first=first, step=step, record=record)
 
     def _index_of(self, state: Mapping[str, Any]) -> str | None:
         """The digest of the index that ``state`` is of: a reader may be at a newer version than a receipt."""
         index = index_of(self.reader)
         if index is None:
             return None
-        table = ReaderState.from_plain(state).identity.table
+        try:
+            table = ReaderState.from_plain(state).identity.table
+        except StateInvalid:
+            return str(index.digest)  # a rank's part of a state: such readers stay at one version
         return table if table in {one.digest for one, _ in versions_of(self.reader)} else str(index.digest)
 
-    def committed(self, place: Place, *, step: int) -> None:
-        """A commit has recorded all up to ``place`` and ``step``."""
+    def handed_over(self, step: int) -> None:
+        """The leg to the last cut, that of ``step``, was handed over: the next one begins there."""
+        place = self.place()
         self._recorder.forget(step)
         if place.receipt is None:
             return
@@ -104,6 +112,35 @@ class ReaderTrack:
         self._recorded_skips = place.skips
         if self._at == place.receipt:
             self._at = None
+
+
+class Journal:
+    """The legs of all tracked readers since the newest commit, from a restore at ``step`` on."""
+
+    __slots__ = ("_closed", "_from", "_tracks")
+
+    def __init__(
+        self, tracks: Mapping[str, ReaderTrack], step: int, *, legs: Mapping[str, tuple[Leg, ...]] | None = None
+    ) -> None:
+        self._tracks = tracks
+        self._from = step
+        self._closed = {name: list((legs or {}).get(name, ())) for name in tracks}
+
+    def legs(self, step: int) -> dict[str, tuple[Leg, ...]]:
+        """reader → its legs up to the last cut, that of ``step``."""
+        return {name: (*self._closed[name], track.leg(self._from, step)) for name, track in self._tracks.items()}
+
+    def handed_over(self, legs: Mapping[str, tuple[Leg, ...]], step: int) -> None:
+        """``legs``, of the last cut, were handed over: new ones begin at ``step``."""
+        for name, track in self._tracks.items():
+            track.handed_over(step)
+            self._closed[name] = list(legs[name])
+        self._from = step
+
+    def committed(self, step: int) -> None:
+        """A commit has recorded all up to ``step``."""
+        for name, legs in self._closed.items():
+            self._closed[name] = [leg for leg in legs if leg.step > step]
 
 
 def by_reader(

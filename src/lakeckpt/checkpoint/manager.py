@@ -18,15 +18,16 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 
 from lakeckpt.checkpoint.commit import Verify
-from lakeckpt.checkpoint.cuts import ReaderTrack, by_reader
+from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader
 from lakeckpt.checkpoint.keep import Keep, checked_metric
 from lakeckpt.checkpoint.log import list_slots, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.policy import Policy, policy_of
+from lakeckpt.checkpoint.publish import Publisher, Settings
 from lakeckpt.checkpoint.random_states import RANDOM
 from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport, SaveWarning
 from lakeckpt.checkpoint.restorer import Restorer
-from lakeckpt.checkpoint.saver import Saver, Settings
+from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.core.receipts import Receipt
@@ -146,14 +147,20 @@ class CheckpointManager:
         self._tracks.update(
             (name, ReaderTrack(name, one)) for name, one in self._objects.items() if isinstance(one, TrackedReader)
         )
-        self._saver = Saver(
+        publisher = Publisher(
             self._storage,
-            self._exchange,
             attempt,
-            objects={name: one for name, one in self._objects.items() if name not in self._tracks},
-            tracks=self._tracks,
+            rank=self._exchange.rank,
+            world_size=self._exchange.world_size,
             settings=self._settings,
             waiter=self._waiter,
+        )
+        self._saver = Saver(
+            publisher,
+            self._exchange,
+            objects={name: one for name, one in self._objects.items() if name not in self._tracks},
+            tracks=self._tracks,
+            journal=Journal(self._tracks, step),
         )
         self._schedule.start(step)
         return step

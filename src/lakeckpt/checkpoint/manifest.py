@@ -27,7 +27,18 @@ from lakeckpt.wire.reader_state import dumps_state, loads_state
 from lakeckpt.wire.skips import skips_from_wire, skips_to_wire
 from lakeckpt.wire.varint import pack_intervals, unpack_intervals
 
-__all__ = ["Begin", "Entry", "Manifest", "PartRef", "ReaderRecord", "Stretch", "entry_from_bytes", "entry_to_bytes"]
+__all__ = [
+    "Begin",
+    "Entry",
+    "Manifest",
+    "PartRef",
+    "ReaderRecord",
+    "Stretch",
+    "entry_from_bytes",
+    "entry_to_bytes",
+    "reader_from_plain",
+    "reader_to_plain",
+]
 
 _KIND = "log"
 _VERSION = (1, 4)  # 1.1: "keep"; 1.2: "skips"; 1.3: "given_up"; 1.4: "metric", "keep_every", "keep_best"
@@ -205,7 +216,7 @@ def _manifest_to_plain(entry: Manifest) -> dict[str, object]:
         "world_size": entry.world_size,
         "cut": entry.cut,
         "parts": [[part.rank, part.path, part.size_bytes, part.digest] for part in entry.parts],
-        "readers": {name: _reader_to_plain(reader) for name, reader in entry.readers.items()},
+        "readers": {name: reader_to_plain(reader) for name, reader in entry.readers.items()},
         "seed": entry.seed,
         "library": entry.library,
         "created_s": entry.created_s,
@@ -234,7 +245,7 @@ def _manifest_from_plain(plain: Mapping[str, object]) -> Manifest:
         cut=taken(plain, "cut", bytes),
         parts=tuple(_part_ref(row) for row in taken(plain, "parts", list)),
         readers={
-            str(name): _reader_from_plain(fields_of(reader, "the record of a reader"))
+            str(name): reader_from_plain(fields_of(reader, "the record of a reader"))
             for name, reader in taken(plain, "readers", dict).items()
         },
         seed=taken(plain, "seed", int),
@@ -266,7 +277,8 @@ def _part_ref(row: object) -> PartRef:
     return PartRef(rank=rank, path=confined(path, below=PARTS), size_bytes=size_bytes, digest=digest)
 
 
-def _reader_to_plain(reader: ReaderRecord) -> dict[str, object]:
+def reader_to_plain(reader: ReaderRecord) -> dict[str, object]:
+    """The record of a reader, as a manifest holds it."""
     stretches = [
         [
             _state_to_wire(one.begin),
@@ -286,7 +298,8 @@ def _reader_to_plain(reader: ReaderRecord) -> dict[str, object]:
     return plain
 
 
-def _reader_from_plain(plain: Mapping[str, object]) -> ReaderRecord:
+def reader_from_plain(plain: Mapping[str, object]) -> ReaderRecord:
+    """What `reader_to_plain` made ``plain`` of; `WireDamaged` where it is none."""
     try:
         steps = StepRecord.from_plain(taken(plain, "steps", list))
     except (TypeError, ValueError) as error:

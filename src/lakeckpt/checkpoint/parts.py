@@ -23,10 +23,22 @@ from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.codec import dumps, loads
 from lakeckpt.wire.skips import skips_from_wire, skips_to_wire
 
-__all__ = ["OBJECTS", "PARTS", "FileRecord", "PartRecord", "SaveId", "TensorRecord", "TreeRecord", "file_digest"]
+__all__ = [
+    "OBJECTS",
+    "PARTS",
+    "RANDOM",
+    "FileRecord",
+    "PartRecord",
+    "SaveId",
+    "TensorRecord",
+    "TreeRecord",
+    "file_digest",
+]
 
 PARTS = "parts"
 OBJECTS = "objects"
+RANDOM = "lakeckpt.random"
+"""The name of the item that holds the random states; users' items cannot have it."""
 _KIND = "part"
 _VERSION = (2, 0)  # 1.1: "skips"; 2.0: files of earlier saves, of which it may need some tensors only
 _VERSION_OF_OWN_FILES = (1, 1)

@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from lakeckpt.checkpoint.parts import RANDOM
 from lakeckpt.core.hashing import derive_key
 from lakeckpt.errors import CheckpointDamaged
 
 __all__ = ["RANDOM", "capture_random", "check_random", "derive_random", "restore_random"]
-
-RANDOM = "lakeckpt.random"
-"""The name of the item that holds the random states; users' items cannot have it."""
 
 
 def capture_random() -> dict[str, Any]:

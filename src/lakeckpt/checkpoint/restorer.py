@@ -29,10 +29,10 @@ from lakeckpt.checkpoint.log import Damage, LogView, SlotTaken, list_slots, put_
 from lakeckpt.checkpoint.manifest import Begin, Manifest
 from lakeckpt.checkpoint.parts import PARTS
 from lakeckpt.checkpoint.pinning import Pins, fit_readers, go_to, pins_of_rank_0, records_at, versions_of_ranks
+from lakeckpt.checkpoint.publish import Attempt
 from lakeckpt.checkpoint.random_states import derive_random, restore_random
 from lakeckpt.checkpoint.remap import records_remapped
 from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
-from lakeckpt.checkpoint.saver import Attempt
 from lakeckpt.checkpoint.verify import index_damage
 from lakeckpt.errors import (
     AttemptSuperseded,
@@ -258,7 +258,7 @@ class Restorer:
             manifest = chosen.manifest
             self._apply_at_versions(chosen)
             self._check_indexes(manifest)
-            attempt.parent, attempt.seed = manifest.slot, manifest.seed
+            attempt.parent, attempt.seed, attempt.recorded = manifest.slot, manifest.seed, manifest.step
             step, restored, per_rank = manifest.step, CheckpointInfo.of(manifest), chosen.loaded.per_rank
             given_up = chosen.pins.given_up
             self._warn_of(given_up)

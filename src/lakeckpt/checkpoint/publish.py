@@ -1,0 +1,368 @@
+"""How does a staged cut become a checkpoint?  Agreed on, persisted and committed by all ranks, in one attempt.
+
+(agree) → persist → commit. All ranks publish the same cuts in the same order. They talk once, when they agree; from
+then on each writes its share, rank 0 commits and the others watch the log. What fails leaves the newest checkpoint as
+it was. Where the answer to a commit was lost and cannot be looked up, the next publication looks first.
+
+How ranks talk is an argument, so that trainers do it over their process group and agents through storage. Imports
+without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lakeckpt import __version__
+from lakeckpt.checkpoint.agreement import Agreement, Talk, Unit, agree
+from lakeckpt.checkpoint.commit import (
+    Verify,
+    await_commit,
+    collect_parts,
+    publish_failure,
+    superseded,
+    verify_objects,
+)
+from lakeckpt.checkpoint.fetch import fetch_part
+from lakeckpt.checkpoint.journal import joined, since, skipped
+from lakeckpt.checkpoint.keep import Keep
+from lakeckpt.checkpoint.log import SlotTaken, put_entry, read_entry
+from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.parts import RANDOM, PartRecord, SaveId, TreeRecord
+from lakeckpt.checkpoint.persist import OwnedTensor, persist
+from lakeckpt.checkpoint.retention import Retention
+from lakeckpt.checkpoint.staged import StagedCut
+from lakeckpt.checkpoint.unchanged import Earlier
+from lakeckpt.checkpoint.waiting import Waiter
+from lakeckpt.core.skips import SkipList
+from lakeckpt.errors import (
+    AttemptSuperseded,
+    CheckpointDamaged,
+    CheckpointIncomplete,
+    LakeckptError,
+    MissingRanksError,
+    ObjectMissing,
+    SaveFailed,
+    StorageError,
+    WireError,
+)
+from lakeckpt.lake.storage import Storage
+from lakeckpt.tracking.merge import is_part, merge_states
+from lakeckpt.wire.codec import dumps, loads
+
+__all__ = ["Attempt", "Publisher", "Settings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How checkpoints are published."""
+
+    keep: Keep
+    """Which checkpoints keep their data."""
+    verify: Verify
+    """How the committer looks at what was written: its ``"sizes"``, or all ``"bytes"`` again."""
+    timeout_s: float
+    """How long a rank waits for another's part or commit."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """The attempt that this process is part of, as far as it knows the log."""
+
+    run: str
+    number: int
+    """Its number: the slot of its begin."""
+    last: int
+    """The last slot that this attempt knows to be taken: its own."""
+    parent: int | None
+    seed: int
+    recorded: int = 0
+    """Up to which optimizer step the log has recorded what was consumed: that of ``parent``."""
+    saves: int = 0
+    """How many saves have begun."""
+
+
+class Publisher:
+    """Publishes the cuts of ``rank`` of ``world_size``, for one attempt."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        attempt: Attempt,
+        *,
+        rank: int,
+        world_size: int,
+        settings: Settings,
+        waiter: Waiter,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.attempt = attempt
+        self._storage = storage
+        self._rank, self._world_size = rank, world_size
+        self._settings = settings
+        self._waiter = waiter
+        self._clock = clock
+        self._unknown: dict[str, Manifest] = {}  # by write id: commits whose answer was lost
+        self._documents: set[str] = set()
+        self._retention = Retention(storage)
+        self._earlier: tuple[int | None, Earlier] = (None, Earlier())  # a slot, and this rank's part of its commit
+
+    def publish(self, save: SaveId, taken: StagedCut | Exception, talk: Talk) -> Manifest:
+        """Publish a cut, or tell the other ranks why this one has none; collective. Returns what was committed.
+
+        Raises `SaveFailed`, `CheckpointIncomplete` and `AttemptSuperseded`; `DisagreementError` where the ranks are not
+        at one cut; what was ``taken`` where it is an error.
+        """
+        cut, agreement, states = self._agree(save, taken, talk)
+        try:
+            part = self._persist(cut, save, agreement)
+        except Exception as error:
+            publish_failure(self._storage, save, self._rank, error)
+            if not isinstance(error, LakeckptError):
+                raise
+            raise SaveFailed(f"rank {self._rank} could not write its part of step {save.step}: {error}") from error
+        if self._rank == 0:
+            manifest = self._commit(cut, save, agreement, states)
+        else:
+            timeout_s = 2 * self._settings.timeout_s  # rank 0 may wait as long for a part before it commits
+            slot = int(agreement.told["slot"])
+            manifest = await_commit(self._storage, save, slot, waiter=self._waiter, timeout_s=timeout_s)
+        self._adopt(manifest)
+        self._earlier = (manifest.slot, Earlier.of(part))
+        if self._rank == 0:
+            self._prune(manifest)
+        return manifest
+
+    # --- agree
+
+    def _agree(
+        self, save: SaveId, taken: StagedCut | Exception, talk: Talk
+    ) -> tuple[StagedCut, Agreement, dict[str, Any]]:
+        """Settle with all ranks what is where. What fails on one rank fails on all."""
+        facts = {"optimizer step": str(save.step), "attempt": str(save.attempt), "save": str(save.number)}
+        failure = taken if isinstance(taken, Exception) else None
+        tell: dict[str, str] = {}
+        try:
+            tell = self._told() if self._rank == 0 else {}
+            if isinstance(taken, StagedCut):
+                facts |= {
+                    f"state of reader {name!r}": _digest(legs[-1].record.state)
+                    for name, legs in taken.readers.items()
+                    if not is_part(legs[-1].record.state)
+                }
+        except Exception as error:
+            failure = failure or error
+        if failure is not None:
+            tell = {f"failure of rank {self._rank}": str(failure)}
+        try:
+            agreement = agree(talk, facts=facts, units=_units(taken), tell=tell)
+        except MissingRanksError as error:
+            raise failure or CheckpointIncomplete(f"the checkpoint of step {save.step}: {error}") from error
+        failures = sorted(f"{name}: {text}" for name, text in agreement.told.items() if name.startswith("failure"))
+        if failures:
+            raise failure or SaveFailed(f"nothing was saved at step {save.step}. {'; '.join(failures)}")
+        assert isinstance(taken, StagedCut)
+        states = {name: _joined_state(legs[-1].record.state, talk) for name, legs in taken.readers.items()}
+        return taken, agreement, states
+
+    def _told(self) -> dict[str, str]:
+        """What rank 0 tells all: the slot of the next commit, that of the one that it goes on from, and up to which
+        step what was consumed is recorded there."""
+        slot, parent = self._next_slot(), self.attempt.parent
+        return {
+            "slot": str(slot),
+            "parent": "" if parent is None else str(parent),
+            "recorded": str(self.attempt.recorded),
+        }
+
+    def _next_slot(self) -> int:
+        """The slot for the next commit; settles first whether one whose answer was lost has happened."""
+        if self._unknown:
+            try:
+                found = read_entry(self._storage, self.attempt.last + 1)
+            except ObjectMissing:
+                return self.attempt.last + 1
+            except (WireError, StorageError) as error:
+                raise SaveFailed(
+                    f"whether slot {self.attempt.last + 1} was committed cannot be looked up: {error}"
+                ) from error
+            self._settle(SlotTaken(found.slot, found))
+        return self.attempt.last + 1
+
+    def _settle(self, taken: SlotTaken) -> None:
+        """Adopt the entry in the next slot if it is one of ours whose answer was lost; else we are superseded."""
+        ours = self._unknown.get(taken.found.write_id) if taken.found is not None else None
+        if ours is None:
+            raise AttemptSuperseded(superseded(self.attempt.number, taken))
+        self._adopt(ours)
+
+    # --- persist
+
+    def _persist(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> PartRecord:
+        share, staged = agreement.share(self._rank), cut.staged
+        tensors = [
+            OwnedTensor(spec=one.spec, data=one.data, digest=one.digest, ranks=share[f"tensor:{key}", one.digest])
+            for key, one in sorted(staged.tensors.items())
+            if (f"tensor:{key}", one.digest) in share
+        ]
+        own = ((self._rank, self._rank + 1),)
+        ranks = {**share, (f"tree:{RANDOM}", staged.trees[RANDOM].digest): own}
+        trees = [
+            TreeRecord(item=item, document=one.document, digest=one.digest, ranks=ranks[f"tree:{item}", one.digest])
+            for item, one in sorted(staged.trees.items())
+            if (f"tree:{item}", one.digest) in ranks
+        ]
+        recorded = int(agreement.told["recorded"])
+        skips = {name: skipped(since(legs, recorded)) for name, legs in cut.readers.items()}
+        return persist(
+            self._storage,
+            run=self.attempt.run,
+            save=save,
+            rank=self._rank,
+            world_size=self._world_size,
+            cut=agreement.cut,
+            tensors=tensors,
+            trees=trees,
+            skips={name: one for name, one in skips.items() if one},
+            earlier=self._part_of(int(agreement.told["parent"]) if agreement.told["parent"] else None),
+        )
+
+    def _part_of(self, parent: int | None) -> Earlier:
+        """What this rank wrote for the commit that rank 0 goes on from; nothing where that cannot be read.
+
+        Rank 0 says which: a rank that did not hear of the last commit must not refer to what is removed by now.
+        """
+        if self._earlier[0] != parent:
+            self._earlier = (parent, Earlier())
+            with contextlib.suppress(WireError, CheckpointDamaged, StorageError):
+                found = None if parent is None else read_entry(self._storage, parent)
+                if isinstance(found, Manifest) and self._rank < found.world_size:
+                    part = fetch_part(self._storage, found, found.parts[self._rank])
+                    self._earlier = (parent, Earlier.of(part))
+        return self._earlier[1]
+
+    # --- commit
+
+    def _commit(self, cut: StagedCut, save: SaveId, agreement: Agreement, states: Mapping[str, Any]) -> Manifest:
+        try:
+            manifest = self._verified(cut, save, agreement, states)
+            self._put(manifest)
+        except Exception as error:
+            publish_failure(self._storage, save, 0, error)
+            if isinstance(error, StorageError):
+                raise SaveFailed(f"the checkpoint of step {cut.step} could not be committed: {error}") from error
+            raise
+        return manifest
+
+    def _verified(self, cut: StagedCut, save: SaveId, agreement: Agreement, states: Mapping[str, Any]) -> Manifest:
+        """The manifest of the parts of all ranks, when all of them are there and verified."""
+        ranks = range(self._world_size)
+        refs, parts = collect_parts(
+            self._storage,
+            save,
+            world_size=self._world_size,
+            expected={rank: frozenset({*agreement.share(rank), (f"tree:{RANDOM}", b"")}) for rank in ranks},
+            waiter=self._waiter,
+            timeout_s=self._settings.timeout_s,
+        )
+        verify_objects(self._storage, parts, verify=self._settings.verify)
+        self._write_documents(cut)
+        return Manifest(
+            run=self.attempt.run,
+            slot=int(agreement.told["slot"]),
+            attempt=save.attempt,
+            parent=self.attempt.parent,
+            step=cut.step,
+            number=save.number,
+            world_size=self._world_size,
+            cut=agreement.cut,
+            parts=tuple(refs),
+            readers={
+                name: joined(
+                    since(legs, self.attempt.recorded),
+                    state=states[name],
+                    skips=SkipList().union(*(part.skips[name] for part in parts if name in part.skips)),
+                )
+                for name, legs in cut.readers.items()
+            },
+            seed=self.attempt.seed,
+            library=__version__,
+            created_s=float(self._clock()),
+            write_id=uuid.uuid4().hex,
+            keep=self._settings.keep,
+            metric=cut.metric,
+        )
+
+    def _put(self, manifest: Manifest) -> None:
+        """Put the manifest into its slot. Where the store fails, it is not known whether it is there."""
+        try:
+            put_entry(self._storage, manifest)
+        except SlotTaken as taken:
+            self._settle(taken)
+            raise SaveFailed(
+                f"slot {manifest.slot} holds an earlier commit of this attempt, whose answer was lost and which came "
+                f"late: it counts, and step {manifest.step} was not saved"
+            ) from None
+        except StorageError as error:
+            self._unknown[manifest.write_id] = manifest
+            raise SaveFailed(f"the manifest of step {manifest.step} could not be put: {error}") from error
+
+    def _write_documents(self, cut: StagedCut) -> None:
+        for path, make in cut.documents.items():
+            if path not in self._documents and not self._storage.list(path):
+                self._storage.put(path, [make()])
+            self._documents.add(path)
+
+    def _adopt(self, manifest: Manifest) -> None:
+        """The manifest is committed: what follows builds on it."""
+        self._unknown.clear()
+        self.attempt.last = self.attempt.parent = manifest.slot
+        self.attempt.recorded = manifest.step
+
+    def _prune(self, manifest: Manifest) -> None:
+        try:
+            self._retention.prune(manifest, self._settings.keep)
+        except StorageError:
+            return  # the checkpoint is committed; what should have gone goes after the next one
+
+
+def _units(taken: StagedCut | Exception) -> list[Unit]:
+    if isinstance(taken, Exception):
+        return []
+    tensors = [
+        Unit(name=f"tensor:{key}", digest=one.digest, size_bytes=one.spec.size_bytes)
+        for key, one in taken.staged.tensors.items()
+    ]
+    trees = [
+        Unit(name=f"tree:{item}", digest=one.digest, size_bytes=len(one.document))
+        for item, one in taken.staged.trees.items()
+        if item != RANDOM
+    ]
+    return tensors + trees
+
+
+def _joined_state(state: Mapping[str, Any], talk: Talk) -> Any:
+    """The state of the whole job, from this rank's state of a reader."""
+    if not is_part(state):
+        return state
+    every = talk.combine(
+        _packed([dict(state)]), lambda messages: _packed([one for m in messages for one in _unpacked(m)])
+    )
+    return merge_states(_unpacked(every))
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return dumps(dict(state), kind="value", version=(1, 0))[-16:].hex()
+
+
+def _packed(states: list[dict[str, Any]]) -> bytes:
+    return dumps(states, kind="states", version=(1, 0))
+
+
+def _unpacked(data: bytes) -> list[dict[str, Any]]:
+    states: list[dict[str, Any]] = loads(data, kind="states", supported=(1, 0)).value
+    return states

@@ -1,0 +1,55 @@
+"""What of a cut is written?  Tensors and trees in host memory, apart from the live objects, each with its digest.
+
+Values only. Imports without torch: whoever persists needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.journal import Leg
+
+__all__ = ["Staged", "StagedCut", "StagedTensor", "StagedTree"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedTensor:
+    """A tensor in host memory that stays as it is until it is persisted."""
+
+    spec: TensorSpec
+    data: memoryview
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedTree:
+    """The document of an item's tree."""
+
+    item: str
+    document: bytes
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """The state at a cut, apart from the live objects."""
+
+    tensors: Mapping[str, StagedTensor]
+    trees: Mapping[str, StagedTree]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedCut:
+    """Everything that a rank has to say of a cut."""
+
+    step: int
+    """Optimizer steps done."""
+    staged: Staged
+    readers: Mapping[str, tuple[Leg, ...]] = field(default_factory=dict)
+    """reader → its legs up to the cut, from the newest commit on or from an earlier one."""
+    metric: float | None = None
+    """How good the state is, where the training loop said so."""
+    documents: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
+    """path → what makes a document that must be there before the commit: indexes of tables."""
