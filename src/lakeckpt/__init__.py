@@ -28,11 +28,13 @@ _PUBLIC = {
     "SkipWarning": "lakeckpt.data.skip_warning",
     "Table": "lakeckpt.lake.table",
     "TransformContext": "lakeckpt.data.transform",
+    "convert_checkpoint": "lakeckpt.checkpoint.foreign.convert",
     "convert_state": "lakeckpt.data.convert_state",
     "errors": "lakeckpt.errors",
     "keep_version": "lakeckpt.lake.keep",
     "merge_states": "lakeckpt.tracking.merge",
     "open_table": "lakeckpt.lake.table",
+    "read_state": "lakeckpt.checkpoint.foreign.convert",
     "record_digests": "lakeckpt.reading.record_digests",
 }
 
@@ -55,11 +57,13 @@ __all__ = [
     "Table",
     "TransformContext",
     "__version__",
+    "convert_checkpoint",
     "convert_state",
     "errors",
     "keep_version",
     "merge_states",
     "open_table",
+    "read_state",
     "record_digests",
 ]
 
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.dcp.reader import LakeStorageReader
     from lakeckpt.checkpoint.dcp.value import PerRank
     from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
+    from lakeckpt.checkpoint.foreign.convert import convert_checkpoint, read_state
     from lakeckpt.checkpoint.keep import Keep
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.core.receipts import Receipt

@@ -1,8 +1,8 @@
 """``lakeckpt``: which command was asked for, and what does the user see when it fails?
 
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. Nothing heavy is imported before one
-runs, and no command but ``demo`` loads torch. Our own errors become one message and exit status 2 (with ``--json``: a
-JSON document with ``error``); a defect keeps its traceback.
+runs, and no command but ``demo`` and ``convert`` loads torch. Our own errors become one message and exit status 2 (with
+``--json``: a JSON document with ``error``); a defect keeps its traceback.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _COMMANDS = {
     "inspect": "the checkpoints of a run, its attempts, and where its readers are",
     "verify": "read every byte of a run's checkpoints and compare the checksums",
     "explain": "which rows made an optimizer step",
+    "convert": "a checkpoint of torch's DCP, of safetensors or of a run becomes one of another form",
     "audit": "prove that every row was consumed exactly once, or name those that were not",
 }
 _ABOUT = "Resume training on a data lake, exactly: every row counts once per epoch, whatever crashes."

@@ -1,0 +1,199 @@
+"""How does a checkpoint of one form become one of another?  Its state is read, by whoever wrote it, and written anew.
+
+`read_state` tells by looking what lies at a place: a run of `CheckpointManager`, a checkpoint of `LakeStorageWriter`,
+one of torch's own DCP, or safetensors. `convert_checkpoint` writes what it read as any of the last three. The whole
+state is held in host memory once. Nothing is unpickled on the way in; on the way out, torch's own writer writes torch's
+own form, pickle and all.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from lakeckpt.checkpoint.dcp.metadata import CHECKPOINT
+from lakeckpt.checkpoint.dcp.planners import LakeLoadPlanner, LakeSavePlanner
+from lakeckpt.checkpoint.dcp.reader import LakeStorageReader
+from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.foreign.dcp_folder import nested, read_dcp_folder
+from lakeckpt.checkpoint.foreign.dcp_metadata import METADATA
+from lakeckpt.checkpoint.foreign.safetensors import read_safetensors, tensors_of, write_safetensors
+from lakeckpt.checkpoint.load import load
+from lakeckpt.checkpoint.log import LOG, list_slots, read_entry
+from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.tensors import empty_for
+from lakeckpt.checkpoint.tree import rebuild
+from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, WireError
+from lakeckpt.lake.storage import Storage, describe, open_storage
+
+__all__ = ["Converted", "Form", "convert_checkpoint", "read_state"]
+
+Form = Literal["lakeckpt", "dcp", "safetensors"]
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What was converted."""
+
+    source: str
+    """What the source was: ``"run"``, ``"lakeckpt"``, ``"dcp"`` or ``"safetensors"``."""
+    target: Form
+    tensors: int
+    size_bytes: int
+    """Of the tensors."""
+    values: int
+    """Leaves that are no tensors."""
+
+
+def read_state(
+    uri: str | os.PathLike[str],
+    *,
+    slot: int | None = None,
+    rank: int = 0,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The state that lies at ``uri``, whole, in host memory, for ``load_state_dict`` of anything.
+
+    A run of `CheckpointManager` (its newest checkpoint, or that in ``slot``; what ``rank`` had; readers' states under
+    their names, random states left out), a checkpoint of `LakeStorageWriter`, a folder of torch's own DCP, or a folder
+    or file of safetensors (tensors by name). Nothing that is read is unpickled: a value that only a pickle can make is
+    refused by its name.
+
+    Raises `CheckpointNotFound`, `CheckpointDamaged`, `UnsupportedValue`, `NewerFormat`.
+    """
+    return _read(uri, slot=slot, rank=rank, storage_options=storage_options)[1]
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: Form,
+    item: str | None = None,
+    slot: int | None = None,
+    rank: int = 0,
+    storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+) -> Converted:
+    """Read the state at ``source`` (see `read_state`) and write it at ``target``, an empty folder.
+
+    ``to="dcp"``: a folder that plain ``torch.distributed.checkpoint`` loads; local folders only. ``to="lakeckpt"``: one
+    for `LakeStorageReader`. ``to="safetensors"``: ``model.safetensors``, or several and an index; tensors only, so
+    that ``item="model"`` chooses the part to write, with names as in its own state dict. ``item`` may have dots for
+    parts inside of parts.
+
+    Raises as `read_state`, and `ConfigError` where the target is not empty or the item is not there.
+    """
+    kind, state = _read(source, slot=slot, rank=rank, storage_options=storage_options)
+    state = _item(state, item)
+    storage = open_storage(target, storage_options=target_options)
+    if storage.list():
+        raise ConfigError(f"{describe(storage)!r} is not empty: convert into a new folder")
+    if to == "safetensors":
+        write_safetensors(storage, tensors_of(state))
+    elif to == "lakeckpt":
+        writer = LakeStorageWriter(target, storage_options=target_options)
+        _alone(dcp_save, state, storage_writer=writer, planner=LakeSavePlanner())
+    elif to == "dcp":
+        _alone(dcp_save, state, storage_writer=FileSystemWriter(_local(target)))
+    else:
+        raise ConfigError(f"to is 'lakeckpt', 'dcp' or 'safetensors', got {to!r}")
+    leaves = flatten_state_dict(state)[0].values()
+    sizes = [one.nbytes for one in leaves if hasattr(one, "nbytes") and hasattr(one, "untyped_storage")]
+    values = len(leaves) - len(sizes)
+    return Converted(source=kind, target=to, tensors=len(sizes), size_bytes=sum(sizes), values=values)
+
+
+def _read(
+    uri: str | os.PathLike[str], *, slot: int | None, rank: int, storage_options: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    place, name = os.fspath(uri), None
+    if place.endswith(_SUFFIX):
+        place, _, name = place.rpartition("/")
+        place = place or "."
+    storage = open_storage(place, storage_options=storage_options)
+    if name is None and storage.list(LOG):
+        return "run", _state_of_run(storage, slot, rank)
+    if slot is not None or rank:
+        raise ConfigError(f"{describe(storage)!r} is not a run: it has no slots and no ranks to choose")
+    if name is None and storage.list(CHECKPOINT):
+        return "lakeckpt", _state_of_lake(place, storage_options)
+    if name is None and storage.list(METADATA):
+        return "dcp", read_dcp_folder(storage)
+    return "safetensors", dict(read_safetensors(storage, name))
+
+
+def _state_of_run(storage: Storage, slot: int | None, rank: int) -> dict[str, Any]:
+    manifest = _manifest(storage, slot)
+    if not 0 <= rank < manifest.world_size:
+        raise ConfigError(
+            f"the checkpoint in slot {manifest.slot} has ranks 0 to {manifest.world_size - 1}, not {rank}"
+        )
+    loaded = load(storage, manifest, rank=rank, world_size=manifest.world_size)
+    state = {name: rebuild(tree, loaded.tensors) for name, tree in loaded.trees.items()}
+    return state | {name: dict(reader.state) for name, reader in manifest.readers.items()}
+
+
+def _manifest(storage: Storage, slot: int | None) -> Manifest:
+    for at in reversed(list_slots(storage)) if slot is None else [slot]:
+        try:
+            entry = read_entry(storage, at)
+        except WireError as error:
+            raise CheckpointDamaged(f"slot {at} of {describe(storage)!r}: {error}: choose an older one") from error
+        if isinstance(entry, Manifest):
+            return entry
+        if slot is not None:
+            raise ConfigError(f"slot {slot} of {describe(storage)!r} is the begin of an attempt, no checkpoint")
+    raise CheckpointNotFound(f"{describe(storage)!r} is a run without a checkpoint yet")
+
+
+def _state_of_lake(place: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """All that a checkpoint of ours holds; values of single ranks under the names that they have there."""
+    reader = LakeStorageReader(place, storage_options=options)
+    metadata = reader.read_metadata()
+    flat: dict[str, Any] = {}
+    for name, found in metadata.state_dict_metadata.items():
+        if isinstance(found, BytesStorageMetadata):
+            flat[name] = None
+        else:
+            dtype = str(found.properties.dtype).removeprefix("torch.")
+            flat[name] = empty_for(TensorSpec(key=name, dtype=dtype, shape=tuple(found.size)))[0]
+    _alone(dcp_load, flat, storage_reader=reader, planner=LakeLoadPlanner())
+    planned = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    return nested(flat, {name: tuple(path) for name, path in planned.items() if name in flat})
+
+
+def _item(state: dict[str, Any], item: str | None) -> dict[str, Any]:
+    found: Any = state
+    for step in item.split(".") if item else ():
+        if not isinstance(found, Mapping) or step not in found:
+            raise ConfigError(f"there is no {item!r} in this checkpoint: it holds {', '.join(map(str, found))[:400]}")
+        found = found[step]
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{item!r} of this checkpoint is a {type(found).__name__}, not a state of several names")
+    return dict(found)
+
+
+def _local(target: str | os.PathLike[str]) -> str:
+    text = os.fspath(target)
+    if "://" in text and not text.startswith("file://"):
+        raise ConfigError(f"torch's own DCP is written into local folders: write it to one, then copy it to {text!r}")
+    return text.removeprefix("file://")
+
+
+def _alone(call: Any, state: dict[str, Any], **how: Any) -> None:
+    """Let DCP save or load ``state`` in this process alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        call(state, no_dist=True, **how)

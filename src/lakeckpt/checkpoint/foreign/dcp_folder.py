@@ -1,0 +1,155 @@
+"""What state does a folder of torch's own DCP hold?  Whole tensors and plain values, nested as they were saved.
+
+Several chunks are read at once, each straight from its object, and put into whole tensors in host memory, whatever the
+sharding was. Nothing is unpickled: see ``pickles``. Threads are started and joined inside `read_dcp_folder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from lakeckpt.checkpoint.fetch import read_object
+from lakeckpt.checkpoint.foreign.dcp_metadata import METADATA, DcpChunk, DcpMetadata, DcpTensor, Path, read_dcp_metadata
+from lakeckpt.checkpoint.foreign.torch_file import TorchFile
+from lakeckpt.checkpoint.tensors import empty_for
+from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, LimitExceeded, ObjectMissing, WireDamaged
+from lakeckpt.lake.storage import Storage, describe
+
+__all__ = ["nested", "read_dcp_folder"]
+
+_READ_THREADS = 4
+_MOST_METADATA_BYTES = 2**30
+
+
+def read_dcp_folder(storage: Storage) -> dict[str, Any]:
+    """The state that ``dcp.save`` wrote into this folder.
+
+    Raises `CheckpointNotFound`, `CheckpointDamaged` naming the object, `UnsupportedValue` naming what only running a
+    pickle could make.
+    """
+    metadata = _metadata(storage)
+    listed = {info.path: info.size_bytes for info in storage.list()}
+    for name, one in _places(metadata):
+        if one.start + one.size_bytes > listed.get(one.path, -1):  # so is a path that leads out of the folder
+            raise CheckpointDamaged(
+                f"{METADATA} says that {name!r:.80} lies in bytes {one.start} to {one.start + one.size_bytes} of "
+                f"{one.path!r:.80}, and there are {listed.get(one.path, 'none')}"
+            )
+    with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-foreign") as pool:
+        tensors = {name: pool.submit(_tensor, storage, name, one) for name, one in metadata.tensors.items()}
+        values = {name: pool.submit(_read, storage, name, one) for name, one in metadata.values.items()}
+        flat = {name: job.result() for name, job in (tensors | values).items()}
+    try:
+        return nested(flat, metadata.paths)
+    except WireDamaged as error:
+        raise CheckpointDamaged(f"{METADATA}: {error}") from error
+
+
+def _metadata(storage: Storage) -> DcpMetadata:
+    try:
+        data = storage.read(METADATA, 0, _MOST_METADATA_BYTES + 1)
+    except ObjectMissing:
+        raise CheckpointNotFound(
+            f"there is no checkpoint of DCP in {describe(storage)!r}: {METADATA} is not there"
+        ) from None
+    if len(data) > _MOST_METADATA_BYTES:
+        raise LimitExceeded(f"{METADATA} has more than the {_MOST_METADATA_BYTES} bytes that we read")
+    try:
+        return read_dcp_metadata(data)
+    except WireDamaged as error:
+        raise CheckpointDamaged(f"{METADATA}: {error}") from error
+
+
+def _places(metadata: DcpMetadata) -> list[tuple[str, DcpChunk]]:
+    chunks = [(name, chunk) for name, one in metadata.tensors.items() for chunk in one.chunks]
+    return [*chunks, *metadata.values.items()]
+
+
+def _read(storage: Storage, name: str, one: DcpChunk) -> Any:
+    read = partial(_range, storage, one)
+    return TorchFile(read, one.size_bytes, what=f"{name!r} in {one.path}").value()
+
+
+def _range(storage: Storage, one: DcpChunk, start: int, stop: int) -> bytes:
+    return read_object(storage, one.path, one.start + start, one.start + stop)
+
+
+def _tensor(storage: Storage, name: str, one: DcpTensor) -> torch.Tensor:
+    if len(one.chunks) == 1 and one.chunks[0].sizes == one.spec.shape:
+        return _chunk(storage, name, one, one.chunks[0])
+    whole, _ = empty_for(one.spec)
+    for chunk in one.chunks:
+        into = whole
+        for dim, (at, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            into = into.narrow(dim, at, size)
+        into.copy_(_chunk(storage, name, one, chunk))
+    return whole
+
+
+def _chunk(storage: Storage, name: str, one: DcpTensor, chunk: DcpChunk) -> torch.Tensor:
+    found = _read(storage, name, chunk)
+    if not isinstance(found, torch.Tensor):
+        raise CheckpointDamaged(f"{chunk.path}: a {type(found).__name__} lies where the tensor {name!r} should")
+    dtype = str(found.dtype).removeprefix("torch.")
+    if (tuple(found.shape), dtype) != (chunk.sizes, one.spec.dtype):
+        raise CheckpointDamaged(
+            f"{chunk.path}: {name!r} is {dtype} {list(found.shape)} there, and {one.spec.dtype} {list(chunk.sizes)} in "
+            f"{METADATA}"
+        )
+    return found
+
+
+def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
+    """The state of its leaves, each at its path: texts are keys of dicts, numbers places in lists.
+
+    The states of optimizers get their parameters' numbers back, which DCP makes texts. `WireDamaged` where the paths
+    make no state.
+    """
+    root: dict[str | int, Any] = {}
+    for name, value in flat.items():
+        *outer, last = paths.get(name, (name,))
+        at = root
+        for step in outer:
+            at = at.setdefault(step, _Inner())
+            if type(at) is not _Inner:
+                raise WireDamaged(f"{name!r:.80} stands inside of what is no container")
+        if last in at:
+            raise WireDamaged(f"{name!r:.80} stands where something else does")
+        at[last] = value
+    built = _built(_Inner(root), depth=64)
+    if type(built) is not dict:
+        raise WireDamaged("the state is no mapping")
+    return built
+
+
+class _Inner(dict[str | int, Any]):
+    """A container that is being put together."""
+
+
+def _built(one: Any, *, depth: int) -> Any:
+    if type(one) is not _Inner:
+        return one
+    if not depth:
+        raise WireDamaged("more containers inside one another than we read")
+    inner = {key: _built(value, depth=depth - 1) for key, value in one.items()}
+    numbers = [key for key in inner if type(key) is int]
+    if not numbers:
+        return _with_numbers(inner) if set(inner) == {"state", "param_groups"} else inner
+    if len(numbers) != len(inner) or sorted(numbers) != list(range(len(inner))):
+        raise WireDamaged("the places in a list are not those from 0 on")
+    return [inner[number] for number in range(len(inner))]
+
+
+def _with_numbers(state: dict[Any, Any]) -> dict[Any, Any]:
+    """An optimizer's state, with numbers for its parameters where its groups have numbers."""
+    groups = state["param_groups"]
+    params = [one for group in groups if isinstance(group, dict) for one in group.get("params", ())]
+    if not isinstance(state["state"], dict) or not all(type(one) is int for one in params):
+        return state
+    known = {str(one): one for one in params}
+    return {**state, "state": {known.get(key, key): value for key, value in state["state"].items()}}

@@ -1,0 +1,193 @@
+"""How are tensors read from and written as plain safetensors?  One file, or several with an index, as model hubs have.
+
+Heads are parsed strictly (``tensor_file``): what is not tiled, not known or too large is refused before a byte of a
+tensor is read. Tensors are read in ranges, several at once, straight into their own memory. Only tensors can be kept
+so: what else a state holds is named and refused. Files are written first, the index last. Threads are started and
+joined inside each call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.fetch import read_object
+from lakeckpt.checkpoint.tensor_file import HEAD_LIMIT_BYTES, Slab, layout, parse_head, read_head_length
+from lakeckpt.checkpoint.tensors import empty_for, host_bytes, on_host, spec_of
+from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, SaveFailed, UnsupportedValue
+from lakeckpt.lake.storage import Storage, describe
+
+__all__ = ["FILE", "INDEX", "read_safetensors", "tensors_of", "write_safetensors"]
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FILE_BYTES = 5 * 10**9
+_SUFFIX = ".safetensors"
+_READ_THREADS = 4
+_SPAN_BYTES = 32 * 2**20
+_SHARDED = b'"DCP_SHARDING_INFO"'
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    path: str
+    slab: Slab
+
+
+def read_safetensors(storage: Storage, file: str | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of ``file``, or of all files of safetensors in the folder, by name.
+
+    Raises `CheckpointNotFound`, `CheckpointDamaged` naming the object, and `UnsupportedValue` for files that hold parts
+    of tensors.
+    """
+    sizes = {one.path: one.size_bytes for one in storage.list() if one.path.endswith(_SUFFIX)}
+    if file is not None:
+        sizes = {path: size for path, size in sizes.items() if path == file}
+    if not sizes:
+        raise CheckpointNotFound(f"there is no {file or f'file named *{_SUFFIX}'} in {describe(storage)!r}")
+    places: dict[str, _Place] = {}
+    with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-foreign") as pool:
+        for path, slabs in zip(sizes, pool.map(lambda path: _slabs(storage, path, sizes[path]), sizes), strict=True):
+            for slab in slabs:
+                if slab.key in places:
+                    raise CheckpointDamaged(f"{path} and {places[slab.key].path} both hold a tensor {slab.key!r}")
+                places[slab.key] = _Place(path=path, slab=slab)
+        _check_index(storage, places) if file is None else None
+        jobs = {key: pool.submit(_tensor, storage, place) for key, place in places.items()}
+        return {key: job.result() for key, job in jobs.items()}
+
+
+def _slabs(storage: Storage, path: str, size_bytes: int) -> tuple[Slab, ...]:
+    length = read_head_length(read_object(storage, path, 0, 8), path=path)
+    if length > size_bytes:
+        raise CheckpointDamaged(f"{path}: its head claims {length} bytes and it has {size_bytes}")
+    head = read_object(storage, path, 0, length)
+    if _SHARDED in head:
+        raise UnsupportedValue(
+            f"{path}: it holds parts of tensors (written by DCP on several ranks): consolidate it first"
+        )
+    return parse_head(head, path=path, size_bytes=size_bytes).slabs
+
+
+def _check_index(storage: Storage, places: Mapping[str, _Place]) -> None:
+    """What an index names must be there: a file that is missing would pass for fewer tensors."""
+    for info in storage.list():
+        if not info.path.endswith(f"{_SUFFIX}.index.json"):
+            continue
+        try:
+            named = json.loads(read_object(storage, info.path, 0, HEAD_LIMIT_BYTES))["weight_map"]
+            missing = sorted(set(named) - set(places))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointDamaged(f"{info.path}: this is no index of safetensors: {error!r:.200}") from None
+        if missing:
+            raise CheckpointDamaged(
+                f"{info.path} names {missing[0]!r:.120}, which no file holds ({len(missing)} in all)"
+            )
+
+
+def _tensor(storage: Storage, place: _Place) -> torch.Tensor:
+    slab = place.slab
+    tensor, view = empty_for(TensorSpec(key=slab.key, dtype=_DTYPES[slab.code], shape=slab.shape))
+    for at in range(0, len(view), _SPAN_BYTES):
+        stop = min(at + _SPAN_BYTES, len(view))
+        data = read_object(storage, place.path, slab.start + at, slab.start + stop)
+        if len(data) != stop - at:
+            raise CheckpointDamaged(f"{place.path}: it ends inside of the tensor {slab.key!r}")
+        view[at:stop] = data
+    return tensor
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a nested state, by their names joined with dots; `UnsupportedValue` listing all that is none."""
+    tensors: dict[str, torch.Tensor] = {}
+    others: list[str] = []
+    for name, leaf in _leaves(state, ()):
+        if not isinstance(leaf, torch.Tensor):
+            others.append(f"{name} ({type(leaf).__name__})")
+        elif name in tensors:
+            raise UnsupportedValue(f"two tensors would be called {name!r} in safetensors")
+        else:
+            tensors[name] = leaf
+    if others:
+        shown = ", ".join(others[:10]) + (f" and {len(others) - 10} more" if len(others) > 10 else "")
+        raise UnsupportedValue(f"safetensors hold tensors alone, and this state holds {shown}: choose a part of it")
+    return tensors
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, one in value.items():
+            yield from _leaves(one, (*path, str(key)))
+    elif type(value) in (list, tuple) and value:
+        for at, one in enumerate(value):
+            yield from _leaves(one, (*path, str(at)))
+    elif not (isinstance(value, (Mapping, list, tuple))):
+        yield ".".join(path), value
+
+
+def write_safetensors(
+    storage: Storage, tensors: Mapping[str, torch.Tensor], *, file_bytes: int = FILE_BYTES
+) -> list[str]:
+    """Write ``tensors`` as one file, or as several of about ``file_bytes`` and an index; the paths that were written.
+
+    Raises `UnsupportedValue` naming a tensor whose dtype safetensors do not have.
+    """
+    specs = {key: spec_of(key, tensor) for key, tensor in tensors.items()}
+    for spec in specs.values():
+        if _DTYPES.get(spec.code) != spec.dtype:
+            raise UnsupportedValue(f"tensor {spec.key!r}: safetensors have no {spec.dtype}: convert it first")
+    packs = list(_packed(specs, file_bytes))
+    if len(packs) == 1:
+        return [_write(storage, FILE, packs[0], tensors)]
+    weights: dict[str, str] = {}
+    paths = []
+    for number, pack in enumerate(packs, start=1):
+        paths.append(f"model-{number:05d}-of-{len(packs):05d}{_SUFFIX}")
+        _write(storage, paths[-1], pack, tensors)
+        weights |= dict.fromkeys((spec.key for spec in pack), paths[-1])
+    total = sum(spec.size_bytes for spec in specs.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weights}
+    storage.put(INDEX, [json.dumps(index, indent=2, ensure_ascii=False).encode()])
+    return [*paths, INDEX]
+
+
+def _packed(specs: Mapping[str, TensorSpec], file_bytes: int) -> Iterator[list[TensorSpec]]:
+    pack: list[TensorSpec] = []
+    for spec in specs.values():
+        if pack and sum(one.size_bytes for one in pack) + spec.size_bytes > file_bytes:
+            yield pack
+            pack = []
+        pack.append(spec)
+    yield pack
+
+
+def _write(storage: Storage, path: str, pack: list[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> str:
+    plan = layout(pack)
+    hosts = [on_host(tensors[slab.key]) for slab in plan.slabs]
+    written = storage.put(path, [plan.head, *(host_bytes(host) for host in hosts)])
+    if written != plan.size_bytes:
+        raise SaveFailed(f"{path}: the store says it took {written} bytes of {plan.size_bytes}")
+    return path

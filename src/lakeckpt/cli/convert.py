@@ -1,0 +1,55 @@
+"""``lakeckpt convert SOURCE TARGET --to FORM``: import from and export to torch's own DCP and safetensors."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from lakeckpt.cli.output import literal, make_console, options_of, print_json, say_bytes, say_many
+
+__all__ = ["add_arguments", "run"]
+
+_KINDS = {
+    "run": "a run's checkpoint",
+    "lakeckpt": "a checkpoint of LakeStorageWriter",
+    "dcp": "a checkpoint of torch's DCP",
+    "safetensors": "safetensors",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``lakeckpt convert``."""
+    parser.add_argument("source", metavar="SOURCE", help="a run, a folder of DCP (ours or torch's), or safetensors")
+    parser.add_argument("target", metavar="TARGET", help="a new folder, or a URL")
+    parser.add_argument("--to", choices=["dcp", "safetensors", "lakeckpt"], required=True, help="the form to write")
+    parser.add_argument("--item", metavar="NAME", help="write this part of the state alone, such as model")
+    parser.add_argument("--slot", type=int, metavar="N", help="of a run: the checkpoint in this slot (default: newest)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="of a run: what this rank had (default: 0)")
+    parser.add_argument("--storage-options", metavar="JSON", help="for the source's store, as fsspec takes them")
+    parser.add_argument("--target-options", metavar="JSON", help="for the target's store, likewise")
+    parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert and print; the exit status."""
+    from lakeckpt.checkpoint.foreign.convert import convert_checkpoint
+
+    console = None if args.json else make_console()
+    done = convert_checkpoint(
+        args.source,
+        args.target,
+        to=args.to,
+        item=args.item,
+        slot=args.slot,
+        rank=args.rank,
+        storage_options=options_of(args.storage_options),
+        target_options=options_of(args.target_options),
+    )
+    if console is None:
+        print_json(dataclasses.asdict(done))
+        return 0
+    what = f"{say_many(done.tensors, 'tensor')} ({say_bytes(done.size_bytes)})"
+    if done.values:
+        what += f" and {say_many(done.values, 'other value')}"
+    console.print(f"{what} of {_KINDS[done.source]} are {_KINDS[done.target]} in {literal(args.target)}")
+    return 0
