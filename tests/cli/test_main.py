@@ -16,7 +16,7 @@ from lakeckpt.cli.main import main
 from lakeckpt.errors import CheckpointNotFound
 from tests.checkpoint.scripts import Script
 
-COMMANDS = ("plan", "digest", "inspect", "verify", "explain", "audit")
+COMMANDS = ("plan", "digest", "inspect", "verify", "explain", "report", "audit")
 
 
 def arguments(command: str, lake: Path) -> list[str]:
@@ -98,7 +98,7 @@ def test_without_rich_the_extra_is_named_and_json_still_works(lake: Path, good_r
         assert status == 0 and json.loads(out), command
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "explain", "audit"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "explain", "report", "audit"])
 def test_an_error_is_one_message_and_exit_status_2(
     command: str, tmp_path: Path, show: Callable[..., tuple[int, str]], ask: Callable[..., tuple[int, Any]]
 ) -> None:

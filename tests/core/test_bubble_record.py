@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lakeckpt.core.bubble_policy import Window
-from lakeckpt.core.bubble_record import IterationRecord, MovedSlice, shares
+from lakeckpt.core.bubble_record import IterationRecord, MovedSlice, shares, windows_by_site
 
 RECORD = IterationRecord(
     step=3,
@@ -40,6 +40,14 @@ def test_windows_that_overlap_count_once() -> None:
     )
     assert shares([twice]).bubble_bytes == 50.0
     assert shares([twice]).bubble_s == 10.0
+
+
+def test_windows_are_summed_up_by_where_they_are() -> None:
+    assert windows_by_site([RECORD, RECORD]) == {
+        ("forward 0", "free"): (2, 60.0, 200.0),
+        ("gap 0", "bubble"): (2, 20.0, 100.0),
+        ("gap 1", "bubble"): (2, 20.0, 120.0),
+    }
 
 
 def test_nothing_moved_is_all_in_bubbles() -> None:

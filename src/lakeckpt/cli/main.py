@@ -26,6 +26,7 @@ _COMMANDS = {
     "verify": "read every byte of a run's checkpoints and compare the checksums",
     "explain": "which rows made an optimizer step",
     "convert": "a checkpoint of torch's DCP, of safetensors or of a run becomes one of another form",
+    "report": "where ranks were idle, and what of the captures moved in their bubbles",
     "audit": "prove that every row was consumed exactly once, or name those that were not",
 }
 _ABOUT = "Resume training on a data lake, exactly: every row counts once per epoch, whatever crashes."

@@ -12,7 +12,7 @@ from typing import Any
 
 from lakeckpt.core.bubble_policy import Kind, Window
 
-__all__ = ["IterationRecord", "MovedSlice", "Shares", "shares"]
+__all__ = ["IterationRecord", "MovedSlice", "Shares", "shares", "windows_by_site"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,18 @@ def shares(records: Iterable[IterationRecord]) -> Shares:
         free_bytes=in_free,
         urgent_bytes=urgent,
     )
+
+
+def windows_by_site(records: Iterable[IterationRecord]) -> dict[tuple[str, Kind], tuple[int, float, float]]:
+    """(site, kind) → how many windows there were, their seconds in all, and the bytes that moved in them."""
+    found: dict[tuple[str, Kind], tuple[int, float, float]] = {}
+    for record in records:
+        for window in record.windows:
+            times, seconds, moved = found.get((window.site, window.kind), (0, 0.0, 0.0))
+            span = [(window.begin_s, window.end_s)]
+            inside = sum(one.size_bytes * _part_within(one, span) for one in record.slices)
+            found[window.site, window.kind] = (times + 1, seconds + window.end_s - window.begin_s, moved + inside)
+    return found
 
 
 def _spans(windows: Sequence[Window], *kinds: Kind) -> list[tuple[float, float]]:

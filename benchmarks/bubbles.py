@@ -1,0 +1,355 @@
+"""What does a capture at every step cost, at once and in bubbles?  A pipeline and a DDP job on two single-thread ranks.
+
+Three ways take turns, some iterations each, in one run: no capture; captures that copy at once; captures that are let
+through in bubbles. ``pipeline`` is an interleaved 1F1B of four stages (torch.distributed.pipelining, gloo); ``ddp`` are
+two ranks of which one waits longer for its data. Nothing of the jobs is made up but that wait.
+
+Printed for each way: the median time of an iteration; its cost against none in the same round, as the mean of paired
+differences with a 95 % interval, and as their median; what the training thread spent in captures and their fences; and
+for each rank the share of bytes that moved inside of bubbles, by the times at which they were copied, not by what the
+gate meant to do. Other work on the machine makes the intervals wide: give it more ``--rounds``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.measure import show
+from lakeckpt.checkpoint.arena.slices import plan_slices
+from lakeckpt.checkpoint.bubbles.data import watch_data
+from lakeckpt.checkpoint.bubbles.ddp import watch_ddp
+from lakeckpt.checkpoint.bubbles.gate import BubbleGate
+from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
+from lakeckpt.checkpoint.gate import Gate, OpenGate
+from lakeckpt.core.bubble_record import IterationRecord, shares
+
+WAYS = ("none", "at once", "in bubbles")
+WORLD = 2
+STAGES = 4
+PATIENCE = timedelta(seconds=300)
+STUDENT_95 = 1.96
+"""Of the normal distribution: there are some thirty rounds."""
+
+
+class Copier:
+    """Copies tensors into memory that was touched before, slice by slice, through a gate, in a thread."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], slice_bytes: int) -> None:
+        self.plan = plan_slices({key: one.nbytes for key, one in tensors.items()}, slice_bytes=slice_bytes)
+        self._tensors = {key: one.detach().view(-1).view(torch.uint8) for key, one in tensors.items()}
+        self._target = torch.frombuffer(mmap.mmap(-1, self.plan.data_bytes), dtype=torch.uint8)
+        self._target.zero_()
+        self._urgent, self._done = threading.Event(), threading.Event()
+        self._work = threading.Semaphore(0)
+        self._gate: Gate = OpenGate()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def cut(self, gate: Gate) -> None:
+        """Begin a capture."""
+        self._gate = gate
+        self._urgent.clear()
+        self._done.clear()
+        gate.start(self.plan.data_bytes)
+        self._work.release()
+
+    def fence(self) -> None:
+        """Wait until it is over."""
+        self._urgent.set()
+        self._gate.hurry()
+        self._done.wait()
+
+    def _run(self) -> None:
+        while self._work.acquire():
+            for number, pieces in enumerate(self.plan.slices):
+                low, high = self.plan.bounds(number)
+                self._gate.admit(high - low, self._urgent)
+                begin = time.perf_counter()
+                for piece in pieces:
+                    source = self._tensors[piece.key][piece.start : piece.stop]
+                    self._target[piece.at : piece.at + len(source)].copy_(source)
+                self._gate.moved(high - low, begin, time.perf_counter())
+            self._done.set()
+
+
+class Observed(BubbleGate):
+    """Knows the windows, and lets everything through at once."""
+
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
+        """Return."""
+
+
+class Switch:
+    """What watches the training thread tells the gate of the way whose turn it is; nobody, where that is None."""
+
+    clock = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.gate: BubbleGate | None = None
+
+    def begin(self, site: str, kind: Any = "bubble") -> None:
+        if self.gate is not None:
+            self.gate.begin(site, kind)
+
+    def end(self, kind: Any = "bubble") -> None:
+        if self.gate is not None:
+            self.gate.end(kind)
+
+    def idle(self, site: str, kind: Any = "bubble") -> Any:
+        return nullcontext() if self.gate is None else self.gate.idle(site, kind)
+
+    def predict(self, site: str, length_s: float) -> None:
+        if self.gate is not None:
+            self.gate.predict(site, length_s)
+
+
+class Block(nn.Module):
+    """A residual block of two large layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Same shape."""
+        return value + self.down(torch.relu(self.up(self.norm(value))))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rank's training: ``step`` goes forward and backward, the optimizer follows."""
+
+    step: Callable[[], None]
+    optimizer: torch.optim.Optimizer
+
+
+def pipeline(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
+    """Stages ``rank`` and ``rank + 2`` of four."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+    numbers = (rank, rank + WORLD)
+    modules = [Block(asked.width) for _ in numbers]
+    stages = [
+        PipelineStage(module, number, STAGES, torch.device("cpu"))
+        for number, module in zip(numbers, modules, strict=True)
+    ]
+    schedule = ScheduleInterleaved1F1B(stages, asked.microbatches, loss_fn=nn.functional.mse_loss)
+    watch_schedule(switch, schedule)
+    rows = torch.randn(asked.rows * asked.microbatches, asked.width)
+    first, last = ([rows], {}) if rank == 0 else ([], {"target": rows, "losses": []})
+    parameters = [one for module in modules for one in module.parameters()]
+    return Job(lambda: schedule.step(*first, **last), torch.optim.AdamW(parameters, lr=1e-4))
+
+
+def data_parallel(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
+    """Two blocks each; rank 1 waits for its data ``--slow`` times as long as rank 0 takes for an iteration."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(nn.Sequential(Block(asked.width), Block(asked.width)))
+    watch_ddp(switch, model)
+    rows = torch.randn(asked.rows * asked.microbatches, asked.width)
+
+    def slow() -> Iterator[torch.Tensor]:
+        while True:
+            time.sleep(asked.slow_s if rank == 1 else 0)
+            yield rows
+
+    def batches() -> Iterator[torch.Tensor]:
+        return watch_data(switch, slow())
+
+    source = batches()
+
+    def step() -> None:
+        batch = next(source)
+        nn.functional.mse_loss(model(batch), batch).backward()
+
+    return Job(step, torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+
+CASES: dict[str, Callable[[int, Any, argparse.Namespace], Job]] = {"pipeline": pipeline, "ddp": data_parallel}
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters and moments."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    found = {f"parameter {n}": one for n, one in enumerate(parameters)}
+    for n, one in enumerate(parameters):
+        found |= {f"{name} {n}": value for name, value in optimizer.state[one].items() if value.numel() > 1}
+    return found
+
+
+def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> None:
+    """All rounds of one rank; what was measured goes to a file."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    store = dist.FileStore(f"{folder}/{case}-store", WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=PATIENCE)
+    switch = Switch()
+    job = CASES[case](rank, switch, asked)
+    job.step()
+    job.optimizer.step()  # makes the moments
+    copier = Copier(state_of(job.optimizer), asked.slice_mib * 2**20)
+    gates: dict[str, BubbleGate | None] = {
+        "none": None,
+        "at once": Observed(iterations=10_000),
+        "in bubbles": BubbleGate(iterations=10_000),
+    }
+    seconds: dict[str, list[float]] = defaultdict(list)
+    spent: dict[str, list[float]] = defaultdict(list)
+    steps = itertools.count()
+    orders = list(itertools.permutations(WAYS))
+    for number in range(-asked.warm_up, asked.rounds):
+        for way in orders[number % len(orders)]:
+            took, in_captures = turn(job, copier, switch, gates[way], steps, asked.iterations)
+            if number >= 0:
+                seconds[way].append(took / asked.iterations)
+                spent[way] += in_captures
+    found = {
+        "size_bytes": copier.plan.data_bytes,
+        "seconds": seconds,
+        "spent": spent,
+        "records": {
+            way: [one.to_plain() for one in gate.records()[asked.warm_up * (asked.iterations + 1) :]]
+            for way, gate in gates.items()
+            if gate is not None
+        },
+    }
+    Path(f"{folder}/{case}-{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def turn(
+    job: Job, copier: Copier, switch: Switch, gate: BubbleGate | None, steps: Iterator[int], iterations: int
+) -> tuple[float, list[float]]:
+    """Some iterations of one way: seconds of all, from a barrier to a barrier, and what each spent in its capture."""
+    switch.gate = gate
+    in_captures = []
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(iterations):
+        job.optimizer.zero_grad()
+        if gate is None:
+            job.step()
+            job.optimizer.step()
+            continue
+        before = time.perf_counter()
+        gate.cut(next(steps))
+        copier.cut(gate)
+        after = time.perf_counter()
+        job.step()
+        fence = time.perf_counter()
+        copier.fence()
+        in_captures.append(time.perf_counter() - fence + after - before)
+        job.optimizer.step()
+    dist.barrier()
+    took = time.perf_counter() - begin
+    if gate is not None:
+        gate.cut(next(steps))
+        gate.end()
+    return took, in_captures
+
+
+def main() -> None:
+    """Run both cases and print the tables."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    arguments.add_argument("--rounds", type=int, default=36)
+    arguments.add_argument("--warm-up", type=int, default=2, help="rounds that do not count")
+    arguments.add_argument("--iterations", type=int, default=4, help="of each way in a round")
+    arguments.add_argument("--width", type=int, default=1024)
+    arguments.add_argument("--rows", type=int, default=32, help="of a micro-batch")
+    arguments.add_argument("--microbatches", type=int, default=4)
+    arguments.add_argument("--slice-mib", type=int, default=4)
+    arguments.add_argument("--slow-s", type=float, default=0.15, help="what rank 1 waits for data under DDP")
+    arguments.add_argument("--json", type=Path, help="write what was measured to this file")
+    arguments.add_argument("--records", type=Path, help="write the iterations of each rank to this folder, for a trace")
+    asked = arguments.parse_args()
+    written: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="lakeckpt-bubbles-") as folder:
+        for case in asked.cases:
+            ranks = [context.Process(target=run_rank, args=(rank, folder, case, asked)) for rank in range(WORLD)]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join()
+            found = [json.loads(Path(f"{folder}/{case}-{rank}.json").read_text()) for rank in range(WORLD)]
+            written[case] = summary(found)
+            print_case(case, written[case])
+    if asked.json is not None:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        asked.json.write_text(json.dumps(written, indent=1))
+
+
+def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is printed and written of one case."""
+    none = ranks[0]["seconds"]["none"]  # from barrier to barrier: the same on all ranks
+    ways: dict[str, Any] = {}
+    for way in WAYS:
+        mine = ranks[0]["seconds"][way]
+        cost = [one / other - 1 for one, other in zip(mine, none, strict=True)]
+        ways[way] = {
+            "seconds": mine,
+            "median_s": statistics.median(mine),
+            "cost_mean": statistics.mean(cost),
+            "cost_median": statistics.median(cost),
+            "cost_95": STUDENT_95 * statistics.stdev(cost) / math.sqrt(len(cost)),
+            "ranks": [of_rank(rank, way, statistics.median(none)) for rank in ranks] if way != "none" else [],
+        }
+    return {"size_bytes": [rank["size_bytes"] for rank in ranks], "ways": ways}
+
+
+def of_rank(rank: dict[str, Any], way: str, iteration_s: float) -> dict[str, float]:
+    """Where one rank's bytes moved, and what its training thread spent."""
+    records = [IterationRecord.from_plain(one) for one in rank["records"][way]]
+    found = shares(one for one in records if one.slices)
+    return {
+        "bubble_share": found.bubble_share,
+        "bubble_s": found.bubble_s / max(1, found.iterations),
+        "urgent_share": found.urgent_bytes / max(1, found.moved_bytes),
+        "spent_s": statistics.mean(rank["spent"][way]),
+        "spent_share": statistics.mean(rank["spent"][way]) / iteration_s,
+    }
+
+
+def print_case(case: str, found: dict[str, Any]) -> None:
+    """The table."""
+    rows = []
+    for way, one in found["ways"].items():
+        cost = "" if way == "none" else f"{one['cost_mean']:+.2%} ± {one['cost_95']:.2%}"
+        median = "" if way == "none" else f"{one['cost_median']:+.2%}"
+        each = [
+            " / ".join(f"{rank[name]:.2%}" for rank in one["ranks"])
+            for name in ("spent_share", "bubble_share", "urgent_share")
+        ]
+        rows.append([way, f"{one['median_s'] * 1000:.1f} ms", cost, median, *each])
+    sizes = " and ".join(f"{size / 1e6:.0f} MB" for size in found["size_bytes"])
+    columns = ["capture", "iteration", "cost (paired, 95 %)", "median", "in the thread", "in bubbles", "at the fence"]
+    show(f"{case}: a capture of {sizes} at every step; ranks 0 / 1", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
