@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from lakeckpt.checkpoint.log import Damage
 from lakeckpt.checkpoint.manifest import Manifest
 
-__all__ = ["CheckpointInfo", "DamageWarning", "RestoreReport", "SaveWarning"]
+__all__ = ["CaptureWarning", "CheckpointInfo", "DamageWarning", "RestoreReport", "SaveWarning"]
+
+
+class CaptureWarning(UserWarning):
+    """Captures cannot run beside training as they should; what they hold is whole all the same."""
 
 
 class DamageWarning(UserWarning):

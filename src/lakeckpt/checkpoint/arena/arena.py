@@ -13,6 +13,8 @@ itself, starts no threads and imports no torch.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 import os
 import threading
@@ -31,6 +33,8 @@ from lakeckpt.errors import ArenaDamaged, ArenaInUse, WireError
 __all__ = ["Arena", "Filling", "Held"]
 
 _SEQUENCE_BYTES = 8
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_libc = ctypes.CDLL(None)  # its calls let go of the interpreter's lock, those of `mmap` do not
 
 
 class Arena:
@@ -76,6 +80,11 @@ class Arena:
         if descriptor >= 0 and os.getpid() == self._process:
             self._locks.forget()
             os.close(descriptor)
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it, as it is mapped; to be written to through a `Filling` only."""
+        return self._view
 
     @property
     def is_filled(self) -> bool:
@@ -166,6 +175,20 @@ class Arena:
                     return Filling(arena=self, number=number, sequence=sequence)
         return None
 
+    def forget(self, after: int) -> None:
+        """The history goes on behind step ``after``: complete generations of later steps hold nothing any more."""
+        assert self.writes, "this opening of the arena only reads"
+        for number, record in self._records():
+            if record.step > after and self._locks.take(number):
+                self._put_sequence(number, record.sequence + 1)
+                self._locks.drop(number)
+
+    def touch(self) -> None:
+        """Have all memory of the arena mapped in this process: done later, page by page, it takes as long as a copy."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        with contextlib.suppress(AttributeError):  # an older Linux maps pages as they are written first
+            _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(self._map)), _POPULATE_WRITE)
+
     def _end(self, number: int) -> None:
         with self._lock:
             self._filling = None
@@ -193,6 +216,11 @@ class Filling:
         self._checksums = bytearray(CHECKSUM_BYTES * arena.layout.num_slices)
         self._missing = set(range(arena.layout.num_slices))
         self._lock = threading.Lock()
+
+    @property
+    def number(self) -> int:
+        """Which of the arena's generations it is."""
+        return self._number
 
     @property
     def data(self) -> memoryview:

@@ -3,7 +3,7 @@
 By default it is ``/dev/shm/lakeckpt-<user id>``: host memory that outlives processes. Another path gives arenas that
 lie in files, for nodes that are short of memory. The folder is 0700 and the user's, each arena 0600 with a name that
 nobody can guess; nothing is opened through a link, and whatever does not look so is refused. An arena's memory is
-allocated and touched when it is made: later a page that is missing would end the process, and cost milliseconds.
+allocated when it is made: a page that is missing later would end the process.
 
 Which arena belongs to which run and rank, each says itself. It removes only what it is told to.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import secrets
 import stat
@@ -26,7 +25,6 @@ __all__ = ["ArenaFolder", "ArenaInfo"]
 
 _SUFFIX = ".arena"
 _SHM = "/dev/shm"
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _SPARED = 0.02
 """The part of a file system's room that is left free."""
 
@@ -180,11 +178,9 @@ class ArenaFolder:
             raise ArenaTooLarge(
                 f"an arena of {layout.size_bytes / 2**30:.2f} GiB does not fit into {self.path!r}: {error.strerror}"
             ) from error
-        with mmap.mmap(descriptor, layout.size_bytes) as pages:
-            with contextlib.suppress(OSError):  # an older Linux touches them as they are written first
-                pages.madvise(_POPULATE_WRITE)
-            block = layout.to_bytes()
-            pages[: len(block)] = block
+        block = layout.to_bytes()
+        written = os.pwrite(descriptor, block, 0)
+        assert written == len(block), "a few bytes into allocated memory"
 
 
 def _available_bytes() -> int:

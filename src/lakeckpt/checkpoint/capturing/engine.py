@@ -1,0 +1,343 @@
+"""How does every cut get into host memory without training waiting for it?  The engine of a rank, and its copier.
+
+At a cut (`CaptureEngine.cut`), between two optimizer steps, what may change at any time is taken at once: buffers, the
+states of small objects, random states. All else is copied by the copier, a thread of the engine's own, slice by slice
+as the gate admits them, and is fenced before the next update: see ``capture``. When the last slice has its checksum,
+the generation is completed and ``on_complete`` is told, on the copier's thread.
+
+A cut is left out where the arena is not made yet, the capture before is still under way, or no generation can be
+spared; never is a generation a mixture of two cuts, and never is training kept waiting for memory. Where the next
+update may come unannounced (``hooks``) all is copied at the cut.
+
+The first cut starts the copier; `close` stops and joins it. It never communicates, and never writes to storage.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from lakeckpt.checkpoint.arena.arena import Filling
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.arena.slices import DEFAULT_SLICE_BYTES
+from lakeckpt.checkpoint.capturing.capture import Capture
+from lakeckpt.checkpoint.capturing.hooks import UpdateHooks
+from lakeckpt.checkpoint.capturing.job import CaptureRecord, Facts, Job
+from lakeckpt.checkpoint.capturing.links import CudaLink, Link
+from lakeckpt.checkpoint.capturing.plan import CapturePlan, Parted, part, plan_capture
+from lakeckpt.checkpoint.capturing.sources import Source, sources_of
+from lakeckpt.checkpoint.capturing.store import ArenaStore
+from lakeckpt.checkpoint.gate import Gate, OpenGate
+from lakeckpt.checkpoint.report import CaptureWarning
+from lakeckpt.errors import LakeckptError, SaveFailed
+
+__all__ = ["CaptureEngine"]
+
+_RECORDS = 4096
+_DEFAULT_SCRATCH_BYTES = 256 * 2**20
+
+
+class CaptureEngine:
+    """Captures the state of ``objects`` (name → anything with ``state_dict``) into the arena of ``identity``.
+
+    Args:
+        objects: all but the tracked readers, whose places are given at each cut.
+        identity: of the run, and which rank of how many.
+        folder: where arenas lie; default: this user's, in host memory.
+        step: optimizer steps done when the history goes on: later generations of an earlier process are forgotten.
+        gate: admits slices.
+        on_complete: called with the step of each generation that became complete, by the copier.
+        scratch_bytes: how much memory of a device may hold what was not copied off it when its update came.
+        links: for devices other than CUDA's.
+
+    One thread calls `cut`, `wait` and `close`; `fence` may be called by any thread that is about to change the state.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        identity: ArenaIdentity,
+        *,
+        folder: ArenaFolder | None = None,
+        step: int = 0,
+        gate: Gate | None = None,
+        on_complete: Callable[[int], None] | None = None,
+        slice_bytes: int = DEFAULT_SLICE_BYTES,
+        scratch_bytes: int = _DEFAULT_SCRATCH_BYTES,
+        generations: int = 3,
+        links: Mapping[torch.device, Link] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.records: deque[CaptureRecord] = deque(maxlen=_RECORDS)
+        """What the last captures cost, the oldest first."""
+        self.left_out = 0
+        """How many cuts were left out."""
+        self._objects = dict(objects)
+        self._gate: Gate = OpenGate() if gate is None else gate
+        self._on_complete, self._clock = on_complete, clock
+        self._slice_bytes, self._scratch_bytes = slice_bytes, scratch_bytes
+        self._links: dict[torch.device, Link] = dict(links or {})
+        self._store = ArenaStore(
+            ArenaFolder() if folder is None else folder, identity, step=step, generations=generations
+        )
+        self._hooks = UpdateHooks(self._objects, self.fence)
+        self._sources: list[Source] | None = None
+        self._plan: CapturePlan | None = None
+        self._documents_bytes = 0
+        self._digests: dict[tuple[str, int], bytes] = {}  # of what is still, by piece
+        self._moving: frozenset[str] = frozenset()  # what seemed still, and was not
+        self._planned_for: frozenset[str] = frozenset()
+        self._current: Job | None = None
+        self._making = False
+        self._completed: int | None = None
+        self._failure: Exception | None = None
+        self._warning: str | None = None
+        self._changed = threading.Condition()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._copier: threading.Thread | None = None
+        self._closed = False
+        self._process = os.getpid()
+
+    # --- what a manager calls
+
+    @property
+    def completed(self) -> int | None:
+        """The step of the newest generation that became complete here; None before the first."""
+        return self._completed
+
+    def cut(
+        self,
+        step: int,
+        *,
+        attempt: str,
+        cut: bytes,
+        readers: Mapping[str, bytes] | None = None,
+        extra: Mapping[str, bytes] | None = None,
+        common: int | None = None,
+        must: bool = False,
+    ) -> bool:
+        """Begin to capture the state as it is now, after optimizer step ``step``. False where this cut is left out.
+
+        ``cut`` (16 bytes) is its digest, the same on every rank; ``common`` the newest step that all ranks are known to
+        have complete. ``must``: wait for the arena to be made and for the capture before, instead of leaving it out.
+
+        Raises what went wrong since the last call: `ArenaTooLarge` and other `ArenaError` where there is no memory,
+        `SaveFailed` for anything else; `UnsupportedValue` for a state that cannot be captured, with its path.
+        """
+        begin_s = self._clock()
+        self._settle()
+        self.fence()
+        trusted = self._hooks.trusted()
+        plan = self._renewed()
+        if must:
+            self._make(plan)
+            self._idle()
+            self._settle()
+        filling = self._begun(plan, common)
+        if filling is None:
+            self.left_out += 1
+            return False
+        facts = Facts(step=step, attempt=attempt, cut=cut, readers=readers or {}, extra=extra or {})
+        try:
+            job = self._taken(facts, plan, filling, begin_s)
+            if not trusted or (plan.parted.still and not self._digests):
+                job.capture.fence()
+        except BaseException:
+            filling.abandon()
+            raise
+        job.cut_s = self._clock() - begin_s - job.capture.fence_s
+        self._current = job
+        self._do(lambda: self._run(job))
+        return True
+
+    def fence(self) -> None:
+        """Call this before the state changes: what was not copied yet is copied, or kept, as it is now.
+
+        Optimizers and ``load_state_dict`` of what was given do so by themselves. Whoever changes parameters in other
+        ways between two cuts (weights swapped for an evaluation, say) calls it first.
+        """
+        job = self._current
+        if job is not None and os.getpid() == self._process:  # a forked child has no copier, and no state of ours
+            job.capture.fence()
+
+    def wait(self) -> int | None:
+        """Return when the capture under way is complete: the step of the newest generation. Raises as `cut` does."""
+        self.fence()
+        self._idle()
+        self._settle()
+        return self._completed
+
+    def close(self, *, remove: bool = False) -> None:
+        """Finish the capture under way, and let go of everything. ``remove``: of the arena as well, the run is over."""
+        if self._closed:
+            return
+        self._closed = True
+        self.fence()
+        if self._copier is not None and os.getpid() == self._process:
+            self._work.put(None)
+            self._copier.join()
+        self._hooks.remove()
+        self._store.close(remove=remove)
+
+    # --- a cut, on the training thread
+
+    def _renewed(self) -> CapturePlan:
+        """The plan for the state as it is now."""
+        before, steady = self._plan, self._planned_for == self._moving
+        if self._sources is None:
+            self._sources = sources_of(self._objects)
+            steady = False
+        else:
+            changed = [one for one in self._sources if one.renew()]
+            if not changed and steady and before is not None:
+                return before
+            steady = steady and all(one.changing.issuperset(one.tensors) for one in changed)
+        parted = part(self._sources, self._hooks.optimizers, moving=self._moving)
+        if before is not None and steady:
+            # The same mapping says that nothing of it has to be made ready again.
+            parted = Parted(early=parted.early, late=before.parted.late, still=before.parted.still)
+        else:
+            self._digests.clear()
+        for tensor in (*parted.early.values(), *parted.late.values()):
+            if tensor.device.type == "cuda" and tensor.device not in self._links:
+                self._links[tensor.device] = CudaLink(tensor.device)
+        self._plan = plan_capture(parted, before=before, slice_bytes=self._slice_bytes)
+        self._planned_for = self._moving
+        return self._plan
+
+    def _begun(self, plan: CapturePlan, common: int | None) -> Filling | None:
+        """A generation to be filled; None where there is none now."""
+        if self._making:
+            return None
+        if not self._store.ready(plan, self._documents_bytes):
+            self._make(plan)  # behind the capture under way
+            return None
+        if self._current is not None:
+            return None
+        assert self._store.arena is not None
+        return self._store.arena.begin(common=common)
+
+    def _taken(self, facts: Facts, plan: CapturePlan, filling: Filling, begin_s: float) -> Job:
+        """Take what has to be taken at once."""
+        assert self._sources is not None
+        early, late = self._store.moves(plan, filling.number)
+        kept = early.kept()
+        for link in self._links.values():
+            link.order()
+        capture = Capture(
+            lambda number: self._filled(plan, filling, number),
+            late,
+            live=list(plan.parted.late.values()),
+            early=kept.make(),
+            scratch_bytes=self._scratch_bytes,
+            clock=self._clock,
+        )
+        trees = {one.name: one.document() for one in self._sources}
+        return Job(facts=facts, plan=plan, filling=filling, trees=trees, capture=capture, begin_s=begin_s)
+
+    def _settle(self) -> None:
+        """Say what the copier had to say."""
+        failure, self._failure = self._failure, None
+        warning, self._warning = self._warning, None
+        if warning is not None:
+            warnings.warn(warning, CaptureWarning, stacklevel=4)
+        if failure is None:
+            return
+        if isinstance(failure, LakeckptError):
+            raise failure
+        raise SaveFailed(f"a capture failed: {failure!r}") from failure
+
+    # --- the copier
+
+    def _do(self, job: Callable[[], None]) -> None:
+        if self._copier is None:
+            self._copier = threading.Thread(target=self._copy, name="lakeckpt-copier", daemon=True)
+            self._copier.start()
+        self._work.put(job)
+
+    def _copy(self) -> None:
+        while (job := self._work.get()) is not None:
+            job()
+
+    def _idle(self) -> None:
+        with self._changed:
+            while self._current is not None or self._making:
+                self._changed.wait()
+
+    def _make(self, plan: CapturePlan) -> None:
+        """Have the copier make the arena that fits, if it does not do so already."""
+        if self._making or self._store.ready(plan, self._documents_bytes):
+            return
+        assert self._sources is not None
+        trees = {one.name: one.document() for one in self._sources}
+        links = dict(self._links)
+        self._making = True
+
+        def make() -> None:
+            try:
+                size_bytes = sum(len(document()) for document in trees.values()) + len(plan.table.document)
+                self._store.make(plan, max(size_bytes, self._documents_bytes), links)
+            except Exception as error:
+                self._failure = error
+            with self._changed:
+                self._making = False
+                self._changed.notify_all()
+
+        self._do(make)
+
+    def _run(self, job: Job) -> None:
+        complete = False
+        try:
+            complete = self._completes(job)
+        except Exception as error:
+            self._failure = error
+        if not complete:
+            job.capture.give_up()
+            job.filling.abandon()
+        self.records.append(job.record(self._clock(), complete=complete))
+        with self._changed:
+            self._completed = job.facts.step if complete else self._completed
+            self._current = None
+            self._changed.notify_all()
+        if complete and self._on_complete is not None:
+            self._on_complete(job.facts.step)
+
+    def _completes(self, job: Job) -> bool:
+        """Copy what is left of a cut, and complete its generation. False where it was given up."""
+        documents = job.documents()
+        moving = self._moving
+        if not job.capture.run(self._gate):
+            self._warning = (
+                f"the capture of step {job.facts.step} was given up: tensors were changed after the cut, and neither "
+                "an optimizer's step nor load_state_dict said so. Call fence() before changing parameters otherwise"
+            )
+            return False
+        if self._moving != moving:
+            return False  # what seemed still has moved: it is taken at the cut from the next one on
+        assert self._store.arena is not None
+        if len(documents) > self._store.arena.layout.documents_bytes:
+            self._documents_bytes = len(documents)  # the next cut finds that the arena does not fit
+            return False
+        job.complete(documents)
+        self._store.completed()
+        return True
+
+    def _filled(self, plan: CapturePlan, filling: Filling, number: int) -> None:
+        """Slice ``number`` is in host memory: compare what should be still, and take the checksum."""
+        for piece in plan.slices.slices[number]:
+            if piece.key not in plan.parted.still:
+                continue
+            found = xxhash.xxh3_128_digest(filling.data[piece.at : piece.at + piece.stop - piece.start])
+            if self._digests.setdefault((piece.key, piece.start), found) != found:
+                self._moving |= {piece.key}
+        filling.filled(number)

@@ -1,0 +1,116 @@
+"""Is the state about to change, and can we be sure to be told?  Hooks of optimizers and modules, and what they proved.
+
+Before an optimizer steps, and before a state is loaded into an optimizer or a module, `fence` is called. An optimizer
+is *proven* once its hook was seen to fire; until then, and for good where it was seen to go around its hooks, `trusted`
+is false and captures must be made at the cut, before training goes on. It goes around them where a step is captured
+into a CUDA graph (replays call no Python), and where its parameters have other versions at a cut while no hook fired
+since the last one (updated by hand, or by a kernel of somebody's own).
+
+It holds no lock and copies nothing. Hooks run on whichever thread steps.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lakeckpt.checkpoint.report import CaptureWarning
+
+__all__ = ["UpdateHooks"]
+
+_PATIENCE = 3
+"""After how many cuts an optimizer that was never seen to step is told of."""
+
+
+class UpdateHooks:
+    """The hooks of all optimizers and modules among ``objects``. ``fence`` is called before each change."""
+
+    __slots__ = ("_around", "_fence", "_fired", "_handles", "_optimizers", "_proven", "_unseen", "_versions")
+
+    def __init__(self, objects: Mapping[str, Any], fence: Callable[[], None]) -> None:
+        self._fence = fence
+        self._optimizers = {name: one for name, one in objects.items() if isinstance(one, torch.optim.Optimizer)}
+        self._proven: set[str] = set()
+        self._around: set[str] = set()
+        self._fired: set[str] = set()
+        self._unseen = dict.fromkeys(self._optimizers, 0)
+        self._versions: dict[str, list[int]] = {}
+        self._handles: list[Any] = []
+        for name, one in self._optimizers.items():
+            # Dynamo leaves a compiled step for it, and comes back: a hook that is traced would run once, not each time.
+            hook = torch.compiler.disable(self._hook(name))  # type: ignore[no-untyped-call]
+            self._handles.append(one.register_step_pre_hook(hook))
+            self._handles.append(one.register_load_state_dict_pre_hook(self._about_to_load))
+        for one in objects.values():
+            if isinstance(one, torch.nn.Module):
+                self._handles.append(one.register_load_state_dict_pre_hook(self._about_to_load))  # type: ignore[no-untyped-call]
+
+    def _about_to_load(self, *_: object) -> None:
+        self._fired.update(self._optimizers)
+        self._fence()
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def about_to_step(*_: object) -> None:
+            self._fired.add(name)
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                self._goes_around(name, "a step of it is captured into a CUDA graph, and replays call no hooks")
+            else:
+                self._proven.add(name)
+            self._fence()
+
+        return about_to_step
+
+    @property
+    def optimizers(self) -> Iterable[torch.optim.Optimizer]:
+        """All of them."""
+        return self._optimizers.values()
+
+    def trusted(self) -> bool:
+        """At a cut: whether the next update will be announced, by all that is known. Warns once where it is not."""
+        for name, one in self._optimizers.items():
+            versions = versions_of(one)
+            before, self._versions[name] = self._versions.get(name), versions
+            if name in self._fired or name in self._around:
+                continue
+            if before is not None and before != versions:
+                self._goes_around(name, "its parameters were changed and its hooks for steps were not called")
+            elif name not in self._proven:
+                self._unseen[name] += 1
+                if self._unseen[name] == _PATIENCE:
+                    warnings.warn(
+                        f"optimizer {name!r} was not seen to step through its hooks in {_PATIENCE} cuts: until it is, "
+                        "each capture is copied while training waits",
+                        CaptureWarning,
+                        stacklevel=4,
+                    )
+        self._fired.clear()
+        return self._proven.issuperset(self._optimizers) and not self._around
+
+    def _goes_around(self, name: str, why: str) -> None:
+        if name not in self._around:
+            self._around.add(name)
+            warnings.warn(
+                f"optimizer {name!r} changes parameters without saying so ({why}): from now on each capture is copied "
+                "while training waits",
+                CaptureWarning,
+                stacklevel=5,
+            )
+
+    def remove(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def versions_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    """How often each parameter was changed in place, as torch counts it."""
+    return [version_of(one) for group in optimizer.param_groups for one in group["params"]]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; 0 for those that are not counted."""
+    return 0 if tensor.is_inference() else int(tensor._version)

@@ -1,0 +1,153 @@
+"""How is one slice copied?  Its pieces, made ready once: views from and to, sorted by the way that each takes.
+
+In host memory, large pieces are copied by numpy and small ones together by one call of torch: both let go of the
+interpreter's lock, neither starts threads that would take cores from training. A tensor that is no contiguous run of
+bytes is copied as a whole, with the first of its slices. Pieces on a device go through its `Link`.
+
+Nothing here decides when; who calls sees to it that nothing changes meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lakeckpt.checkpoint.arena.slices import Piece
+from lakeckpt.checkpoint.capturing.links import Link, Ticket
+from lakeckpt.checkpoint.capturing.plan import CapturePlan
+
+__all__ = ["Issued", "Links", "Moves", "early_moves", "late_moves", "wait_all"]
+
+Links = Mapping[torch.device, Link]
+"""The links of the devices that have one."""
+_LARGE_BYTES = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """Copies that were given to a link."""
+
+    link: Link
+    ticket: Ticket
+
+
+@dataclass(slots=True)
+class Moves:
+    """Copies that are made together."""
+
+    size_bytes: int = 0
+    touches: list[int] = field(default_factory=list)
+    """The slices that they write to."""
+    _large: list[tuple[Any, Any]] = field(default_factory=list)
+    _small_to: list[torch.Tensor] = field(default_factory=list)
+    _small_from: list[torch.Tensor] = field(default_factory=list)
+    _linked: dict[int, tuple[Link, list[tuple[torch.Tensor, torch.Tensor]]]] = field(default_factory=dict)
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether part of it comes from a device with a link."""
+        return bool(self._linked)
+
+    def add(self, to: torch.Tensor, source: torch.Tensor, link: Link | None) -> None:
+        """Add a copy of equal shapes and dtypes."""
+        self.size_bytes += to.nbytes
+        if link is not None:
+            self._linked.setdefault(id(link), (link, []))[1].append((to, source))
+        elif _is_run(to) and _is_run(source) and to.nbytes >= _LARGE_BYTES:
+            self._large.append((to.numpy(), source.numpy()))
+        else:
+            self._small_to.append(to)
+            self._small_from.append(source)
+
+    def make(self) -> list[Issued]:
+        """Make the copies: those in host memory are done then, the others queued."""
+        issued = [Issued(link=link, ticket=link.copy(pairs)) for link, pairs in self._linked.values()]
+        if self._small_to:
+            with torch.no_grad():
+                torch._foreach_copy_(self._small_to, self._small_from)
+        for to, source in self._large:
+            np.copyto(to, source)
+        return issued
+
+    def kept(self) -> Moves:
+        """These, from copies on the devices that are made now; what lies in host memory is copied at once."""
+        found = Moves(size_bytes=self.size_bytes)
+        for link, pairs in self._linked.values():
+            copies = link.kept([source for _, source in pairs])
+            link.order()  # what is queued from them comes after them
+            found._linked[id(link)] = (link, [(to, copy) for (to, _), copy in zip(pairs, copies, strict=True)])
+        Moves(_large=self._large, _small_to=self._small_to, _small_from=self._small_from).make()
+        return found
+
+
+def _is_run(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def late_moves(plan: CapturePlan, memory: torch.Tensor, links: Links) -> list[Moves]:
+    """For each slice of ``memory`` (the bytes of a generation's data), the copies of what is late in it."""
+    flats: dict[str, torch.Tensor | None] = {}
+    found = []
+    for number, pieces in enumerate(plan.slices.slices):
+        moves = Moves(touches=[number])
+        for piece in pieces:
+            if piece.key in plan.parted.late:
+                _add(moves, plan, piece, memory, links, flats)
+        found.append(moves)
+    return found
+
+
+def _add(
+    moves: Moves,
+    plan: CapturePlan,
+    piece: Piece,
+    memory: torch.Tensor,
+    links: Links,
+    flats: dict[str, torch.Tensor | None],
+) -> None:
+    tensor = plan.parted.late[piece.key]
+    link = links.get(tensor.device)
+    if piece.key not in flats:
+        flats[piece.key] = _flat(tensor)
+    flat = flats[piece.key]
+    if flat is not None:
+        size_bytes = piece.stop - piece.start
+        moves.add(memory[piece.at : piece.at + size_bytes], flat[piece.start : piece.stop], link)
+    elif not piece.start:
+        to = _whole(memory, piece.at, tensor)
+        moves.add(to, tensor.detach(), link)
+        last = (piece.at + to.nbytes - 1) // plan.slices.slice_bytes
+        moves.touches += range(max(moves.touches) + 1, last + 1)
+
+
+def early_moves(plan: CapturePlan, memory: torch.Tensor, links: Links) -> Moves:
+    """The copies of what is early."""
+    moves = Moves()
+    for key, tensor in plan.parted.early.items():
+        if tensor.numel():
+            moves.add(_whole(memory, plan.early[key], tensor), tensor.detach(), links.get(tensor.device))
+    return moves
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The bytes of a tensor, not copied; None where they are no run of memory as they are to be stored."""
+    plain = tensor.detach()
+    if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
+        return None
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def _whole(memory: torch.Tensor, at: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``memory`` in which ``tensor`` is to lie, as a tensor of its dtype and shape."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    return memory[at : at + size_bytes].view(tensor.dtype).view(tensor.shape)
+
+
+def wait_all(issued: Sequence[Issued]) -> None:
+    """Return when all of it is done."""
+    for one in issued:
+        one.ticket.wait()

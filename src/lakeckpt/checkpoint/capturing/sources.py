@@ -1,0 +1,293 @@
+"""Of what does the state of these objects consist, and is that still so?  Taken apart once, looked at again each cut.
+
+A `Source` is one object's share: its tensors by key, and what its tree says at a cut. Taking a large state dict apart
+costs milliseconds, and at almost every cut it comes apart as before. So the sources of plain modules and optimizers
+remember what they found and `holds` compares: the same containers, holding the same tensors, at the same addresses.
+Whatever is not plain (hooks on its state dict, a state dict of its own, any other type) is taken apart at every cut.
+
+Nothing is copied here. Everything is called by the training thread, between two optimizer steps; what `document`
+returns may be called later and elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from lakeckpt.checkpoint.random_states import RANDOM, capture_random
+from lakeckpt.checkpoint.tree import Flat, flatten, tree_to_bytes
+
+__all__ = ["ModuleSource", "OptimizerSource", "OtherSource", "RandomSource", "Source", "sources_of"]
+
+_PLAIN = (int, float, bool, str, type(None))
+
+
+class Source(Protocol):
+    """One object's share of the state."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    """key → tensor, as the last `renew` found them: the live ones."""
+    changing: frozenset[str]
+    """The keys of tensors that may change at any time: in a forward pass, or whenever their owner likes."""
+
+    def renew(self) -> bool:
+        """Look again. False where ``tensors`` are as they were: the same ones, in the same places."""
+        ...
+
+    def document(self) -> Callable[[], bytes]:
+        """What makes the document of the tree as it is now; to be called once, at any later time, on any thread."""
+        ...
+
+
+def sources_of(objects: Mapping[str, Any]) -> list[Source]:
+    """The sources of ``objects`` and of the random states. Raises as `lakeckpt.checkpoint.tree.flatten` does."""
+    found: list[Source] = [_source(name, one) for name, one in objects.items()]
+    return [*found, RandomSource()]
+
+
+def _source(name: str, one: Any) -> Source:
+    if isinstance(one, torch.nn.Module):
+        return ModuleSource(name, one)
+    if isinstance(one, torch.optim.Optimizer):
+        return OptimizerSource(name, one)
+    return OtherSource(name, one)
+
+
+class _Places:
+    """Where some tensors lie."""
+
+    __slots__ = ("_places", "_tensors")
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._places = list(map(_place, self._tensors))
+
+    def hold(self) -> bool:
+        """Whether all of them lie where they lay."""
+        return list(map(_place, self._tensors)) == self._places
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+class ModuleSource:
+    """A module: its parameters change in optimizer steps, its buffers at any time."""
+
+    __slots__ = ("_containers", "_document", "_module", "_places", "changing", "name", "tensors")
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        self.name, self._module = name, module
+        self.tensors: Mapping[str, torch.Tensor] = {}
+        self.changing: frozenset[str] = frozenset()
+        self._take()
+
+    def _take(self) -> None:
+        # Kept as variables: a parameter whose `.data` was replaced says so, what was detached from it does not.
+        flat = flatten(self.name, self._module.state_dict(keep_vars=True), of_module=True)
+        self._document = tree_to_bytes(flat)
+        self.tensors = flat.tensors
+        self._places = _Places(flat.tensors.values())
+        self.changing = frozenset(
+            key for key, tensor in flat.tensors.items() if not isinstance(tensor, torch.nn.Parameter)
+        )
+        self._containers = _containers(self._module)
+
+    def renew(self) -> bool:
+        """See `Source`."""
+        if self._containers is not None and _same(self._containers) and self._places.hold():
+            return False
+        before = self.tensors
+        self._take()
+        return not _are(before, self.tensors)
+
+    def document(self) -> Callable[[], bytes]:
+        """See `Source`."""
+        document = self._document
+        return lambda: document
+
+
+_Containers = list[tuple[dict[str, Any], list[str], list[int]]]
+
+
+def _containers(module: torch.nn.Module) -> _Containers | None:
+    """All dicts in which the state of ``module`` lies, and what is in them; None where more than these makes it."""
+    found: _Containers = []
+    plain = torch.nn.Module
+    for one in module.modules():
+        kind = type(one)
+        overridden = (
+            kind.state_dict is not plain.state_dict
+            or kind._save_to_state_dict is not plain._save_to_state_dict
+            or kind.get_extra_state is not plain.get_extra_state
+        )
+        if overridden or one._state_dict_hooks or one._state_dict_pre_hooks:
+            return None
+        for each in (one._modules, one._parameters, one._buffers):
+            found.append((each, list(each), list(map(id, each.values()))))
+    return found
+
+
+def _same(containers: _Containers) -> bool:
+    return all(list(map(id, each.values())) == ids and list(each) == names for each, names, ids in containers)
+
+
+def _are(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> bool:
+    """Whether these are the same tensors, in the same places. State dicts may give others of the same memory."""
+    return list(before) == list(now) and all(
+        one is other or (_place(one) == _place(other) and one.dtype == other.dtype)
+        for one, other in zip(before.values(), now.values(), strict=True)
+    )
+
+
+class OptimizerSource:
+    """An optimizer: its state changes in its steps; what its groups hold (learning rates), at any time."""
+
+    __slots__ = ("_entries", "_flat", "_groups", "_optimizer", "_parameters", "_places", "changing", "name", "tensors")
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        self.name, self._optimizer = name, optimizer
+        self.tensors: Mapping[str, torch.Tensor] = {}
+        self.changing: frozenset[str] = frozenset()
+        self._take()
+
+    def _take(self) -> None:
+        optimizer = self._optimizer
+        flat = self._flat = flatten(self.name, optimizer.state_dict())
+        self.tensors = flat.tensors
+        self._places = _Places(flat.tensors.values())
+        steady = {id(value) for state in optimizer.state.values() for value in _values(state)}
+        self.changing = frozenset(key for key, tensor in flat.tensors.items() if id(tensor) not in steady)
+        self._entries, self._groups = _entries(optimizer), _groups(optimizer)
+        self._parameters = list(map(id, optimizer.state))
+
+    def renew(self) -> bool:
+        """See `Source`."""
+        optimizer = self._optimizer
+        if (
+            self._entries is not None
+            and self._groups is not None
+            and list(map(id, optimizer.state)) == self._parameters
+            and all(
+                list(map(id, state.values())) == ids and list(state) == names for state, names, ids in self._entries
+            )
+            and (groups := _groups(optimizer)) is not None
+            and [params for params, _ in groups] == [params for params, _ in self._groups]
+            and self._places.hold()
+        ):
+            if groups != self._groups:
+                self._groups = groups
+                self._flat = _regrouped(self._flat, [options for _, options in groups])
+            return False
+        before, groups = self.tensors, self._groups
+        self._take()
+        same_groups = (
+            groups is not None
+            and self._groups is not None
+            and ([params for params, _ in groups] == [params for params, _ in self._groups])
+        )
+        return not (same_groups and _are(before, self.tensors))
+
+    def document(self) -> Callable[[], bytes]:
+        """See `Source`."""
+        flat = self._flat
+        return lambda: tree_to_bytes(flat)
+
+
+def _values(state: object) -> Iterable[object]:
+    return state.values() if isinstance(state, dict) else ()
+
+
+def _entries(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[str], list[int]]] | None:
+    """The state of each parameter, and what is in it; None where there is more to it than tensors."""
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or any(hooks):
+        return None
+    found = []
+    for state in optimizer.state.values():
+        if type(state) is not dict or not all(
+            value is None or isinstance(value, torch.Tensor) for value in state.values()
+        ):
+            return None
+        found.append((state, list(state), list(map(id, state.values()))))
+    return found
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[tuple[list[int], dict[str, Any]]] | None:
+    """The parameters and the options of each group; None where an option is no plain value."""
+    found = []
+    for group in optimizer.param_groups:
+        options: dict[str, Any] = {}
+        for key, value in group.items():
+            if type(value) in (tuple, list) and key != "params":
+                value = type(value)(value)  # a list of our own: theirs may change
+            options[key] = value
+        params = options.pop("params")
+        if not all(map(_is_plain, options.values())):
+            return None
+        found.append((list(map(id, params)), options))
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(type(one) in _PLAIN for one in value)
+    return type(value) in _PLAIN
+
+
+def _regrouped(flat: Flat, groups: list[dict[str, Any]]) -> Flat:
+    """The tree with other options in its groups."""
+    tree = dict(flat.tree)
+    tree["param_groups"] = [
+        {**options, "params": before["params"]} for options, before in zip(groups, tree["param_groups"], strict=True)
+    ]
+    return Flat(item=flat.item, tree=tree, tensors=flat.tensors)
+
+
+class OtherSource:
+    """Anything else that has a ``state_dict``: taken apart at every cut, and all of it may change at any time."""
+
+    __slots__ = ("_document", "_one", "changing", "name", "tensors")
+
+    def __init__(self, name: str, one: Any) -> None:
+        self.name, self._one = name, one
+        self.tensors: Mapping[str, torch.Tensor] = {}
+        self.changing: frozenset[str] = frozenset()
+        self._document = b""
+        self.renew()
+
+    def renew(self) -> bool:
+        """See `Source`."""
+        flat = flatten(self.name, self._one.state_dict())
+        before, self.tensors = self.tensors, flat.tensors
+        self.changing = frozenset(flat.tensors)
+        self._document = tree_to_bytes(flat)  # at once: what it holds may be the object's own
+        return not _are(before, self.tensors)
+
+    def document(self) -> Callable[[], bytes]:
+        """See `Source`."""
+        document = self._document
+        return lambda: document
+
+
+class RandomSource:
+    """The random generators of this process. Their states are values of their own as soon as they are taken."""
+
+    __slots__ = ("changing", "name", "tensors")
+
+    def __init__(self) -> None:
+        self.name = RANDOM
+        self.tensors: Mapping[str, torch.Tensor] = {}
+        self.changing: frozenset[str] = frozenset()
+
+    def renew(self) -> bool:
+        """See `Source`."""
+        return False
+
+    def document(self) -> Callable[[], bytes]:
+        """See `Source`."""
+        states = capture_random()
+        return lambda: tree_to_bytes(Flat(item=RANDOM, tree=states, tensors={}))

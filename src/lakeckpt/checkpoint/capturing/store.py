@@ -1,0 +1,147 @@
+"""Where does a rank's next generation lie?  Its arena: found again after a restart, made anew where it no longer fits.
+
+`ArenaStore` holds the one arena that is being filled, with the copies of each slice made ready for each of its
+generations. Making an arena takes as long as copying all of it, so this is done by the copier, beside training. An
+arena that a plan has outgrown is kept until the new one holds two complete generations, unless both do not fit.
+
+Called by the copier alone, but for `ready`. It starts no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+
+from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
+from lakeckpt.checkpoint.capturing.moves import Links, Moves, early_moves, late_moves
+from lakeckpt.checkpoint.capturing.plan import CapturePlan
+from lakeckpt.errors import ArenaError, ArenaTooLarge
+
+__all__ = ["ArenaStore"]
+
+_ENOUGH = 2
+_DOCUMENTS_BYTES = 256 * 2**10
+
+
+class ArenaStore:
+    """The arenas of ``identity`` in ``folder``, for a history that goes on after ``step``."""
+
+    def __init__(self, folder: ArenaFolder, identity: ArenaIdentity, *, step: int, generations: int = 3) -> None:
+        self.arena: Arena | None = None
+        self._folder, self._identity, self._step, self._generations = folder, identity, step, generations
+        self._outgrown: list[str] = []
+        self._found: list[str] | None = None
+        self._memory: torch.Tensor | None = None
+        self._unpin: list[Callable[[], None]] = []
+        self._moves: dict[int, tuple[CapturePlan, Moves, list[Moves]]] = {}
+        self._links: Links = {}
+
+    def ready(self, plan: CapturePlan, documents_bytes: int) -> bool:
+        """Whether the arena fits."""
+        layout = None if self.arena is None else self.arena.layout
+        return layout is not None and layout.plan == plan.slices.digest and layout.documents_bytes >= documents_bytes
+
+    def make(self, plan: CapturePlan, documents_bytes: int, links: Links) -> None:
+        """Have the arena for ``plan``. `ArenaTooLarge`, `ArenaError`."""
+        layout = ArenaLayout(
+            identity=self._identity,
+            plan=plan.slices.digest,
+            data_bytes=plan.slices.data_bytes,
+            slice_bytes=plan.slices.slice_bytes,
+            documents_bytes=max(_DOCUMENTS_BYTES, 2 * documents_bytes),
+            generations=self._generations,
+        )
+        if self._found is None:
+            self._found = self._left()
+        self._let_go()
+        self.arena = self._again(layout) or self._new(layout)
+        self.arena.touch()
+        self._memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
+        self._links = links
+        self._unpin = [link.pin(self._memory) for link in links.values()]
+        for number in range(layout.generations):
+            self.moves(plan, number)
+
+    def _left(self) -> list[str]:
+        """The names of the arenas that an earlier process of this rank has left."""
+        return [one.name for one in self._folder.found() if one.identity == self._identity and not one.is_filled]
+
+    def _again(self, layout: ArenaLayout) -> Arena | None:
+        """One that was left and fits, without what the history no longer holds; None where there is none."""
+        assert self._found is not None
+        for name in self._found:
+            with contextlib.suppress(ArenaError, FileNotFoundError):
+                arena = self._folder.open(name, writes=True)
+                same = (arena.layout.plan, arena.layout.slice_bytes, arena.layout.data_bytes, arena.layout.generations)
+                if same == (layout.plan, layout.slice_bytes, layout.data_bytes, layout.generations) and (
+                    arena.layout.documents_bytes >= layout.documents_bytes // 2
+                ):
+                    arena.forget(self._step)
+                    self._found.remove(name)
+                    return arena
+                arena.close()
+        return None
+
+    def _new(self, layout: ArenaLayout) -> Arena:
+        assert self._found is not None
+        self._outgrown += self._found
+        self._found = []
+        try:
+            return self._folder.create(layout)
+        except ArenaTooLarge:
+            if not self._outgrown:
+                raise
+        self._remove_outgrown()  # both do not fit
+        return self._folder.create(layout)
+
+    def _remove_outgrown(self) -> None:
+        for name in self._outgrown:
+            self._folder.remove(name)
+        self._outgrown = []
+
+    def _let_go(self) -> None:
+        """Close the arena, which stays as it is."""
+        for unpin in self._unpin:
+            unpin()
+        self._unpin, self._memory = [], None
+        self._moves.clear()
+        if self.arena is not None:
+            self._outgrown.append(self.arena.name)
+            self.arena.close()
+            self.arena = None
+
+    def moves(self, plan: CapturePlan, number: int) -> tuple[Moves, list[Moves]]:
+        """The copies of what is early, and of each slice, into generation ``number``: made ready once for a plan."""
+        assert self.arena is not None and self._memory is not None
+        known = self._moves.get(number)
+        if known is not None and known[0] is plan:
+            return known[1:]
+        at = self.arena.layout.data_at(number)
+        memory = self._memory[at : at + self.arena.layout.data_bytes]
+        late = known[2] if known is not None and known[0].parted.late is plan.parted.late else None
+        found = (
+            plan,
+            early_moves(plan, memory, self._links),
+            late_moves(plan, memory, self._links) if late is None else late,
+        )
+        self._moves[number] = found
+        return found[1:]
+
+    def completed(self) -> None:
+        """A generation is complete: let go of what it replaces."""
+        if self._outgrown and self.arena is not None and len(self.arena.complete()) >= _ENOUGH:
+            self._remove_outgrown()
+
+    def close(self, *, remove: bool) -> None:
+        """Let go of everything; ``remove``: the run ended well, and nobody needs the memory any more."""
+        name = None if self.arena is None else self.arena.name
+        self._let_go()
+        if remove:
+            self._outgrown += self._found or []
+            self._remove_outgrown()
+        elif name is not None:
+            self._outgrown.remove(name)

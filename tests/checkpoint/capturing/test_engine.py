@@ -1,0 +1,486 @@
+"""The engine: what a generation holds is the state at its cut, bit by bit, whatever training does meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.report import CaptureWarning
+from lakeckpt.errors import ArenaTooLarge, SaveFailed, UnsupportedValue
+from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of, steps_in
+
+Made = Callable[..., CaptureEngine]
+
+
+class HeldGate:
+    """Admits slices when it is told to, or the fence has come."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.admitted: list[int] = []
+        self.moved_bytes = 0
+
+    def admit(self, size_bytes: int, urgent: threading.Event) -> None:
+        while not (self.open.is_set() or urgent.is_set()):
+            urgent.wait(0.001)
+        self.admitted.append(size_bytes)
+
+    def moved(self, size_bytes: int, begin_s: float, end_s: float) -> None:
+        assert begin_s <= end_s
+        self.moved_bytes += size_bytes
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 4))
+        self.tied = self.inner[3].weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class Job:
+    """A small training job."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
+        torch.manual_seed(1)
+        self.model = Net()
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)  # type: ignore[call-arg]
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.objects: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+        }
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 16)).square().mean().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ArenaFolder:
+    return ArenaFolder(tmp_path / "arenas")
+
+
+@pytest.fixture
+def made(folder: ArenaFolder) -> Iterator[Made]:
+    every: list[CaptureEngine] = []
+
+    def make(objects: dict[str, Any], **options: Any) -> CaptureEngine:
+        every.append(CaptureEngine(objects, IDENTITY, **{"folder": folder, "slice_bytes": 4096, **options}))
+        return every[-1]
+
+    yield make
+    for one in every:
+        one.close()
+
+
+def cut(engine: CaptureEngine, step: int, **options: Any) -> bool:
+    return engine.cut(step, attempt="a", cut=CUT, **options)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
+def test_every_step_is_captured_as_it_was_at_its_cut(
+    made: Made, folder: ArenaFolder, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    job = Job(optimizer)
+    engine = made(job.objects)
+    expected = {}
+    for step in range(1, 8):
+        job.step()
+        expected[step] = state_of(job.objects)
+        assert cut(engine, step, readers={"loader": b"%d" % step}, must=True)
+        job.model(torch.randn(8, 16))  # changes what a forward pass changes
+    assert engine.wait() == 7
+    assert steps_in(folder) == [7, 6, 5]
+    for step in (5, 6, 7):
+        assert_same(kept_state(folder, step), expected[step])
+    assert [record.complete for record in engine.records] == [True] * 7
+
+
+def test_what_the_gate_did_not_admit_is_copied_at_the_fence_before_the_update(made: Made, folder: ArenaFolder) -> None:
+    job, gate = Job(), HeldGate()
+    engine = made(job.objects, gate=gate)
+    job.step()
+    assert cut(engine, 1, must=True)
+    expected = state_of(job.objects)
+    job.step()  # nothing was admitted: all of it is copied when the optimizer is about to step
+    assert engine.wait() == 1
+    (record,) = engine.records
+    assert record.fenced_bytes == record.size_bytes > 0
+    assert_same(kept_state(folder, 1), expected)
+
+
+def test_a_capture_goes_through_the_gate_slice_by_slice(made: Made) -> None:
+    job, gate = Job(), HeldGate()
+    engine = made(job.objects, gate=gate)
+    job.step()
+    gate.open.set()
+    assert cut(engine, 1, must=True)
+    engine._idle()
+    (record,) = engine.records
+    assert record.complete
+    assert record.fenced_bytes == 0
+    assert gate.moved_bytes == sum(gate.admitted) == record.size_bytes
+    assert max(gate.admitted) <= 4096
+
+
+def test_cuts_are_left_out_while_the_capture_before_is_under_way(made: Made, folder: ArenaFolder) -> None:
+    job, gate = Job(), HeldGate()
+    engine = made(job.objects, gate=gate)
+    job.step()
+    assert not cut(engine, 1), "the arena is not made yet"
+    engine._idle()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def complete(step: int) -> None:
+        entered.set()
+        assert go_on.wait(30)
+
+    engine._on_complete = complete
+    engine._run, run = (lambda one: (complete(0), run(one))[1]), engine._run  # type: ignore[method-assign,func-returns-value]
+    assert cut(engine, 2)
+    assert entered.wait(30)
+    job.step()
+    assert not cut(engine, 3), "step 2 is not complete"
+    go_on.set()
+    assert engine.wait() == 2
+    assert engine.left_out == 2
+    job.step()
+    assert cut(engine, 4)
+    assert engine.wait() == 4
+    assert steps_in(folder) == [4, 2]
+
+
+class Manual(torch.optim.Optimizer):
+    """Changes its parameters in a method of its own, so that no hook of a step is called."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.update()
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                with torch.no_grad():
+                    one.mul_(0.5)
+
+
+def test_an_optimizer_that_goes_around_its_hooks_is_captured_at_the_cut(made: Made, folder: ArenaFolder) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = Manual(model.parameters())
+    objects = {"model": model, "optimizer": optimizer}
+    gate = HeldGate()
+    engine = made(objects, gate=gate)
+    optimizer.step()  # through its hooks: it is trusted
+    assert cut(engine, 1, must=True)
+    optimizer.update()
+    with pytest.warns(CaptureWarning, match="was given up"):
+        engine.wait()
+    with pytest.warns(CaptureWarning, match="its hooks for steps were not called"):
+        assert cut(engine, 2)
+    expected = state_of(objects)
+    optimizer.update()
+    assert engine.wait() == 2
+    assert steps_in(folder) == [2]
+    assert_same(kept_state(folder, 2), expected)
+
+
+def test_an_optimizer_that_never_steps_through_its_hooks_is_captured_at_the_cut(made: Made) -> None:
+    model = nn.Linear(8, 8)
+    engine = made({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, gate=HeldGate())
+    for step in (1, 2):
+        assert cut(engine, step, must=True)
+    with pytest.warns(CaptureWarning, match="not seen to step through its hooks in 3 cuts"):
+        assert cut(engine, 3, must=True)
+    engine._idle()  # though the gate admits nothing
+    assert engine.completed == 3
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_hooks_of_a_compiled_step_are_called_each_time(made: Made, folder: ArenaFolder) -> None:
+    job = Job(torch.optim.SGD)
+    engine = made(job.objects, gate=HeldGate())
+    compiled = torch.compile(job.optimizer.step, backend="eager")
+    expected = {}
+    for step in range(1, 5):
+        job.backward()
+        compiled()
+        expected[step] = state_of(job.objects)
+        assert cut(engine, step, must=True)
+    job.backward()
+    compiled()
+    assert engine.wait() == 4
+    for step in (2, 3, 4):
+        assert_same(kept_state(folder, step), expected[step])
+
+
+def test_a_frozen_parameter_waits_and_one_that_only_seemed_frozen_is_taken_at_the_cut(
+    made: Made, folder: ArenaFolder
+) -> None:
+    frozen, head = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 4)
+    optimizer = torch.optim.SGD(head.parameters())
+    objects = {"frozen": frozen, "head": head, "optimizer": optimizer}
+    gate = HeldGate()
+    engine = made(objects, gate=gate)
+
+    def step(number: int) -> Any:
+        head(frozen(torch.randn(3, 64))).sum().backward()
+        optimizer.step()
+        state = state_of(objects)
+        assert cut(engine, number, must=True)
+        return state
+
+    step(1)
+    second = step(2)
+    engine.wait()
+    assert engine.records[-1].fenced_bytes > frozen.weight.nbytes
+    assert_same(kept_state(folder, 2), second)
+    frozen.weight.data.mul_(2)  # as torch counts changes, there was none
+    step(3)
+    engine.wait()
+    assert steps_in(folder) == [2, 1], "what was found instead of what was expected was not believed"
+    fourth = step(4)
+    frozen.weight.data.mul_(2)
+    engine.wait()
+    assert_same(kept_state(folder, 4), fourth)
+
+
+def test_what_no_optimizer_here_updates_is_taken_at_the_cut(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    average = torch.optim.swa_utils.AveragedModel(job.model)
+    objects = {**job.objects, "average": average}
+    engine = made(objects, gate=HeldGate())
+    job.step()
+    assert cut(engine, 1, must=True)
+    expected = state_of(objects)
+    average.update_parameters(job.model)
+    with torch.no_grad():
+        average.module.inner[0].weight.data.mul_(3)
+    assert engine.wait() == 1
+    assert_same(kept_state(folder, 1), expected)
+
+
+def test_loading_a_state_waits_for_the_capture(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    engine = made(job.objects, gate=HeldGate())
+    job.step()
+    other = {name: one.state_dict() for name, one in Job().objects.items()}
+    expected = state_of(job.objects)
+    assert cut(engine, 1, must=True)
+    job.model.load_state_dict(other["model"])
+    job.optimizer.load_state_dict(other["optimizer"])
+    assert engine.wait() == 1
+    assert_same(kept_state(folder, 1), expected)
+    job.step()
+    assert cut(engine, 2, must=True)
+    assert engine.wait() == 2
+
+
+def test_a_state_that_changes_its_shape_gets_another_arena(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    engine = made(job.objects)
+    for step in (1, 2, 3):
+        job.step()
+        assert cut(engine, step, must=True)
+    job.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5000))]})
+    job.optimizer.param_groups[1]["params"][0].grad = torch.ones(5000)
+    job.optimizer.step()
+    assert not cut(engine, 4), "it is made beside training"
+    engine.wait()
+    assert len(folder.found()) == 2, "what was complete is kept until enough is again"
+    for step in (5, 6):
+        assert cut(engine, step)
+        engine.wait()
+    (info,) = folder.found()
+    assert info.steps == (6, 5)
+    assert_same(kept_state(folder, 6), state_of(job.objects))
+
+
+def test_parameters_that_move_are_followed(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    engine = made(job.objects)
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+    job.model.inner[0].weight.data = job.model.inner[0].weight.data.clone() + 1
+    job.model.inner[1].running_mean = torch.ones(256)
+    job.optimizer.state[job.model.inner[0].weight]["exp_avg"] = torch.full((256, 16), 5.0)
+    assert cut(engine, 2)
+    engine.wait()
+    assert_same(kept_state(folder, 2), state_of(job.objects))
+
+
+def test_tensors_of_all_sorts_are_stored_in_the_order_of_their_elements(made: Made, folder: ArenaFolder) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turned = nn.Parameter(torch.randn(70, 90).t())
+            self.last = nn.Parameter(torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last))
+            self.short = nn.Parameter(torch.randn(3000).bfloat16())
+            self.imaginary = nn.Parameter(torch.randn(700, dtype=torch.complex64))
+            self.single = nn.Parameter(torch.tensor(3.0))
+            self.nothing = nn.Parameter(torch.zeros(0, 3))
+            self.long_one = nn.Parameter(torch.randn(100_000))
+            self.register_buffer("conjugated", torch.randn(9, dtype=torch.complex64).conj())
+            self.register_buffer("flags", torch.tensor([True, False]))
+
+    odd = Odd()
+    optimizer = torch.optim.SGD(list(odd.parameters()))
+    objects = {"odd": odd, "optimizer": optimizer}
+    engine = made(objects)
+    for step in (1, 2):  # at the cut, and beside training
+        optimizer.step()
+        assert cut(engine, step, must=True)
+        engine.wait()
+        assert_same(kept_state(folder, step), state_of(objects))
+
+
+class Growing:
+    """Gives other tensors at each cut, and more of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.count += 1
+        return {str(number): torch.full((number + 1,), self.count) for number in range(self.count)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_small_objects_may_change_what_they_hold_without_another_arena(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    growing = Growing()
+    engine = made({**job.objects, "growing": growing})
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+    for step in range(2, 8):
+        job.step()
+        assert cut(engine, step)
+        engine.wait()
+        tensors = kept_state(folder, step)[1]
+        found = {key: data for key, data in tensors.items() if key.startswith("growing/")}
+        count = growing.count
+        assert found == {f"growing/{n}": bytes(torch.full((n + 1,), count).numpy().data) for n in range(count)}
+    assert len(folder.found()) == 1
+
+
+def test_a_restarted_process_goes_on_in_the_arena_that_it_finds(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    engine = made(job.objects)
+    for step in (1, 2, 3):
+        job.step()
+        assert cut(engine, step, must=True)
+    engine.close()
+    (before,) = folder.found()
+    again = made(job.objects, step=2)  # what came after step 2 is no part of the history that goes on
+    job.step()
+    assert cut(again, 3, must=True)
+    again.wait()
+    (info,) = folder.found()
+    assert info.name == before.name
+    assert info.steps == (3, 2, 1)
+    assert_same(kept_state(folder, 3), state_of(job.objects))
+    again.close(remove=True)
+    assert folder.found() == []
+
+
+def test_what_cannot_be_captured_is_told_by_its_path_and_costs_nothing_else(made: Made) -> None:
+    job = Job()
+    broken = Growing()
+    engine = made({**job.objects, "broken": broken})
+    job.step()
+    assert cut(engine, 1, must=True)
+    broken.state_dict = lambda: {"a": [object()]}  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedValue, match=r"broken\.a\[0\]"):
+        cut(engine, 2)
+    del broken.state_dict
+    engine.wait()
+    assert cut(engine, 3, must=True)
+    assert engine.wait() == 3
+
+
+def test_an_arena_that_does_not_fit_is_told_at_the_next_cut(
+    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    engine = made(job.objects)
+    monkeypatch.setattr(type(folder), "_check_room", lambda *_: (_ for _ in ()).throw(ArenaTooLarge("no room")))
+    assert not cut(engine, 1)
+    with pytest.raises(ArenaTooLarge, match="no room"):
+        engine.wait()
+
+
+def test_a_failing_copy_is_told_and_the_next_cut_is_captured(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    engine = made(job.objects)
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+    from lakeckpt.checkpoint.capturing import moves
+
+    monkeypatch.setattr(moves.np, "copyto", lambda *_: (_ for _ in ()).throw(MemoryError("x")))
+    monkeypatch.setattr(moves.torch, "_foreach_copy_", lambda *_: (_ for _ in ()).throw(MemoryError("x")))
+    late = engine._store.moves(engine._plan, 1)[1]  # type: ignore[arg-type]
+    with pytest.raises(MemoryError):
+        late[0].make() if late[0].size_bytes else late[-1].make()
+    engine._store.moves = lambda plan, number: (moves.Moves(), late)  # type: ignore[method-assign]
+    job.step()
+    assert cut(engine, 2)
+    engine._idle()
+    with pytest.raises(SaveFailed, match="a capture failed: MemoryError"):
+        engine.wait()
+    monkeypatch.undo()
+    del engine._store.moves
+    job.step()
+    assert cut(engine, 3)
+    assert engine.wait() == 3
+
+
+def test_documents_that_outgrow_the_arena_get_another_one(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    engine = made(job.objects)
+    job.step()
+    assert cut(engine, 1, must=True)
+    assert cut(engine, 2, must=True, extra={"x": bytes(2**20)})
+    engine.wait()
+    assert steps_in(folder) == [1]
+    assert cut(engine, 3, must=True, extra={"x": bytes(2**20)})
+    assert engine.wait() == 3
+    assert 3 in steps_in(folder)
+
+
+def test_closing_leaves_no_thread_and_no_hook(made: Made) -> None:
+    job = Job()
+    before = set(threading.enumerate())
+    engine = made(job.objects)
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.close()
+    assert set(threading.enumerate()) == before
+    assert not job.optimizer._optimizer_step_pre_hooks
+    assert not job.model._load_state_dict_pre_hooks
+    with warnings.catch_warnings():
+        job.step()
