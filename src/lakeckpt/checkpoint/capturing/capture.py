@@ -39,6 +39,7 @@ class Capture:
         self,
         filled: Callable[[int], None],
         slices: Sequence[Moves],
+        gate: Gate,
         *,
         live: Sequence[torch.Tensor],
         early: Sequence[Issued] = (),
@@ -48,7 +49,7 @@ class Capture:
         self.fenced_bytes = 0
         """How many bytes were read, or queued, since the fence had come."""
         self.fence_s = 0.0
-        self._filled, self._slices, self._early = filled, slices, early
+        self._filled, self._slices, self._early, self._gate = filled, slices, early, gate
         self._live, self._versions = live, [version_of(one) for one in live]
         self._scratch_bytes, self._clock = scratch_bytes, clock
         self._urgent = threading.Event()
@@ -70,6 +71,7 @@ class Capture:
             return
         begin = self._clock()
         self._urgent.set()
+        self._gate.hurry()
         scratch_bytes = self._scratch_bytes
         while (number := self._claim()) is not None:
             moves = self._slices[number]
@@ -130,11 +132,11 @@ class Capture:
 
     # --- the copier
 
-    def run(self, gate: Gate) -> bool:
+    def run(self) -> bool:
         """Copy what is left, and see all slices filled. False where the state was changed meanwhile: give it up."""
         wait_all(self._early)
         while (size_bytes := self._next_bytes()) is not None:
-            gate.admit(size_bytes, self._urgent)
+            self._gate.admit(size_bytes, self._urgent)
             number = self._claim()
             if number is None:
                 break  # the fence has come, and taken it
@@ -142,13 +144,14 @@ class Capture:
             issued = self._guarded(self._slices[number].make)
             self._now_issued(number, issued)
             wait_all(issued)
-            gate.moved(self._slices[number].size_bytes, begin, self._clock())
+            self._gate.moved(self._slices[number].size_bytes, begin, self._clock())
             self._fill()
         return self._finish()
 
     def give_up(self) -> None:
         """Leave the rest as it is: return when nobody reads or writes for this capture any more."""
         self._urgent.set()
+        self._gate.hurry()
         with self._changed:
             self._open.clear()
             self._kept.clear()

@@ -150,6 +150,7 @@ class CaptureEngine:
         facts = Facts(step=step, attempt=attempt, cut=cut, readers=readers or {}, extra=extra or {})
         try:
             job = self._taken(facts, plan, filling, begin_s)
+            self._gate.start(plan.late_bytes)
             if not trusted or (plan.parted.still and not self._digests):
                 job.capture.fence()
         except BaseException:
@@ -237,6 +238,7 @@ class CaptureEngine:
         capture = Capture(
             lambda number: self._filled(plan, filling, number),
             late,
+            self._gate,
             live=list(plan.parted.late.values()),
             early=kept.make(),
             scratch_bytes=self._scratch_bytes,
@@ -316,7 +318,7 @@ class CaptureEngine:
         """Copy what is left of a cut, and complete its generation. False where it was given up."""
         documents = job.documents()
         moving = self._moving
-        if not job.capture.run(self._gate):
+        if not job.capture.run():
             self._warning = (
                 f"the capture of step {job.facts.step} was given up: tensors were changed after the cut, and neither "
                 "an optimizer's step nor load_state_dict said so. Call fence() before changing parameters otherwise"

@@ -19,7 +19,7 @@ import torch
 
 from lakeckpt.checkpoint.report import CaptureWarning
 
-__all__ = ["UpdateHooks"]
+__all__ = ["UpdateHooks", "version_of", "versions_of"]
 
 _PATIENCE = 3
 """After how many cuts an optimizer that was never seen to step is told of."""
