@@ -6,12 +6,16 @@ link to the host alone). A slice is admitted into a bubble if, by `WindowHistory
 before the bubble is. What the bubbles ahead of the fence will not hold is carried into free time, and only that; what
 is left at the fence is waited for, which is not decided here.
 
+On a GPU the host does not see the device wait: there the windows of an iteration are foreseen as a whole, each at its
+time (`foresee`), and a slice must lie within one.
+
 So a receive that is posted is not delayed by a slice that was foreseen to end later; one that comes earlier than the
 history says finds at most one slice in its way. Pure: the clock is an argument, nothing waits, nothing is locked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +55,7 @@ class BubblePolicy:
         self._seen: dict[str, int] = {}
         self._passed: dict[str, Kind] = {}  # sites of this iteration, in their order
         self._previous: dict[str, Kind] = {}
+        self._foreseen: tuple[Window, ...] = ()
         self._left_bytes = 0
 
     # --- what happens
@@ -58,11 +63,21 @@ class BubblePolicy:
     def begin_iteration(self) -> None:
         """The cut: an iteration ends here and the next begins. A window that is open stays one of the old iteration."""
         self._previous, self._passed = self._passed, {}
+        self._foreseen = ()
         self._seen.clear()
 
     def begin_capture(self, size_bytes: int) -> None:
         """``size_bytes`` are to be moved before the fence."""
         self._left_bytes = size_bytes
+
+    def foresee(self, windows: Iterable[Window]) -> None:
+        """All windows of this iteration, at the times at which they will be, of a device that nobody sees wait."""
+        self._foreseen = tuple(windows)
+
+    @property
+    def foresees(self) -> bool:
+        """Whether windows of this iteration were foreseen."""
+        return bool(self._foreseen)
 
     def open(self, site: str, kind: Kind, at_s: float) -> str:
         """A window opens; one of the same kind that is open is over. Returns its site with its number."""
@@ -95,7 +110,12 @@ class BubblePolicy:
         None: not before another window opens.
         """
         need_s = self.rate.seconds(size_bytes)
-        found = []
+        found = [
+            begin_s
+            for window in self._foreseen
+            if (begin_s := max(at_s, window.begin_s)) + need_s <= window.end_s
+            and (window.kind == "bubble" or self._must_carry(size_bytes, at_s))
+        ]
         for kind, (site, begin_s) in self._open.items():
             if kind == "bubble" or self._must_carry(size_bytes, at_s):
                 elapsed_s = max(0.0, at_s - begin_s)
@@ -109,6 +129,7 @@ class BubblePolicy:
         if need_s <= 0:
             return self._left_bytes
         lengths = [self.history.expected_s(site) for site in self._ahead()]
+        lengths += [max(0.0, one.end_s - max(at_s, one.begin_s)) for one in self._foreseen if one.kind == "bubble"]
         if "bubble" in self._open:
             site, begin_s = self._open["bubble"]
             lengths.append(max(0.0, self.history.remaining_s(site, max(0.0, at_s - begin_s))))

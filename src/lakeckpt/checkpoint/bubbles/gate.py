@@ -25,13 +25,13 @@ _KEEP_ITERATIONS = 64
 _MOST_WINDOWS = 4096
 """Of one iteration: a loop that never cuts must not fill the memory."""
 _LOOK_AGAIN_S = 0.1
-"""A fence that only sets ``urgent``, and does not `hurry`, is noticed so late."""
 
 
 class BubbleGate:
     """A `Gate` that admits slices into idle windows of this rank.
 
-    ``clock`` is that of the windows and of the slices: `time.perf_counter`. ``iterations`` are kept in `records`.
+    ``clock`` is that of the windows and of the slices: `time.perf_counter`. ``iterations`` are kept in `records`. A
+    fence that only sets ``urgent``, and does not `hurry`, is noticed after ``look_again_s``.
     """
 
     def __init__(
@@ -40,9 +40,11 @@ class BubbleGate:
         clock: Callable[[], float] = time.perf_counter,
         policy: BubblePolicy | None = None,
         iterations: int = _KEEP_ITERATIONS,
+        look_again_s: float = _LOOK_AGAIN_S,
     ) -> None:
         self.clock = clock
         self._policy = BubblePolicy() if policy is None else policy
+        self._look_again_s = look_again_s
         self._changed = threading.Condition(threading.Lock())
         self._records: deque[IterationRecord] = deque(maxlen=iterations)
         self._step: int | None = None
@@ -107,7 +109,7 @@ class BubbleGate:
                 at = self._policy.admits_at(size_bytes, now)
                 if at is not None and at <= now:
                     break
-                self._changed.wait(_LOOK_AGAIN_S if at is None else min(at - now, _LOOK_AGAIN_S))
+                self._changed.wait(self._look_again_s if at is None else min(at - now, self._look_again_s))
             self._asked = False
             self._urgent = urgent.is_set()
 
