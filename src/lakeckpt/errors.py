@@ -32,7 +32,8 @@ stable, machine-readable name::
     │   ├── CheckpointMismatch     it does not fit the live objects: mend the script
     │   ├── CheckpointIncomplete   parts are missing
     │   ├── AttemptSuperseded      a newer attempt owns the run: stop
-    │   └── SaveFailed             the store refused: training may go on, nothing was committed
+    │   ├── SaveFailed             the store refused: training may go on, nothing was committed
+    │   └── AgentError             the process that persists cannot be started or reached: see its log
     ├── ArenaError             cuts in host memory cannot be kept or found                         (RuntimeError)
     │   ├── ArenaDamaged           the memory is not what was written: take an older cut
     │   ├── ArenaInUse             another process fills it: let it end first
@@ -55,6 +56,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "AgentError",
     "ArenaDamaged",
     "ArenaError",
     "ArenaInUse",
@@ -333,6 +335,12 @@ class SaveFailed(CheckpointError):
     """A checkpoint could not be written; nothing was committed."""
 
     kind = "save_failed"
+
+
+class AgentError(CheckpointError):
+    """The process that persists cuts beside the trainers cannot be started, or does not answer."""
+
+    kind = "agent_error"
 
 
 class ArenaError(LakeckptError, RuntimeError):

@@ -34,7 +34,7 @@ from lakeckpt.errors import (
 from lakeckpt.lake.storage import Storage, describe
 from lakeckpt.tracking.tally import name_ranks
 
-__all__ = ["Verify", "await_commit", "collect_parts", "publish_failure", "superseded", "verify_objects"]
+__all__ = ["Verify", "await_commit", "collect_parts", "gave_up", "publish_failure", "superseded", "verify_objects"]
 
 Verify = Literal["sizes", "bytes"]
 Expected = Mapping[int, frozenset[tuple[str, bytes]]]
@@ -66,7 +66,7 @@ def collect_parts(
             name = info.path.removeprefix(folder + "/")
             rank = int(name[:5]) if name[:5].isdigit() else -1
             if name == f"{rank:05d}.failed":
-                raise _gave_up(storage, info.path, rank)
+                raise gave_up(storage, info.path, rank)
             if name == f"{rank:05d}.lkc" and rank not in found:
                 found[rank] = _checked_part(storage, info.path, rank, save, expected)
         return True if len(found) == world_size else None
@@ -81,7 +81,8 @@ def collect_parts(
     return [ref for ref, _ in parts], [part for _, part in parts]
 
 
-def _gave_up(storage: Storage, path: str, rank: int) -> CheckpointError:
+def gave_up(storage: Storage, path: str, rank: int) -> CheckpointError:
+    """The error for the note at ``path`` by which ``rank`` gave a save up."""
     try:
         kind, _, reason = storage.read(path).decode("utf-8", "replace").partition("\n")
     except StorageError as error:
@@ -149,7 +150,7 @@ def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, t
             raise SaveFailed(f"slot {slot} cannot be read back: {error}") from error
         if entry is None:
             if any(info.path == save.failure_path(0) for info in storage.list(f"{PARTS}/{save.folder}")):
-                raise _gave_up(storage, save.failure_path(0), 0)
+                raise gave_up(storage, save.failure_path(0), 0)
             return None
         if isinstance(entry, Manifest) and entry.save == save:
             return entry

@@ -137,6 +137,26 @@ class Publisher:
             self._prune(manifest)
         return manifest
 
+    def catch_up(self) -> list[Manifest]:
+        """Adopt what this attempt has committed without this publisher's knowledge: one before it died after a commit.
+
+        Returns these commits. `AttemptSuperseded`, `StorageError`.
+        """
+        found: list[Manifest] = []
+        while True:
+            try:
+                entry = read_entry(self._storage, self.attempt.last + 1)
+            except ObjectMissing:
+                return found
+            except WireError as error:
+                raise AttemptSuperseded(
+                    superseded(self.attempt.number, SlotTaken(self.attempt.last + 1, None))
+                ) from error
+            if not isinstance(entry, Manifest) or entry.attempt != self.attempt.number:
+                raise AttemptSuperseded(superseded(self.attempt.number, SlotTaken(entry.slot, entry)))
+            self._adopt(entry)
+            found.append(entry)
+
     # --- agree
 
     def _agree(

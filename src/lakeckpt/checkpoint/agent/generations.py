@@ -1,0 +1,64 @@
+"""Which complete cuts of a rank lie in this node's memory?  Those in all arenas of its identity, whoever fills them.
+
+A trainer may make its arena anew when its state grows, and leave the old one until the new one is of use: so arenas are
+looked for, not named. It only reads, and removes arenas that nobody fills. Imports without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from lakeckpt.checkpoint.arena.arena import Arena, Held
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.errors import ArenaError
+
+__all__ = ["Generations"]
+
+
+class Generations:
+    """The complete generations of ``identity`` in ``folder``. Used by one thread at a time."""
+
+    def __init__(self, folder: ArenaFolder, identity: ArenaIdentity) -> None:
+        self._folder, self._identity = folder, identity
+        self._open: dict[str, Arena] = {}
+
+    @contextlib.contextmanager
+    def hold(self, step: int) -> Iterator[Held | None]:
+        """The generation of ``step``, kept from being written while the block runs; None where there is none."""
+        for arena in list(self._found().values()):
+            if all(record.step != step for record in arena.complete()):
+                continue
+            with arena.hold(step) as held:
+                if held is not None:
+                    yield held
+                    return
+        yield None
+
+    def steps(self, attempt: str) -> list[int]:
+        """The steps of all complete generations of an attempt."""
+        every = (record for arena in list(self._found().values()) for record in arena.complete())
+        return sorted({record.step for record in every if record.attempt == attempt})
+
+    def close(self) -> None:
+        """Let go of the arenas."""
+        for arena in self._open.values():
+            arena.close()
+        self._open.clear()
+
+    def remove(self) -> None:
+        """Remove those that nobody fills."""
+        for name, arena in list(self._found().items()):
+            if not arena.is_filled:
+                self._folder.remove(name)
+        self.close()
+
+    def _found(self) -> dict[str, Arena]:
+        there = {one.name for one in self._folder.found() if one.identity == self._identity}
+        for name in self._open.keys() - there:
+            self._open.pop(name).close()
+        for name in sorted(there - self._open.keys()):
+            with contextlib.suppress(ArenaError, FileNotFoundError):
+                self._open[name] = self._folder.open(name)
+        return self._open

@@ -1,0 +1,223 @@
+"""How does a trainer reach its agent?  A socket to it, an agent started where there is none, and what came of orders.
+
+`AgentLink` talks to the agent's process; `InnerAgent` persists in a thread of the trainer, where storage is an object
+that no other process can open: it ends with the trainer. Neither makes the trainer wait, but for `wait`, and
+`AgentLink` while it starts an agent: at the first order, and where one has died. Orders that a dead agent has left are
+given up.
+
+Imports without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections import deque
+from dataclasses import replace
+from typing import Protocol
+
+from lakeckpt.checkpoint.agent.generations import Generations
+from lakeckpt.checkpoint.agent.orders import Bye, Hello, Order, Outcome, receive, send
+from lakeckpt.checkpoint.agent.persister import Persister
+from lakeckpt.checkpoint.agent.server import LINGER_S, agent_paths, short_path
+from lakeckpt.checkpoint.publish import Attempt, Settings
+from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
+from lakeckpt.errors import AgentError
+from lakeckpt.lake.storage import Storage
+
+__all__ = ["AgentLike", "AgentLink", "InnerAgent"]
+
+_START_S = 60.0
+_START_TRIES = 3
+
+
+class AgentLike(Protocol):
+    """Whoever persists the cuts of this trainer. Called by one thread."""
+
+    def order(self, order: Order, /) -> None:
+        """Hand a cut over. `AgentError` where no agent can be started."""
+        ...
+
+    def outcomes(self) -> list[Outcome]:
+        """What came of orders since the last call; never waits."""
+        ...
+
+    def wait(self, timeout_s: float, /) -> bool:
+        """Wait until something came of an order (True), at most about ``timeout_s``."""
+        ...
+
+    def close(self, *, well: bool) -> None:
+        """The trainer ends: ``well``, or as one that died. What was handed over is persisted all the same."""
+        ...
+
+
+class AgentLink:
+    """A trainer's link to the agent of its run on this node; ``hello`` says who it is."""
+
+    def __init__(self, hello: Hello, *, linger_s: float = LINGER_S, python: str = sys.executable) -> None:
+        self._hello = hello
+        self._linger_s = linger_s
+        self._python = python
+        self._pending: dict[tuple[int, int], Order] = {}
+        self._got: list[Outcome] = []
+        self._connection: socket.socket | None = None
+        self._connect()
+
+    def order(self, order: Order, /) -> None:
+        """See `AgentLike`."""
+        self._read_all()
+        if self._connection is None:
+            self._connect()
+        self._pending[order.step, order.number] = order
+        try:
+            assert self._connection is not None
+            send(self._connection, order)
+        except OSError:
+            self._hang_up()
+            self._connect()  # what it had is given up, this order with it
+
+    def outcomes(self) -> list[Outcome]:
+        """See `AgentLike`."""
+        self._read_all()
+        if self._connection is None and self._pending:
+            self._connect()
+            self._read_all()
+        found, self._got = self._got, []
+        return found
+
+    def wait(self, timeout_s: float, /) -> bool:
+        """See `AgentLike`."""
+        self._read_all()
+        if self._got or self._connection is None:
+            return True
+        return bool(select.select([self._connection], [], [], timeout_s)[0])
+
+    def close(self, *, well: bool) -> None:
+        """See `AgentLike`."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                if well:
+                    send(self._connection, Bye())
+        self._hang_up()
+
+    # --- the connection
+
+    def _read_all(self) -> None:
+        while self._connection is not None and select.select([self._connection], [], [], 0)[0]:
+            message = receive(self._connection)
+            if not isinstance(message, Outcome):
+                self._hang_up()
+                return
+            if not message.number and not message.step and message.kind:
+                raise AgentError(f"the agent cannot work for this trainer: {message.text}")
+            self._pending.pop((message.step, message.number), None)
+            if message.slot is not None:
+                known = max(self._hello.last, message.slot)
+                self._hello = replace(
+                    self._hello, last=known, parent=known, recorded=max(self._hello.recorded, message.step)
+                )
+            self._got.append(message)
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _connect(self) -> None:
+        folder = self._hello.arenas
+        path, _, log = agent_paths(folder, self._hello.run)
+        for _ in range(_START_TRIES):
+            connection = _connected(path)
+            if connection is None:
+                self._start(log)
+                connection = poll(lambda: _connected(path), waiter=SystemWaiter(), timeout_s=_START_S)
+            if connection is not None:
+                with contextlib.suppress(OSError):  # it was about to end: another one is started
+                    send(connection, replace(self._hello, unfinished=tuple(self._pending)))
+                    self._connection = connection
+                    return
+        raise AgentError(f"no agent answers at {path!r} within {_START_S:g} s of being started: see {log!r}")
+
+    def _start(self, log: str) -> None:
+        """Start an agent; the process that is started here ends as soon as the agent runs in the background."""
+        command = [
+            self._python, "-m", "lakeckpt.checkpoint.agent",
+            self._hello.arenas, self._hello.run, str(self._linger_s),
+        ]  # fmt: skip
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        told = os.open(log, flags, 0o600)
+        try:
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=told, stderr=told, start_new_session=True, check=True,
+                timeout=_START_S,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            raise AgentError(f"an agent cannot be started with {' '.join(command)}: {error}. See {log!r}") from error
+        finally:
+            os.close(told)
+
+
+def _connected(path: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with short_path(path) as short:
+            connection.connect(short)
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+class InnerAgent:
+    """Persists in a thread of this process. Arguments as for `Persister`."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        attempt: Attempt,
+        *,
+        generations: Generations,
+        rank: int,
+        world_size: int,
+        settings: Settings,
+        waiter: Waiter,
+    ) -> None:
+        self._generations = generations
+        self._waiter = waiter
+        self._timeout_s = settings.timeout_s
+        self._got: deque[Outcome] = deque()
+        self._persister = Persister(
+            storage,
+            generations,
+            attempt,
+            rank=rank,
+            world_size=world_size,
+            settings=settings,
+            waiter=waiter,
+            report=self._got.append,
+        )
+        self._persister.start()
+
+    def order(self, order: Order, /) -> None:
+        """See `AgentLike`."""
+        self._persister.order(order)
+
+    def outcomes(self) -> list[Outcome]:
+        """See `AgentLike`."""
+        return [self._got.popleft() for _ in range(len(self._got))]
+
+    def wait(self, timeout_s: float, /) -> bool:
+        """See `AgentLike`."""
+        return poll(lambda: True if self._got else None, waiter=self._waiter, timeout_s=timeout_s) is not None
+
+    def close(self, *, well: bool) -> None:
+        """See `AgentLike`. Waits until all is persisted: nobody else would do it."""
+        self._persister.leave()
+        self._persister.join(2 * self._timeout_s)
+        if well:
+            self._generations.remove()
+        self._generations.close()

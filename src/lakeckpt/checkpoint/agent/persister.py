@@ -1,0 +1,274 @@
+"""How do the cuts of one rank get from its arena to storage, whatever happens to its trainer?  One thread, one rank.
+
+It takes the orders of the trainer, one after the other: holds the generation, digests it, agrees with the other ranks
+through records in storage, writes its share, and commits or waits for the commit. Rank 0 leads: it takes the newest
+order, and leaves a note where it leaves one out; the others go through theirs and see its notes. A store that fails is
+tried again until a newer order waits or the time is over. Training never waits for any of this.
+
+Where the trainer dies, what it had begun is finished, and then its last will is done: the newest cut that all ranks
+have complete is persisted, if that is newer than the newest commit. Imports without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from lakeckpt.checkpoint.agent.generations import Generations
+from lakeckpt.checkpoint.agent.orders import Order, Outcome
+from lakeckpt.checkpoint.agent.retrying import RetryingStorage
+from lakeckpt.checkpoint.agent.will import WILL, agree_on_will, will_folder
+from lakeckpt.checkpoint.arena.contents import Contents, contents_of
+from lakeckpt.checkpoint.commit import gave_up, publish_failure
+from lakeckpt.checkpoint.digests import digest_all, short_digest
+from lakeckpt.checkpoint.journal import legs_from_bytes
+from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.parts import SaveId
+from lakeckpt.checkpoint.publish import Attempt, Publisher, Settings
+from lakeckpt.checkpoint.records import RecordTalk
+from lakeckpt.checkpoint.staged import Staged, StagedCut, StagedTensor, StagedTree
+from lakeckpt.checkpoint.waiting import Waiter
+from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, StorageError
+from lakeckpt.lake.storage import Storage
+
+__all__ = ["Persister", "chosen"]
+
+
+def chosen(waiting: Sequence[Order], *, leads: bool) -> tuple[Order, tuple[Order, ...]]:
+    """The order to do next, and those that are left out for it: the rank that leads takes the newest one."""
+    return (waiting[-1], tuple(waiting[:-1])) if leads else (waiting[0], ())
+
+
+class Persister:
+    """Persists cuts out of ``generations``. ``report`` is told what came of each order, on the persister's thread.
+
+    `start` starts the thread; it ends when the trainer has gone (`leave`, `die`) and nothing is left to be done;
+    `join` waits for that.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        generations: Generations,
+        attempt: Attempt,
+        *,
+        rank: int,
+        world_size: int,
+        settings: Settings,
+        waiter: Waiter,
+        report: Callable[[Outcome], None],
+        unfinished: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._generations = generations
+        self._settings = settings
+        self._waiter = waiter
+        self._report = report
+        self._unfinished = unfinished
+        self._storage = RetryingStorage(storage, waiter=waiter, is_hopeless=self._is_hopeless)
+        self._publisher = Publisher(
+            self._storage, attempt, rank=rank, world_size=world_size, settings=settings, waiter=waiter
+        )
+        self._documents: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._waiting: list[Order] = []
+        self._left = self._died = False
+        self._superseded: AttemptSuperseded | None = None
+        self._until_s = float("inf")
+        self._thread = threading.Thread(target=self._run, name=f"lakeckpt-persister-{rank}", daemon=True)
+
+    # --- what the trainer does
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def order(self, order: Order) -> None:
+        """Persist the generation of ``order.step``, after those that were ordered before, or instead of them."""
+        with self._changed:
+            self._waiting.append(order)
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """The trainer ends well, or the agent has to: what is ordered is done, and then nothing more."""
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
+
+    def die(self) -> None:
+        """The trainer died: do its last will."""
+        with self._changed:
+            self._died = True
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until all is done; False where it is not by then."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def recorded(self) -> int:
+        """The optimizer step of the newest commit that is known here."""
+        return self._publisher.attempt.recorded
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the thread has ended."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+    # --- the thread
+
+    def _run(self) -> None:
+        self._begin_work()
+        self._settle_unfinished()
+        while (taken := self._next()) is not None:
+            order, left_out = taken
+            for one in left_out:
+                self._leave_out(one)
+            self._begin_work()
+            self._do(order)
+        if self._died and not self._left and self._superseded is None:
+            self._begin_work()
+            with contextlib.suppress(LakeckptError):  # there is nobody left to be told
+                self._do_will()
+
+    def _next(self) -> tuple[Order, tuple[Order, ...]] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._left or self._died)
+            if not self._waiting or (self._died and not self._left):
+                return None  # a trainer's last will is newer than what it ordered
+            order, left_out = chosen(self._waiting, leads=self.rank == 0)
+            self._waiting = [one for one in self._waiting if one is not order and one not in left_out]
+            self._documents |= {path: data for one in (*left_out, order) for path, data in one.documents.items()}
+            return order, left_out
+
+    def _begin_work(self) -> None:
+        self._until_s = self._waiter.now() + self._settings.timeout_s
+
+    def _is_hopeless(self) -> bool:
+        with self._changed:
+            return bool(self._waiting) or self._waiter.now() >= self._until_s
+
+    def _save_of(self, order: Order) -> SaveId:
+        return SaveId(attempt=self._publisher.attempt.number, step=order.step, number=order.number)
+
+    # --- orders
+
+    def _settle_unfinished(self) -> None:
+        """An agent before this one died over these: they are committed, or given up for all ranks."""
+        try:
+            committed = {one.save: one for one in self._publisher.catch_up()}
+        except AttemptSuperseded as newer:
+            self._superseded, committed = newer, {}
+        except StorageError:
+            committed = {}  # it is looked for again when the next one is committed
+        for step, number in self._unfinished:
+            order = Order(step=step, number=number)
+            if (manifest := committed.get(self._save_of(order))) is not None:
+                self._tell(order, manifest, 0.0)
+                continue
+            error = self._superseded or SaveFailed(f"the agent of rank {self.rank} died while it persisted step {step}")
+            publish_failure(self._storage, self._save_of(order), self.rank, error)
+            self._tell(order, error, 0.0)
+
+    def _leave_out(self, order: Order) -> None:
+        error = SaveFailed(f"step {order.step} was left out: a newer cut waits to be persisted")
+        publish_failure(self._storage, self._save_of(order), self.rank, error)
+        self._tell(order, error, 0.0)
+
+    def _do(self, order: Order) -> None:
+        begun_s = self._waiter.now()
+        try:
+            if self._superseded is not None:
+                raise self._superseded
+            save = self._save_of(order)
+            if self.rank and any(
+                info.path == save.failure_path(0) for info in self._storage.list(save.failure_path(0))
+            ):
+                raise gave_up(self._storage, save.failure_path(0), 0)
+            found: Manifest | Exception = self._publish(save, order)
+        except Exception as error:
+            if isinstance(error, AttemptSuperseded):
+                self._superseded = error
+            found = error
+        self._tell(order, found, self._waiter.now() - begun_s)
+
+    def _publish(self, save: SaveId, order: Order) -> Manifest:
+        talk = RecordTalk(
+            self._storage,
+            save,
+            rank=self.rank,
+            world_size=self.world_size,
+            waiter=self._waiter,
+            timeout_s=self._settings.timeout_s,
+            is_over=self._is_over if order.number != WILL else lambda: False,
+        )
+        with self._generations.hold(order.step) as held:
+            taken: StagedCut | Exception
+            try:
+                if held is None:
+                    raise SaveFailed(
+                        f"the arena of rank {self.rank} does not hold step {order.step} any more: newer cuts took its "
+                        "place before it was persisted. Capture less often, or make storage faster"
+                    )
+                taken = _staged(contents_of(held), order, self._documents)
+            except LakeckptError as error:
+                taken = error
+            manifest = self._publisher.publish(save, taken, talk)
+        self._documents.clear()
+        return manifest
+
+    def _is_over(self) -> bool:
+        """Whether the other ranks may never come to what this one is at: trainers died between two orders."""
+        return self._died and bool(self._storage.list(will_folder(self._publisher.attempt.number)))
+
+    def _tell(self, order: Order, found: Manifest | Exception, took_s: float) -> None:
+        if isinstance(found, Manifest):
+            outcome = Outcome(
+                step=order.step, number=order.number, slot=found.slot, created_s=found.created_s, took_s=took_s
+            )
+        else:
+            kind = found.kind if isinstance(found, LakeckptError) else "save_failed"
+            text = str(found) if isinstance(found, LakeckptError) else repr(found)
+            outcome = Outcome(step=order.step, number=order.number, took_s=took_s, kind=kind, text=text)
+        self._report(outcome)
+
+    # --- the last will
+
+    def _do_will(self) -> None:
+        attempt = self._publisher.attempt
+        self._publisher.catch_up()
+        step = agree_on_will(
+            self._storage,
+            attempt.number,
+            self._generations.steps(str(attempt.number)),
+            attempt.recorded,
+            rank=self.rank,
+            world_size=self.world_size,
+            waiter=self._waiter,
+            timeout_s=self._settings.timeout_s,
+        )
+        if step is not None:
+            self._do(Order(step=step, number=WILL))
+
+
+def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) -> StagedCut:
+    """A generation, digested."""
+    views = {key: contents.tensor(key) for key in contents.specs}
+    digests = dict(zip(views, digest_all(list(views.values())), strict=True))
+    tensors = {
+        key: StagedTensor(spec=spec, data=views[key], digest=digests[key]) for key, spec in contents.specs.items()
+    }
+    trees = {
+        item: StagedTree(item=item, document=document, digest=short_digest(document))
+        for item, document in contents.documents.trees.items()
+    }
+    return StagedCut(
+        step=order.step,
+        staged=Staged(tensors=tensors, trees=trees),
+        readers={name: legs_from_bytes(data) for name, data in contents.documents.readers.items()},
+        metric=order.metric,
+        documents={path: partial(bytes, data) for path, data in documents.items()},
+    )

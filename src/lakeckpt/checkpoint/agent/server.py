@@ -1,0 +1,269 @@
+"""Who starts an agent, whom does it serve, and when does it end?  The process of an agent, from its socket to its exit.
+
+The first trainer of a run on a node starts it, in a session of its own, and it serves all trainers of that run there;
+its socket lies in the folder of the arenas, which is this user's alone, and a lock beside it keeps a second one away.
+It ends when all trainers have said goodbye and everything is persisted. Where trainers died, it does their last will
+and waits for them to come back for a while. After SIGTERM it finishes what was ordered. A trainer that is started anew
+finds it, or starts another one: nothing is kept in an agent that is not also in the arenas or in storage.
+
+One thread for each trainer reads its messages, one for each rank persists (see ``persister``); all end with the
+process. Imports without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+from lakeckpt.checkpoint.agent.generations import Generations
+from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Order, Outcome, receive, send
+from lakeckpt.checkpoint.agent.persister import Persister
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.publish import Attempt, Settings
+from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
+from lakeckpt.errors import LakeckptError, WireError
+from lakeckpt.lake.storage import Storage, open_storage
+
+__all__ = ["FIRST_TRAINER_S", "LINGER_S", "Agent", "agent_paths", "main", "short_path"]
+
+FIRST_TRAINER_S = 60.0
+"""How long an agent waits for its first trainer."""
+LINGER_S = 900.0
+"""How long it waits for trainers that died to come back, when their last will is done."""
+
+
+def agent_paths(folder: str, run: str) -> tuple[str, str, str]:
+    """Where an agent of ``run`` has its socket, its lock (which holds its process id) and its log."""
+    base = os.path.join(folder, run)
+    return f"{base}.socket", f"{base}.lock", f"{base}.log"
+
+
+@contextlib.contextmanager
+def short_path(path: str) -> Iterator[str]:
+    """Another path to what is, or shall be, at ``path``, that is not too long for a socket's address."""
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)
+
+
+class Agent:
+    """Serves the trainers that connect to ``listener``; `serve` returns when there is nothing left to do."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        waiter: Waiter | None = None,
+        open_place: Callable[[Hello], Storage] | None = None,
+        linger_s: float = LINGER_S,
+        first_trainer_s: float = FIRST_TRAINER_S,
+    ) -> None:
+        self._listener = listener
+        self._waiter = SystemWaiter() if waiter is None else waiter
+        self._open_place = _opened if open_place is None else open_place
+        self._linger_s, self._first_trainer_s = linger_s, first_trainer_s
+        self._changed = threading.Condition()
+        self._connected = 0
+        self._sessions: list[_Session] = []
+        self._draining = False
+        self._idle_s = self._waiter.now()
+
+    def serve(self) -> None:
+        """Serve until all is done."""
+        threading.Thread(target=self._accept, name="lakeckpt-agent-accept", daemon=True).start()
+        while (left_s := self._left_s()) > 0:
+            with self._changed:
+                self._changed.wait(min(left_s, 1.0))
+        self._listener.close()
+        for session in self._sessions:
+            session.tidy()
+
+    def drain(self) -> None:
+        """End when what was ordered is done; new trainers and orders are turned away."""
+        self._draining = True  # a signal handler may not wait for the lock
+        for session in list(self._sessions):
+            session.leave()
+
+    def _left_s(self) -> float:
+        """How long to wait for more to do, in seconds."""
+        with self._changed:
+            sessions = list(self._sessions)
+            if any(not one.is_done for one in sessions) or (self._connected and not self._draining):
+                self._idle_s = self._waiter.now()
+                return 1.0
+            if self._draining:
+                return 0.0
+            wait_s = self._first_trainer_s if not sessions else self._linger_s if sessions[-1].died else 0.0
+            return self._idle_s + wait_s - self._waiter.now()
+
+    # --- trainers
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            if self._draining or not _is_same_user(connection):
+                connection.close()
+                continue
+            with self._changed:
+                self._connected += 1
+            name = f"lakeckpt-agent-trainer-{connection.fileno()}"
+            threading.Thread(target=self._attend, args=(connection,), name=name, daemon=True).start()
+
+    def _attend(self, connection: socket.socket) -> None:
+        session: _Session | None = None
+        try:
+            while (message := _received(connection)) is not None:
+                if session is None:
+                    if not isinstance(message, Hello):
+                        return
+                    session = _Session(message, connection, self._open_place(message), self._waiter)
+                    with self._changed:
+                        self._sessions.append(session)
+                    session.start()
+                elif isinstance(message, Order) and not self._draining:
+                    session.persister.order(message)
+                elif isinstance(message, Bye):
+                    session.leave()
+                    return
+        except LakeckptError as error:
+            with contextlib.suppress(OSError):
+                send(connection, Outcome(step=0, number=0, kind=error.kind, text=str(error)))
+        finally:
+            if session is not None and not session.left:
+                session.die()
+            with self._changed:
+                self._connected -= 1
+                self._changed.notify_all()
+            if session is None:
+                connection.close()
+
+
+class _Session:
+    """A trainer, and what is done for its rank."""
+
+    def __init__(self, hello: Hello, connection: socket.socket, storage: Storage, waiter: Waiter) -> None:
+        self.hello = hello
+        self.left = self.died = False
+        self._connection = connection
+        self._sending = threading.Lock()
+        identity = ArenaIdentity(run=bytes.fromhex(hello.run), rank=hello.rank, world=hello.world_size)
+        self._generations = Generations(ArenaFolder(hello.arenas), identity)
+        attempt = Attempt(
+            run=hello.run,
+            number=hello.attempt,
+            last=hello.last,
+            parent=hello.parent,
+            seed=hello.seed,
+            recorded=hello.recorded,
+        )
+        self.persister = Persister(
+            storage,
+            self._generations,
+            attempt,
+            rank=hello.rank,
+            world_size=hello.world_size,
+            settings=Settings(keep=hello.keep, verify=hello.verify, timeout_s=hello.timeout_s),
+            waiter=waiter,
+            report=self._report,
+            unfinished=hello.unfinished,
+        )
+
+    def start(self) -> None:
+        """Start to persist."""
+        self.persister.start()
+
+    def leave(self) -> None:
+        """The trainer ended well, or the agent has to end."""
+        self.left = True
+        self.persister.leave()
+
+    def die(self) -> None:
+        """The trainer died."""
+        self.died = True
+        self.persister.die()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to do for this trainer."""
+        return self.persister.is_done
+
+    def tidy(self) -> None:
+        """Remove the arena where nobody needs it: all that is complete in it is in storage, and its trainer is gone."""
+        newest = max(self._generations.steps(str(self.hello.attempt)), default=0)
+        if not self.died or newest <= self.persister.recorded:
+            self._generations.remove()
+        self._generations.close()
+
+    def _report(self, outcome: Outcome) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            send(self._connection, outcome)
+
+
+def _received(connection: socket.socket) -> Message | None:
+    try:
+        return receive(connection)
+    except (WireError, OSError):
+        return None
+
+
+def _opened(hello: Hello) -> Storage:
+    return open_storage(hello.uri, storage_options=hello.storage_options or None)
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
+
+
+def main(folder: str, run: str, *, linger_s: float = LINGER_S) -> int:
+    """Be the agent of ``run`` in the background, unless there is one. Returns in the process that called, when trainers
+    can connect: 0, or 1 where it could not be."""
+    told, tells = os.pipe()
+    if os.fork():
+        os.close(tells)
+        return 0 if os.read(told, 1) else 1
+    os.setsid()
+    os.close(told)
+    socket_path, lock_path, _ = agent_paths(folder, run)
+    lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.write(tells, b"+")
+        return 0
+    os.truncate(lock, 0)
+    os.write(lock, b"%d" % os.getpid())
+    agent = Agent(_listener(socket_path), linger_s=linger_s)
+    signal.signal(signal.SIGTERM, lambda *_: agent.drain())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
+    os.write(tells, b"+")
+    os.close(tells)
+    try:
+        agent.serve()
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(socket_path)
+    return 0
+
+
+def _listener(path: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with short_path(path) as short:
+        listener.bind(short)
+    os.chmod(path, 0o600)
+    listener.listen(64)
+    return listener

@@ -1,0 +1,142 @@
+"""How do ranks agree when none of them waits for another's process?  Through immutable records in storage.
+
+For each round of an agreement every rank puts what it says beside the parts of the save; rank 0 reads all of it and
+puts what follows (or what is wrong with it), which the others wait for: two puts deep, however many ranks there are.
+Names are of the save, the round and the rank, and are written once. A rank that gives the save up leaves its note
+there, and everybody who waits sees it; one that is silent is named when the deadline has passed.
+
+It needs no process group, no port and no thread, and works between processes that never run at the same time.
+Retention removes the records with the parts. Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from lakeckpt.checkpoint.agreement import Merge
+from lakeckpt.checkpoint.commit import gave_up
+from lakeckpt.checkpoint.fields import fields_of, taken
+from lakeckpt.checkpoint.parts import PARTS, SaveId
+from lakeckpt.checkpoint.waiting import Waiter, poll
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.errors import MissingRanksError, ObjectMissing, SaveFailed, TrackingError, WireError, error_of
+from lakeckpt.lake.storage import Storage
+from lakeckpt.tracking.tally import name_ranks
+from lakeckpt.wire.codec import dumps, loads
+
+__all__ = ["RecordTalk"]
+
+_KIND, _VERSION = "said", (1, 0)
+
+
+class RecordTalk:
+    """What one rank says of one save, and hears: a `lakeckpt.checkpoint.agreement.Talk`. Made anew for each save."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        save: SaveId,
+        *,
+        rank: int,
+        world_size: int,
+        waiter: Waiter,
+        timeout_s: float,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``is_over``: asked whenever nothing was heard yet; True where there is nobody to wait for any more."""
+        self.rank, self.world_size = rank, world_size
+        self._storage, self._save = storage, save
+        self._waiter, self._timeout_s = waiter, timeout_s
+        self._is_over = is_over
+        self._round = 0
+
+    def combine(self, data: bytes, merge: Merge, /) -> bytes:
+        """See `Talk`. Raises on every rank what ``merge`` raised on rank 0, `MissingRanksError` naming the ranks that
+        did not say anything in time, and `SaveFailed` naming one that gave the save up."""
+        number, self._round = self._round, self._round + 1
+        if self.world_size == 1:
+            return merge([data])
+        if self.rank:
+            self._put(f"{self.rank:05d}.says-{number}", {"data": data})
+            return self._hear(number)
+        try:
+            said = self._collect(number)
+            result = merge([data, *(said[rank] for rank in sorted(said))])
+        except TrackingError as error:
+            self._put(f"said-{number}", {"error": error.kind, "text": str(error)})
+            raise
+        self._put(f"said-{number}", {"data": result})
+        return result
+
+    def _put(self, name: str, value: Mapping[str, object]) -> None:
+        self._storage.put(f"{self._folder}/{name}", [dumps(dict(value), kind=_KIND, version=_VERSION)])
+
+    @property
+    def _folder(self) -> str:
+        return f"{PARTS}/{self._save.folder}"
+
+    def _collect(self, number: int) -> dict[int, bytes]:
+        """What each of the other ranks says."""
+        found: dict[int, bytes] = {}
+        others = range(1, self.world_size)
+        names = {f"{self._folder}/{rank:05d}.says-{number}": rank for rank in others}
+
+        def look() -> bool | None:
+            listed = {info.path for info in self._storage.list(self._folder)}
+            self._refuse_given_up(listed)
+            for path in listed & names.keys():
+                if names[path] not in found:
+                    found[names[path]] = taken(self._read(path), "data", bytes)
+            if len(found) == len(others):
+                return True
+            self._refuse_over()
+            return None
+
+        if poll(look, waiter=self._waiter, timeout_s=self._timeout_s) is None:
+            silent = Intervals.of([(rank, rank + 1) for rank in others if rank not in found])
+            raise MissingRanksError(
+                f"{name_ranks(silent)} of {self.world_size} said nothing of the save of step {self._save.step} within "
+                f"{self._timeout_s:g} s: see the logs of their agents; nothing was committed"
+            )
+        return found
+
+    def _hear(self, number: int) -> bytes:
+        """What follows from what all say, as rank 0 has put it."""
+        path = f"{self._folder}/said-{number}"
+
+        def look() -> Mapping[str, object] | None:
+            try:
+                return self._read(path)
+            except ObjectMissing:
+                self._refuse_given_up({info.path for info in self._storage.list(self._folder)})
+                self._refuse_over()
+                return None
+
+        # Rank 0 waits for all others first, as long as it may.
+        heard = poll(look, waiter=self._waiter, timeout_s=2 * self._timeout_s)
+        if heard is None:
+            raise MissingRanksError(
+                f"rank 0 of {self.world_size} did not say what follows for the save of step {self._save.step} within "
+                f"{2 * self._timeout_s:g} s: see the log of its agent; nothing was committed"
+            )
+        if "error" in heard:
+            raise error_of(taken(heard, "error", str), taken(heard, "text", str), otherwise=TrackingError)
+        return taken(heard, "data", bytes)
+
+    def _read(self, path: str) -> Mapping[str, object]:
+        try:
+            document = loads(self._storage.read(path), kind=_KIND, supported=_VERSION)
+            return fields_of(document.value, "what a rank says")
+        except WireError as error:
+            raise SaveFailed(f"{path} does not read back as it was written: {error}") from error
+
+    def _refuse_over(self) -> None:
+        if self._is_over():
+            raise SaveFailed(
+                f"the save of step {self._save.step} was begun by some ranks only before their trainers died"
+            )
+
+    def _refuse_given_up(self, listed: set[str]) -> None:
+        for rank in range(self.world_size):
+            if rank != self.rank and (path := self._save.failure_path(rank)) in listed:
+                raise gave_up(self._storage, path, rank)

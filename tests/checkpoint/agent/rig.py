@@ -1,0 +1,118 @@
+"""Arenas filled by hand, and agents as threads over a storage in memory: what the tests of agents stand on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lakeckpt.checkpoint.agent.generations import Generations
+from lakeckpt.checkpoint.agent.orders import Order, Outcome
+from lakeckpt.checkpoint.agent.persister import Persister
+from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTable
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
+from lakeckpt.checkpoint.arena.slices import SlicePlan, plan_slices
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.keep import Keep
+from lakeckpt.checkpoint.log import put_entry
+from lakeckpt.checkpoint.manifest import Begin
+from lakeckpt.checkpoint.parts import RANDOM
+from lakeckpt.checkpoint.publish import Attempt, Settings
+from lakeckpt.checkpoint.waiting import Waiter
+from lakeckpt.lake.storage import Storage
+
+RUN = "0123456789abcdef" * 2
+SIZE = 256
+SPEC = TensorSpec(key="m/w", dtype="uint8", shape=(SIZE,))
+OWN = TensorSpec(key="m/own", dtype="uint8", shape=(SIZE,))
+SETTINGS = Settings(keep=Keep(last=3), verify="bytes", timeout_s=20.0)
+
+
+def content(step: int, rank: int | None = None) -> bytes:
+    """What a tensor holds at a step: the same on all ranks, or a rank's own."""
+    return bytes([step % 251, 0 if rank is None else rank + 1]) * (SIZE // 2)
+
+
+def plan() -> SlicePlan:
+    return plan_slices({one.key: one.size_bytes for one in (SPEC, OWN)}, slice_bytes=128)
+
+
+def identity(rank: int, world_size: int) -> ArenaIdentity:
+    return ArenaIdentity(run=bytes.fromhex(RUN), rank=rank, world=world_size)
+
+
+def make_arena(folder: str | Path, rank: int = 0, world_size: int = 1, *, generations: int = 3) -> Arena:
+    slices = plan()
+    layout = ArenaLayout(
+        identity=identity(rank, world_size),
+        plan=slices.digest,
+        data_bytes=slices.data_bytes,
+        slice_bytes=slices.slice_bytes,
+        documents_bytes=8192,
+        generations=generations,
+    )
+    return ArenaFolder(folder).create(layout)
+
+
+def fill(arena: Arena, step: int, *, attempt: int = 0, common: int | None = None) -> None:
+    """Capture a step."""
+    slices, rank = plan(), arena.layout.identity.rank
+    filling = arena.begin(common=step if common is None else common)
+    assert filling is not None, "no generation to spare"
+    places = {}
+    for spec, data in ((SPEC, content(step)), (OWN, content(step, rank))):
+        start, size = slices.places[spec.key]
+        filling.data[start : start + size] = data
+        places[spec.key] = TensorPlace(spec=spec, start=start)
+    for number in range(arena.layout.num_slices):
+        filling.filled(number)
+    trees = {RANDOM: b"random of rank %d" % rank, "m": b"tree of step %d" % step}
+    documents = Documents(trees=trees, table=TensorTable(places=places))
+    filling.complete(step=step, attempt=str(attempt), cut=bytes(16), documents=documents.to_bytes())
+
+
+def begin(storage: Storage, *, slot: int = 0, world_size: int = 1) -> None:
+    """An attempt begins."""
+    entry = Begin(
+        run=RUN, slot=slot, restored=None, world_size=world_size, library="x", created_s=0.0, write_id=f"begin {slot}"
+    )
+    put_entry(storage, entry)
+
+
+def attempt(number: int = 0) -> Attempt:
+    return Attempt(run=RUN, number=number, last=number, parent=None, seed=1)
+
+
+class Desk:
+    """A persister of one rank, and what it reported."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str | Path,
+        waiter: Waiter,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        settings: Settings = SETTINGS,
+        unfinished: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        self.outcomes: list[Outcome] = []
+        self.persister = Persister(
+            storage,
+            Generations(ArenaFolder(folder), identity(rank, world_size)),
+            attempt(),
+            rank=rank,
+            world_size=world_size,
+            settings=settings,
+            waiter=waiter,
+            report=self.outcomes.append,
+            unfinished=unfinished,
+        )
+
+    def order(self, step: int, number: int) -> None:
+        self.persister.order(Order(step=step, number=number))
+
+    def said(self) -> list[tuple[int, str]]:
+        """For each order that was answered, in order: its step, and what kind of an error it was ("" if none)."""
+        return [(one.step, one.kind) for one in self.outcomes]

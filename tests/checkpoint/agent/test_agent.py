@@ -1,0 +1,235 @@
+"""The agent as a process of its own: it outlives trainers, does their last will, and never stays when all is done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lakeckpt.checkpoint.agent.link import AgentLink
+from lakeckpt.checkpoint.agent.orders import Hello, Order, Outcome
+from lakeckpt.checkpoint.agent.server import agent_paths
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.keep import Keep
+from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.verify import verify
+from lakeckpt.lake.local import LocalStorage
+from tests.checkpoint.agent.rig import RUN, begin, fill, make_arena
+
+PATIENCE_S = 60.0
+
+
+class Node:
+    """A node of a run: the folder of its arenas, and the agent that serves it."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.arenas, self.storage = Path(root) / "arenas", LocalStorage(Path(root) / "run")
+        self.arenas.mkdir(mode=0o700, exist_ok=True)
+
+    def hello(self, rank: int = 0, world_size: int = 1, *, attempt: int = 0) -> Hello:
+        return Hello(
+            uri=self.storage.name,
+            storage_options={},
+            run=RUN,
+            attempt=attempt,
+            last=attempt,
+            parent=None,
+            recorded=0,
+            seed=1,
+            rank=rank,
+            world_size=world_size,
+            arenas=str(self.arenas),
+            keep=Keep(last=3),
+            verify="sizes",
+            timeout_s=30.0,
+        )
+
+    def link(self, rank: int = 0, world_size: int = 1, *, linger_s: float = 0.0) -> AgentLink:
+        return AgentLink(self.hello(rank, world_size), linger_s=linger_s)
+
+    @property
+    def pid(self) -> int:
+        """The agent's process."""
+        return int(Path(agent_paths(str(self.arenas), RUN)[1]).read_text())
+
+    @property
+    def log(self) -> str:
+        return Path(agent_paths(str(self.arenas), RUN)[2]).read_text()
+
+    def committed(self) -> list[int]:
+        """The steps of the history; all of it is whole."""
+        assert verify(self.storage).every_damage == ()
+        return [one.step for one in read_history(self.storage).chain]
+
+
+def ended(pid: int) -> bool:
+    """Wait until a process has ended."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([watched], [], [], PATIENCE_S)[0])
+    finally:
+        os.close(watched)
+
+
+def answer(link: AgentLink) -> Outcome:
+    """What came of the next order."""
+    while not (found := link.outcomes()):
+        assert link.wait(PATIENCE_S), "the agent says nothing"
+    (outcome,) = found
+    return outcome
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        if b"checkpoint.agent" in Path(f"/proc/{made.pid}/cmdline").read_bytes():
+            os.kill(made.pid, signal.SIGKILL)
+
+
+def test_it_commits_what_is_ordered_and_ends_with_its_trainer_leaving_nothing(node: Node) -> None:
+    begin(node.storage)
+    arena = make_arena(node.arenas)
+    fill(arena, 3)
+    link = node.link()
+    link.order(Order(step=3, number=0, documents={"index/a.lkc": b"an index"}))
+    found = answer(link)
+    assert (found.step, found.slot, found.kind) == (3, 1, "")
+    pid = node.pid
+    arena.close()
+    link.close(well=True)
+    assert ended(pid) and node.committed() == [3]
+    assert node.storage.read("index/a.lkc") == b"an index"
+    assert ArenaFolder(node.arenas).found() == [] and not os.path.exists(agent_paths(str(node.arenas), RUN)[0])
+
+
+def test_what_was_ordered_is_persisted_though_the_trainer_has_said_goodbye(node: Node) -> None:
+    begin(node.storage)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 3)
+        link = node.link()
+        link.order(Order(step=3, number=0))
+        pid = node.pid
+        link.close(well=True)
+        assert ended(pid) and node.committed() == [3]
+
+
+def test_two_ranks_on_a_node_have_one_agent(node: Node) -> None:
+    begin(node.storage, world_size=2)
+    arenas = [make_arena(node.arenas, rank, 2) for rank in range(2)]
+    links = [node.link(rank, 2) for rank in range(2)]
+    pid = node.pid
+    for arena, link in zip(arenas, links, strict=True):
+        fill(arena, 8)
+        link.order(Order(step=8, number=0))
+    assert [answer(link).slot for link in links] == [1, 1] and node.pid == pid
+    for link in links:
+        link.close(well=True)
+    assert ended(pid) and node.committed() == [8]
+
+
+TRAINER = """
+    import os, signal, sys
+    from lakeckpt.checkpoint.agent.orders import Order
+    from tests.checkpoint.agent.rig import fill, make_arena
+    from tests.checkpoint.agent.test_agent import Node, answer
+    rank, world_size, newest = map(int, sys.argv[2:])
+    node = Node(sys.argv[1])
+    arena = make_arena(node.arenas, rank, world_size)
+    link = node.link(rank, world_size)
+    fill(arena, 1)
+    link.order(Order(step=1, number=0))
+    assert answer(link).slot == 1
+    for step in range(2, newest + 1):
+        fill(arena, step, common=step - 1)
+    arena.begin(common=newest)  # a capture is under way
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_trainers_that_are_killed_lose_nothing_that_was_captured_on_all_ranks(node: Node, tmp_path: Path) -> None:
+    begin(node.storage, world_size=2)
+    keeper = node.link(0, 2)  # the agent's process, whose number is wanted
+    pid = node.pid
+    script = textwrap.dedent(TRAINER)
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    trainers = [
+        subprocess.Popen([*command, str(rank), "2", str(newest)], stderr=subprocess.PIPE)
+        for rank, newest in ((0, 6), (1, 5))
+    ]
+    for trainer in trainers:
+        _, said = trainer.communicate(timeout=PATIENCE_S)
+        assert trainer.returncode == -signal.SIGKILL, said
+    keeper.close(well=True)
+    assert ended(pid), node.log
+    assert node.committed() == [1, 5]
+
+
+def test_an_agent_that_is_killed_is_replaced_and_its_order_given_up(node: Node) -> None:
+    begin(node.storage)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 3)
+        link = node.link()
+        link.order(Order(step=3, number=0))
+        assert answer(link).slot == 1
+        first = node.pid
+        os.kill(first, signal.SIGSTOP)  # it takes an order, and comes no further
+        fill(arena, 4)
+        link.order(Order(step=4, number=1))
+        os.kill(first, signal.SIGKILL)
+        assert ended(first)
+        found = answer(link)
+        assert (found.step, found.kind) == (4, "save_failed") and "died" in found.text
+        assert node.pid != first
+        link.order(Order(step=4, number=2))
+        assert answer(link).slot == 2
+        second = node.pid
+        link.close(well=True)
+        assert ended(second) and node.committed() == [3, 4]
+
+
+def test_a_trainer_that_comes_back_finds_the_agent_that_waits_for_it(node: Node) -> None:
+    begin(node.storage)
+    arena = make_arena(node.arenas)
+    fill(arena, 3)
+    link = node.link(linger_s=PATIENCE_S)
+    pid = node.pid
+    link.close(well=False)
+    arena.close()
+    again = node.link(linger_s=PATIENCE_S)
+    assert node.pid == pid
+    again.close(well=True)
+    assert ended(pid)
+
+
+def test_sigterm_ends_it_when_what_was_ordered_is_persisted(node: Node) -> None:
+    begin(node.storage)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 3)
+        link = node.link()
+        link.order(Order(step=3, number=0))
+        assert answer(link).slot == 1
+        pid = node.pid
+        fill(arena, 4)
+        link.order(Order(step=4, number=1))
+        os.kill(pid, signal.SIGTERM)
+        assert ended(pid) and set(node.committed()) <= {3, 4}
+        link.close(well=True)
+
+
+def test_it_loads_no_torch() -> None:
+    modules = "lakeckpt.checkpoint.agent.server, lakeckpt.checkpoint.agent.link"
+    script = f"import sys; sys.modules['torch'] = None; import {modules}"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)

@@ -1,0 +1,303 @@
+"""From arenas to storage: every order is committed whole or reported, whatever fails and whoever dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lakeckpt.checkpoint.agent.orders import Order
+from lakeckpt.checkpoint.agent.persister import chosen
+from lakeckpt.checkpoint.agent.will import WILL
+from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.verify import verify
+from lakeckpt.lake.storage import Storage
+from lakeckpt.testing.storage import Fault, FaultyStorage
+from tests.checkpoint.agent.rig import Desk, begin, content, fill, make_arena
+from tests.checkpoint.rig import EventWaiter, MemoryStorage
+
+PATIENCE_S = 30.0
+
+
+def committed(storage: MemoryStorage) -> list[int]:
+    """The steps of the history; all of it is whole."""
+    assert verify(storage).every_damage == ()
+    return [one.step for one in read_history(storage).chain]
+
+
+def holds(storage: MemoryStorage, step: int, ranks: int = 1) -> bool:
+    """Whether the newest checkpoint's tensors are those of ``step``, of every rank."""
+    files = b"".join(data for path, data in storage.objects.items() if path.startswith("objects/"))
+    return content(step) in files and all(content(step, rank) in files for rank in range(ranks))
+
+
+def run(desk: Desk) -> None:
+    desk.persister.start()
+    assert desk.persister.join(PATIENCE_S), "it does not end"
+
+
+def test_an_ordered_cut_is_committed_as_it_was_captured(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        fill(arena, 5)
+        desk = Desk(storage, tmp_path, EventWaiter(storage))
+        desk.order(5, 0)
+        desk.persister.leave()
+        run(desk)
+    assert committed(storage) == [5] and desk.said() == [(5, "")] and holds(storage, 5)
+    assert desk.outcomes[0].slot == 1 and desk.persister.recorded == 5
+
+
+def test_the_newest_of_several_orders_is_done_and_the_others_are_left_out_and_told(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        desk = Desk(storage, tmp_path, EventWaiter(storage))
+        for step in (1, 2, 3):
+            fill(arena, step)
+            desk.order(step, step - 1)
+        desk.persister.leave()
+        run(desk)
+    assert committed(storage) == [3] and holds(storage, 3)
+    assert desk.said() == [(1, "save_failed"), (2, "save_failed"), (3, "")]
+    assert "left out" in desk.outcomes[0].text
+
+
+def test_the_rank_that_leads_takes_the_newest_and_the_others_go_in_order() -> None:
+    orders = [Order(step=step, number=step) for step in range(3)]
+    assert chosen(orders, leads=True) == (orders[2], (orders[0], orders[1]))
+    assert chosen(orders, leads=False) == (orders[0], ())
+
+
+def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        fill(arena, 7)
+        first = Desk(storage, tmp_path, EventWaiter(storage))
+        first.order(3, 0)
+        first.persister.leave()
+        run(first)
+        assert first.said() == [(3, "save_failed")] and "does not hold step 3" in first.outcomes[0].text
+        again = Desk(storage, tmp_path, EventWaiter(storage))
+        again.order(7, 1)
+        again.persister.leave()
+        run(again)
+    assert committed(storage) == [7]
+
+
+def ranks(
+    storage: MemoryStorage, folder: Path, world_size: int, *, places: dict[int, Storage] | None = None
+) -> tuple[list[Desk], EventWaiter]:
+    waiter = EventWaiter(storage)
+    every = [
+        Desk((places or {}).get(rank, storage), folder, waiter, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    return every, waiter
+
+
+def finish(desks: list[Desk]) -> None:
+    for desk in desks:
+        desk.persister.start()
+    for desk in desks:
+        assert desk.persister.join(PATIENCE_S), f"rank {desk.persister.rank} does not end"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_agree_through_storage_and_each_content_is_written_once(tmp_path: Path, world_size: int) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=world_size)
+    desks, _ = ranks(storage, tmp_path, world_size)
+    arenas = [make_arena(tmp_path, rank, world_size) for rank in range(world_size)]
+    for arena, desk in zip(arenas, desks, strict=True):
+        fill(arena, 4)
+        desk.order(4, 0)
+        desk.persister.leave()
+    finish(desks)
+    assert committed(storage) == [4] and holds(storage, 4, world_size)
+    assert [desk.said() for desk in desks] == [[(4, "")]] * world_size
+    files = [data for path, data in storage.objects.items() if path.startswith("objects/")]
+    assert sum(data.count(content(4)) for data in files) == 1
+
+
+def test_a_cut_that_one_rank_has_lost_is_committed_by_none_and_the_reason_reaches_all(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    desks, _ = ranks(storage, tmp_path, 2)
+    for rank, desk in enumerate(desks):
+        fill(make_arena(tmp_path, rank, 2), 4 + rank)
+        desk.order(4, 0)
+        desk.persister.leave()
+    finish(desks)
+    assert committed(storage) == [] and [desk.said() for desk in desks] == [[(4, "save_failed")]] * 2
+    assert all("rank 1 does not hold step 4" in desk.outcomes[0].text for desk in desks)
+
+
+def test_a_store_that_fails_for_a_while_is_tried_until_it_works(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    faults = {("put", n): Fault.ERROR for n in range(1, 6)} | {("list", 1): Fault.ERROR, ("put_new", 1): Fault.ERROR}
+    waiter = EventWaiter(storage)
+    waiter.died()  # its clock jumps: nobody else acts
+    with make_arena(tmp_path) as arena:
+        fill(arena, 5)
+        desk = Desk(FaultyStorage(storage, fail_at=faults), tmp_path, waiter)
+        desk.order(5, 0)
+        desk.persister.leave()
+        run(desk)
+    assert committed(storage) == [5] and desk.said() == [(5, "")]
+
+
+def test_a_store_that_goes_on_failing_is_reported_when_the_time_is_over(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    waiter = EventWaiter(storage)
+    waiter.died()
+    faults = {("put", n): Fault.ERROR for n in range(1, 1000)}
+    with make_arena(tmp_path) as arena:
+        fill(arena, 5)
+        desk = Desk(FaultyStorage(storage, fail_at=faults), tmp_path, waiter)
+        desk.order(5, 0)
+        desk.persister.leave()
+        run(desk)
+    assert desk.said() == [(5, "save_failed")] and committed(storage) == []
+    assert waiter.time_s >= 20.0
+
+
+def test_a_superseded_attempt_commits_nothing_and_says_so_for_every_order(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    begin(storage, slot=1)
+    with make_arena(tmp_path) as arena:
+        fill(arena, 5)
+        desk = Desk(storage, tmp_path, EventWaiter(storage))
+        desk.order(5, 0)
+        desk.persister.start()
+        desk.order(5, 1)
+        desk.persister.leave()
+        assert desk.persister.join(PATIENCE_S)
+    assert {kind for _, kind in desk.said()} <= {"attempt_superseded", "save_failed"}
+    assert desk.said()[-1] == (5, "attempt_superseded") and committed(storage) == []
+
+
+# --- trainers that die
+
+
+def test_when_a_trainer_dies_its_newest_complete_cut_is_persisted(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        for step in (5, 6):
+            fill(arena, step)
+    desk = Desk(storage, tmp_path, EventWaiter(storage))
+    desk.persister.die()
+    run(desk)
+    assert committed(storage) == [6] and holds(storage, 6) and desk.outcomes[0].number == WILL
+
+
+def test_a_cut_that_is_committed_already_is_no_last_will(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        fill(arena, 5)
+        desk = Desk(storage, tmp_path, EventWaiter(storage))
+        desk.order(5, 0)
+        desk.persister.leave()
+        run(desk)
+        again = Desk(storage, tmp_path, EventWaiter(storage))
+        again.persister.die()
+        run(again)
+    assert committed(storage) == [5] and again.said() == []
+
+
+def test_cuts_of_another_attempt_are_no_last_will(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        fill(arena, 5, attempt=9)
+    desk = Desk(storage, tmp_path, EventWaiter(storage))
+    desk.persister.die()
+    run(desk)
+    assert committed(storage) == []
+
+
+def test_the_last_will_of_several_ranks_is_the_newest_cut_that_all_have(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=3)
+    desks, _ = ranks(storage, tmp_path, 3)
+    for rank, steps in enumerate([(4, 5), (5, 6), (4, 5, 6)]):
+        arena = make_arena(tmp_path, rank, 3)
+        for step in steps:
+            fill(arena, step)
+        arena.close()
+        desks[rank].persister.die()
+    finish(desks)
+    assert committed(storage) == [5] and holds(storage, 5, 3)
+
+
+def test_an_order_that_only_some_trainers_gave_before_they_died_holds_nobody_up(tmp_path: Path) -> None:
+    for missing in (0, 1):
+        storage, folder = MemoryStorage(), tmp_path / str(missing)
+        begin(storage, world_size=2)
+        desks, waiter = ranks(storage, folder, 2)
+        for rank, desk in enumerate(desks):
+            arena = make_arena(folder, rank, 2)
+            fill(arena, 4), fill(arena, 5)
+            arena.close()
+            desk.persister.start()
+            if rank != missing:
+                desk.order(5, 0)
+        for desk in desks:
+            desk.persister.die()
+        for desk in desks:
+            assert desk.persister.join(PATIENCE_S), f"rank {desk.persister.rank} does not end"
+        assert committed(storage) == [5] and waiter.time_s < 20.0
+
+
+def test_what_an_agent_left_unfinished_is_given_up_for_all_or_found_committed(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        fill(arena, 5)
+        first = Desk(storage, tmp_path, EventWaiter(storage))
+        first.order(5, 0)
+        first.persister.leave()
+        run(first)
+        fill(arena, 6)
+        second = Desk(storage, tmp_path, EventWaiter(storage), unfinished=((5, 0), (6, 1)))
+        second.order(6, 2)
+        second.persister.leave()
+        run(second)
+    assert second.said() == [(5, ""), (6, "save_failed"), (6, "")]
+    assert committed(storage) == [5, 6]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", ["put", "put_new", "list", "read"])
+def test_an_agent_killed_at_any_call_of_the_store_loses_no_commit_and_leaves_no_mixture(
+    tmp_path: Path, kind: str
+) -> None:
+    """Two agents after one another, the first killed at its n-th call; the second finds what there is and goes on."""
+    for n in range(1, 50):
+        storage, folder = MemoryStorage(), tmp_path / f"{kind}-{n}"
+        begin(storage)
+        faulty = FaultyStorage(storage, fail_at={(kind, n): Fault.KILL})
+        waiter = EventWaiter(storage)
+        with make_arena(folder) as arena:
+            fill(arena, 5)
+            first = Desk(faulty, folder, waiter)
+            first.order(5, 0)
+            first.persister.leave()
+            run(first)
+            assert set(committed(storage)) <= {5}
+            told = dict(first.said()).get(5) == ""
+            assert not told or committed(storage) == [5]
+            second = Desk(storage, folder, EventWaiter(storage), unfinished=() if told else ((5, 0),))
+            second.persister.die()
+            run(second)
+            assert committed(storage) == [5] and holds(storage, 5)
+        if not faulty.dead:
+            return
+    raise AssertionError("the sweep did not come to its end")
