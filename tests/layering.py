@@ -47,7 +47,8 @@ LIBRARIES = {"delta": {"deltalake"}, "hudi": {"hudi"}, "iceberg": {"pyiceberg", 
 MAY_IMPORT_TORCH = {"data", "tracking", "checkpoint", "integrations", "testing", "cli"}
 # The commit path: what these load, directly or not, must never be torch.
 NEVER_LOADS_TORCH = tuple(
-    f"{PACKAGE}.checkpoint.{name}" for name in ("arena.contents", "arena.folder", "gate", "ledger", "log", "publish")
+    f"{PACKAGE}.checkpoint.{name}"
+    for name in ("agent.link", "arena.contents", "arena.folder", "gate", "ledger", "log", "publish")
 )
 
 
