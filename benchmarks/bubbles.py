@@ -16,7 +16,6 @@ import argparse
 import itertools
 import json
 import math
-import mmap
 import multiprocessing
 import os
 import platform
@@ -26,24 +25,29 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks.measure import show
-from lakeckpt.checkpoint.arena.slices import plan_slices
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.bubbles.data import watch_data
 from lakeckpt.checkpoint.bubbles.ddp import watch_ddp
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
 from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
-from lakeckpt.checkpoint.gate import Gate, OpenGate
+from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, save_profile
+from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.gate import Gate
+from lakeckpt.core.bubble_policy import Kind
 from lakeckpt.core.bubble_record import IterationRecord, shares
+from lakeckpt.lake.storage import open_storage
 
 WAYS = ("none", "at once", "in bubbles")
 WORLD = 2
@@ -51,46 +55,6 @@ STAGES = 4
 PATIENCE = timedelta(seconds=300)
 STUDENT_95 = 1.96
 """Of the normal distribution: there are some thirty rounds."""
-
-
-class Copier:
-    """Copies tensors into memory that was touched before, slice by slice, through a gate, in a thread."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], slice_bytes: int) -> None:
-        self.plan = plan_slices({key: one.nbytes for key, one in tensors.items()}, slice_bytes=slice_bytes)
-        self._tensors = {key: one.detach().view(-1).view(torch.uint8) for key, one in tensors.items()}
-        self._target = torch.frombuffer(mmap.mmap(-1, self.plan.data_bytes), dtype=torch.uint8)
-        self._target.zero_()
-        self._urgent, self._done = threading.Event(), threading.Event()
-        self._work = threading.Semaphore(0)
-        self._gate: Gate = OpenGate()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def cut(self, gate: Gate) -> None:
-        """Begin a capture."""
-        self._gate = gate
-        self._urgent.clear()
-        self._done.clear()
-        gate.start(self.plan.data_bytes)
-        self._work.release()
-
-    def fence(self) -> None:
-        """Wait until it is over."""
-        self._urgent.set()
-        self._gate.hurry()
-        self._done.wait()
-
-    def _run(self) -> None:
-        while self._work.acquire():
-            for number, pieces in enumerate(self.plan.slices):
-                low, high = self.plan.bounds(number)
-                self._gate.admit(high - low, self._urgent)
-                begin = time.perf_counter()
-                for piece in pieces:
-                    source = self._tensors[piece.key][piece.start : piece.stop]
-                    self._target[piece.at : piece.at + len(source)].copy_(source)
-                self._gate.moved(high - low, begin, time.perf_counter())
-            self._done.set()
 
 
 class Observed(BubbleGate):
@@ -101,27 +65,35 @@ class Observed(BubbleGate):
 
 
 class Switch:
-    """What watches the training thread tells the gate of the way whose turn it is; nobody, where that is None."""
+    """The gate of the way whose turn it is: for what watches the training thread, and for the engine."""
 
     clock = staticmethod(time.perf_counter)
 
     def __init__(self) -> None:
         self.gate: BubbleGate | None = None
 
-    def begin(self, site: str, kind: Any = "bubble") -> None:
+    def begin(self, site: str, kind: Kind = "bubble") -> None:
+        """The training thread waits."""
         if self.gate is not None:
             self.gate.begin(site, kind)
 
-    def end(self, kind: Any = "bubble") -> None:
+    def end(self, kind: Kind = "bubble") -> None:
+        """It goes on."""
         if self.gate is not None:
             self.gate.end(kind)
 
-    def idle(self, site: str, kind: Any = "bubble") -> Any:
+    def idle(self, site: str, kind: Kind = "bubble") -> AbstractContextManager[None]:
+        """It waits while the block runs."""
         return nullcontext() if self.gate is None else self.gate.idle(site, kind)
 
     def predict(self, site: str, length_s: float) -> None:
+        """How long a window will be."""
         if self.gate is not None:
             self.gate.predict(site, length_s)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine calls; it does so only while a way with captures has its turn."""
+        return getattr(self.gate, name)
 
 
 class Block(nn.Module):
@@ -142,6 +114,7 @@ class Job:
     """One rank's training: ``step`` goes forward and backward, the optimizer follows."""
 
     step: Callable[[], None]
+    model: nn.Module
     optimizer: torch.optim.Optimizer
 
 
@@ -159,8 +132,8 @@ def pipeline(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
     watch_schedule(switch, schedule)
     rows = torch.randn(asked.rows * asked.microbatches, asked.width)
     first, last = ([rows], {}) if rank == 0 else ([], {"target": rows, "losses": []})
-    parameters = [one for module in modules for one in module.parameters()]
-    return Job(lambda: schedule.step(*first, **last), torch.optim.AdamW(parameters, lr=1e-4))
+    model = nn.ModuleList(modules)
+    return Job(lambda: schedule.step(*first, **last), model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
 
 def data_parallel(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
@@ -185,19 +158,10 @@ def data_parallel(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
         batch = next(source)
         nn.functional.mse_loss(model(batch), batch).backward()
 
-    return Job(step, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    return Job(step, model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
 
 CASES: dict[str, Callable[[int, Any, argparse.Namespace], Job]] = {"pipeline": pipeline, "ddp": data_parallel}
-
-
-def state_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Parameters and moments."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    found = {f"parameter {n}": one for n, one in enumerate(parameters)}
-    for n, one in enumerate(parameters):
-        found |= {f"{name} {n}": value for name, value in optimizer.state[one].items() if value.numel() > 1}
-    return found
 
 
 def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> None:
@@ -210,24 +174,35 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
     job = CASES[case](rank, switch, asked)
     job.step()
     job.optimizer.step()  # makes the moments
-    copier = Copier(state_of(job.optimizer), asked.slice_mib * 2**20)
     gates: dict[str, BubbleGate | None] = {
         "none": None,
         "at once": Observed(iterations=10_000),
         "in bubbles": BubbleGate(iterations=10_000),
     }
+    engine = CaptureEngine(
+        {"model": job.model, "optimizer": job.optimizer},
+        ArenaIdentity(run=case.encode().ljust(16), rank=rank, world=WORLD),
+        folder=ArenaFolder(Path(folder) / "arenas"),
+        gate=cast(Gate, switch),
+        slice_bytes=asked.slice_mib * 2**20,
+    )
+    switch.gate = Observed()
+    engine.cut(0, attempt="benchmark", cut=bytes(16), must=True)
+    engine.wait()
     seconds: dict[str, list[float]] = defaultdict(list)
     spent: dict[str, list[float]] = defaultdict(list)
-    steps = itertools.count()
+    steps = itertools.count(1)
     orders = list(itertools.permutations(WAYS))
     for number in range(-asked.warm_up, asked.rounds):
         for way in orders[number % len(orders)]:
-            took, in_captures = turn(job, copier, switch, gates[way], steps, asked.iterations)
+            took, in_captures = turn(job, engine, switch, gates[way], steps, asked.iterations)
             if number >= 0:
                 seconds[way].append(took / asked.iterations)
                 spent[way] += in_captures
     found = {
-        "size_bytes": copier.plan.data_bytes,
+        "size_bytes": engine.records[-1].size_bytes,
+        "complete": sum(record.complete for record in engine.records),
+        "left_out": engine.left_out,
         "seconds": seconds,
         "spent": spent,
         "records": {
@@ -237,12 +212,18 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
         },
     }
     Path(f"{folder}/{case}-{rank}.json").write_text(json.dumps(found))
+    if asked.profile is not None and gates["in bubbles"] is not None:
+        records = gates["in bubbles"].records()[-64:]
+        epoch_s = time.time() - time.perf_counter()
+        profile = BubbleProfile(attempt=0, rank=rank, world_size=WORLD, epoch_s=epoch_s, records=records)
+        save_profile(open_storage(asked.profile / case), profile)
+    engine.close(remove=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def turn(
-    job: Job, copier: Copier, switch: Switch, gate: BubbleGate | None, steps: Iterator[int], iterations: int
+    job: Job, engine: CaptureEngine, switch: Switch, gate: BubbleGate | None, steps: Iterator[int], iterations: int
 ) -> tuple[float, list[float]]:
     """Some iterations of one way: seconds of all, from a barrier to a barrier, and what each spent in its capture."""
     switch.gate = gate
@@ -256,12 +237,13 @@ def turn(
             job.optimizer.step()
             continue
         before = time.perf_counter()
-        gate.cut(next(steps))
-        copier.cut(gate)
+        step = next(steps)
+        gate.cut(step)
+        engine.cut(step, attempt="benchmark", cut=bytes(16), common=max(0, step - 2))
         after = time.perf_counter()
         job.step()
         fence = time.perf_counter()
-        copier.fence()
+        engine.fence()
         in_captures.append(time.perf_counter() - fence + after - before)
         job.optimizer.step()
     dist.barrier()
@@ -285,11 +267,12 @@ def main() -> None:
     arguments.add_argument("--slice-mib", type=int, default=4)
     arguments.add_argument("--slow-s", type=float, default=0.15, help="what rank 1 waits for data under DDP")
     arguments.add_argument("--json", type=Path, help="write what was measured to this file")
-    arguments.add_argument("--records", type=Path, help="write the iterations of each rank to this folder, for a trace")
+    arguments.add_argument("--profile", type=Path, help="write profiles to this folder: lakeckpt report FOLDER/CASE")
     asked = arguments.parse_args()
     written: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="lakeckpt-bubbles-") as folder:
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="lakeckpt-bubbles-", dir=memory) as folder:
         for case in asked.cases:
             ranks = [context.Process(target=run_rank, args=(rank, folder, case, asked)) for rank in range(WORLD)]
             for rank in ranks:
@@ -319,7 +302,8 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             "cost_95": STUDENT_95 * statistics.stdev(cost) / math.sqrt(len(cost)),
             "ranks": [of_rank(rank, way, statistics.median(none)) for rank in ranks] if way != "none" else [],
         }
-    return {"size_bytes": [rank["size_bytes"] for rank in ranks], "ways": ways}
+    told = {name: [rank[name] for rank in ranks] for name in ("size_bytes", "complete", "left_out")}
+    return told | {"ways": ways}
 
 
 def of_rank(rank: dict[str, Any], way: str, iteration_s: float) -> dict[str, float]:
@@ -349,6 +333,7 @@ def print_case(case: str, found: dict[str, Any]) -> None:
     sizes = " and ".join(f"{size / 1e6:.0f} MB" for size in found["size_bytes"])
     columns = ["capture", "iteration", "cost (paired, 95 %)", "median", "in the thread", "in bubbles", "at the fence"]
     show(f"{case}: a capture of {sizes} at every step; ranks 0 / 1", columns, rows)
+    print(f"captures complete: {found['complete']}, left out: {found['left_out']}")
 
 
 if __name__ == "__main__":

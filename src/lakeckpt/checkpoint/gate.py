@@ -15,7 +15,7 @@ __all__ = ["Gate", "OpenGate"]
 
 
 class Gate(Protocol):
-    """Admits slices. `start` and `hurry` are called by the training thread, and return at once.
+    """Admits slices. `start`, `hurry` and `fenced` are called by the training thread, and return at once.
 
     `admit` and `moved` are called by one copier at a time, from its own thread; `moved` follows each `admit`.
     """
@@ -39,6 +39,10 @@ class Gate(Protocol):
         """The fence has come, and ``urgent`` is set: who waits in `admit` is to look. The fence calls it."""
         ...
 
+    def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+        """The fence copied a slice itself, or queued its copy, because it was not admitted in time."""
+        ...
+
 
 class OpenGate:
     """Lets every slice through at once."""
@@ -56,3 +60,6 @@ class OpenGate:
 
     def hurry(self) -> None:
         """Nobody waits."""
+
+    def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+        """Keep nothing."""

@@ -102,6 +102,10 @@ class BubblePolicy:
         self.rate.record(size_bytes, end_s - begin_s)
         self._left_bytes = max(0, self._left_bytes - size_bytes)
 
+    def fenced(self, size_bytes: int) -> None:
+        """A slice was copied at the fence, by whoever waited there: it says nothing of the rate of copies beside."""
+        self._left_bytes = max(0, self._left_bytes - size_bytes)
+
     # --- what is decided
 
     def admits_at(self, size_bytes: int, at_s: float) -> float | None:

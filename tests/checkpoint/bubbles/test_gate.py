@@ -91,6 +91,15 @@ def test_a_slice_that_does_not_fit_waits_for_the_fence(gate: BubbleGate) -> None
     assert shares(gate.records()[-1:]).urgent_bytes == 11
 
 
+def test_what_the_fence_copied_itself_is_told_and_is_no_measure_of_rates(gate: BubbleGate) -> None:
+    gate.cut(3)
+    gate.start(5)
+    gate.fenced(5, 2.0, 1000.0)
+    assert gate._policy.rate.seconds(1) == 1.0
+    gate.cut(4)
+    assert shares(gate.records()[-1:]).urgent_bytes == 5
+
+
 def test_a_fence_that_tells_nobody_is_noticed_all_the_same() -> None:
     gate = BubbleGate()
     copier = Copier(gate)

@@ -27,7 +27,7 @@ class HeldGate:
     def __init__(self) -> None:
         self.open = threading.Event()
         self.admitted: list[int] = []
-        self.moved_bytes = 0
+        self.moved_bytes = self.fenced_bytes = 0
 
     def start(self, size_bytes: int) -> None:
         self.expected_bytes = size_bytes
@@ -44,6 +44,10 @@ class HeldGate:
     def moved(self, size_bytes: int, begin_s: float, end_s: float) -> None:
         assert begin_s <= end_s
         self.moved_bytes += size_bytes
+
+    def fenced(self, size_bytes: int, begin_s: float, end_s: float) -> None:
+        assert begin_s <= end_s
+        self.fenced_bytes += size_bytes
 
 
 class Net(nn.Module):
@@ -133,6 +137,7 @@ def test_what_the_gate_did_not_admit_is_copied_at_the_fence_before_the_update(ma
     assert engine.wait() == 1
     (record,) = engine.records
     assert record.fenced_bytes == record.size_bytes > 0
+    assert gate.moved_bytes + gate.fenced_bytes == record.size_bytes and gate.fenced_bytes > 0
     assert_same(kept_state(folder, 1), expected)
 
 
@@ -147,6 +152,7 @@ def test_a_capture_goes_through_the_gate_slice_by_slice(made: Made) -> None:
     assert record.complete
     assert record.fenced_bytes == 0
     assert gate.moved_bytes == sum(gate.admitted) == record.size_bytes == gate.expected_bytes
+    assert gate.fenced_bytes == 0
     assert max(gate.admitted) <= 4096
 
 

@@ -17,7 +17,7 @@ class CudaMarks:
 
     def mark(self) -> Any:
         """Record an event."""
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 

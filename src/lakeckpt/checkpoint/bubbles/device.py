@@ -134,9 +134,17 @@ class DeviceGate(BubbleGate):
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """The slice that was admitted last was copied in [begin_s, end_s)."""
         super().moved(size_bytes, begin_s, end_s)
+        self._take_slices()
+
+    def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+        """The fence queued the copy of a slice in [begin_s, end_s), which was not admitted in time."""
+        super().fenced(size_bytes, begin_s, end_s)
+        self._take_slices()
+
+    def _take_slices(self) -> None:
         with self._changed:
             if self._now is not None:
-                self._now.slices.append(self._slices[-1])
+                self._now.slices += self._slices
             self._slices.clear()
 
     # --- the device's line of time

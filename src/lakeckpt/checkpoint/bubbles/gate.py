@@ -126,6 +126,14 @@ class BubbleGate:
         with self._changed:
             self._changed.notify_all()
 
+    def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+        """The fence copied a slice in [begin_s, end_s), which was not admitted in time."""
+        with self._changed:
+            self._policy.fenced(size_bytes)
+            self._slices.append(
+                MovedSlice(size_bytes=size_bytes, begin_s=begin_s, end_s=max(begin_s, end_s), urgent=True)
+            )
+
     # --- what is asked afterwards
 
     def records(self) -> tuple[IterationRecord, ...]:

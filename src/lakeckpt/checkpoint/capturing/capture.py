@@ -74,7 +74,7 @@ class Capture:
         self._gate.hurry()
         scratch_bytes = self._scratch_bytes
         while (number := self._claim()) is not None:
-            moves = self._slices[number]
+            moves, begin_s = self._slices[number], self._clock()
             if moves.is_linked and moves.size_bytes <= scratch_bytes:
                 scratch_bytes -= moves.size_bytes
                 kept = self._guarded(moves.kept)
@@ -83,6 +83,7 @@ class Capture:
                     self._claimed -= 1
             else:
                 self._now_issued(number, self._guarded(moves.make))
+            self._gate.fenced(moves.size_bytes, begin_s, self._clock())
         with self._changed:
             while self._claimed:
                 self._changed.wait()
@@ -143,6 +144,8 @@ class Capture:
             begin = self._clock()
             issued = self._guarded(self._slices[number].make)
             self._now_issued(number, issued)
+            if not issued:
+                self._fill()  # the processor's work, as the copy was: a slice is over with its checksum
             wait_all(issued)
             self._gate.moved(self._slices[number].size_bytes, begin, self._clock())
             self._fill()
