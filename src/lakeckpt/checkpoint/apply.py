@@ -1,9 +1,9 @@
 """Does a loaded state fit the live objects, and how is it put into them?  First all is compared, then all is applied.
 
-`differences` lists every missing, extra and mis-shaped entry before anything is touched. `apply` then loads: readers
-and small objects first, with a copy of their old state to go back to if a later one refuses after all; optimizers and
-modules, whose entries were compared one by one, last. Types come from the live objects, so that nothing in a file can
-name code.
+`differences` lists every missing, extra and mis-shaped entry before anything is touched. `apply` then loads readers and
+small objects, with a copy of their old state to go back to if one refuses after all, on any rank. Optimizers and
+modules, whose entries were compared one by one, come last: see ``in_place``. Types come from the live objects, so that
+nothing in a file can name code.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.load import Loaded
 from lakeckpt.checkpoint.manifest import ReaderRecord
-from lakeckpt.checkpoint.tensors import host_bytes, spec_of
-from lakeckpt.checkpoint.tree import flatten, rebuild
+from lakeckpt.checkpoint.tensors import spec_of
+from lakeckpt.checkpoint.tree import flatten, rebuild, references
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import CheckpointMismatch, StateError, StateMismatch
 from lakeckpt.tracking.readers import SkippingReader, StartingReader, TrackedReader
 from lakeckpt.wire.codec import TensorRef
 
-__all__ = ["apply", "differences", "refuse"]
+__all__ = ["apply", "differences", "is_large", "refuse"]
 
 _SHAPED_AS_PARAMETER = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"}
@@ -77,16 +77,14 @@ def _of_module(name: str, module: torch.nn.Module, tree: Any, loaded: Loaded) ->
         spec = spec_of(live.key, flat.tensors[live.key])
         lines += _of_tensors(f"{name}: {key}", spec, loaded.specs.get(saved.key))
         other, known = ties.setdefault(live.key, (key, saved.key))
-        if not _same(known, saved.key, loaded.tensors):
+        if known in loaded.specs and saved.key in loaded.specs and not _same(known, saved.key, loaded):
             lines.append(f"{name}: {other} and {key} are one tensor in the module, and two different ones were saved")
     return lines
 
 
-def _same(one: str, other: str, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two stored tensors hold the same bytes; what is not stored is told elsewhere."""
-    if one == other or one not in tensors or other not in tensors:
-        return True
-    return host_bytes(tensors[one]) == host_bytes(tensors[other])
+def _same(one: str, other: str, loaded: Loaded) -> bool:
+    """Whether two stored tensors hold the same bytes."""
+    return one == other or loaded.source.same(one, other)
 
 
 def _of_tensors(what: str, live: TensorSpec, saved: TensorSpec | None) -> list[str]:
@@ -131,11 +129,18 @@ def refuse(lines: list[str], *, slot: int) -> CheckpointMismatch:
     )
 
 
-def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> Callable[[], None]:
-    """Load the state into ``objects``; returns what undoes it for readers and small objects.
+def is_large(one: object) -> bool:
+    """Whether it is a module or an optimizer, whose tensors are read in place."""
+    return isinstance(one, (torch.nn.Module, torch.optim.Optimizer))
 
-    Raises `CheckpointMismatch` naming the object that refused; readers and small objects are then as they were.
+
+def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> Callable[[], None]:
+    """Load the state into readers and small objects: all but modules and optimizers; returns what undoes it.
+
+    Raises `CheckpointDamaged`, and `CheckpointMismatch` naming the object that refused; all are then as they were.
     """
+    small = [name for name, one in objects.items() if name not in readers and not is_large(one)]
+    tensors = loaded.read({key for name in small for key in references(loaded.trees[name])})
     undo: list[Callable[[], None]] = []
 
     def go_back() -> None:
@@ -143,7 +148,7 @@ def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, Read
             with contextlib.suppress(Exception):  # the one that refused may refuse again
                 step()
 
-    for name in sorted(objects, key=lambda name: _turn(objects[name])):
+    for name in [*small, *readers]:
         one = objects[name]
         try:
             if name in readers:
@@ -154,7 +159,9 @@ def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, Read
                 _load_skipped(one, readers[name].skips)
                 _start(one)
             else:
-                _load_one(one, loaded.trees[name], loaded.tensors, undo)
+                live = one.state_dict()
+                undo.append(_undo(one, copy.deepcopy(live)))
+                one.load_state_dict(rebuild(loaded.trees[name], tensors, live))
         except StateError:
             go_back()
             raise
@@ -178,32 +185,5 @@ def _start(one: Any) -> None:
             one.start()
 
 
-def _turn(one: Any) -> int:
-    if isinstance(one, torch.nn.Module):
-        return 2
-    return 1 if isinstance(one, torch.optim.Optimizer) else 0
-
-
 def _undo(one: Any, state: Any) -> Callable[[], None]:
     return lambda: one.load_state_dict(state)
-
-
-def _load_one(one: Any, tree: Any, tensors: Mapping[str, torch.Tensor], undo: list[Callable[[], None]]) -> None:
-    live = one.state_dict()
-    if not _turn(one):
-        undo.append(_undo(one, copy.deepcopy(live)))
-    state = rebuild(tree, tensors, live)
-    one.load_state_dict(state)
-    if isinstance(one, torch.optim.Optimizer):
-        _keep_dtypes(one, state)
-
-
-def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Undo the cast to the parameter's dtype that torch does on loading: a float32 moment of a bfloat16 parameter."""
-    saved = chain(*(group["params"] for group in state["param_groups"]))
-    live = chain(*(group["params"] for group in optimizer.param_groups))
-    for number, parameter in zip(saved, live, strict=True):
-        for key, value in state["state"].get(number, {}).items():
-            now = optimizer.state[parameter].get(key)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(now.device)

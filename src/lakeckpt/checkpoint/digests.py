@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
-__all__ = ["DIGEST_BYTES", "PIECE_BYTES", "ContentDigest", "content_digest", "digest_all", "short_digest"]
+__all__ = [
+    "DIGEST_BYTES",
+    "PIECE_BYTES",
+    "ContentDigest",
+    "content_digest",
+    "digest_all",
+    "digest_of_pieces",
+    "piece_digest",
+    "short_digest",
+]
 
 DIGEST_BYTES = 16
 PIECE_BYTES = 16 * 2**20
@@ -71,6 +80,17 @@ def content_digest(data: bytes | memoryview) -> bytes:
     found = ContentDigest()
     found.update(data)
     return found.digest()
+
+
+def piece_digest(piece: bytes | memoryview) -> bytes:
+    """The digest of one of the pieces of `PIECE_BYTES` that a content consists of, for `digest_of_pieces`."""
+    return blake2b(piece, digest_size=DIGEST_BYTES, person=b"lakeckpt-piece").digest()
+
+
+def digest_of_pieces(pieces: Sequence[bytes]) -> bytes:
+    """The digest of a content by those of its pieces, in their order; at least one."""
+    assert pieces
+    return blake2b(b"".join(pieces), digest_size=DIGEST_BYTES, person=b"lakeckpt-whole").digest()
 
 
 def digest_all(contents: Sequence[memoryview], *, threads: int | None = None) -> list[bytes]:

@@ -21,7 +21,7 @@ from lakeckpt.checkpoint.tensor_file import FileLayout, parse_head, read_head_le
 from lakeckpt.errors import CheckpointDamaged, LimitExceeded, ObjectMissing, StorageError, UnsupportedValue, WireDamaged
 from lakeckpt.lake.storage import Storage
 
-__all__ = ["fetch_file", "fetch_part", "read_object"]
+__all__ = ["fetch_file", "fetch_part", "match_slabs", "read_object"]
 
 SPAN_BYTES = 32 * 2**20
 
@@ -69,7 +69,7 @@ def fetch_file(storage: Storage, part: PartRecord, index: int, *, into: Mapping[
     found = parse_head(head, path=file.path, size_bytes=file.size_bytes)
     digests = []
     some = part.is_earlier(file)
-    for size_bytes, record in _matched(found, records, file.path, some=some):
+    for size_bytes, record in match_slabs(found, records, file.path, some=some):
         if record is None:
             stream.skip(size_bytes)
             continue
@@ -88,7 +88,7 @@ def fetch_file(storage: Storage, part: PartRecord, index: int, *, into: Mapping[
         raise CheckpointDamaged(f"{file.path}: its tensors are not in the order that was written")
 
 
-def _matched(
+def match_slabs(
     found: FileLayout, records: Mapping[str, TensorRecord], path: str, *, some: bool
 ) -> Sequence[tuple[int, TensorRecord | None]]:
     """The size and the record of each slab, in the order of their bytes; refused where head and record differ.

@@ -1,91 +1,140 @@
-"""What did a committed checkpoint hold for this rank?  Reads all of it, verifies every byte, changes nothing live.
+"""What did a committed checkpoint hold for this rank?  Says what there is, and reads it to wherever it belongs.
+
+`load` reads and verifies the parts and trees, the heads and sizes of all files of tensors, and those tensors that no
+rank needs: a checkpoint is restored whole or not at all. The tensors of this rank are read when it is known where to
+(`Loaded.fill`): into new memory, or straight into that of the live objects. It changes nothing live by itself.
 
 After a change of the world size, rank r takes the state of the old rank r, a new rank that of the old rank r mod W.
-Files that hold nothing for any of the ranks are verified all the same, each by one of them: a checkpoint is restored
-whole or not at all. Its threads are started and joined inside `load`.
+Its threads are started and joined inside of calls.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.fetch import fetch_file, fetch_part
+from lakeckpt.checkpoint.fetch import fetch_part
 from lakeckpt.checkpoint.fields import Ranks
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import PartRecord, TensorRecord, TreeRecord
 from lakeckpt.checkpoint.random_states import RANDOM, check_random
+from lakeckpt.checkpoint.ranged import StoredTensor, open_files, read_tensors
 from lakeckpt.checkpoint.tensors import empty_for
 from lakeckpt.checkpoint.tree import references, tree_from_bytes
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, LimitExceeded, UnsupportedValue, WireDamaged
 from lakeckpt.lake.storage import Storage
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "TensorSource", "load", "loaded_of"]
 
 _READ_THREADS = 8
 
 
+class TensorSource(Protocol):
+    """Where the tensors of a state are."""
+
+    def fill(self, into: Mapping[str, memoryview]) -> None:
+        """Put the tensors named into these buffers (uint8, of their sizes), verified. `CheckpointDamaged`: the buffers
+        may hold anything then."""
+        ...
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors hold the same bytes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The verified state of one rank, in host memory, apart from any live object."""
+    """The state of one rank, of which the tensors are still where they were saved."""
 
     trees: Mapping[str, Any]
     """item → its tree, with a ``TensorRef`` for each tensor; random states not among them."""
-    tensors: Mapping[str, torch.Tensor]
     specs: Mapping[str, TensorSpec]
+    """key → the spec of each tensor."""
+    source: TensorSource
     random: dict[str, Any] | None
     """The random states of this rank; None where it is new."""
     per_rank: tuple[str, ...]
     """The units of which ranks had different contents."""
 
+    def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Tensors in new host memory, verified."""
+        made = {key: empty_for(self.specs[key]) for key in keys}
+        self.source.fill({key: view for key, (_, view) in made.items()})
+        return {key: tensor for key, (tensor, _) in made.items()}
+
+
+class _Stored:
+    """Tensors in the files of a checkpoint."""
+
+    __slots__ = ("_storage", "_tensors")
+
+    def __init__(self, storage: Storage, tensors: Mapping[str, StoredTensor]) -> None:
+        self._storage, self._tensors = storage, tensors
+
+    def fill(self, into: Mapping[str, memoryview]) -> None:
+        read_tensors(self._storage, [self._tensors[key] for key in into], into)
+
+    def same(self, one: str, other: str) -> bool:
+        return self._tensors[one].record.digest == self._tensors[other].record.digest
+
 
 def load(storage: Storage, manifest: Manifest, *, rank: int, world_size: int) -> Loaded:
-    """Read what ``rank`` of ``world_size`` needs of a checkpoint, and verify this rank's share of the rest.
+    """Say what ``rank`` of ``world_size`` needs of a checkpoint, and verify this rank's share of what no rank needs.
 
     Raises `CheckpointDamaged` naming the object, `CheckpointMismatch` where the world size changed and a unit is not on
     every old rank, `StorageError` where the store fails.
     """
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-load") as pool:
         parts = list(pool.map(lambda ref: fetch_part(storage, manifest, ref), manifest.parts))
-        if world_size != manifest.world_size:
-            _refuse_shards(parts, manifest.world_size)
-        source = rank % manifest.world_size
-        records = _tensors_of(parts, source)
-        made = {key: empty_for(record.spec) for key, record in records.items()}
-        into = {key: view for key, (_, view) in made.items()}
-        jobs = []
-        for part, index in _files_to_read(parts, source, manifest.world_size, rank, world_size):
-            # A key may lie in other files as well, with another rank's content: only ours goes into the buffer.
-            ours = {
-                one.spec.key: into[one.spec.key]
-                for one in part.tensors
-                if one.file == index and records.get(one.spec.key) is one
-            }
-            jobs.append(pool.submit(fetch_file, storage, part, index, into=ours))
-        for job in jobs:
-            job.result()
-    documents = _trees_of(parts, source)
-    trees = {item: _tree(record) for item, record in documents.items()}
+    if world_size != manifest.world_size:
+        _refuse_shards(parts, manifest.world_size)
+    source = rank % manifest.world_size
+    records = _tensors_of(parts, source)
+    needed, spare = _shares(parts, records, min(world_size, manifest.world_size), rank, world_size)
+    files = {part.files[index].path: (part, index) for part, index, _ in (*needed, *spare)}
+    stored = open_files(storage, files.values())
+    wanted = {id(record) for *_, some in needed for record in some}
+    unneeded = {id(record) for *_, some in spare for record in some}
+    read_tensors(storage, [one for one in stored if id(one.record) in unneeded], {})
+    documents = {item: record.document for item, record in _trees_of(parts, source).items()}
+    return loaded_of(
+        documents,
+        specs={key: record.spec for key, record in records.items()},
+        source=_Stored(storage, {one.record.spec.key: one for one in stored if id(one.record) in wanted}),
+        is_new=rank >= manifest.world_size,
+        per_rank=_different(parts),
+        what=f"slot {manifest.slot}, rank {source}",
+    )
+
+
+def loaded_of(
+    documents: Mapping[str, bytes],
+    *,
+    specs: Mapping[str, TensorSpec],
+    source: TensorSource,
+    is_new: bool,
+    per_rank: tuple[str, ...],
+    what: str,
+) -> Loaded:
+    """The state that the ``documents`` of trees (random states among them) and ``source`` make up.
+
+    ``is_new``: the rank was not there, and takes no random states. `CheckpointDamaged` where they do not fit together.
+    """
+    trees = {item: _tree(item, document) for item, document in documents.items()}
     if RANDOM not in trees:
-        raise CheckpointDamaged(f"slot {manifest.slot} has no random states for rank {source}")
+        raise CheckpointDamaged(f"{what} has no random states")
     for item, tree in trees.items():
         for key in references(tree):
-            if key not in records:
+            if key not in specs:
                 raise CheckpointDamaged(f"the state of {item!r} refers to the tensor {key!r}, which no part holds")
     random = check_random(trees.pop(RANDOM))
-    return Loaded(
-        trees=trees,
-        tensors={key: tensor for key, (tensor, _) in made.items()},
-        specs={key: record.spec for key, record in records.items()},
-        random=random if rank < manifest.world_size else None,
-        per_rank=_different(parts),
-    )
+    return Loaded(trees=trees, specs=specs, source=source, random=None if is_new else random, per_rank=per_rank)
 
 
 def _has(ranks: Ranks, rank: int) -> bool:
@@ -114,29 +163,39 @@ def _trees_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TreeRecord]:
     return found
 
 
-def _tree(record: TreeRecord) -> Any:
+def _tree(item: str, document: bytes) -> Any:
     try:
-        return tree_from_bytes(record.document)
+        return tree_from_bytes(document)
     except (WireDamaged, UnsupportedValue, LimitExceeded) as error:
-        raise CheckpointDamaged(f"the state of {record.item!r}: {error}") from error
+        raise CheckpointDamaged(f"the state of {item!r}: {error}") from error
 
 
-def _files_to_read(
-    parts: Sequence[PartRecord], source: int, old_size: int, rank: int, world_size: int
-) -> list[tuple[PartRecord, int]]:
-    """The files with a tensor of ``source``, and this rank's share of those that no rank needs."""
-    sources = range(min(world_size, old_size))
-    mine, spare = [], []
+_Share = list[tuple[PartRecord, int, list[TensorRecord]]]
+"""Files, by part and number, and the tensors in them."""
+
+
+def _shares(
+    parts: Sequence[PartRecord], records: Mapping[str, TensorRecord], sources: int, rank: int, world_size: int
+) -> tuple[_Share, _Share]:
+    """The files with ``records``, and this rank's share of the tensors that none of the ``sources`` first ranks has.
+
+    A tensor that only ranks of those have is read by them, so that all of a checkpoint is verified by someone.
+    """
+    mine = {id(record) for record in records.values()}
+    needed: _Share = []
+    spare: _Share = []
     for part in parts:
-        users: defaultdict[int, list[Ranks]] = defaultdict(list)
-        for one in part.tensors:
-            users[one.file].append(one.ranks)
+        by_file: defaultdict[int, list[TensorRecord]] = defaultdict(list)
+        for record in part.tensors:
+            by_file[record.file].append(record)
         for index in range(len(part.files)):
-            if any(_has(ranks, source) for ranks in users[index]):
-                mine.append((part, index))
-            elif not any(start < sources.stop for ranks in users[index] for start, _ in ranks):
-                spare.append((part, index))
-    return mine + spare[rank::world_size]
+            some = [record for record in by_file[index] if id(record) in mine]
+            rest = [record for record in by_file[index] if not any(start < sources for start, _ in record.ranks)]
+            if some:
+                needed.append((part, index, some))
+            if rest or not by_file[index]:
+                spare.append((part, index, rest))
+    return needed, spare[rank::world_size]
 
 
 def _contents(parts: Sequence[PartRecord]) -> dict[str, list[Ranks]]:

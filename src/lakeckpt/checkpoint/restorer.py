@@ -1,16 +1,17 @@
-"""How does a run go on?  The newest checkpoint that is whole is chosen, verified, agreed on, and applied on every rank.
+"""How does a run go on?  The newest checkpoint that is whole is chosen, agreed on, and applied on every rank.
 
-Rank 0 reads the log and chooses; every rank reads and verifies what it needs and compares it with its live objects;
-they vote. Damage anywhere: the one before is tried. A misfit anywhere: all raise, nothing was changed. Else rank 0
-begins the attempt, in the slot right after the last one it has seen, so that no commit can slip in between; then all
-apply.
+Rank 0 reads the log and chooses; every rank looks at what it needs and compares it with its live objects; they vote. A
+misfit anywhere: all raise, nothing was changed. Then readers and small objects load their states, and all vote again: a
+refusal leaves them as they were. Last, the tensors of modules and optimizers are read in place, and verified as they
+come. Damage anywhere, found early or late: the checkpoint before is tried, on all ranks; it replaces whatever a damaged
+one has left. At the end rank 0 begins the attempt, in the slot right after the last one it has seen, so that no commit
+can slip in between.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,15 +20,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from lakeckpt import __version__
 from lakeckpt.checkpoint.agreement import everyone
-from lakeckpt.checkpoint.apply import apply, differences, refuse
+from lakeckpt.checkpoint.apply import apply, differences, is_large, refuse
+from lakeckpt.checkpoint.choosing import Chooser
+from lakeckpt.checkpoint.in_place import load_in_place
 from lakeckpt.checkpoint.indexes import documents_of, filtered, offer, save
 from lakeckpt.checkpoint.ledger import index_path
 from lakeckpt.checkpoint.load import Loaded, load
-from lakeckpt.checkpoint.log import Damage, LogView, SlotTaken, list_slots, put_entry, read_entry, read_log, slot_path
-from lakeckpt.checkpoint.manifest import Begin, Manifest
-from lakeckpt.checkpoint.parts import PARTS
+from lakeckpt.checkpoint.log import Damage, read_entry, slot_path
+from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.pinning import Pins, fit_readers, go_to, pins_of_rank_0, records_at, versions_of_ranks
 from lakeckpt.checkpoint.publish import Attempt
 from lakeckpt.checkpoint.random_states import derive_random, restore_random
@@ -44,16 +45,17 @@ from lakeckpt.errors import (
     WireError,
     error_of,
 )
-from lakeckpt.lake.storage import Storage, clear_leftovers
+from lakeckpt.lake.storage import Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.readers import selection_of
+from lakeckpt.tracking.tally import Tally
 
 __all__ = ["Restorer"]
 
-_MOST_ENTRIES = 4096
 _GIVEN_UP = "given up by "
 _POLITE_ROUNDS = 3
 _MOST_ROUNDS = 100
+_MIXED = "the modules and optimizers hold a mixture of states now: build them anew before they are used"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,27 +84,44 @@ class Restorer:
         self._storage = storage
         self._exchange = exchange
         self._objects = objects
-        self._clock = clock
-        self._damaged: dict[str, Damage] = {}
-        self._rejected: set[int] = set()
-        self._taken = -1  # the last slot that a put of ours has found taken
-        self._view = LogView(entries={}, damaged=(), last=-1)
+        self._chooser = Chooser(storage, world_size=exchange.world_size, speaker=exchange.rank == 0, clock=clock)
+        self._undo: list[Callable[[], None]] = []
+        self._is_mixed = False
 
     def restore(self) -> tuple[int, Attempt, RestoreReport]:
         """Restore, collectively. Returns the optimizer steps done, the attempt that began and the report."""
+        try:
+            return self._restore()
+        except BaseException as error:
+            self._go_back()
+            if self._is_mixed:
+                error.add_note(_MIXED)
+            raise
+
+    def _restore(self) -> tuple[int, Attempt, RestoreReport]:
         chosen: _Chosen | None = None
         for round_ in range(_MOST_ROUNDS):
-            told = self._told_by_rank_0(partial(self._choose, fence=round_ >= _POLITE_ROUNDS))
+            told = self._told_by_rank_0(partial(self._chooser.choose, fence=round_ >= _POLITE_ROUNDS))
             if told["slot"] == "none":
+                self._go_back()
                 chosen = None
             elif chosen is None or chosen.manifest.slot != int(told["slot"]):
+                self._go_back()
                 chosen = self._load_and_vote(int(told["slot"]))
+                chosen = None if chosen is None else self._apply_at_versions(chosen)
                 if chosen is None:
                     continue
-            begun = self._told_by_rank_0(partial(self._begin, told, chosen))["begun"]
+            given_up = {} if chosen is None else chosen.epochs_given_up
+            begun = self._told_by_rank_0(partial(self._chooser.begin, told, given_up))["begun"]
             if begun != "no":
+                self._undo.clear()
                 return self._finish(told["run"], int(begun), chosen)
         raise AttemptSuperseded(f"other jobs kept writing to this run through {_MOST_ROUNDS} tries: stop them first")
+
+    def _go_back(self) -> None:
+        """Readers and small objects, and the versions of tables, are as they were before the last try."""
+        while self._undo:
+            self._undo.pop()()
 
     # --- what filters keep
 
@@ -120,82 +139,6 @@ class Restorer:
                     save(self._storage, reader)
 
         self._together(settle)
-
-    # --- choosing, on rank 0
-
-    def _choose(self, *, fence: bool) -> dict[str, str]:
-        chosen = self._look()
-        run = self._view.run or uuid.uuid4().hex
-        last = self._view.last
-        if fence:  # another job commits faster than we can verify: shut it out first, then look again
-            last = self._fence(run, chosen)
-            chosen = self._look()
-        return {"slot": "none" if chosen is None else str(chosen.slot), "last": str(last), "run": run}
-
-    def _look(self) -> Manifest | None:
-        """Read the log; the newest commit that was not found damaged, or None on a fresh start."""
-        listed = list_slots(self._storage, taken=self._taken)
-        newest = None if len(listed) <= _MOST_ENTRIES else listed[-_MOST_ENTRIES:]
-        self._view = read_log(self._storage, slots=newest, taken=self._taken)
-        for damage in self._view.damaged:
-            self._report(damage)
-        manifests = self._view.manifests
-        chosen = next((one for one in self._with_data(manifests) if one.slot not in self._rejected), None)
-        if chosen is None and (manifests or self._view.damaged):
-            listing = "\n  ".join(str(one) for one in self._damaged.values())
-            raise CheckpointDamaged(
-                f"no checkpoint of this run is whole, and starting anew would hide that:\n  {listing}\n"
-                "Mend the storage, or start a run at another place"
-            )
-        return chosen
-
-    def _with_data(self, manifests: list[Manifest]) -> list[Manifest]:
-        """Where the newest one is damaged, those of the others of which retention has left something."""
-        if not self._rejected:
-            return manifests
-        left = {info.path.removeprefix(f"{PARTS}/").rpartition("/")[0] for info in self._storage.list(PARTS)}
-        return [one for one in manifests if one.save.folder in left]
-
-    def _fence(self, run: str, chosen: Manifest | None) -> int:
-        last = self._view.last
-        for slot in range(last + 1, last + 1 + _MOST_ROUNDS):
-            try:
-                put_entry(self._storage, self._entry(run, slot, None if chosen is None else chosen.slot))
-            except SlotTaken:
-                self._taken = slot
-                continue
-            return slot
-        raise AttemptSuperseded(f"other jobs took {_MOST_ROUNDS} slots of the log in a row: stop them first")
-
-    def _begin(self, told: Mapping[str, str], chosen: _Chosen | None) -> dict[str, str]:
-        slot = int(told["last"]) + 1
-        restored = None if told["slot"] == "none" else int(told["slot"])
-        try:
-            put_entry(self._storage, self._entry(told["run"], slot, restored, chosen))
-        except SlotTaken:
-            self._taken = slot
-            return {"begun": "no"}
-        with contextlib.suppress(StorageError):  # what dead writers left is in nobody's way
-            clear_leftovers(self._storage)
-        return {"begun": str(slot)}
-
-    def _entry(self, run: str, slot: int, restored: int | None, chosen: _Chosen | None = None) -> Begin:
-        return Begin(
-            run=run,
-            slot=slot,
-            restored=restored,
-            world_size=self._exchange.world_size,
-            library=__version__,
-            created_s=float(self._clock()),
-            write_id=uuid.uuid4().hex,
-            given_up={} if chosen is None else chosen.epochs_given_up,
-        )
-
-    def _report(self, damage: Damage) -> None:
-        if damage.path not in self._damaged:
-            self._damaged[damage.path] = damage
-            if self._exchange.rank == 0:
-                warnings.warn(f"damage in the run: {damage}", DamageWarning, stacklevel=5)
 
     # --- verifying, on every rank
 
@@ -215,10 +158,7 @@ class Restorer:
                 raise failure
             _raise_said(next(iter(tally.facts["refused"])), tally.describe("refused"))
         if "damaged" in tally.facts:
-            self._rejected.add(slot)
-            for said in tally.facts["damaged"]:
-                text = said.partition(": ")[2]
-                self._report(Damage(path=slot_path(slot), reason=f"this checkpoint is not whole: {text}"))
+            self._reject(slot, tally)
             return None
         assert chosen is not None
         given_up = {
@@ -228,6 +168,12 @@ class Restorer:
         }
         indexes = {name: index for name, index in chosen.pins.indexes.items() if name not in given_up}
         return replace(chosen, pins=Pins(indexes=indexes, given_up=given_up))
+
+    def _reject(self, slot: int, tally: Tally) -> None:
+        self._chooser.reject(slot)
+        for said in tally.facts["damaged"]:
+            text = said.partition(": ")[2]
+            self._chooser.report(Damage(path=slot_path(slot), reason=f"this checkpoint is not whole: {text}"))
 
     def _load(self, slot: int) -> _Chosen:
         try:
@@ -256,13 +202,16 @@ class Restorer:
             self._settle_selections()
         else:
             manifest = chosen.manifest
-            self._apply_at_versions(chosen)
+            if chosen.loaded.random is None:
+                derive_random(manifest.seed, manifest.step, self._exchange.rank)
+            else:
+                restore_random(chosen.loaded.random)
             self._check_indexes(manifest)
             attempt.parent, attempt.seed, attempt.recorded = manifest.slot, manifest.seed, manifest.step
             step, restored, per_rank = manifest.step, CheckpointInfo.of(manifest), chosen.loaded.per_rank
             given_up = chosen.pins.given_up
             self._warn_of(given_up)
-        damaged = tuple(self._damaged.values())
+        damaged = self._chooser.damaged
         report = RestoreReport(restored=restored, attempt=number, damaged=damaged, per_rank=per_rank, given_up=given_up)
         return step, attempt, report
 
@@ -287,38 +236,43 @@ class Restorer:
                 self._storage.put(path, [document.dumps()])
         return {}
 
-    def _apply_at_versions(self, chosen: _Chosen) -> None:
-        """Let readers go to the versions that they need, and load all states; all or nothing, on all ranks."""
-        undo: list[Callable[[], None]] = []
-        try:
-            self._together(lambda: undo.append(go_to(self._objects, chosen.pins.indexes)))
-            # Readers that give their epoch up, or go on elsewhere, are at what each rank has opened by itself.
-            self._together(lambda: undo.append(self._same_versions()))
-            self._settle_selections()
-            records = records_at(self._objects, chosen.manifest.readers, chosen.pins.given_up)
-            self._apply(replace(chosen.manifest, readers=records), chosen.loaded)
-        except BaseException:
-            for go_back in reversed(undo):
-                go_back()
-            raise
+    def _apply_at_versions(self, chosen: _Chosen) -> _Chosen | None:
+        """Let readers go to the versions that they need, and load all states, on all ranks; None where the checkpoint
+        turns out to be damaged. What raises leaves readers, small objects and versions to `_go_back`."""
+        self._together(lambda: self._undo.append(go_to(self._objects, chosen.pins.indexes)))
+        # Readers that give their epoch up, or go on elsewhere, are at what each rank has opened by itself.
+        self._together(lambda: self._undo.append(self._same_versions()))
+        self._settle_selections()
+        records = records_at(self._objects, chosen.manifest.readers, chosen.pins.given_up)
+        loaded, slot = chosen.loaded, chosen.manifest.slot
+        small = self._vote(lambda: self._undo.append(apply(self._objects, loaded, records)), slot)
+        if not small or not self._vote(lambda: self._load_in_place(loaded), slot):
+            return None
+        self._is_mixed = False
+        return chosen
 
-    def _apply(self, manifest: Manifest, loaded: Loaded) -> None:
+    def _load_in_place(self, loaded: Loaded) -> None:
+        self._is_mixed = any(map(is_large, self._objects.values()))
+        load_in_place(self._objects, loaded)
+
+    def _vote(self, work: Callable[[], None], slot: int) -> bool:
+        """Do ``work`` of restoring ``slot`` on every rank; False where it found damage on one. What else it raises on
+        one is raised on all."""
         failure: Exception | None = None
-        go_back: Callable[[], None] = lambda: None  # noqa: E731
         try:
-            go_back = apply(self._objects, loaded, manifest.readers)
+            work()
         except Exception as error:
             failure = error
-        tally = everyone(self._exchange, {} if failure is None else {"refused": _said(failure)})
-        if failure is not None:
-            raise failure
+        tally = everyone(self._exchange, {} if failure is None else {_verdict(failure): _said(failure)})
         if "refused" in tally.facts:
-            go_back()
-            raise CheckpointMismatch(f"other ranks could not apply slot {manifest.slot}: {tally.describe('refused')}")
-        if loaded.random is None:
-            derive_random(manifest.seed, manifest.step, self._exchange.rank)
-        else:
-            restore_random(loaded.random)
+            if failure is not None and _verdict(failure) == "refused":
+                raise failure
+            raise CheckpointMismatch(f"other ranks could not apply slot {slot}: {tally.describe('refused')}")
+        if "damaged" in tally.facts:
+            self._reject(slot, tally)
+            self._go_back()
+            return False
+        return True
 
     def _check_indexes(self, manifest: Manifest) -> None:
         """Verify the saved footer indexes and row selections; a damaged one is written anew if the live reader still
@@ -335,7 +289,7 @@ class Restorer:
                 damaged = [Damage(path=index_path(reader.index), reason=str(error))]
             # Told, not raised: the state has been applied on all ranks, and training does without this index.
             for damage in damaged:
-                self._report(damage)
+                self._chooser.report(damage)
                 if damage.path in live:
                     with contextlib.suppress(StorageError):
                         self._storage.put(damage.path, [live[damage.path].dumps()])

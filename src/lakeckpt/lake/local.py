@@ -93,6 +93,23 @@ class LocalStorage:
             finally:
                 self._calls.close(descriptor)
 
+    def read_into(self, path: str, start: int, buffer: memoryview) -> int:
+        """Read the bytes of an object from ``start`` on into ``buffer``, and return how many there were: fewer than it
+        has room for where the object ends before. Beyond what a `Storage` must have; errors as for `read`."""
+        parts = check_key(path)
+        with self._explaining("read", path), self._folders.inside(parts[:-1]) as folder:
+            descriptor = self._folders.open_object(parts[-1], folder, path)
+            try:
+                at = 0
+                while at < len(buffer):
+                    count = self._calls.preadv(descriptor, buffer[at:], start + at)
+                    if not count:
+                        break
+                    at += count
+                return at
+            finally:
+                self._calls.close(descriptor)
+
     def put(self, path: str, chunks: Iterable[Buffer]) -> int:
         parts = check_key(path)
         repeatable = not isinstance(chunks, Iterator)

@@ -51,6 +51,9 @@ class OsCalls:
     def pread(self, descriptor: int, size: int, offset: int) -> bytes:
         return os.pread(descriptor, size, offset)
 
+    def preadv(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        return os.preadv(descriptor, [buffer], offset)
+
     def fsync(self, descriptor: int) -> None:
         os.fsync(descriptor)
 

@@ -141,7 +141,8 @@ def _state_of_run(storage: Storage, slot: int | None, rank: int) -> dict[str, An
             f"the checkpoint in slot {manifest.slot} has ranks 0 to {manifest.world_size - 1}, not {rank}"
         )
     loaded = load(storage, manifest, rank=rank, world_size=manifest.world_size)
-    state = {name: rebuild(tree, loaded.tensors) for name, tree in loaded.trees.items()}
+    tensors = loaded.read(loaded.specs)
+    state = {name: rebuild(tree, tensors) for name, tree in loaded.trees.items()}
     return state | {name: dict(reader.state) for name, reader in manifest.readers.items()}
 
 

@@ -1,0 +1,153 @@
+"""How do the tensors of a checkpoint come into modules and optimizers, without a second copy of the state?
+
+They are read straight into the memory of the live parameters, buffers and optimizer states, wherever that is contiguous
+in host memory and nobody else's; what an optimizer does not have yet becomes its own. Other memory (a GPU's, strided)
+is filled by way of a buffer, for a bounded number of bytes at a time. Then every object loads its state in the ordinary
+way, so that hooks run and what is no tensor is set: its own tensors are copied onto themselves.
+
+Whoever calls has compared every entry (`lakeckpt.checkpoint.apply.differences`). Where bytes are found to be damaged,
+it is too late to leave the objects as they were: they hold a mixture, and the caller must load another checkpoint into
+all of them, or say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+
+from lakeckpt.checkpoint.apply import is_large
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.load import Loaded
+from lakeckpt.checkpoint.tensors import empty_for, host_bytes, spec_of
+from lakeckpt.checkpoint.tree import flatten, rebuild, references
+from lakeckpt.errors import CheckpointError, CheckpointMismatch, StorageError
+from lakeckpt.wire.codec import TensorRef
+
+__all__ = ["load_in_place"]
+
+_BUFFER_BYTES = 256 * 2**20
+
+
+def load_in_place(objects: Mapping[str, Any], loaded: Loaded) -> None:
+    """Load the state of all modules and optimizers among ``objects``.
+
+    Raises `CheckpointDamaged`, `StorageError`, and `CheckpointMismatch` naming an object that refused its state.
+    """
+    large = {name: one for name, one in objects.items() if is_large(one)}
+    targets: dict[str, torch.Tensor] = {}
+    for name, one in large.items():
+        targets |= _targets(name, one, loaded)
+    direct = _direct(targets)
+    loaded.source.fill({key: host_bytes(targets[key].detach()) for key in direct})
+    for keys in _batches([key for key in targets if key not in direct], loaded.specs):
+        for key, tensor in loaded.read(keys).items():
+            with torch.no_grad():
+                targets[key].copy_(tensor)
+    for name in sorted(large, key=lambda name: isinstance(large[name], torch.nn.Module)):  # optimizers first
+        try:
+            _load(large[name], loaded.trees[name], targets)
+        except (CheckpointError, StorageError):
+            raise
+        except Exception as error:
+            raise CheckpointMismatch(f"{name!r} refused its state from the checkpoint: {error!r}") from error
+
+
+def _targets(name: str, one: Any, loaded: Loaded) -> dict[str, torch.Tensor]:
+    """key → where that tensor of the state of ``one`` goes: the live one of its place, else a new one."""
+    tree, specs = loaded.trees[name], loaded.specs
+    live: dict[str, torch.Tensor] = {}
+    new = torch.device("cpu")
+    if isinstance(one, torch.nn.Module):
+        flat = flatten(name, one.state_dict(), of_module=True)
+        for key, saved in tree.items():
+            found = flat.tree.get(key)
+            if isinstance(saved, TensorRef) and isinstance(found, TensorRef):
+                live.setdefault(saved.key, flat.tensors[found.key])
+    else:
+        live, new = _live_states(one, tree), _device_of(one)
+    return {
+        key: live[key] if key in live and _fits(live[key], specs[key]) else _new(specs[key], new)
+        for key in references(tree)
+    }
+
+
+def _live_states(optimizer: torch.optim.Optimizer, tree: Any) -> dict[str, torch.Tensor]:
+    numbers = chain(*(group["params"] for group in tree["param_groups"]))
+    parameters = chain(*(group["params"] for group in optimizer.param_groups))
+    found = {}
+    for number, parameter in zip(numbers, parameters, strict=True):
+        states = optimizer.state.get(parameter, {})
+        for name, saved in dict(tree["state"].get(number, {})).items():
+            if isinstance(saved, TensorRef) and isinstance(states.get(name), torch.Tensor):
+                found[saved.key] = states[name]
+    return found
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+
+def _new(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    tensor, _ = empty_for(spec)
+    if device.type == "cpu" or not spec.shape:  # counts of steps stay with the host: the optimizer moves what it must
+        return tensor
+    return torch.empty_like(tensor, device=device)
+
+
+def _fits(live: torch.Tensor, spec: TensorSpec) -> bool:
+    found = spec_of(spec.key, live)
+    return (found.dtype, found.shape) == (spec.dtype, spec.shape)
+
+
+def _direct(targets: Mapping[str, torch.Tensor]) -> set[str]:
+    """The keys of the targets whose memory can be written as it lies: in the host, contiguous, overlapped by none."""
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, key)
+        for key, tensor in targets.items()
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    )
+    found = set()
+    end, last = 0, ""
+    for start, stop, key in spans:
+        if start < end:
+            found.discard(last)
+        else:
+            found.add(key)
+        if stop > end:
+            end, last = stop, key
+    return found
+
+
+def _batches(keys: list[str], specs: Mapping[str, TensorSpec]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size_bytes = 0
+    for key in keys:
+        if batch and size_bytes + specs[key].size_bytes > _BUFFER_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(key)
+        size_bytes += specs[key].size_bytes
+    if batch:
+        yield batch
+
+
+def _load(one: Any, tree: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    state = rebuild(tree, tensors, one.state_dict())
+    one.load_state_dict(state)
+    if isinstance(one, torch.optim.Optimizer):
+        _keep_dtypes(one, state)
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Undo the cast to the parameter's dtype that torch does on loading: a float32 moment of a bfloat16 parameter."""
+    saved = chain(*(group["params"] for group in state["param_groups"]))
+    live = chain(*(group["params"] for group in optimizer.param_groups))
+    for number, parameter in zip(saved, live, strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            now = optimizer.state[parameter].get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(now.device)

@@ -1,0 +1,174 @@
+"""How do the tensors of a checkpoint come straight to where they belong?  In ranges, several at once, each verified.
+
+A file's head and size are looked at first, and say where its tensors lie. Then large tensors are read piece by piece
+(the pieces of their digests), small ones together, by several threads, into the memory that the caller names: there is
+no copy of a file or of the state in between. A tensor without a place is verified all the same. What is missing, cut,
+longer or altered is `CheckpointDamaged` with the object's path; the memory named may hold anything then.
+
+Imports without torch. Threads are started and joined inside each call.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lakeckpt.checkpoint.digests import PIECE_BYTES, content_digest, digest_of_pieces, piece_digest, short_digest
+from lakeckpt.checkpoint.fetch import match_slabs, read_object
+from lakeckpt.checkpoint.parts import PartRecord, TensorRecord, file_digest
+from lakeckpt.checkpoint.tensor_file import parse_head, read_head_length
+from lakeckpt.errors import CheckpointDamaged, ObjectMissing, StorageError
+from lakeckpt.lake.storage import Storage
+
+__all__ = ["StoredTensor", "open_files", "read_tensors"]
+
+_THREADS = 8
+_HEAD_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """A tensor of a part, and the byte of its object at which it begins."""
+
+    record: TensorRecord
+    path: str
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Behind its last byte."""
+        return self.start + self.record.spec.size_bytes
+
+
+def open_files(storage: Storage, files: Iterable[tuple[PartRecord, int]]) -> list[StoredTensor]:
+    """Where the tensors of ``files`` (a part and the number of one of its files) lie. Verifies heads and sizes."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="lakeckpt-open") as pool:
+        jobs = [pool.submit(_open_file, storage, part, index) for part, index in files]
+        return [one for job in jobs for one in job.result()]
+
+
+def _open_file(storage: Storage, part: PartRecord, index: int) -> list[StoredTensor]:
+    file = part.files[index]
+    first = read_object(storage, file.path, 0, min(_HEAD_BYTES, file.size_bytes))
+    length = read_head_length(first, path=file.path)
+    if length > file.size_bytes:
+        raise CheckpointDamaged(f"{file.path}: its head claims {length} bytes and it has {file.size_bytes}")
+    head = first[:length]
+    if length > len(first):
+        head += read_object(storage, file.path, len(first), length)
+    if short_digest(head) != file.head_digest:
+        raise CheckpointDamaged(f"{file.path}: its head is not what was written")
+    # The last byte must be there, and none behind it.
+    if len(read_object(storage, file.path, file.size_bytes - 1, file.size_bytes + 1)) != 1:
+        raise CheckpointDamaged(f"{file.path}: it does not have the {file.size_bytes} bytes that were written")
+    records = {tensor.spec.key: tensor for tensor in part.tensors if tensor.file == index}
+    layout = parse_head(head, path=file.path, size_bytes=file.size_bytes)
+    found = match_slabs(layout, records, file.path, some=part.is_earlier(file))
+    digests = [record.digest for _, record in found if record is not None]
+    if len(digests) == len(layout.slabs) and file_digest(file.head_digest, digests) != file.digest:
+        raise CheckpointDamaged(f"{file.path}: its tensors are not in the order that was written")
+    return [
+        StoredTensor(record=record, path=file.path, start=slab.start)
+        for slab, (_, record) in zip(layout.slabs, found, strict=True)
+        if record is not None
+    ]
+
+
+def read_tensors(storage: Storage, tensors: Sequence[StoredTensor], into: Mapping[str, memoryview]) -> None:
+    """Read and verify ``tensors``; each whose key is named in ``into`` goes to that memory (uint8, of its size)."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="lakeckpt-read") as pool:
+        jobs = [pool.submit(work) for work in _works(storage, tensors, into)]
+        try:
+            pieces = [job.result() for job in jobs]
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            raise
+    found: dict[int, list[bytes]] = {}
+    for number, digest in filter(None, pieces):
+        found.setdefault(number, []).append(digest)
+    for one in tensors:
+        if id(one) in found and digest_of_pieces(found[id(one)]) != one.record.digest:
+            raise _altered(one)
+
+
+_Piece = tuple[int, bytes] | None
+_Work = Callable[[], _Piece]
+"""Reads something; returns which tensor it read the next piece of and that piece's digest, or None: it was verified."""
+
+
+def _works(storage: Storage, tensors: Sequence[StoredTensor], into: Mapping[str, memoryview]) -> Iterator[_Work]:
+    for run in _runs(tensors):
+        if len(run) > 1 or run[0].stop - run[0].start <= PIECE_BYTES:
+            yield lambda run=run: _read_run(storage, run, into)  # type: ignore[misc]
+            continue
+        (one,) = run
+        for at in range(one.start, one.stop, PIECE_BYTES):
+            stop = min(at + PIECE_BYTES, one.stop)
+            yield lambda one=one, at=at, stop=stop: _read_piece(storage, one, at, stop, into)  # type: ignore[misc]
+
+
+def _runs(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
+    """Tensors that lie one behind the other, together no longer than a piece; a larger one is alone."""
+    ordered = sorted(tensors, key=lambda one: (one.path, one.start, one.stop))
+    run = ordered[:1]
+    for before, one in pairwise(ordered):
+        if one.path == before.path and one.start == before.stop and one.stop - run[0].start <= PIECE_BYTES:
+            run.append(one)
+        else:
+            yield run
+            run = [one]
+    if run:
+        yield run
+
+
+def _read_run(storage: Storage, run: list[StoredTensor], into: Mapping[str, memoryview]) -> None:
+    path, start, stop = run[0].path, run[0].start, run[-1].stop
+    alone = into.get(run[0].record.spec.key) if len(run) == 1 else None
+    data = _read(storage, path, start, stop, alone)
+    for one in run:
+        view = data[one.start - start : one.stop - start]
+        if content_digest(view) != one.record.digest:
+            raise _altered(one)
+        target = into.get(one.record.spec.key)
+        if target is not None and target is not alone:
+            target[:] = view
+
+
+def _read_piece(storage: Storage, one: StoredTensor, at: int, stop: int, into: Mapping[str, memoryview]) -> _Piece:
+    target = into.get(one.record.spec.key)
+    part = None if target is None else target[at - one.start : stop - one.start]
+    return id(one), piece_digest(_read(storage, one.path, at, stop, part))
+
+
+def _read(storage: Storage, path: str, start: int, stop: int, target: memoryview | None) -> memoryview:
+    """Bytes of an object, read into ``target`` where one is given (and where the store can: else copied there)."""
+    if start == stop:
+        return memoryview(b"")
+    read_into = getattr(storage, "read_into", None)
+    if target is not None and callable(read_into):
+        try:
+            count = read_into(path, start, target)
+        except ObjectMissing:
+            raise CheckpointDamaged(f"{path}: the object is missing") from None
+        except StorageError as error:
+            if error.errno == errno.EIO:
+                raise CheckpointDamaged(f"{path}: the medium cannot read it: {error}") from error
+            raise
+        view = target
+    else:
+        data = read_object(storage, path, start, stop)
+        count, view = len(data), memoryview(data)
+        if target is not None and count == len(target):
+            target[:] = view
+            view = target
+    if count != stop - start:
+        raise CheckpointDamaged(f"{path}: it ends at byte {start + count}, inside of what was written")
+    return view
+
+
+def _altered(one: StoredTensor) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{one.path}: the bytes of tensor {one.record.spec.key!r} are not what was written")
