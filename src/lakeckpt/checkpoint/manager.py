@@ -136,8 +136,8 @@ class CheckpointManager:
         Returns the optimizer steps done so far: 0 on a fresh place. Damaged checkpoints are passed over with a
         `DamageWarning` and told in `restore_report`.
 
-        Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` where a reader refuses
-        its state, with nothing changed on any; `CheckpointDamaged` where there are checkpoints and none is whole. The
+        Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` where a reader
+        refuses its state, with nothing changed on any; `CheckpointDamaged` where there are checkpoints and none is whole. The
         tensors of modules and optimizers are read in place and verified as they come: where that fails for good, the
         error says that they hold a mixture of states, and they must not be used.
         """
