@@ -137,9 +137,9 @@ class CheckpointManager:
         `DamageWarning` and told in `restore_report`.
 
         Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` where a reader
-        refuses its state, with nothing changed on any; `CheckpointDamaged` where there are checkpoints and none is whole. The
-        tensors of modules and optimizers are read in place and verified as they come: where that fails for good, the
-        error says that they hold a mixture of states, and they must not be used.
+        refuses its state, with nothing changed on any; `CheckpointDamaged` where there are checkpoints and none is
+        whole. The tensors of modules and optimizers are read in place and verified as they come: where that fails for
+        good, the error says that they hold a mixture of states, and they must not be used.
         """
         self._refuse_closed()
         if self._saver is not None:
