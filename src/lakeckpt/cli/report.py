@@ -114,17 +114,8 @@ def _write_trace(path: Path, profiles: Sequence[BubbleProfile]) -> None:
 def _show(console: Console, plain: dict[str, Any], place: str, *, sites: int) -> None:
     world = say_many(plain["world_size"], "rank")
     console.print(f"[bold]{literal(place)}[/]  attempt {plain['attempt']}, {world}")
-    table = make_table(
-        ">rank",
-        ">iterations",
-        ">each",
-        ">in bubbles",
-        ">moved",
-        ">in bubbles",
-        ">free time",
-        ">outside",
-        ">at the fence",
-    )
+    times = (">rank", ">iterations", ">each", ">bubbles")
+    table = make_table(*times, ">moved", ">in bubbles", ">free time", ">outside", ">at the fence")
     for one in plain["ranks"]:
         moved = max(1, one["moved_bytes"])
         parts = [one[name] / moved for name in ("in_free_time_bytes", "outside_bytes", "at_the_fence_bytes")]

@@ -120,12 +120,13 @@ def watch_pipelines(rank: int, folder: Path) -> None:
 
 def watch_pipelines_wait(rank: int, store: dist.Store) -> bool:
     """The last stage waits for a slice of the first rank, which is in its window only because of that."""
-    from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
+    from lakeckpt.checkpoint.bubbles.watch import Bubbles
 
     name = "ScheduleInterleaved1F1B"
-    gate = BubbleGate()
+    bubbles = Bubbles()
+    gate = bubbles.gate
     schedule, _ = pipeline(rank, name, store)
-    watch_schedule(gate, schedule)
+    assert bubbles.watch(schedule) is schedule
     copier = Copier(gate, store) if rank == 0 else None
     gate.cut(0)
     step(schedule, rank, name)
@@ -137,7 +138,7 @@ def watch_pipelines_wait(rank: int, store: dist.Store) -> bool:
 def watch_data_parallel(rank: int, folder: Path) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    from lakeckpt.checkpoint.bubbles.ddp import watch_ddp
+    from lakeckpt.checkpoint.bubbles.watch import Bubbles
 
     store = join(rank, folder, "ddp")
     gradients = []
@@ -145,9 +146,10 @@ def watch_data_parallel(rank: int, folder: Path) -> None:
         torch.manual_seed(1)
         waits = store if watched and rank == 1 else None
         model = DistributedDataParallel(nn.Sequential(Held(), Held(waits)), bucket_cap_mb=1e-4)
-        gate = BubbleGate()
+        bubbles = Bubbles()
+        gate = bubbles.gate
         if watched:
-            watch_ddp(gate, model)
+            assert bubbles.watch(model) is model
         copier = Copier(gate, store) if watched and rank == 0 else None
         for number in range(3):
             gate.cut(number)

@@ -1,0 +1,68 @@
+"""One object watches whatever it is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lakeckpt.checkpoint.bubbles.profile import read_profiles
+from lakeckpt.checkpoint.bubbles.watch import Bubbles
+from lakeckpt.errors import ConfigError
+from lakeckpt.lake.storage import open_storage
+
+
+class Loader:
+    """A loader with something of its own."""
+
+    epoch = 3
+
+    def __init__(self) -> None:
+        self.batches = [1, 2]
+
+    def __iter__(self) -> object:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def test_a_loader_that_is_watched_is_the_same_in_all_else() -> None:
+    bubbles = Bubbles()
+    loader = bubbles.watch(Loader())
+    bubbles.gate.cut(0)
+    assert (list(loader), list(loader), len(loader), loader.epoch) == ([1, 2], [1, 2], 2, 3)
+    bubbles.gate.cut(1)
+    assert len(bubbles.gate.records()[0].windows) == 6
+
+
+def test_whatever_else_a_rank_waits_for_can_be_told() -> None:
+    bubbles = Bubbles()
+    bubbles.gate.cut(0)
+    with bubbles.idle("a lock"):
+        pass
+    bubbles.gate.cut(1)
+    assert [one.site for one in bubbles.gate.records()[0].windows] == ["a lock 0"]
+
+
+@pytest.mark.parametrize("what", [7, nn.Linear(2, 2)])
+def test_what_cannot_be_watched_is_refused(what: object) -> None:
+    with pytest.raises(ConfigError, match="fully_shard"):
+        Bubbles().watch(what)
+
+
+def test_the_last_iterations_are_saved_beside_a_run(tmp_path: Path) -> None:
+    bubbles = Bubbles()
+    for step in range(3):
+        bubbles.gate.cut(step)
+    storage = open_storage(tmp_path)
+    bubbles.save(storage, attempt=1, rank=0, world_size=1)
+    (profile,) = read_profiles(storage)
+    assert [one.step for one in profile.records] == [0, 1]
+
+
+def test_a_cpu_is_what_is_watched_unless_a_gpu_is_named() -> None:
+    assert Bubbles().gate.__class__.__name__ == "BubbleGate"
+    assert Bubbles(torch.device("cuda", 0)).gate.__class__.__name__ == "DeviceGate"
