@@ -1,8 +1,9 @@
 """What does a training loop call?  `CheckpointManager`: restore, step, save, wait, latest, close.
 
 All ranks make one and call it alike. Nothing but a save or a restore talks to other ranks, except for the few notes by
-which rank 0 announces saves that fall by the clock. Saves are synchronous: when `step` or `save` returns, the
-checkpoint is committed. No thread outlives a call.
+which rank 0 announces saves that fall by the clock. Without ``capture_every``, saves are synchronous: when `step` or
+`save` returns, the checkpoint is committed, and no thread outlives a call. With it, cuts are captured beside training
+and persisted by an agent, and `step` only begins them (see ``background``).
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.commit import Verify
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader
 from lakeckpt.checkpoint.keep import Keep, checked_metric
 from lakeckpt.checkpoint.log import list_slots, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.opening import Place, open_background
 from lakeckpt.checkpoint.policy import Policy, policy_of
 from lakeckpt.checkpoint.publish import Publisher, Settings
 from lakeckpt.checkpoint.random_states import RANDOM
-from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport, SaveWarning
+from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, RestoreReport, SaveWarning
 from lakeckpt.checkpoint.restorer import Restorer
 from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, WireError
+from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, describe, open_storage
 from lakeckpt.tracking.exchange import Exchange, GlooExchange, Solo
 from lakeckpt.tracking.readers import TrackedReader
@@ -50,6 +55,11 @@ class CheckpointManager:
         mean_time_between_failures: instead of ``persist_every``: how often a job of this size fails. Saves then fall as
             often as loses the least time in all, by what they are measured to cost (Young and Daly,
             see `lakeckpt.checkpoint.policy.best_interval_s`).
+        capture_every: copy the state into host memory every so many optimizer steps (int), beside training; saves are
+            then made from there by a process of this node, while training goes on, and a process that is restarted
+            loses no more than that. It takes the state's size three times (four times with several ranks) of memory.
+            None: saves are synchronous.
+        arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         policy: instead of both, an object that says when to save (`lakeckpt.checkpoint.policy.Policy`).
         keep: which checkpoints keep their data: so many of the newest (int), or what a `lakeckpt.Keep` says. The record
             of all of them stays.
@@ -73,6 +83,8 @@ class CheckpointManager:
         *,
         persist_every: int | timedelta | None = None,
         mean_time_between_failures: timedelta | None = None,
+        capture_every: int | None = None,
+        arenas: str | PathLike[str] | None = None,
         policy: Policy | None = None,
         keep: int | Keep = 3,
         group: Any = None,
@@ -95,6 +107,11 @@ class CheckpointManager:
         self._waiter = SystemWaiter() if waiter is None else waiter
         self._exchange = _exchange(group, timeout_s, alone=world_size == 1) if exchange is None else exchange
         _check_topology(self._exchange, rank, world_size)
+        self._uri = os.fspath(uri) if isinstance(uri, (str, PathLike)) else None
+        self._storage_options = dict(storage_options or {})
+        self._capture_every = _checked_every(capture_every)
+        self._arenas = ArenaFolder(arenas)
+        self._background: Background | None = None
         self._settings = Settings(keep=rule, verify=verify, timeout_s=timeout_s)
         self._warn_only = on_save_failure == "warn"
         self._schedule = Schedule(chosen, self._exchange, self._waiter)
@@ -149,21 +166,26 @@ class CheckpointManager:
         self._tracks.update(
             (name, ReaderTrack(name, one)) for name, one in self._objects.items() if isinstance(one, TrackedReader)
         )
+        objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
+        journal = Journal(self._tracks, step, legs=attempt.legs)
+        rank, world_size = self._exchange.rank, self._exchange.world_size
         publisher = Publisher(
-            self._storage,
-            attempt,
-            rank=self._exchange.rank,
-            world_size=self._exchange.world_size,
-            settings=self._settings,
-            waiter=self._waiter,
+            self._storage, attempt, rank=rank, world_size=world_size, settings=self._settings, waiter=self._waiter
         )
-        self._saver = Saver(
-            publisher,
-            self._exchange,
-            objects={name: one for name, one in self._objects.items() if name not in self._tracks},
-            tracks=self._tracks,
-            journal=Journal(self._tracks, step),
-        )
+        self._saver = Saver(publisher, self._exchange, objects=objects, tracks=self._tracks, journal=journal)
+        if self._capture_every is not None:
+            self._background = open_background(
+                objects,
+                self._place(),
+                self._exchange,
+                attempt,
+                arenas=self._arenas,
+                step=step,
+                tracks=self._tracks,
+                journal=journal,
+                settings=self._settings,
+                waiter=self._waiter,
+            )
         self._schedule.start(step)
         return step
 
@@ -175,7 +197,8 @@ class CheckpointManager:
 
         ``consumed`` says up to which receipt the data of this and all earlier steps goes, where the loop fetches ahead
         of training; by default, all that the readers have delivered. ``metric`` says how good this state is, for
-        ``keep=Keep(best=…)``; rank 0's counts. Saves if the policy says so, and returns what was committed, else None.
+        ``keep=Keep(best=…)``; rank 0's counts. Saves if the policy says so, and returns what was committed, else None;
+        with ``capture_every``, a save only begins, and what is returned, or raised, is what came of an earlier one.
         Errors as for `save`.
         """
         saver = self._ready()
@@ -183,37 +206,54 @@ class CheckpointManager:
         self._step += 1
         for name, track in self._tracks.items():
             track.cut(self._step, receipts.get(name))
-        if not self._schedule.is_due(self._step):
-            return None
+        due = self._schedule.is_due(self._step)
         try:
-            return self._save(saver, metric)
+            if self._background is not None:
+                return self._cut(self._background, metric, due=due)
+            return self._save(saver, metric) if due else None
         except (SaveFailed, CheckpointIncomplete) as error:
             if not self._warn_only:
                 raise
-            warnings.warn(
-                f"training goes on without a checkpoint of step {self._step}: {error}", SaveWarning, stacklevel=2
-            )
+            text = f"training goes on without a new checkpoint at step {self._step}: {error}"
+            warnings.warn(text, SaveWarning, stacklevel=2)
             return None
 
-    def save(self, *, metric: float | None = None) -> CheckpointInfo:
+    def save(self, *, metric: float | None = None, sync: bool = True) -> CheckpointInfo | None:
         """Save the last cut now, whatever the policy says; call it on every rank, right after `step`. ``metric`` as
-        for `step`.
+        for `step`. Returns what was committed; with ``sync=False`` (where there is ``capture_every``) the save only
+        begins, and None is returned.
 
         Raises `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
         `AttemptSuperseded` (stop), `DisagreementError` (the ranks are not at one cut) and `UnsupportedValue` (a state
         that cannot be written, with its path).
         """
-        return self._save(self._ready(), metric)
+        saver = self._ready()
+        if self._background is None:
+            return self._save(saver, metric)
+        return self._save_behind(self._background, metric, sync=sync)
 
-    def wait(self) -> None:
-        """Return when everything that was saved is committed. Saves are synchronous: at once."""
+    def wait(self) -> CheckpointInfo | None:
+        """Return when everything that was saved is committed: the newest of what was, since the last call that said so.
+        Errors as for `save`."""
         self._refuse_closed()
+        if self._background is None:
+            return None
+        self._background.wait()
+        return self._heard(self._background)
 
     def close(self) -> None:
-        """Let go of what the manager holds; saves nothing, may be called again."""
+        """Let go of what the manager holds; saves nothing, may be called again. What an agent has begun to persist, it
+        goes on with."""
+        self._close(well=True)
+
+    def _close(self, *, well: bool) -> None:
         if not self._closed:
             self._closed = True
-            self._exchange.close()
+            try:
+                if self._background is not None:
+                    self._background.close(well=well)
+            finally:
+                self._exchange.close()
 
     def __enter__(self) -> Self:
         return self
@@ -221,12 +261,17 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Save the last cut if the body ended well and it is not saved yet; after an exception, save nothing."""
+        """Save the last cut if the body ended well and it is not saved yet. After an exception, save nothing; where
+        cuts are captured, the newest that is complete on all ranks is persisted, as where processes die."""
+        well = False
         try:
-            if kind is None and not self._closed and self._saver is not None and self._saved_step != self._step:
-                self._save(self._saver)
+            if kind is None and not self._closed and self._saver is not None:
+                if self._saved_step != self._step:
+                    self.save()
+                self.wait()
+            well = kind is None
         finally:
-            self.close()
+            self._close(well=well)
 
     # --- inside
 
@@ -238,6 +283,49 @@ class CheckpointManager:
         held_s = self._waiter.now() - begun_s
         self._schedule.saved(cost_s=held_s, took_s=held_s)
         return info
+
+    def _cut(self, background: Background, metric: float | None, *, due: bool) -> CheckpointInfo | None:
+        """A cut that is captured beside training, and persisted if a save is due."""
+        assert self._capture_every is not None
+        if due:
+            return self._save_behind(background, metric, sync=False)
+        if self._step % self._capture_every == 0:
+            background.cut(self._step)
+        return self._heard(background)
+
+    def _save_behind(self, background: Background, metric: float | None, *, sync: bool) -> CheckpointInfo | None:
+        begun_s = self._waiter.now()
+        self._schedule.begins()
+        if not background.save(self._step, checked_metric(metric), patient=sync):
+            text = f"saves are synchronous, as cuts cannot be captured on every rank: {background.problem}"
+            warnings.warn(text, CaptureWarning, stacklevel=4)
+            self._background = None
+            background.close(well=True)
+            return self._save(self._ready(), metric)
+        self._schedule.saved(cost_s=self._waiter.now() - begun_s)
+        if not sync:
+            return self._heard(background)
+        background.wait()
+        return self._heard(background, wanted=self._step)
+
+    def _heard(self, background: Background, *, wanted: int | None = None) -> CheckpointInfo | None:
+        """The newest commit that was heard of, or what came of the save of step ``wanted``."""
+        newest, failure = None, None
+        for one in background.heard():
+            if one.info is not None:
+                self._schedule.saved(took_s=one.took_s)
+                self._saved_step = one.step
+                newest, failure = one.info, None
+            else:
+                failure = one.error
+        if failure is not None and (newest is None or wanted not in (None, newest.step)):
+            raise failure
+        return newest
+
+    def _place(self) -> Place:
+        """Where the run lies, as an agent can open it."""
+        uri = self._storage.name if isinstance(self._storage, LocalStorage) else self._uri
+        return Place(storage=self._storage, uri=uri, storage_options=self._storage_options)
 
     def _ready(self) -> Saver:
         self._refuse_closed()
@@ -262,6 +350,12 @@ def _check_settings(verify: object, on_save_failure: object, timeout_s: object) 
         raise ConfigError(f"on_save_failure is 'raise' or 'warn', got {on_save_failure!r}")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")
+
+
+def _checked_every(capture_every: object) -> int | None:
+    if capture_every is not None and (type(capture_every) is not int or capture_every < 1):
+        raise ConfigError(f"capture_every is a positive number of optimizer steps, or None, got {capture_every!r}")
+    return capture_every
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:

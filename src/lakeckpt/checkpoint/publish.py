@@ -14,7 +14,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lakeckpt import __version__
@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.commit import (
     verify_objects,
 )
 from lakeckpt.checkpoint.fetch import fetch_part
-from lakeckpt.checkpoint.journal import joined, since, skipped
+from lakeckpt.checkpoint.journal import Leg, joined, since, skipped
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.log import SlotTaken, put_entry, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
@@ -82,6 +82,8 @@ class Attempt:
     seed: int
     recorded: int = 0
     """Up to which optimizer step the log has recorded what was consumed: that of ``parent``."""
+    legs: Mapping[str, tuple[Leg, ...]] = field(default_factory=dict)
+    """reader → what was consumed after ``recorded`` by an earlier attempt, where the history goes on from an arena."""
     saves: int = 0
     """How many saves have begun."""
 

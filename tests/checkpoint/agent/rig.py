@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lakeckpt.checkpoint.agent.generations import Generations
+from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTable
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
+from lakeckpt.checkpoint.arena.layout import ArenaLayout
 from lakeckpt.checkpoint.arena.slices import SlicePlan, plan_slices
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.keep import Keep
@@ -37,14 +37,10 @@ def plan() -> SlicePlan:
     return plan_slices({one.key: one.size_bytes for one in (SPEC, OWN)}, slice_bytes=128)
 
 
-def identity(rank: int, world_size: int) -> ArenaIdentity:
-    return ArenaIdentity(run=bytes.fromhex(RUN), rank=rank, world=world_size)
-
-
 def make_arena(folder: str | Path, rank: int = 0, world_size: int = 1, *, generations: int = 3) -> Arena:
     slices = plan()
     layout = ArenaLayout(
-        identity=identity(rank, world_size),
+        identity=identity_of(RUN, rank=rank, world_size=world_size),
         plan=slices.digest,
         data_bytes=slices.data_bytes,
         slice_bytes=slices.slice_bytes,
@@ -100,7 +96,7 @@ class Desk:
         self.outcomes: list[Outcome] = []
         self.persister = Persister(
             storage,
-            Generations(ArenaFolder(folder), identity(rank, world_size)),
+            Generations(ArenaFolder(folder), identity_of(RUN, rank=rank, world_size=world_size)),
             attempt(),
             rank=rank,
             world_size=world_size,

@@ -79,7 +79,8 @@ def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: 
         first.order(3, 0)
         first.persister.leave()
         run(first)
-        assert first.said() == [(3, "save_failed")] and "does not hold step 3" in first.outcomes[0].text
+        assert first.said() == [(3, "save_failed")]
+        assert "step 3 was left out: rank 0 had not captured it" in first.outcomes[0].text
         again = Desk(storage, tmp_path, EventWaiter(storage))
         again.order(7, 1)
         again.persister.leave()
@@ -132,7 +133,7 @@ def test_a_cut_that_one_rank_has_lost_is_committed_by_none_and_the_reason_reache
         desk.persister.leave()
     finish(desks)
     assert committed(storage) == [] and [desk.said() for desk in desks] == [[(4, "save_failed")]] * 2
-    assert all("rank 1 does not hold step 4" in desk.outcomes[0].text for desk in desks)
+    assert all("step 4 was left out: rank 1 had not captured it" in desk.outcomes[0].text for desk in desks)
 
 
 def test_a_store_that_fails_for_a_while_is_tried_until_it_works(tmp_path: Path) -> None:

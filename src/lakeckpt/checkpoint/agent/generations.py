@@ -12,9 +12,15 @@ from collections.abc import Iterator
 from lakeckpt.checkpoint.arena.arena import Arena, Held
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.errors import ArenaError
 
-__all__ = ["Generations"]
+__all__ = ["Generations", "identity_of"]
+
+
+def identity_of(run: str, *, rank: int, world_size: int) -> ArenaIdentity:
+    """Whose the arenas of ``rank`` of a run are."""
+    return ArenaIdentity(run=short_digest(run.encode()), rank=rank, world=world_size)
 
 
 class Generations:

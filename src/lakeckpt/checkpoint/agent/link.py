@@ -16,6 +16,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 from dataclasses import replace
 from typing import Protocol
@@ -187,9 +188,9 @@ class InnerAgent:
         waiter: Waiter,
     ) -> None:
         self._generations = generations
-        self._waiter = waiter
         self._timeout_s = settings.timeout_s
         self._got: deque[Outcome] = deque()
+        self._came = threading.Event()
         self._persister = Persister(
             storage,
             generations,
@@ -198,7 +199,7 @@ class InnerAgent:
             world_size=world_size,
             settings=settings,
             waiter=waiter,
-            report=self._got.append,
+            report=self._report,
         )
         self._persister.start()
 
@@ -208,11 +209,12 @@ class InnerAgent:
 
     def outcomes(self) -> list[Outcome]:
         """See `AgentLike`."""
+        self._came.clear()
         return [self._got.popleft() for _ in range(len(self._got))]
 
     def wait(self, timeout_s: float, /) -> bool:
         """See `AgentLike`."""
-        return poll(lambda: True if self._got else None, waiter=self._waiter, timeout_s=timeout_s) is not None
+        return bool(self._got) or self._came.wait(timeout_s)
 
     def close(self, *, well: bool) -> None:
         """See `AgentLike`. Waits until all is persisted: nobody else would do it."""
@@ -221,3 +223,7 @@ class InnerAgent:
         if well:
             self._generations.remove()
         self._generations.close()
+
+    def _report(self, outcome: Outcome) -> None:
+        self._got.append(outcome)
+        self._came.set()

@@ -210,8 +210,8 @@ class Persister:
             try:
                 if held is None:
                     raise SaveFailed(
-                        f"the arena of rank {self.rank} does not hold step {order.step} any more: newer cuts took its "
-                        "place before it was persisted. Capture less often, or make storage faster"
+                        f"step {order.step} was left out: rank {self.rank} had not captured it, or newer cuts took its "
+                        "place while an earlier one was persisted"
                     )
                 taken = _staged(contents_of(held), order, self._documents)
             except LakeckptError as error:

@@ -21,11 +21,11 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 
-from lakeckpt.checkpoint.agent.generations import Generations
+from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Order, Outcome, receive, send
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.publish import Attempt, Settings
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.errors import LakeckptError, WireError
@@ -41,7 +41,7 @@ LINGER_S = 900.0
 
 def agent_paths(folder: str, run: str) -> tuple[str, str, str]:
     """Where an agent of ``run`` has its socket, its lock (which holds its process id) and its log."""
-    base = os.path.join(folder, run)
+    base = os.path.join(folder, short_digest(run.encode()).hex())
     return f"{base}.socket", f"{base}.lock", f"{base}.log"
 
 
@@ -91,7 +91,10 @@ class Agent:
         """End when what was ordered is done; new trainers and orders are turned away."""
         self._draining = True  # a signal handler may not wait for the lock
         for session in list(self._sessions):
-            session.leave()
+            if session.is_alone():
+                session.die()
+            else:
+                session.leave()
 
     def _left_s(self) -> float:
         """How long to wait for more to do, in seconds."""
@@ -158,7 +161,7 @@ class _Session:
         self.left = self.died = False
         self._connection = connection
         self._sending = threading.Lock()
-        identity = ArenaIdentity(run=bytes.fromhex(hello.run), rank=hello.rank, world=hello.world_size)
+        identity = identity_of(hello.run, rank=hello.rank, world_size=hello.world_size)
         self._generations = Generations(ArenaFolder(hello.arenas), identity)
         attempt = Attempt(
             run=hello.run,
@@ -183,6 +186,15 @@ class _Session:
     def start(self) -> None:
         """Start to persist."""
         self.persister.start()
+
+    def is_alone(self) -> bool:
+        """Whether the trainer is gone without a goodbye, whoever has noticed that."""
+        try:
+            return not self.left and not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return not self.left
 
     def leave(self) -> None:
         """The trainer ended well, or the agent has to end."""

@@ -55,6 +55,10 @@ class ArenaFolder:
     def __repr__(self) -> str:
         return f"ArenaFolder({self.path!r})"
 
+    def make(self) -> None:
+        """Have the folder. `ArenaError` where what is there cannot hold arenas."""
+        os.close(self._opened(make=True))
+
     def create(self, layout: ArenaLayout) -> Arena:
         """Make an arena, and open it to be filled. `ArenaTooLarge`, `ArenaError`; nothing is left where it fails."""
         folder = self._opened(make=True)

@@ -1,0 +1,123 @@
+"""Who captures and who persists for this trainer?  A capture engine and an agent, made for an attempt.
+
+An agent of its own opens storage by its URL. Storage that is an object, or options that no document can hold, stay in
+this process: a thread persists then, and ends with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lakeckpt.checkpoint.agent.generations import Generations, identity_of
+from lakeckpt.checkpoint.agent.link import AgentLike, AgentLink, InnerAgent
+from lakeckpt.checkpoint.agent.orders import Hello
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.background import Background
+from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.cuts import Journal, ReaderTrack
+from lakeckpt.checkpoint.publish import Attempt, Settings
+from lakeckpt.checkpoint.waiting import Waiter
+from lakeckpt.errors import LimitExceeded, UnsupportedValue
+from lakeckpt.lake.storage import Storage
+from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.wire.codec import dumps
+
+__all__ = ["Place", "open_background"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run lies: ``storage``, and how another process opens it. ``uri`` is None where none can."""
+
+    storage: Storage
+    uri: str | None
+    storage_options: Mapping[str, Any]
+
+
+def open_background(
+    objects: Mapping[str, Any],
+    place: Place,
+    exchange: Exchange,
+    attempt: Attempt,
+    *,
+    arenas: ArenaFolder,
+    step: int,
+    tracks: Mapping[str, ReaderTrack],
+    journal: Journal,
+    settings: Settings,
+    waiter: Waiter,
+) -> Background:
+    """What captures ``objects`` into ``arenas`` and persists them, for a history that goes on after ``step``.
+
+    Raises `AgentError` where no agent can be started, `ArenaError` where the folder cannot hold arenas.
+    """
+    arenas.make()
+    identity = identity_of(attempt.run, rank=exchange.rank, world_size=exchange.world_size)
+    agent = _agent(place, attempt, exchange, arenas=arenas, settings=settings, waiter=waiter)
+    return Background(
+        CaptureEngine(objects, identity, folder=arenas, step=step, generations=_generations(exchange.world_size)),
+        agent,
+        Generations(arenas, identity),
+        exchange,
+        attempt,
+        tracks=tracks,
+        journal=journal,
+        waiter=waiter,
+        timeout_s=settings.timeout_s,
+    )
+
+
+def _generations(world_size: int) -> int:
+    """How many generations an arena has: the one being persisted, the newest, and the one being filled; with several
+    ranks also that before the newest, which another rank may have to go back to."""
+    return 3 if world_size == 1 else 4
+
+
+def _agent(
+    place: Place,
+    attempt: Attempt,
+    exchange: Exchange,
+    *,
+    arenas: ArenaFolder,
+    settings: Settings,
+    waiter: Waiter,
+) -> AgentLike:
+    if place.uri is not None and _fits_a_document(place.storage_options):
+        return AgentLink(
+            Hello(
+                uri=place.uri,
+                storage_options=place.storage_options,
+                run=attempt.run,
+                attempt=attempt.number,
+                last=attempt.last,
+                parent=attempt.parent,
+                recorded=attempt.recorded,
+                seed=attempt.seed,
+                rank=exchange.rank,
+                world_size=exchange.world_size,
+                arenas=arenas.path,
+                keep=settings.keep,
+                verify=settings.verify,
+                timeout_s=float(settings.timeout_s),
+            )
+        )
+    identity = identity_of(attempt.run, rank=exchange.rank, world_size=exchange.world_size)
+    return InnerAgent(
+        place.storage,
+        replace(attempt),
+        generations=Generations(arenas, identity),
+        rank=exchange.rank,
+        world_size=exchange.world_size,
+        settings=settings,
+        waiter=waiter,
+    )
+
+
+def _fits_a_document(options: Mapping[str, Any]) -> bool:
+    try:
+        dumps(dict(options), kind="value", version=(1, 0))
+    except (UnsupportedValue, LimitExceeded):
+        return False
+    return True

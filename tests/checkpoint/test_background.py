@@ -1,0 +1,249 @@
+"""Saves behind training: what is committed is what a synchronous save commits, whatever runs ahead, fails or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.report import CaptureWarning, SaveWarning
+from lakeckpt.checkpoint.verify import verify
+from lakeckpt.errors import ArenaTooLarge, AttemptSuperseded, ConfigError, SaveFailed, StorageError
+from lakeckpt.lake.local import LocalStorage
+from lakeckpt.testing.storage import FaultyStorage
+from tests.checkpoint.agent.test_agent import ended
+from tests.checkpoint.rig import EventWaiter, MemoryStorage, Reader, good, manager, run_ranks, train_step, training
+
+
+def weights(objects: dict[str, Any]) -> list[list[float]]:
+    return [one.detach().flatten().tolist() for one in objects["model"].parameters()]
+
+
+def managed(storage: Any, objects: dict[str, Any], arenas: Path, **options: Any) -> CheckpointManager:
+    return manager(storage, objects, **{"capture_every": 1, "arenas": arenas, "timeout_s": 30.0, **options})
+
+
+def train(saver: CheckpointManager, objects: dict[str, Any], steps: int) -> dict[int, list[list[float]]]:
+    """So many steps; the weights after each."""
+    made = {}
+    batches = iter(objects["reader"]) if "reader" in objects else None
+    for _ in range(steps):
+        if batches is not None:
+            next(batches)
+        train_step(objects)
+        saver.step()
+        made[saver.steps_done] = weights(objects)
+    return made
+
+
+def steps_of(storage: Any) -> list[int]:
+    assert verify(storage).every_damage == ()
+    return [one.step for one in read_history(storage).chain]
+
+
+def restored(storage: Any, make: Callable[[], dict[str, Any]] = training) -> tuple[int, list[list[float]]]:
+    objects = make()
+    with manager(storage, objects) as saver:
+        step = saver.restore()
+    return step, weights(objects)
+
+
+def test_what_is_saved_behind_training_is_the_cut_and_not_what_training_made_of_it(tmp_path: Path) -> None:
+    storage, objects = MemoryStorage(), training()
+    with managed(storage, objects, tmp_path) as saver:
+        saver.restore()
+        made = train(saver, objects, 3)
+        assert saver.save(sync=False) is None
+        train_step(objects)  # changes everything, while the save is under way
+        info = saver.wait()
+        assert info is not None and info.step == 3
+        assert restored(_copy(storage)) == (3, made[3])
+        saver.step()
+    assert steps_of(storage)[:1] == [3]
+
+
+def test_a_policy_saves_behind_training_and_leaving_well_saves_the_last_cut(tmp_path: Path) -> None:
+    storage, objects = MemoryStorage(), training()
+    with managed(storage, objects, tmp_path, persist_every=4) as saver:
+        saver.restore()
+        made = train(saver, objects, 10)
+    assert steps_of(storage)[-1] == 10 and restored(storage) == (10, made[10])
+    assert ArenaFolder(tmp_path).found() == []
+
+
+def test_a_synchronous_save_returns_what_it_committed(tmp_path: Path) -> None:
+    storage, objects = MemoryStorage(), training()
+    with managed(storage, objects, tmp_path) as saver:
+        saver.restore()
+        for _ in range(4):
+            made = train(saver, objects, 1)
+            info = saver.save()
+            assert info is not None and info.step == saver.steps_done
+            assert restored(_copy(storage)) == (info.step, made[info.step])
+
+
+def _copy(storage: MemoryStorage) -> MemoryStorage:
+    other = MemoryStorage()
+    other.objects = dict(storage.objects)
+    return other
+
+
+def make_with_reader(**options: Any) -> dict[str, Any]:
+    return {**training(), "reader": Reader(**options)}
+
+
+@pytest.mark.parametrize("persist_every", [1, 3])
+def test_every_consumed_row_is_recorded_once_whichever_cuts_were_committed(tmp_path: Path, persist_every: int) -> None:
+    storage = MemoryStorage()
+    for attempt in range(3):
+        objects = make_with_reader()
+        options = {"persist_every": persist_every, "on_save_failure": "warn"}
+        with managed(storage, objects, tmp_path / str(attempt), **options) as saver:
+            saver.restore()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SaveWarning)  # left out for a newer one
+                train(saver, objects, 8)
+    consumed = [record.consumed() for one in read_history(storage).chain for record in one.readers.values()]
+    spans = [span for found in consumed for rows in found.values() for span in rows]
+    positions = [row for start, stop in spans for row in range(start, stop)]
+    assert sorted(positions) == list(range(240)) and len(set(positions)) == 240
+    history = read_history(storage)
+    steps = [run for one in history.chain for run in one.readers["reader"].steps.runs]
+    assert sum(run.count for run in steps) == 24
+    assert history.tip is not None and history.tip.step == 24
+
+
+def test_saves_that_fail_lose_no_record_of_what_was_consumed(tmp_path: Path) -> None:
+    inner = MemoryStorage()
+    objects = make_with_reader()
+    waiter = EventWaiter(inner)
+    faulty = FaultyStorage(inner)
+    with managed(faulty, objects, tmp_path, waiter=waiter, timeout_s=5.0) as saver:
+        saver.restore()
+        train(saver, objects, 2)
+        saver.save()
+        waiter.died()  # the clock jumps
+        fine, faulty.put = faulty.put, _refusing  # type: ignore[method-assign]
+        train(saver, objects, 2)
+        with pytest.raises(SaveFailed):
+            saver.save()
+        faulty.put, waiter.someone_died = fine, False  # type: ignore[method-assign]
+        train(saver, objects, 2)
+        saver.save()
+    rows = [one.readers["reader"].consumed()[0] for one in read_history(inner).chain]
+    assert [one.size for one in rows] == [20, 40] and sum(one.size for one in rows) == 60
+
+
+def _refusing(path: str, chunks: Any) -> int:
+    raise StorageError("the disk is full")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_save_behind_training_without_waiting_for_one_another(tmp_path: Path, world_size: int) -> None:
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+
+    def body(rank: int, exchange: Any) -> list[list[float]]:
+        objects = training()
+        with managed(storage, objects, tmp_path, exchange=exchange, waiter=waiter, persist_every=3) as saver:
+            saver.restore()
+            for _ in range(7):
+                train_step(objects, torch.full((16, 8), 0.5) + torch.arange(8) * saver.steps_done)
+                saver.step()
+            return weights(objects)
+
+    results = good(run_ranks(world_size, body))
+    assert steps_of(storage)[-1] == 7 and restored(storage) == (7, results[0])
+
+
+def test_where_an_arena_does_not_fit_on_one_rank_all_save_synchronously(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+    create = ArenaFolder.create
+
+    def too_large(self: ArenaFolder, layout: Any) -> Any:
+        if layout.identity.rank == 1:
+            raise ArenaTooLarge("an arena of 3 generations does not fit")
+        return create(self, layout)
+
+    monkeypatch.setattr(ArenaFolder, "create", too_large)
+
+    def body(rank: int, exchange: Any) -> None:
+        objects = training()
+        with managed(storage, objects, tmp_path, exchange=exchange, waiter=waiter, persist_every=3) as saver:
+            saver.restore()
+            train(saver, objects, 7)
+
+    with pytest.warns(CaptureWarning, match="does not fit"):
+        good(run_ranks(2, body))
+    assert steps_of(storage) == [3, 6, 7]
+
+
+def test_a_superseded_attempt_is_told_so(tmp_path: Path) -> None:
+    storage, objects = MemoryStorage(), training()
+    saver = managed(storage, objects, tmp_path)
+    saver.restore()
+    train(saver, objects, 2)
+    manager(storage, training()).restore()
+    with pytest.raises(AttemptSuperseded):
+        saver.save()
+    saver.close()
+    assert steps_of(storage) == []
+
+
+@pytest.mark.parametrize("capture_every", [0, -1, 1.5, True, "1"])
+def test_how_often_to_capture_is_a_positive_number_of_steps(capture_every: Any) -> None:
+    with pytest.raises(ConfigError, match="capture_every"):
+        manager(MemoryStorage(), training(), capture_every=capture_every)
+
+
+JOB = """
+    import os, signal, sys
+    import torch
+    from lakeckpt.lake.local import LocalStorage
+    from tests.checkpoint.rig import train_step, training
+    from tests.checkpoint.test_background import managed, weights
+    torch.manual_seed(5)
+    objects = training()
+    saver = managed(sys.argv[1], objects, sys.argv[2], persist_every=4)
+    saver.restore()
+    made = {}
+    for _ in range(10):
+        train_step(objects)
+        saver.step()
+        made[saver.steps_done] = weights(objects)
+    newest = saver._background._engine.wait()  # what is captured, and not ordered
+    assert newest > 8
+    print((newest, made[newest]))
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_trainer_that_is_killed_loses_nothing_that_was_captured(tmp_path: Path) -> None:
+    """The agent's process persists the newest capture, and ends: its trainer comes back to another place."""
+    run, arenas = tmp_path / "run", tmp_path / "arenas"
+    job = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(JOB), str(run), str(arenas)], capture_output=True, text=True, timeout=120
+    )
+    assert job.returncode == -signal.SIGKILL, job.stderr
+    (lock,) = arenas.glob("*.lock")
+    agent = int(lock.read_text())
+    os.kill(agent, signal.SIGTERM)  # it drains: the last will is done, and it does not wait for anybody
+    assert ended(agent)
+    storage = LocalStorage(run)
+    assert str(restored(storage)) == job.stdout.strip() and verify(storage).every_damage == ()
