@@ -168,6 +168,9 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
     """All rounds of one rank; what was measured goes to a file."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
+    cores = sorted(os.sched_getaffinity(0))
+    if not asked.anywhere and len(cores) >= WORLD:
+        os.sched_setaffinity(0, {cores[rank]})  # training, copies and transfers of a rank share one core
     store = dist.FileStore(f"{folder}/{case}-store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=PATIENCE)
     switch = Switch()
@@ -265,6 +268,7 @@ def main() -> None:
     arguments.add_argument("--rows", type=int, default=32, help="of a micro-batch")
     arguments.add_argument("--microbatches", type=int, default=4)
     arguments.add_argument("--slice-mib", type=int, default=4)
+    arguments.add_argument("--anywhere", action="store_true", help="ranks are not bound to a core each")
     arguments.add_argument("--slow-s", type=float, default=0.15, help="what rank 1 waits for data under DDP")
     arguments.add_argument("--json", type=Path, help="write what was measured to this file")
     arguments.add_argument("--profile", type=Path, help="write profiles to this folder: lakeckpt report FOLDER/CASE")

@@ -16,17 +16,19 @@ Gap = tuple[float, float]
 class Rank:
     """One rank on a clock of its own: gaps are gone through, slices of ``size`` are moved as the policy admits them.
 
-    It copies at ``rate`` bytes a second. In ``gaps`` free time, if there is any, is the computation before each.
+    It copies at ``rate`` bytes a second. In ``gaps`` free time, if there is any, is the computation before each. A rank
+    that is ``hindered`` comes back from its wait only when the slice under way is over.
     """
 
-    def __init__(self, *, rate: float = 1.0, size: int = 1, free: bool = False) -> None:
+    def __init__(self, *, rate: float = 1.0, size: int = 1, free: bool = False, hindered: bool = False) -> None:
         self.policy = BubblePolicy()
-        self.rate, self.size, self.free = rate, size, free
+        self.rate, self.size, self.free, self.hindered = rate, size, free, hindered
         self.now = 0.0
         self.left = 0
         self.slices: list[MovedSlice] = []
         self.windows: list[Window] = []
         self._busy_until = 0.0
+        self._under_way: list[MovedSlice] = []
         for _ in range(4):  # a copy or two were measured
             self.policy.moved(size, 0.0, size / rate)
 
@@ -45,11 +47,21 @@ class Rank:
         if site is not None:
             self.policy.open(site, kind, self.now)
             self._move(end)
+        if self._under_way and self.hindered:
+            end = max(end, self._busy_until)
+            self._over()
         self.now = end
         if site is not None:
             window = self.policy.close(kind, end)
             assert window is not None
             self.windows.append(window)
+        if self._under_way:
+            self._over()
+
+    def _over(self) -> None:
+        """The slice that outlasts its window is over; nobody asks in between."""
+        one = self._under_way.pop()
+        self.policy.moved(one.size_bytes, one.begin_s, one.end_s)
 
     def _move(self, end: float) -> None:
         """Move what is admitted to begin before ``end``."""
@@ -60,10 +72,14 @@ class Rank:
                 return
             at = max(admitted, at)
             done = at + self.size / self.rate
+            self.policy.admitted(at)
             self.slices.append(MovedSlice(size_bytes=self.size, begin_s=at, end_s=done))
-            self.policy.moved(self.size, at, done)
             self.left -= self.size
             at = self._busy_until = done
+            if done > end:
+                self._under_way.append(self.slices[-1])
+                return
+            self.policy.moved(self.size, self.slices[-1].begin_s, done)
 
     def record(self) -> IterationRecord:
         return IterationRecord(
@@ -139,6 +155,15 @@ def test_a_bubble_that_ends_early_finds_one_slice_at_most_in_its_way(data: st.Da
     for window in rank.windows:
         late = [one for one in rank.slices if window.begin_s <= one.begin_s < window.end_s < one.end_s - 1e-9]
         assert len(late) <= 1
+
+
+@given(st.lists(st.floats(0.2, 2.5), min_size=8, max_size=8), st.integers(1, 3))
+def test_a_rank_that_slices_hold_up_does_not_take_that_for_longer_bubbles(lengths: list[float], size: int) -> None:
+    rank = Rank(hindered=True, size=size)
+    for length in lengths * 20:
+        rank.capture(1000)
+        rank.iteration([(1.0, length)])
+    assert all(known <= max(lengths) + 1e-6 for known in rank.policy.history._lengths["gap 0 0"])
 
 
 def test_all_that_can_move_in_bubbles_does_even_where_there_is_free_time() -> None:

@@ -9,6 +9,9 @@ is left at the fence is waited for, which is not decided here.
 On a GPU the host does not see the device wait: there the windows of an iteration are foreseen as a whole, each at its
 time (`foresee`), and a slice must lie within one.
 
+What is learnt of a bubble in which a slice was moving when it closed, or just before, is only that it lasted until that
+slice began: the slice itself may have held the rank up.
+
 So a receive that is posted is not delayed by a slice that was foreseen to end later; one that comes earlier than the
 history says finds at most one slice in its way. Pure: the clock is an argument, nothing waits, nothing is locked.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from lakeckpt.core.slice_rate import SliceRate
@@ -25,6 +29,9 @@ from lakeckpt.core.window_history import WindowHistory
 __all__ = ["BubblePolicy", "Kind", "Window"]
 
 Kind = Literal["bubble", "free"]
+
+_JUST = 0.25
+"""Of a slice's time: a window that closes so soon after a slice was over may have waited for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +64,8 @@ class BubblePolicy:
         self._previous: dict[str, Kind] = {}
         self._foreseen: tuple[Window, ...] = ()
         self._left_bytes = 0
+        self._moving_since_s: float | None = None
+        self._last_slice = (-inf, -inf)
 
     # --- what happens
 
@@ -94,11 +103,30 @@ class BubblePolicy:
             return None
         site, begin_s = self._open.pop(kind)
         window = Window(site=site, kind=kind, begin_s=begin_s, end_s=max(begin_s, at_s))
-        self.history.record(site, window.end_s - begin_s)
+        self.history.record(site, self._sure_until_s(window) - begin_s)
         return window
+
+    def _sure_until_s(self, window: Window) -> float:
+        """Until when the window would have been open if nothing had moved in it.
+
+        Where a slice is under way when it closes, or was over just before, the rank may have come back late because of
+        it. A length that was stretched so would let more slices in the next time, which stretch it more.
+        """
+        begin_s, end_s = self._last_slice
+        if self._moving_since_s is not None:
+            begin_s = self._moving_since_s
+        elif end_s == -inf or window.end_s - end_s > _JUST * (end_s - begin_s):
+            return window.end_s
+        return min(window.end_s, max(window.begin_s, begin_s))
+
+    def admitted(self, at_s: float) -> None:
+        """A slice begins to move because it was admitted; `moved` will tell its end."""
+        self._moving_since_s = at_s
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float) -> None:
         """A slice was copied, wherever."""
+        self._moving_since_s = None
+        self._last_slice = (begin_s, end_s)
         self.rate.record(size_bytes, end_s - begin_s)
         self._left_bytes = max(0, self._left_bytes - size_bytes)
 

@@ -108,6 +108,7 @@ class BubbleGate:
                 now = self.clock()
                 at = self._policy.admits_at(size_bytes, now)
                 if at is not None and at <= now:
+                    self._policy.admitted(now)
                     break
                 self._changed.wait(self._look_again_s if at is None else min(at - now, self._look_again_s))
             self._asked = False
