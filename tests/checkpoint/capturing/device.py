@@ -1,0 +1,118 @@
+"""A device that does its work later, on two queues, as a GPU does: what captures of devices are tested on without one.
+
+Its tensors lie in host memory. Work is queued by whoever trains, copies by a `SimulatedLink`; nothing runs until a
+ticket is waited for, or `run` is called, and then the two queues advance in whatever turns ``random`` takes, as far as
+their events allow.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["Device", "SimulatedLink"]
+
+
+class Event:
+    """Recorded in one queue, waited for in another."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Device:
+    """Two queues of small pieces of work."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.lock = threading.RLock()
+        self.queues: tuple[deque[Callable[[], bool]], deque[Callable[[], bool]]] = (deque(), deque())
+        self.waited_by: set[int] = set()
+
+    def queue(self, number: int, work: Callable[[], object]) -> None:
+        """Queue work; number 0 is what trains, 1 what copies."""
+
+        def do() -> bool:
+            work()
+            return True
+
+        with self.lock:
+            self.queues[number].append(do)
+
+    def record(self, number: int) -> Event:
+        event = Event()
+        self.queue(number, lambda: setattr(event, "done", True))
+        return event
+
+    def wait(self, number: int, event: Event) -> None:
+        with self.lock:
+            self.queues[number].append(lambda: event.done)
+
+    def run(self, until: Event | None = None, at_most: int = 10**9) -> None:
+        """Do work until an event is done, or so many pieces of it, or all."""
+        with self.lock:
+            while at_most > 0 and not (until is not None and until.done):
+                turns = [number for number in (0, 1) if self.queues[number]]
+                self.random.shuffle(turns)
+                if not any(self._advance(number) for number in turns):
+                    break
+                at_most -= 1
+            assert until is None or until.done or not at_most, "the queues wait for each other"
+
+    def _advance(self, number: int) -> bool:
+        work = self.queues[number][0]
+        if not work():
+            return False
+        self.queues[number].popleft()
+        return True
+
+
+class Ticket:
+    def __init__(self, device: Device, event: Event) -> None:
+        self.device, self.event = device, event
+
+    def wait(self) -> None:
+        self.device.waited_by.add(threading.get_ident())
+        self.device.run(self.event)
+
+
+class SimulatedLink:
+    """The link of a `Device`. ``orders`` and ``holds`` can be left out, to see that tests notice."""
+
+    def __init__(self, device: Device, *, orders: bool = True, holds: bool = True) -> None:
+        self.device, self.orders, self.holds = device, orders, holds
+
+    def order(self) -> None:
+        if self.orders:
+            self.device.wait(1, self.device.record(0))
+
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], /) -> Ticket:
+        with self.device.lock:
+            for to, source in pairs:
+                for part in (slice(None, None, 2), slice(1, None, 2)):
+                    self._queue_part(to.reshape(-1)[part], source.detach().reshape(-1)[part])
+            return Ticket(self.device, self.device.record(1))
+
+    def _queue_part(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        self.device.queue(1, lambda: to.copy_(source))
+
+    def hold(self, ticket: object, /) -> None:
+        assert isinstance(ticket, Ticket)
+        if self.holds:
+            self.device.wait(0, ticket.event)
+
+    def kept(self, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
+        copies = [torch.empty_like(one) for one in tensors]
+        for copy, one in zip(copies, tensors, strict=True):
+            self._keep(copy, one.detach())
+        return copies
+
+    def _keep(self, copy: torch.Tensor, source: torch.Tensor) -> None:
+        self.device.queue(0, lambda: copy.copy_(source))
+
+    def pin(self, memory: torch.Tensor, /) -> Callable[[], None]:
+        return lambda: None

@@ -1,0 +1,325 @@
+"""No mixture of versions, ever: whichever way copies, updates and crashes fall, a generation holds one step alone."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.capturing import capture as capture_module
+from lakeckpt.checkpoint.capturing import moves
+from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.report import CaptureWarning
+from tests.checkpoint.capturing.device import Device, SimulatedLink
+from tests.checkpoint.capturing.reading import CUT, IDENTITY
+from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps
+
+SLICE_BYTES = 256
+
+
+class Steps:
+    """Lets the copier take one small step at a time: half a piece, a slice, a checksum."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.left = 0
+        self.free = False
+        self.resting = True
+        self.trainer = threading.get_ident()
+
+    def point(self) -> None:
+        """The copier may be held here."""
+        if threading.get_ident() == self.trainer:
+            return
+        with self.changed:
+            self.resting = True
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.free or self.left > 0, 5)
+            self.left -= not self.free
+            self.resting = False
+
+    def allow(self, steps: int) -> None:
+        """Let the copier take so many steps, and return when it has, or has nothing to do."""
+        with self.changed:
+            self.left = steps
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.idle or (self.resting and not self.left), 5)
+            self.left = 0
+
+    idle = True
+
+    @contextmanager
+    def freely(self) -> Iterator[None]:
+        """The copier runs as it likes in here: somebody waits for it."""
+        with self.changed:
+            self.free = True
+            self.changed.notify_all()
+        yield
+        with self.changed:
+            self.free = False
+
+
+def stepping(engine: CaptureEngine, steps: Steps) -> None:
+    """Have the engine's copier take its steps one by one."""
+    do, run, filled = engine._do, engine._run, engine._filled
+
+    def stepped_do(job: Callable[[], None]) -> None:
+        with steps.changed:
+            steps.idle = steps.resting = False
+        do(job)
+
+    def stepped_run(job: Any) -> None:
+        run(job)
+        with steps.changed:
+            steps.idle = True
+            steps.changed.notify_all()
+
+    def stepped_filled(*told: Any) -> None:
+        steps.point()
+        filled(*told)
+
+    engine._do, engine._run, engine._filled = stepped_do, stepped_run, stepped_filled  # type: ignore[method-assign]
+
+
+@contextmanager
+def halving(steps: Steps) -> Iterator[None]:
+    """Copies in host memory are made in two halves, with a step between them."""
+
+    def foreach(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
+        for part in (slice(None, None, 2), slice(1, None, 2)):
+            for one, other in zip(to, source, strict=True):
+                one.reshape(-1)[part].copy_(other.reshape(-1)[part])
+            steps.point()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moves.torch, "_foreach_copy_", foreach)
+        yield
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("copy"), st.integers(1, 12)),
+        st.tuples(st.sampled_from(["train", "crash", "forward", "half"]), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+def run_actions(folder: ArenaFolder, todo: list[tuple[str, int]], *, fences: bool = True) -> int:
+    """Train, capture every step, and crash as ``todo`` says; returns how many generations were seen whole."""
+    steps, seen = Steps(), 0
+    crashes: list[Callable[[], object]] = []
+    model = Stamped()
+
+    def launch(work: Callable[[], object]) -> None:
+        work()
+        if crashes:
+            crashes.pop()()  # in the middle of an update
+
+    optimizer = Stamper(model, launch)
+    engine = CaptureEngine({"model": model, "optimizer": optimizer}, IDENTITY, folder=folder, slice_bytes=SLICE_BYTES)
+
+    def crash() -> None:
+        """What a process finds that opens a copy of the memory as it is now."""
+        nonlocal seen
+        steps.allow(0)
+        completed = engine.completed
+        (info,) = folder.found()
+        with TemporaryDirectory() as name:
+            copies = ArenaFolder(Path(name, "arenas"))
+            Path(copies.path).mkdir(mode=0o700)
+            shutil.copy2(Path(folder.path, info.name), copies.path)
+            with copies.open(info.name) as found:
+                held = check_stamps(found)
+        assert completed is None or completed in held
+        seen += len(held)
+
+    def train(*, must: bool = False) -> None:
+        optimizer.step()
+        model.seen.fill_(optimizer.stamp)
+        engine.cut(optimizer.stamp, attempt="a", cut=CUT, must=must)
+
+    try:
+        with halving(steps):
+            with steps.freely():
+                train(must=True)
+                engine.wait()
+            stepping(engine, steps)
+            fence = engine.fence if fences else lambda: None
+
+            def freely_fenced() -> None:
+                with steps.freely():
+                    fence()
+
+            engine._hooks._fence = freely_fenced
+            for action, number in todo:
+                if action == "copy":
+                    steps.allow(number)
+                elif action == "crash":
+                    crash()
+                elif action == "forward":
+                    model.seen.fill_(-1.0)
+                else:
+                    if action == "half":
+                        crashes.append(crash)
+                    train()
+            with steps.freely():
+                engine.wait()
+            crash()
+    finally:
+        with steps.freely():
+            engine.close(remove=True)
+    return seen
+
+
+@given(actions)
+@settings(max_examples=30, deadline=None)
+def test_copies_updates_and_crashes_in_any_order_leave_whole_steps(todo: list[tuple[str, int]]) -> None:
+    with TemporaryDirectory() as name:
+        assert run_actions(ArenaFolder(Path(name, "arenas")), todo) > 0
+
+
+def test_without_the_fence_changes_are_noticed_and_unnoticed_they_would_be_mixtures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the test above would find: it is no test if it cannot fail."""
+    todo = [("train", 0), ("copy", 8), ("train", 0)]
+    with pytest.warns(CaptureWarning, match="was given up"):
+        run_actions(ArenaFolder(tmp_path / "one"), todo, fences=False)
+    monkeypatch.setattr(capture_module, "version_of", lambda _: 0)
+    with pytest.raises(AssertionError, match=r"of step 2 holds \[2\.0, 3\.0\]"):
+        run_actions(ArenaFolder(tmp_path / "other"), todo, fences=False)
+
+
+def run_device(
+    folder: ArenaFolder,
+    seed: int,
+    turns: list[int],
+    *,
+    scratch_bytes: int = 0,
+    orders: bool = True,
+    holds: bool = True,
+) -> set[int]:
+    """Train on a simulated device that does ``turns[n]`` pieces of work after step n; the steps that were whole."""
+    device = Device(seed)
+    model = Stamped()
+    optimizer = Stamper(model, lambda work: device.queue(0, work))
+    link = SimulatedLink(device, orders=orders, holds=holds)
+    engine = CaptureEngine(
+        {"model": model, "optimizer": optimizer},
+        IDENTITY,
+        folder=folder,
+        slice_bytes=SLICE_BYTES,
+        scratch_bytes=scratch_bytes,
+        links={torch.device("cpu"): link},
+    )
+    seen: set[int] = set()
+    try:
+        for number, turn in enumerate([0, *turns]):
+            optimizer.step()
+            device.queue(0, _stamps(model, optimizer.stamp))
+            engine.cut(optimizer.stamp, attempt="a", cut=CUT, must=not number)
+            device.queue(0, _stamps(model, -1))  # the next forward pass
+            device.run(at_most=turn)
+            if engine._store.arena is not None:
+                seen.update(check_stamps(engine._store.arena))
+        engine.wait()
+        device.run()
+        assert engine._store.arena is not None
+        seen.update(check_stamps(engine._store.arena))
+        assert threading.get_ident() not in device.waited_by, "the fence kept the host waiting"
+    finally:
+        device.run()
+        engine.close(remove=True)
+    return seen
+
+
+def _stamps(model: Stamped, stamp: int) -> Callable[[], object]:
+    return lambda: model.get_buffer("seen").data.fill_(stamp)
+
+
+turns = st.lists(st.integers(0, 60), min_size=1, max_size=8)
+
+
+@given(st.integers(0, 2**32), turns, st.sampled_from([0, 300, 10**6]))
+@settings(max_examples=30, deadline=None)
+def test_a_device_with_queues_of_its_own_leaves_whole_steps(seed: int, turns: list[int], scratch_bytes: int) -> None:
+    with TemporaryDirectory() as name:
+        seen = run_device(ArenaFolder(Path(name, "arenas")), seed, turns, scratch_bytes=scratch_bytes)
+    assert 1 in seen
+
+
+@pytest.mark.parametrize("missing", ["orders", "holds"])
+def test_without_its_events_a_device_leaves_mixtures(tmp_path: Path, missing: str) -> None:
+    def run() -> None:
+        for seed in range(40):
+            run_device(ArenaFolder(tmp_path / str(seed)), seed, [3, 20, 3, 20, 3], **{missing: False})  # type: ignore[arg-type]
+
+    with pytest.raises(AssertionError, match=r"holds \["):
+        run()
+
+
+class SlowGate:
+    """Keeps every other slice until the fence has come."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(5)
+        self.hurried = threading.Event()
+
+    def start(self, size_bytes: int, /) -> None:
+        self.hurried.clear()
+
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
+        if self.random.random() < 0.5 and not urgent.is_set():
+            self.hurried.wait(60)
+
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None: ...
+
+    def hurry(self) -> None:
+        self.hurried.set()
+
+
+@pytest.mark.soak
+def test_a_thousand_steps_with_a_slow_copier_and_a_reader_hold_no_mixture(tmp_path: Path) -> None:
+    folder, model = ArenaFolder(tmp_path / "arenas"), Stamped((50_000, 3, 700_000, 1))
+    optimizer = Stamper(model, lambda work: work())
+    objects = {"model": model, "optimizer": optimizer}
+    engine = CaptureEngine(objects, IDENTITY, folder=folder, slice_bytes=2**16, gate=SlowGate())
+    done, seen = threading.Event(), set[int]()
+
+    def read() -> None:
+        with folder.open(folder.found()[0].name) as arena:
+            while not done.is_set():
+                seen.update(check_stamps(arena))
+
+    reader = ThreadPoolExecutor(1)
+    reading = None
+    try:
+        for step in range(1, 1001):
+            optimizer.step()
+            model.seen.fill_(step)
+            engine.cut(step, attempt="a", cut=CUT, must=step == 1)
+            reading = reader.submit(read) if reading is None else reading
+            model.seen.fill_(-1)
+        engine.wait()
+    finally:
+        done.set()
+    assert reading is not None
+    reading.result()
+    assert len(seen) > 100
+    assert engine.left_out < 900
+    assert all(record.complete for record in engine.records)
+    engine.close(remove=True)
+    reader.shutdown()
