@@ -123,8 +123,8 @@ def test_threads_end_with_the_iteration(folder: Path, how: str) -> None:
     before = threads()
     loader = loader_of(folder, transform=fails if how == "error" else None)
     iterator = iter(loader)
-    assert len(threads()) > len(before)
-    begun = [one for one in threads() if one not in before]
+    begun = [one for one in threads() if one not in before]  # of which earlier ones may be ending
+    assert begun
     if how == "break":
         next(iterator)
     elif how == "over":

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, SchemaError, StorageError
 from lakeckpt.lake.storage import Storage
 from lakeckpt.lake.table import Table, open_table
+from lakeckpt.reading import row_groups
 from lakeckpt.reading.convert import convert
 from lakeckpt.reading.decode import RowGroupDecoder, select_columns
 from lakeckpt.reading.ragged import to_pylist
@@ -32,10 +33,10 @@ def whole(decoder: RowGroupDecoder) -> pa.Table:
     return pa.concat_tables([decoder.schema.empty_table(), *(decoder.decode(g, 0, n) for g, n in enumerate(rows))])
 
 
-@given(columns(), st.integers(1, 5), st.data())
+@given(columns(), st.integers(1, 5), st.sampled_from([1, 2, 1024]), st.data())
 @settings(deadline=None)
 def test_decoded_rows_are_those_of_pyarrow_for_every_type_that_parquet_holds(
-    case: tuple[pa.Field, pa.ChunkedArray, list[Any]], size: int, data: st.DataObject
+    case: tuple[pa.Field, pa.ChunkedArray, list[Any]], size: int, slice_rows: int, data: st.DataObject
 ) -> None:
     field, column, _ = case
     with tempfile.TemporaryDirectory() as folder:
@@ -46,8 +47,11 @@ def test_decoded_rows_are_those_of_pyarrow_for_every_type_that_parquet_holds(
         except pa.ArrowException:  # what Arrow itself cannot write or read back
             assume(False)
         table = open_table(path)
-        decoder = RowGroupDecoder(table)
-        assert to_pylist(convert(whole(decoder), nulls="mask"), "x") == to_pylist(convert(reference, nulls="mask"), "x")
+        decoder = RowGroupDecoder(table, slice_rows=slice_rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(row_groups, "_SLICE_BYTES", 1)
+            decoded = whole(decoder)
+        assert to_pylist(convert(decoded, nulls="mask"), "x") == to_pylist(convert(reference, nulls="mask"), "x")
         begin = 0
         for group, rows in enumerate(table.index.group_rows.tolist()):
             start = data.draw(st.integers(0, rows))
@@ -189,6 +193,43 @@ class WatchedTable(Table):
     def open_file(self, ordinal: int) -> pa.NativeFile:
         self.opened.append(super().open_file(ordinal))
         return self.opened[-1]
+
+
+def is_leased(path: Path) -> bool:
+    inode = f":{path.stat().st_ino} "
+    return any("LEASE" in line and inode in line for line in Path("/proc/locks").read_text().splitlines())
+
+
+@pytest.mark.parametrize("kind", ["numbers", "bytes", "fixed", "lists"])
+def test_what_was_decoded_of_a_mapped_file_stays_when_the_file_is_written_over(tmp_path: Path, kind: str) -> None:
+    columns = {
+        "numbers": np.arange(200_000),
+        "bytes": pa.array([bytes([number % 256]) * 1000 for number in range(1000)]),
+        "fixed": pa.array([bytes([number % 256]) * 1000 for number in range(1000)], pa.binary(1000)),
+        "lists": pa.array([np.arange(number, number + 300) for number in range(1000)]),
+    }
+    table = pa.table({"x": columns[kind]})
+    # As near to what is stored as can be: neither compressed nor encoded.
+    path = write_file(tmp_path / "a.parquet", [table], compression="none", use_dictionary=False)
+    decoder = RowGroupDecoder(open_table(tmp_path))
+    decoded = decoder.decode(0, 0, table.num_rows)
+    assert not is_leased(path)
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    assert decoded.equals(table)
+
+
+def test_a_file_that_could_not_be_decoded_can_be_written_again_at_once(tmp_path: Path) -> None:
+    table = pa.table({"x": np.random.default_rng(0).integers(0, 1 << 60, 100_000)})
+    path = write_file(tmp_path / "a.parquet", [table], write_page_checksum=True, use_dictionary=False)
+    decoder = RowGroupDecoder(open_table(tmp_path))
+    good = path.read_bytes()
+    path.write_bytes(good[:400_000] + b"damaged!" + good[400_008:])
+    with pytest.raises(DataFileDamaged) as kept:
+        decoder.decode(0, 0, table.num_rows)
+    assert kept.value.__traceback__ is not None
+    assert not is_leased(path), "who writes would wait"
+    path.write_bytes(good)
+    assert decoder.decode(0, 0, table.num_rows).equals(table)
 
 
 def test_few_files_stay_open_and_those_used_last(tmp_path: Path) -> None:
@@ -342,7 +383,7 @@ def test_rows_fewer_than_the_footer_says_are_damage(tmp_path: Path, monkeypatch:
 def test_nothing_of_a_row_group_stays_in_memory_once_its_table_is_dropped(tmp_path: Path) -> None:
     noise = pa.table({"x": np.random.default_rng(0).integers(0, 2**60, 50_000)})
     write_file(tmp_path / "a.parquet", [noise, noise])
-    decoder = RowGroupDecoder(open_table(tmp_path))
+    decoder = RowGroupDecoder(open_table(tmp_path), use_threads=False)  # Arrow's own threads let go later
     decoder.decode(0, 0, 1)
     gc.collect()
     before = pa.total_allocated_bytes()

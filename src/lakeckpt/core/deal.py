@@ -107,18 +107,37 @@ class EpochDeal:
     def spans(self, micro_batch: int) -> list[Span]:
         """See `Deal`."""
         turn, lane = divmod(micro_batch - self.first, self.num_lanes)
-        start = int(self.bounds[lane])
-        if turn < self.count - 2 - (self.extras is not None):  # a whole one: nearly all are
+        start = self._begins[lane]
+        if turn < self._whole_turns:  # nearly all are
             low = start + turn * self.batch_size
+            if self._shift is not None:
+                low += self._shift
+                return [Span(epoch=self.left.epoch, start=low, stop=low + self.batch_size)]
             return spans_of(self.left.epoch, self.left.positions.stretch(low, low + self.batch_size))
         limit = self.limits[lane : lane + 1].repeat(2)
         extra = None if self.extras is None else self.extras[lane : lane + 1].repeat(2)
         inside = rows_before(limit, self.count, self.batch_size, np.array([turn, turn + 1]), extra=extra)
         return spans_of(self.left.epoch, self.left.positions.stretch(start + int(inside[0]), start + int(inside[1])))
 
+    @cached_property
+    def _whole_turns(self) -> int:
+        """In how many turns, from the first on, all lanes give ``batch_size`` rows."""
+        return self.count - 2 - (self.extras is not None)
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        """Where lanes begin. As the next: asked for every micro-batch, so plain numbers."""
+        found: list[int] = self.bounds.tolist()
+        return found
+
+    @cached_property
+    def _shift(self) -> int | None:
+        """What is left is one interval that begins here; None where it is not."""
+        return int(self.left.positions.starts[0]) if len(self.left.positions) == 1 else None
+
     def rows_of(self, start: int, stop: int) -> int:
         """See `Deal`."""
-        if (stop - 1 - self.first) // self.num_lanes < self.count - 2 - (self.extras is not None):
+        if (stop - 1 - self.first) // self.num_lanes < self._whole_turns:
             return (stop - start) * self.batch_size
         turn, lane = np.divmod(np.arange(start, stop) - self.first, self.num_lanes)
         limits, extra = self.limits[lane], None if self.extras is None else self.extras[lane]

@@ -93,7 +93,7 @@ class Plan:
         self.state = state
         self.segment = state.segment
         self.deal, self._recut = _deal_of(state)
-        self._recent: LayoutKey | None = None
+        self._recent: tuple[LayoutKey, ...] = ()
 
     @cached_property
     def steps(self) -> int | None:
@@ -106,19 +106,20 @@ class Plan:
 
     def micro_batch(self, step: int) -> int:
         """Return the first micro-batch of ``step``: what lies below it has been consumed when the step begins."""
-        first = self.segment.micro_batch + (step - self.segment.step) * self.segment.world_size
-        return first if self.deal.end is None else min(first, self.deal.end)
+        segment, end = self.segment, self.deal.end
+        first = segment.micro_batch + (step - segment.step) * segment.world_size
+        return first if end is None or first < end else end
 
     def assignment(self, step: int, rank: int) -> Assignment:
         """Return what ``rank`` gets in ``step``."""
-        world_size = self.segment.world_size
+        world_size, num_lanes = self.segment.world_size, self.segment.num_lanes
         first = self.micro_batch(step)
         stop = self.micro_batch(step + 1)
         number = first + rank
         if stop - first == world_size:
-            spans, lane = self.deal.spans(number), number % self.segment.num_lanes
+            spans, lane, rows = self.deal.spans(number), number % num_lanes, self.deal.rows_of(first, stop)
         else:
-            spans, lane = self._equal_part(first, stop, rank), -1
+            spans, lane, rows = self._equal_part(first, stop, rank), -1, self._rows_between(first, stop)
         receipt = Receipt(
             epoch=self.state.epoch,
             micro_batch=number,
@@ -127,19 +128,23 @@ class Plan:
             rank=rank,
             world_size=world_size,
             spans=tuple(spans),
-            step_rows=self._rows_between(first, stop),
+            step_rows=rows,
         )
-        lanes = self.segment.num_lanes // world_size
-        return Assignment(receipt=receipt, layouts=self._layouts(spans), owner=max(lane, 0) // world_size, lanes=lanes)
+        return Assignment(
+            receipt=receipt,
+            layouts=self._layouts(spans),
+            owner=max(lane, 0) // world_size,
+            lanes=num_lanes // world_size,
+        )
 
     def _layouts(self, spans: list[Span]) -> tuple[LayoutKey, ...]:
-        if len(spans) == 1 and self._recent is not None and self._recent.epoch == spans[0].epoch:
-            return (self._recent,)
+        if len(spans) == 1 and self._recent and self._recent[0].epoch == spans[0].epoch:
+            return self._recent
         keys = []
         for epoch in dict.fromkeys(span.epoch for span in spans):
             num_lanes, rotation = self.deal.layout(epoch)
             keys.append(LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation))
-        self._recent = keys[-1] if keys else None
+        self._recent = tuple(keys[-1:])
         return tuple(keys)
 
     def step_rows(self, step: int) -> int:

@@ -62,15 +62,17 @@ class Receipt:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} of {self.world_size}")
-        if self.rows > self.step_rows:
-            raise ValueError(f"{self.rows} rows in a step of {self.step_rows}")
+        rows = self.rows
+        if rows > self.step_rows:
+            raise ValueError(f"{rows} rows in a step of {self.step_rows}")
         if self.skips and self.skipped > self.rows:
             raise ValueError(f"{self.skipped} of {self.rows} rows were skipped")
 
     @property
     def rows(self) -> int:
         """The number of rows of the micro-batch, as it was dealt out; ``skipped`` of them did not come."""
-        return self.spans[0].rows if len(self.spans) == 1 else sum(span.rows for span in self.spans)
+        spans = self.spans
+        return spans[0].stop - spans[0].start if len(spans) == 1 else sum(span.rows for span in spans)
 
     @property
     def skipped(self) -> int:

@@ -287,7 +287,8 @@ class LakeDataset(IterableDataset[Any]):
         for dealt, found in Ahead(self._source, progress.assignments(rank)):
             for item, receipt in items_of(found, dealt, self.row_wise, skip):
                 progress.check(iteration)
-                warn_of_skips(receipt, progress.skips)
+                if receipt.skips:
+                    warn_of_skips(receipt, progress.skips)
                 progress.delivered(receipt)
                 yield item
             skip = 0

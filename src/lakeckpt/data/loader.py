@@ -232,7 +232,8 @@ class LakeLoader(DataLoader[Any]):
             receipt, batch = pulled
             for item, mine in items_of(batch, receipt, self._row_wise, skip):
                 progress.check(iteration)
-                warn_of_skips(mine, progress.skips)
+                if mine.skips:
+                    warn_of_skips(mine, progress.skips)
                 progress.delivered(mine)
                 yield item
             skip = 0

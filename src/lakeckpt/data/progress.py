@@ -78,14 +78,37 @@ class Progress:
                 "any other change gives positions another meaning, and the rest of the epoch could not be read exactly"
             )
         self._first_epoch = 0
-        self._state: ReaderState | None = None
+        self._begun: list[_Run] = []
+        self._made: ReaderState | None
+        self._reached: tuple[int, int]
+        self._state = None
         self._settled: tuple[int, int] | None = None
         self._plan: Plan | None = None
-        self._runs: list[_Run] = []
         self._marked_skips = SkipList()
         self.skips = SkipList()
         """What of the epoch at hand (and of others since the mark) was skipped, as far as this rank knows."""
         self._iteration = 0
+
+    # --- what was delivered, in two numbers: states are made when they are asked for, not for every micro-batch
+
+    @property
+    def _state(self) -> ReaderState | None:
+        state = self._made
+        if state is not None and self._reached != (state.step, state.row):
+            state = self._made = state.moved(step=self._reached[0], row=self._reached[1])
+            self._begun[-1].end = state
+        return state
+
+    @_state.setter
+    def _state(self, state: ReaderState | None) -> None:
+        self._made = state
+        self._reached = (0, 0) if state is None else (state.step, state.row)
+
+    @property
+    def _runs(self) -> list[_Run]:
+        """The runs since the mark; the last one ends with the state at hand."""
+        assert self._state is self._made
+        return self._begun
 
     # --- what is asked
 
@@ -245,7 +268,7 @@ class Progress:
 
     def repin(self, identity: Identity | IdentityOf) -> Callable[[], None]:
         """Go on in the order of another table version, from nowhere: a state is loaded next. Returns what undoes it."""
-        before = {**self.__dict__, "_runs": list(self._runs)}
+        before = {**self.__dict__, "_begun": list(self._runs)}
         self._pin(identity)
         self.last_receipt, self.over = None, False
         self._state = self._settled = self._plan = self._later = None
@@ -277,11 +300,12 @@ class Progress:
 
     def delivered(self, receipt: Receipt) -> None:
         """Note that the loop got what ``receipt`` is of."""
-        assert self._state is not None
-        reached = self._state.step, self._state.row
-        assert (receipt.step, receipt.row or 0) == reached, f"{receipt} was delivered at step and row {reached}"
-        self._state = self._after(self._state, receipt)
-        self._runs[-1].end = self._state
+        reached, row = self._reached, receipt.row
+        assert reached == (receipt.step, row or 0), f"{receipt} was delivered at step and row {reached}"
+        if row is None or row + 1 >= receipt.rows:
+            self._reached = (receipt.step + 1, 0)
+        else:
+            self._reached = (receipt.step, row + 1)
         if receipt.skips:
             self._runs[-1].skips += [(receipt.step, skip) for skip in receipt.skips]
             self.skips = self.skips.union(SkipList(skip.group for skip in receipt.skips))
@@ -312,12 +336,12 @@ class Progress:
         if self.skips:
             self._marked_skips = self._open(self.skipped(receipt), receipt)
         if receipt is None:
-            self._runs = [_Run(start=run.end, end=run.end) for run in self._runs[-1:]]
+            self._begun = [_Run(start=run.end, end=run.end) for run in self._runs[-1:]]
         else:
             run = self._run_of(receipt)
             run.start = self._after(run.end, receipt)
             run.skips = [(step, skip) for step, skip in run.skips if step > receipt.step]
-            self._runs = self._runs[self._runs.index(run) :]
+            self._begun = self._runs[self._runs.index(run) :]
         if self.skips:
             self.skips = self.skipped(None)
 
@@ -363,11 +387,12 @@ class Progress:
     # --- inside
 
     def _set(self, state: ReaderState) -> None:
+        runs = self._runs
         self._state, self._plan, self.over = state, None, False
         # A run without progress says nothing, so it gives way; else it is kept until a mark.
-        if self._runs and not self._runs[-1].says_something:
-            self._runs.pop()
-        self._runs.append(_Run(start=state, end=state))
+        if runs and not runs[-1].says_something:
+            runs.pop()
+        runs.append(_Run(start=state, end=state))
 
     def _next_epoch(self, epoch: int) -> ReaderState:
         assert self._state is not None

@@ -8,7 +8,7 @@ and may skip is told by the receipts that it returns, and remembered until the p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from lakeckpt.data.transform import TransformContext
 from lakeckpt.errors import LakeckptError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.table import Table
-from lakeckpt.reading.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder
+from lakeckpt.reading.decode import DEFAULT_AHEAD_BYTES, DEFAULT_SLICE_ROWS, GATHERED_SLICE_ROWS, RowGroupDecoder
 from lakeckpt.reading.filtered import FilteredDecoder
 from lakeckpt.reading.positions import Announced, NullFound, PositionReader
 from lakeckpt.reading.ragged import Ragged
@@ -198,12 +198,19 @@ class BatchSource:
         elif limit is not None:
             ahead = min(ahead, limit // 4)
             limit -= ahead
+        slices = GATHERED_SLICE_ROWS if self._spec.shuffle else DEFAULT_SLICE_ROWS
         new_decoder: Callable[[], RowGroupDecoder]
         if self._selecting is None:
-            new_decoder = partial(RowGroupDecoder, self._table, self._columns, ahead_bytes=ahead)
+            new_decoder = partial(RowGroupDecoder, self._table, self._columns, ahead_bytes=ahead, slice_rows=slices)
         else:
-            kept = self._selecting.kept
-            new_decoder = partial(FilteredDecoder, self._table, self._columns, kept, ahead_bytes=ahead)
+            new_decoder = partial(
+                FilteredDecoder,
+                self._table,
+                self._columns,
+                self._selecting.kept,
+                ahead_bytes=ahead,
+                slice_rows=slices,
+            )
         return PositionReader(
             self._table,
             self._columns,
@@ -229,11 +236,12 @@ class BatchSource:
         return layout
 
 
-def items_of(found: Any, receipt: Receipt, row_wise: bool, skip: int) -> Iterator[tuple[Any, Receipt]]:
-    """Yield what the loop gets of one micro-batch, with receipts; of rows, all but the first ``skip``."""
-    if not row_wise:
-        yield found, receipt
-        return
+def items_of(found: Any, receipt: Receipt, row_wise: bool, skip: int) -> Iterable[tuple[Any, Receipt]]:
+    """What the loop gets of one micro-batch, with receipts; of rows, all but the first ``skip``."""
+    return _rows_of(found, receipt, skip) if row_wise else ((found, receipt),)
+
+
+def _rows_of(found: Any, receipt: Receipt, skip: int) -> Iterator[tuple[Any, Receipt]]:
     rows = found if isinstance(found, list) else split_rows(found)
     for number in range(skip, receipt.rows):
         mine = replace(receipt, row=number)

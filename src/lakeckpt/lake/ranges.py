@@ -25,6 +25,7 @@ import pyarrow as pa
 from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing
 from lakeckpt.lake.blocks import read_block
 from lakeckpt.lake.index import DataFile
+from lakeckpt.lake.mapped import LeasedFile, Mapping
 from lakeckpt.lake.storage import Storage
 
 __all__ = [
@@ -51,6 +52,8 @@ T = TypeVar("T")
 REQUEST_BYTES = 8 << 20
 """What one request asks for at most: a storage answers so much by a single one."""
 THREADS = 32
+MAPPED_BYTES = 256 << 10
+"""Ranges of a local file that are smaller are copied: that is done before they were mapped."""
 LOCAL_HOLE_BYTES, STORE_HOLE_BYTES = 64 << 10, 256 << 10
 """Pieces that are no further apart are read together: what lies between costs less than another call."""
 ADVICE = "Open the table again to start on its new state, or put the pinned files back to go on with a run"
@@ -88,14 +91,14 @@ def coalesced(pieces: Iterable[Range], *, hole_bytes: int, most_bytes: int = REQ
 
 
 class Arriving(Protocol):
-    """Ranges of a file that were set out for. Once one of the two methods was called, it is over."""
+    """Ranges of a file that were set out for."""
 
     def wait(self) -> list[pa.Buffer]:
-        """The bytes of each range, shorter where the file ends before. Raises what reading raises."""
+        """The bytes of each range, shorter where the file ends before. Once at most. Raises what reading raises."""
         ...
 
     def abandon(self) -> None:
-        """Read nothing more, and let go of what has come."""
+        """Read nothing more, and let go of what has come: what `wait` returned is not looked at any more."""
         ...
 
 
@@ -117,31 +120,42 @@ class PinnedBytes(Protocol):
 
 
 class LocalBytes:
-    """A local file, ``opened``. It is read by who waits: from the page cache that is as fast as copying."""
+    """A local file, ``opened``. It is read by who waits: mapped where that is safe, else copied."""
 
     hole_bytes = LOCAL_HOLE_BYTES
 
     def __init__(self, opened: pa.NativeFile) -> None:
         self._opened = opened
+        self._leased = LeasedFile(opened.fileno())
 
     def begin(self, ranges: Sequence[Range]) -> Arriving:
-        return _Unread(self._opened, ranges)
+        return _Unread(self._opened, self._leased, ranges)
 
     def close(self) -> None:
         self._opened.close()
 
 
 class _Unread:
-    def __init__(self, opened: pa.NativeFile, ranges: Sequence[Range]) -> None:
-        self._opened, self._ranges = opened, ranges
+    def __init__(self, opened: pa.NativeFile, leased: LeasedFile, ranges: Sequence[Range]) -> None:
+        self._opened, self._leased, self._ranges = opened, leased, ranges
+        self._mappings: list[Mapping] = []
 
     def wait(self) -> list[pa.Buffer]:
         # By place, not by seeking: other threads may read the same file.
         descriptor = self._opened.fileno()
-        return [read_block(descriptor, start, stop) for start, stop in self._ranges]
+        return [self._read(descriptor, start, stop) for start, stop in self._ranges]
+
+    def _read(self, descriptor: int, start: int, stop: int) -> pa.Buffer:
+        mapping = self._leased.map_range(start, stop) if stop - start >= MAPPED_BYTES else None
+        if mapping is None:
+            return read_block(descriptor, start, stop)
+        self._mappings.append(mapping)
+        return mapping.buffer
 
     def abandon(self) -> None:
         self._ranges = ()
+        while self._mappings:
+            self._mappings.pop().release()
 
 
 class StoredBytes:

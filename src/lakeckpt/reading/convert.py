@@ -41,7 +41,7 @@ from lakeckpt.errors import NullValueError, SchemaError
 from lakeckpt.reading.arrays import bits, canonical, join, plain, view
 from lakeckpt.reading.ragged import MASK, Column, Namespace, Ragged
 
-__all__ = ["Nulls", "check_convertible", "convert"]
+__all__ = ["Nulls", "check_convertible", "convert", "convert_parts"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Nulls: TypeAlias = Literal["error", "mask"]
@@ -79,6 +79,18 @@ def convert(table: pa.Table, *, nulls: Nulls = "error") -> Namespace[Array]:
     fields = [table.schema.field(i) for i in range(table.num_columns)]
     arrays = (join(column) for column in table.itercolumns())
     return _namespace(fields, arrays, "", nulls=nulls, within_null=False)
+
+
+def convert_parts(table: pa.Table, *, nulls: Nulls = "error") -> dict[str, list[Column[Array]]]:
+    """As `convert`, but each column in as many parts as it has chunks (one, where it has none): none is joined."""
+    found: dict[str, list[Column[Array]]] = {}
+    for field, column in zip(table.schema, table.itercolumns(), strict=True):
+        for chunk in column.chunks or [pa.nulls(0, field.type)]:
+            part, masks = _column(chunk, field.name, nullable=field.nullable, nulls=nulls)
+            found.setdefault(field.name, []).append(part)
+            for suffix, mask in masks.items():
+                found.setdefault(field.name + suffix, []).append(mask)
+    return found
 
 
 def check_convertible(schema: pa.Schema, *, nulls: Nulls = "error") -> None:

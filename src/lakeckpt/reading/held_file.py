@@ -60,5 +60,5 @@ class HeldFile:
         return True
 
     def close(self) -> None:
-        """As of any file."""
-        self.closed = True
+        """Let go of what is held."""
+        self.closed, self._parts = True, ()

@@ -30,8 +30,9 @@ _PLAIN, _DELTA_LENGTHS = 0, 6
 _OF_DICTIONARY = frozenset((2, 8))
 _WANTED: dict[int, Any] = {1: None, 2: None, 3: None, 5: {1: None, 2: None}, 7: {1: None}, 8: {1: None, 4: None}}
 _CODECS = {0: None, 1: "snappy", 2: "gzip", 4: "brotli", 6: "zstd", 7: "lz4_raw"}
-_FEW_ENTRIES, _SMALL_BYTES = 4096, 64 * 1024 * 1024
-"""The longest entry of a dictionary is looked for where it has so few, and is no larger than that."""
+_FEW_ENTRIES, _SMALL_BYTES, _SMALL_NESTED_BYTES = 4096, 2 << 20, 64 << 20
+"""The longest entry of a dictionary is looked for where it has so few, and is no larger than that; than the last, where
+a row may have any number of them, so that nothing else bounds what a few rows decode to."""
 _MAX_HEADER_BYTES = 16 * 1024 * 1024
 
 
@@ -61,6 +62,8 @@ class Survey:
     """The largest page, decompressed."""
     by_dictionary: bool
     """Whether they repeat texts of a dictionary."""
+    ragged: bool
+    """Whether rows differ in length."""
 
     @property
     def most_bytes(self) -> int:
@@ -80,7 +83,12 @@ def survey(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, *, rows: int, plent
     expanded = len(chunk) * _MOST_EXPANSION.get(facts.codec, 1 << 40)
     if facts.physical_type != _BYTE_ARRAY and not leaf.nested and expanded <= plenty:
         return Survey(
-            certain_bytes=rows * width, looked_up=0, longest_bytes=0, page_bytes=expanded, by_dictionary=False
+            certain_bytes=rows * width,
+            looked_up=0,
+            longest_bytes=0,
+            page_bytes=expanded,
+            by_dictionary=False,
+            ragged=False,
         )
     return _walked(facts, leaf, chunk, width)
 
@@ -95,7 +103,8 @@ def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int) -> Sur
             raise ValueError(f"a page at byte {at} of its column chunk claims {stored} bytes, decompressed {size}")
         at, largest = body + stored, max(largest, size)
         if kind == _DICTIONARY_PAGE:
-            few = facts.physical_type == _BYTE_ARRAY and _entries(header) <= _FEW_ENTRIES and size <= _SMALL_BYTES
+            small = size <= (_SMALL_NESTED_BYTES if leaf.nested else _SMALL_BYTES)
+            few = facts.physical_type == _BYTE_ARRAY and small and _entries(header) <= _FEW_ENTRIES
             longest_entry = _longest_entry(chunk[body:at], facts.codec, size) if few else size
             dictionary = max(dictionary, longest_entry)
         elif kind in _DATA_PAGES:
@@ -121,6 +130,7 @@ def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int) -> Sur
             longest_bytes=0,
             page_bytes=largest,
             by_dictionary=False,
+            ragged=leaf.nested,
         )
     return Survey(
         certain_bytes=content + values * (12 if leaf.nested else 4),
@@ -128,6 +138,7 @@ def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int) -> Sur
         longest_bytes=max(longest, dictionary),
         page_bytes=largest,
         by_dictionary=not prefixed,
+        ragged=True,
     )
 
 

@@ -62,6 +62,8 @@ class _Slot:
     served: Served = field(default_factory=Served)
     waiting: int = 0
     """Announced parts that have not been taken."""
+    used: int = 0
+    """When a part was last taken: counted."""
     future: Future[DecodedWindow] | None = None
     """None while there is no room for it."""
     decoded: DecodedWindow | None = None
@@ -109,7 +111,8 @@ class PositionReader:
         self._new_decoder = partial(RowGroupDecoder, table, columns) if new_decoder is None else new_decoder
         self._windows = self._new_windows()
         self._process = os.getpid()
-        self._slots: dict[Key, _Slot] = {}  # in the order of their last use
+        self._slots: dict[Key, _Slot] = {}
+        self._uses = 0
         self._deferred: deque[_Slot] = deque()
         self._row_bytes = 0.0
         self._recent: _Slot | None = None
@@ -131,7 +134,10 @@ class PositionReader:
     @staticmethod
     def is_ready(announced: Announced) -> bool:
         """Whether `take` would not wait."""
-        return all(slot.decoded or (slot.future is not None and slot.future.done()) for slot, _, _ in announced)
+        for slot, _, _ in announced:
+            if slot.decoded is None and (slot.future is None or not slot.future.done()):
+                return False
+        return True
 
     @property
     def has_room(self) -> bool:
@@ -169,6 +175,8 @@ class PositionReader:
         Of positions whose rows are skipped there are none. Raises what `RowGroupDecoder.decode` does; `NullFound`.
         """
         self._check_process()
+        if len(announced) == 1 and (found := self._within(*announced[0])) is not None:
+            return found, ()
         skips: list[Skip] = []
         cuts = [self._cut(slot, start, stop, skips, alone=len(announced) == 1) for slot, start, stop in announced]
         if len(self._slots) > 2 * self._max_windows:
@@ -179,6 +187,18 @@ class PositionReader:
             return pa.concat_tables(cuts) if cuts else self.schema.empty_table(), tuple(skips)
         columns: Any = join_rows(cuts) if cuts else convert(self.schema.empty_table(), nulls=self._nulls)
         return columns if self._make is None else map_namespace(columns, self._make), tuple(skips)
+
+    def _within(self, slot: _Slot, start: int, stop: int) -> dict[str, Any] | None:
+        """The rows, where they go on from the last ones of a decoded window, and more of it follow: nearly all do."""
+        decoded, served = slot.decoded, slot.served
+        if decoded is None or decoded.columns is None or decoded.came is not None or slot.gone:
+            return None
+        if not served.stops or served.stops[-1] != start or served.size + stop - start >= slot.window.rows:
+            return None
+        served.add(start, stop)
+        slot.waiting -= 1
+        self._uses = slot.used = self._uses + 1
+        return cut(decoded.columns, start, stop, self._make or _as_it_is)
 
     def read(self, pieces: Iterable[Piece]) -> Any:
         """`take` of what is not announced any sooner; without what was skipped."""
@@ -228,12 +248,16 @@ class PositionReader:
         announced yet.
         """
         while not self._fits(slot):
-            entered = [one for one in self._slots.values() if one.served.size and one.future is not None]
+            entered = [one for one in self._by_use() if one.served.size and one.future is not None]
             idle = next((one for one in entered if not one.waiting), None)
             if idle is None or len(entered) <= spared:
                 return False
             self._let_go(idle)
         return True
+
+    def _by_use(self) -> list[_Slot]:
+        """All windows, the one used last last."""
+        return sorted(self._slots.values(), key=lambda slot: slot.used)
 
     def _fits(self, slot: _Slot) -> bool:
         held = [one for one in self._slots.values() if one.future is not None]
@@ -258,7 +282,7 @@ class PositionReader:
 
     def _trim(self) -> None:
         """Let go of what was decoded since it was needed, beyond what is allowed, and nothing needs any more."""
-        held = [one for one in self._slots.values() if one.future is not None]
+        held = [one for one in self._by_use() if one.future is not None]
         idle = [one for one in held if not one.waiting]
         for one in idle[: max(0, len(held) - 2 * self._max_windows)]:
             self._let_go(one)
@@ -294,6 +318,7 @@ class PositionReader:
 
     def _cut(self, slot: _Slot, start: int, stop: int, skips: list[Skip], *, alone: bool) -> Any:
         slot.waiting -= 1
+        self._uses = slot.used = self._uses + 1
         if slot.gone:
             slot = self._slot_of(slot.key, slot.layout, slot.window)
         if not slot.served.add(start, stop):  # memory that is already somebody's
@@ -311,11 +336,8 @@ class PositionReader:
         if slot.served.size == slot.window.rows:
             self._let_go(slot)
             self._fill()
-        else:
-            if len(self._slots) > 1:  # the one used last is last
-                self._slots[slot.key] = self._slots.pop(slot.key)
-            if self._deferred and slot.served.size == stop - start:  # one more is open: others may be idle now
-                self._fill()
+        elif self._deferred and slot.served.size == stop - start:  # one more is open: others may be idle now
+            self._fill()
         return found
 
     def _rows(self, slot: _Slot, decoded: DecodedWindow, start: int, stop: int, make: Callable[[Any], Any]) -> Any:

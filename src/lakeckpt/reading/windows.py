@@ -15,6 +15,7 @@ It remembers nothing of what it decoded.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,10 +27,10 @@ import pyarrow.compute as pc
 from lakeckpt.core.order import EpochLayout, Fragment, Window
 from lakeckpt.errors import DataFileDamaged, NullValueError
 from lakeckpt.reading.arrays import join, narrowed
-from lakeckpt.reading.convert import Nulls, convert
+from lakeckpt.reading.convert import Nulls, convert_parts
 from lakeckpt.reading.decode import RowGroupDecoder
-from lakeckpt.reading.gather import column_bytes, gather, join_rows
-from lakeckpt.reading.ragged import Namespace
+from lakeckpt.reading.gather import Pieces, column_bytes, gather, laid_out
+from lakeckpt.reading.ragged import Column
 from lakeckpt.reading.skipping import Skipper
 from lakeckpt.reading.threads import Threads
 
@@ -56,7 +57,7 @@ class Gap:
 class DecodedWindow:
     """The rows of a window in the order of positions: as columns, or as an Arrow table."""
 
-    columns: Namespace[Array] | None
+    columns: Mapping[str, Column[Array] | Pieces] | None
     table: pa.Table | None
     size_bytes: int
     came: Int64Array | None = None
@@ -117,24 +118,19 @@ class WindowDecoder:
             return _as_table(_ordered(present, kept, self.schema), came, gaps, damage)
         nulls = self._nulls
         try:
-            # Converted before any is joined: what is a view stays one.
-            parts = [convert(table, nulls=nulls) for table in present]
+            parts = [convert_parts(table, nulls=nulls) for table in present]
         except NullValueError:
             return _as_table(_ordered(present, kept, self.schema), came, gaps, damage)
-        if kept is None and len(parts) == 1:
-            (table,) = present
-            columns = parts[0]
-            size = max(int(table.get_total_buffer_size()), column_bytes(columns))
-            return DecodedWindow(columns=columns, table=None, size_bytes=size, came=came, gaps=gaps, damage=damage)
+        held = sum(int(table.get_total_buffer_size()) for table in present) if kept is None else 0
         present.clear()
 
-        def joined(name: str) -> Any:
-            whole = join_rows([part.pop(name) for part in parts])
-            return whole if kept is None else gather(whole, kept)
+        def whole(name: str) -> Column[Array] | Pieces:
+            mine = [part for one in parts for part in one.pop(name)]
+            return laid_out(mine) if kept is None else gather(mine, kept)
 
         names = list(parts[0])
-        columns = dict(zip(names, self._threads.map(joined, names), strict=True))
-        size = column_bytes(columns)
+        columns = dict(zip(names, self._threads.map(whole, names), strict=True))
+        size = max(held, column_bytes(columns))
         return DecodedWindow(columns=columns, table=None, size_bytes=size, came=came, gaps=gaps, damage=damage)
 
     def close(self) -> None:
