@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lakeckpt.reading.arrays import MAX_NARROW_BYTES, view
-from lakeckpt.reading.ragged import Column, Ragged, map_column
+from lakeckpt.reading.ragged import Column, Ragged, map_column, trusted
 
 __all__ = ["Pieces", "column_bytes", "cut", "gather", "join_rows", "laid_out"]
 
@@ -84,7 +84,7 @@ def _cut(column: Column[Array] | Pieces, start: int, stop: int, make: Callable[[
     if isinstance(column, Ragged):
         offsets, values, masks = column.offsets, column.values, column.masks
         begin, end = offsets.item(start), offsets.item(stop)
-        return Ragged.trusted(
+        return trusted(
             make(values[begin:end]) if type(values) is np.ndarray else _cut(values, begin, end, make),
             make(offsets[start : stop + 1] - begin),
             column.kind,

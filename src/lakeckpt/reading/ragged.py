@@ -19,7 +19,17 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, cast, overl
 
 import numpy as np
 
-__all__ = ["MASK", "Column", "Namespace", "Ragged", "map_column", "map_namespace", "slice_column", "to_pylist"]
+__all__ = [
+    "MASK",
+    "Column",
+    "Namespace",
+    "Ragged",
+    "map_column",
+    "map_namespace",
+    "slice_column",
+    "to_pylist",
+    "trusted",
+]
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -57,16 +67,6 @@ class Ragged(Generic[A]):
             raise ValueError(f"kind must be 'list', 'str' or 'bytes', got {self.kind!r}")
         if len(cast("Any", self.offsets)) < 1:
             raise ValueError("offsets must have one entry more than there are rows, got none")
-
-    @classmethod
-    def trusted(cls, values: Any, offsets: Any, kind: Any, masks: Any) -> Ragged[Any]:
-        """Return the column of parts that are known to fit: once for every micro-batch, so nothing is checked."""
-        found = object.__new__(cls)
-        _SET_VALUES(found, values)
-        _SET_OFFSETS(found, offsets)
-        _SET_KIND(found, kind)
-        _SET_MASKS(found, masks)
-        return found
 
     def __len__(self) -> int:
         return len(cast("Any", self.offsets)) - 1
@@ -133,6 +133,16 @@ class Ragged(Generic[A]):
 _SET_VALUES, _SET_OFFSETS, _SET_KIND, _SET_MASKS = (
     Ragged.__dict__[name].__set__ for name in ("values", "offsets", "kind", "masks")
 )
+
+
+def trusted(values: Any, offsets: Any, kind: str, masks: Mapping[str, Any]) -> Ragged[Any]:
+    """Return the `Ragged` of parts that are known to fit: made once for every micro-batch, so nothing is checked."""
+    found: Ragged[Any] = object.__new__(Ragged)
+    _SET_VALUES(found, values)
+    _SET_OFFSETS(found, offsets)
+    _SET_KIND(found, kind)
+    _SET_MASKS(found, masks)
+    return found
 
 
 def slice_column(column: Column[A], start: int, stop: int) -> Column[A]:
