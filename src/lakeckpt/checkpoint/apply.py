@@ -119,12 +119,12 @@ def _of_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, specs:
     return lines
 
 
-def refuse(lines: list[str], *, slot: int) -> CheckpointMismatch:
+def refuse(lines: list[str], *, where: str) -> CheckpointMismatch:
     """The error for a checkpoint that does not fit."""
     shown = "\n  ".join(lines[:_MOST_LINES])
     more = f"\n  … and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
     return CheckpointMismatch(
-        f"the checkpoint in slot {slot} does not fit the live objects; nothing was changed:\n  {shown}{more}\n"
+        f"the checkpoint {where} does not fit the live objects; nothing was changed:\n  {shown}{more}\n"
         "Build the same objects as when it was saved, or start a run at another place"
     )
 

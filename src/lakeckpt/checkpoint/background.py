@@ -180,7 +180,7 @@ class Background:
         """Keep the generation until it is persisted, where none is kept yet: captures need the others."""
         if not self._held:
             stack = ExitStack()
-            stack.enter_context(self._generations.hold(order.step))
+            stack.enter_context(self._generations.hold(order.step, str(self.attempt.number)))
             self._held[order.step, order.number] = stack
 
     def heard(self) -> list[Saved]:

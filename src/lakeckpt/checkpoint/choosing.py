@@ -15,8 +15,10 @@ from collections.abc import Callable, Mapping
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.log import Damage, LogView, SlotTaken, list_slots, put_entry, read_log
-from lakeckpt.checkpoint.manifest import Begin, Manifest
+from lakeckpt.checkpoint.manifest import Begin, Captured, Manifest
 from lakeckpt.checkpoint.parts import PARTS
+from lakeckpt.checkpoint.remap import has_remapped
+from lakeckpt.checkpoint.remembered import Offer, where_it_goes_on
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, StorageError
 from lakeckpt.lake.storage import Storage, clear_leftovers
@@ -52,15 +54,28 @@ class Chooser:
         self._rejected.add(slot)
 
     def choose(self, *, fence: bool) -> dict[str, str]:
-        """The slot that is chosen (``none`` on a fresh start), the last one that is taken, and the run. ``fence``:
-        begin an attempt first, so that no other job commits any more."""
+        """The slot that is chosen (``none`` on a fresh start), the last one that is taken, the run, and which cuts in
+        memory go on from there (an `Offer`, or nothing). ``fence``: begin an attempt first, so that no other job
+        commits any more."""
         chosen = self._look()
         run = self._view.run or uuid.uuid4().hex
         last = self._view.last
         if fence:  # another job commits faster than we can verify: shut it out first, then look again
             last = self._fence(run, chosen)
             chosen = self._look()
-        return {"slot": "none" if chosen is None else str(chosen.slot), "last": str(last), "run": run}
+        offer = None if fence else self._offer(chosen)
+        return {
+            "slot": "none" if chosen is None else str(chosen.slot),
+            "last": str(last),
+            "run": run,
+            "offer": "" if offer is None else offer.to_text(),
+        }
+
+    def _offer(self, chosen: Manifest | None) -> Offer | None:
+        if chosen is not None and has_remapped(self._storage, chosen):
+            return None  # somebody carried the place of this checkpoint over: it is this one that is to be restored
+        begins = self._view.begins
+        return where_it_goes_on(begins[-1] if begins else None, chosen)
 
     def _look(self) -> Manifest | None:
         """Read the log; the newest commit that was not found damaged, or None on a fresh start."""
@@ -97,12 +112,14 @@ class Chooser:
             return slot
         raise AttemptSuperseded(f"other jobs took {_MOST_SLOTS} slots of the log in a row: stop them first")
 
-    def begin(self, told: Mapping[str, str], given_up: Mapping[str, int]) -> dict[str, str]:
+    def begin(
+        self, told: Mapping[str, str], given_up: Mapping[str, int], captured: Captured | None = None
+    ) -> dict[str, str]:
         """Begin the attempt that goes on from what `choose` has ``told``; ``begun`` is its slot, or ``no``."""
         slot = int(told["last"]) + 1
         restored = None if told["slot"] == "none" else int(told["slot"])
         try:
-            put_entry(self._storage, self._entry(told["run"], slot, restored, given_up))
+            put_entry(self._storage, self._entry(told["run"], slot, restored, given_up, captured))
         except SlotTaken:
             self._taken = slot
             return {"begun": "no"}
@@ -110,7 +127,14 @@ class Chooser:
             clear_leftovers(self._storage)
         return {"begun": str(slot)}
 
-    def _entry(self, run: str, slot: int, restored: int | None, given_up: Mapping[str, int]) -> Begin:
+    def _entry(
+        self,
+        run: str,
+        slot: int,
+        restored: int | None,
+        given_up: Mapping[str, int],
+        captured: Captured | None = None,
+    ) -> Begin:
         return Begin(
             run=run,
             slot=slot,
@@ -120,6 +144,7 @@ class Chooser:
             created_s=float(self._clock()),
             write_id=uuid.uuid4().hex,
             given_up=dict(given_up),
+            captured=captured,
         )
 
     def report(self, damage: Damage) -> None:

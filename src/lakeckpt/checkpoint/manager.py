@@ -53,8 +53,7 @@ class CheckpointManager:
             recognised: their states are taken as of what was consumed. Random states are always saved.
         persist_every: save after so many optimizer steps (int), or so much time (timedelta). Default: every 10 minutes.
         mean_time_between_failures: instead of ``persist_every``: how often a job of this size fails. Saves then fall as
-            often as loses the least time in all, by what they are measured to cost (Young and Daly,
-            see `lakeckpt.checkpoint.policy.best_interval_s`).
+            often as loses the least time in all, by what they cost (`lakeckpt.checkpoint.policy.best_interval_s`).
         capture_every: copy the state into host memory every so many optimizer steps (int), beside training; saves are
             then made from there by a process of this node, while training goes on, and a process that is restarted
             loses no more than that. It takes the state's size three times (four times with several ranks) of memory.
@@ -110,7 +109,7 @@ class CheckpointManager:
         self._uri = os.fspath(uri) if isinstance(uri, (str, PathLike)) else None
         self._storage_options = dict(storage_options or {})
         self._capture_every = _checked_every(capture_every)
-        self._arenas = ArenaFolder(arenas)
+        self._arenas = None if self._capture_every is None else ArenaFolder(arenas)
         self._background: Background | None = None
         self._settings = Settings(keep=rule, verify=verify, timeout_s=timeout_s)
         self._warn_only = on_save_failure == "warn"
@@ -148,21 +147,22 @@ class CheckpointManager:
     # --- what a training loop calls
 
     def restore(self) -> int:
-        """Restore the newest checkpoint that is whole, and begin an attempt; call it once, before the first step.
+        """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that all ranks still
+        have in memory), and begin an attempt; call it once, before the first step.
 
         Returns the optimizer steps done so far: 0 on a fresh place. Damaged checkpoints are passed over with a
         `DamageWarning` and told in `restore_report`.
 
         Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` where a reader
         refuses its state, with nothing changed on any; `CheckpointDamaged` where there are checkpoints and none is
-        whole. The tensors of modules and optimizers are read in place and verified as they come: where that fails for
-        good, the error says that they hold a mixture of states, and they must not be used.
+        whole. Tensors of modules and optimizers are read in place: where that fails for good, the error says so.
         """
         self._refuse_closed()
         if self._saver is not None:
             raise ConfigError("this manager has restored already: make another one to restore again")
-        step, attempt, self._report = Restorer(self._storage, self._exchange, self._objects).restore()
-        self._step = self._saved_step = step
+        restorer = Restorer(self._storage, self._exchange, self._objects, arenas=self._arenas)
+        step, attempt, self._report = restorer.restore()
+        self._step, self._saved_step = step, attempt.recorded
         self._tracks.update(
             (name, ReaderTrack(name, one)) for name, one in self._objects.items() if isinstance(one, TrackedReader)
         )
@@ -173,7 +173,7 @@ class CheckpointManager:
             self._storage, attempt, rank=rank, world_size=world_size, settings=self._settings, waiter=self._waiter
         )
         self._saver = Saver(publisher, self._exchange, objects=objects, tracks=self._tracks, journal=journal)
-        if self._capture_every is not None:
+        if self._arenas is not None:
             self._background = open_background(
                 objects,
                 self._place(),

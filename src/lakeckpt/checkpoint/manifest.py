@@ -29,6 +29,7 @@ from lakeckpt.wire.varint import pack_intervals, unpack_intervals
 
 __all__ = [
     "Begin",
+    "Captured",
     "Entry",
     "Manifest",
     "PartRef",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 _KIND = "log"
-_VERSION = (1, 4)  # 1.1: "keep"; 1.2: "skips"; 1.3: "given_up"; 1.4: "metric", "keep_every", "keep_best"
+_VERSION = (1, 4)  # 1.1: "keep"; 1.2: "skips"; 1.3: "given_up"; 1.4: "metric", "keep_every", "keep_best", "captured"
 _WITHOUT_RULES = (1, 3)
 
 
@@ -92,6 +93,28 @@ class ReaderRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A cut in host memory: the generation of ``step`` that ``attempt`` captured."""
+
+    attempt: int
+    step: int
+
+    def to_text(self) -> str:
+        """For messages between ranks.
+
+        >>> Captured(attempt=3, step=70).to_text()
+        '3:70'
+        """
+        return f"{self.attempt}:{self.step}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Captured:
+        """What `to_text` has said."""
+        attempt, _, step = text.partition(":")
+        return cls(attempt=int(attempt), step=int(step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
     """An attempt begins."""
 
@@ -107,6 +130,8 @@ class Begin:
     """Unique to this put: tells our entry from another's where the answer of a store was lost."""
     given_up: Mapping[str, int] = field(default_factory=dict)
     """reader → the epoch of which it gives the rest up, as its table version is gone."""
+    captured: Captured | None = None
+    """The cut in host memory that it went on from, where that was newer than ``restored``, or the same."""
 
     @property
     def attempt(self) -> int:
@@ -161,7 +186,7 @@ Entry = Begin | Manifest
 def entry_to_bytes(entry: Entry) -> bytes:
     """The document of an entry."""
     plain = _begin_to_plain(entry) if isinstance(entry, Begin) else _manifest_to_plain(entry)
-    newer = any(name in plain for name in ("metric", "keep_every", "keep_best"))
+    newer = any(name in plain for name in ("metric", "keep_every", "keep_best", "captured"))
     return dumps(plain, kind=_KIND, version=_VERSION if newer else _WITHOUT_RULES)
 
 
@@ -187,6 +212,7 @@ def _begin_to_plain(entry: Begin) -> dict[str, object]:
         "created_s": entry.created_s,
         "write_id": entry.write_id,
         **({"given_up": dict(entry.given_up)} if entry.given_up else {}),
+        **({"captured": [entry.captured.attempt, entry.captured.step]} if entry.captured is not None else {}),
     }
 
 
@@ -201,7 +227,14 @@ def _begin_from_plain(plain: Mapping[str, object]) -> Begin:
         created_s=taken(plain, "created_s", float),
         write_id=taken(plain, "write_id", str),
         given_up={str(name): number(given_up, name) for name in given_up},
+        captured=None if plain.get("captured") is None else _captured(plain["captured"]),
     )
+
+
+def _captured(row: object) -> Captured:
+    if not isinstance(row, list) or [type(value) for value in row] != [int, int] or min(row) < 0:
+        raise WireDamaged(f"a cut in memory is [attempt, step], got {row!r:.80}")
+    return Captured(attempt=row[0], step=row[1])
 
 
 def _manifest_to_plain(entry: Manifest) -> dict[str, object]:

@@ -42,7 +42,7 @@ from lakeckpt.reading.by_key import find_by_key
 from lakeckpt.wire.codec import dumps, loads
 from lakeckpt.wire.reader_state import dumps_state, loads_state
 
-__all__ = ["Remapped", "records_remapped", "remap"]
+__all__ = ["Remapped", "has_remapped", "records_remapped", "remap"]
 
 FOLDER = "remap"
 _KIND, _VERSION = "remap", (1, 0)
@@ -114,12 +114,17 @@ def remap(
     )
 
 
+def has_remapped(storage: Storage, manifest: Manifest) -> bool:
+    """Whether a place of this checkpoint was carried over."""
+    return bool(storage.list(f"{FOLDER}/{manifest.slot:010d}"))
+
+
 def records_remapped(storage: Storage, manifest: Manifest) -> Mapping[str, ReaderRecord]:
     """The records of a checkpoint's readers; of those whose place was carried over, at the place where they are now.
 
     Raises `CheckpointDamaged` where what was put into the run cannot be read.
     """
-    if not storage.list(f"{FOLDER}/{manifest.slot:010d}"):
+    if not has_remapped(storage, manifest):
         return manifest.readers
     found = {}
     for name, record in manifest.readers.items():

@@ -53,7 +53,9 @@ class RestoreReport:
     """What `CheckpointManager.restore` did."""
 
     restored: CheckpointInfo | None
-    """The checkpoint taken; None on a fresh start."""
+    """The checkpoint taken; None on a fresh start. Where a newer cut in memory was: the one that it goes on from."""
+    captured: int | None = None
+    """The optimizer step of the cut in this job's memory that was restored; None where it was the checkpoint."""
     attempt: int
     """The attempt that began."""
     damaged: tuple[Damage, ...]

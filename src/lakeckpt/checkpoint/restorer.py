@@ -6,6 +6,9 @@ refusal leaves them as they were. Last, the tensors of modules and optimizers ar
 come. Damage anywhere, found early or late: the checkpoint before is tried, on all ranks; it replaces whatever a damaged
 one has left. At the end rank 0 begins the attempt, in the slot right after the last one it has seen, so that no commit
 can slip in between.
+
+Where all ranks still have a newer cut in their nodes' memory (``remembered``), that is restored instead, in the same
+way; whatever is wrong with it, the checkpoint is.
 """
 
 from __future__ import annotations
@@ -14,36 +17,38 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from lakeckpt.checkpoint.agreement import everyone
 from lakeckpt.checkpoint.apply import apply, differences, is_large, refuse
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.choosing import Chooser
 from lakeckpt.checkpoint.in_place import load_in_place
 from lakeckpt.checkpoint.indexes import documents_of, filtered, offer, save
+from lakeckpt.checkpoint.journal import Leg
 from lakeckpt.checkpoint.ledger import index_path
 from lakeckpt.checkpoint.load import Loaded, load
 from lakeckpt.checkpoint.log import Damage, read_entry, slot_path
-from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.manifest import Captured, Manifest, ReaderRecord
 from lakeckpt.checkpoint.pinning import Pins, fit_readers, go_to, pins_of_rank_0, records_at, versions_of_ranks
 from lakeckpt.checkpoint.publish import Attempt
 from lakeckpt.checkpoint.random_states import derive_random, restore_random
 from lakeckpt.checkpoint.remap import records_remapped
+from lakeckpt.checkpoint.remembered import Offer, Remembered, readers_of
 from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
+from lakeckpt.checkpoint.together import Together, verdict
+from lakeckpt.checkpoint.together import told as _told
 from lakeckpt.checkpoint.verify import index_damage
 from lakeckpt.errors import (
+    ArenaError,
     AttemptSuperseded,
     CheckpointDamaged,
-    CheckpointError,
-    CheckpointMismatch,
-    LakeckptError,
     StorageError,
     WireError,
-    error_of,
 )
 from lakeckpt.lake.storage import Storage
 from lakeckpt.tracking.exchange import Exchange
@@ -60,18 +65,38 @@ _MIXED = "the modules and optimizers hold a mixture of states now: build them an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chosen:
-    manifest: Manifest
+    """What is restored: a checkpoint, or a cut in memory that goes on from it (or from the start of the run)."""
+
+    manifest: Manifest | None
+    captured: Captured | None = None
+    step: int
+    readers: Mapping[str, ReaderRecord]
+    legs: Mapping[str, tuple[Leg, ...]] = field(default_factory=dict)
+    """What was consumed between the two, by reader."""
     loaded: Loaded
     pins: Pins
 
     @property
+    def name(self) -> str:
+        """For messages."""
+        if self.captured is not None:
+            return f"the cut of step {self.step} in memory"
+        assert self.manifest is not None
+        return f"slot {self.manifest.slot}"
+
+    @property
     def epochs_given_up(self) -> dict[str, int]:
         """reader → the epoch of which the rest is given up."""
-        return {name: int(self.manifest.readers[name].state["epoch"]) for name in self.pins.given_up}
+        return {name: int(self.readers[name].state["epoch"]) for name in self.pins.given_up}
+
+
+_Which = tuple[int | None, Captured | None]
+"""The slot of a checkpoint (None: none yet), and the cut in memory that goes on from it, if that is restored."""
 
 
 class Restorer:
-    """Restores ``objects`` (tracked readers included) and begins an attempt."""
+    """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, where all
+    ranks give it and have something newer there than what was committed."""
 
     def __init__(
         self,
@@ -79,12 +104,18 @@ class Restorer:
         exchange: Exchange,
         objects: Mapping[str, Any],
         *,
+        arenas: ArenaFolder | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
         self._exchange = exchange
         self._objects = objects
         self._chooser = Chooser(storage, world_size=exchange.world_size, speaker=exchange.rank == 0, clock=clock)
+        self._memory = (
+            None if arenas is None else Remembered(arenas, rank=exchange.rank, world_size=exchange.world_size)
+        )
+        self._forgotten: set[Captured] = set()
+        self._all = Together(exchange)
         self._undo: list[Callable[[], None]] = []
         self._is_mixed = False
 
@@ -97,26 +128,43 @@ class Restorer:
             if self._is_mixed:
                 error.add_note(_MIXED)
             raise
+        finally:
+            if self._memory is not None:
+                self._memory.let_go()
 
     def _restore(self) -> tuple[int, Attempt, RestoreReport]:
         chosen: _Chosen | None = None
+        done: _Which = (None, None)
         for round_ in range(_MOST_ROUNDS):
-            told = self._told_by_rank_0(partial(self._chooser.choose, fence=round_ >= _POLITE_ROUNDS))
-            if told["slot"] == "none":
+            told = self._all.told_by_rank_0(partial(self._chooser.choose, fence=round_ >= _POLITE_ROUNDS))
+            slot = None if told["slot"] == "none" else int(told["slot"])
+            which: _Which = (slot, self._in_memory(told))
+            if which != done or chosen is None:
                 self._go_back()
-                chosen = None
-            elif chosen is None or chosen.manifest.slot != int(told["slot"]):
-                self._go_back()
-                chosen = self._load_and_vote(int(told["slot"]))
-                chosen = None if chosen is None else self._apply_at_versions(chosen)
-                if chosen is None:
-                    continue
+                chosen, done = None, which
+                if which != (None, None):
+                    chosen = self._load_and_vote(told["run"], which)
+                    chosen = None if chosen is None else self._apply_at_versions(chosen)
+                    if chosen is None:
+                        continue
             given_up = {} if chosen is None else chosen.epochs_given_up
-            begun = self._told_by_rank_0(partial(self._chooser.begin, told, given_up))["begun"]
+            begun = self._all.told_by_rank_0(partial(self._chooser.begin, told, given_up, which[1]))["begun"]
             if begun != "no":
                 self._undo.clear()
                 return self._finish(told["run"], int(begun), chosen)
         raise AttemptSuperseded(f"other jobs kept writing to this run through {_MOST_ROUNDS} tries: stop them first")
+
+    def _in_memory(self, told: Mapping[str, str]) -> Captured | None:
+        """The newest cut that goes on from the one that rank 0 has ``told`` of and that all ranks have in memory."""
+        if not told["offer"]:
+            return None
+        mine: set[Captured] = set()
+        if self._memory is not None:
+            with contextlib.suppress(ArenaError, OSError):
+                mine = self._memory.found(told["run"], Offer.from_text(told["offer"])) - self._forgotten
+        said = everyone(self._exchange, {"memory": " ".join(sorted(one.to_text() for one in mine))}).facts["memory"]
+        common = set.intersection(*({Captured.from_text(one) for one in text.split()} for text in said))
+        return max(common, key=lambda one: (one.step, one.attempt), default=None)
 
     def _go_back(self) -> None:
         """Readers and small objects, and the versions of tables, are as they were before the last try."""
@@ -138,29 +186,29 @@ class Restorer:
                 if self._exchange.rank == 0:
                     save(self._storage, reader)
 
-        self._together(settle)
+        self._all.do(settle)
 
     # --- verifying, on every rank
 
-    def _load_and_vote(self, slot: int) -> _Chosen | None:
-        """The checkpoint as this rank has verified it, or None where it is damaged on any rank."""
+    def _load_and_vote(self, run: str, which: _Which) -> _Chosen | None:
+        """What is to be restored as this rank has verified it, or None where it is damaged on any rank."""
         chosen, failure = None, None
         try:
-            chosen = self._load(slot)
+            chosen = self._load(which[0]) if which[1] is None else self._recall(run, which[0], which[1])
         except Exception as error:
             failure = error
-        votes = {} if failure is None else {_verdict(failure): _said(failure)}
+        votes = {}
+        if failure is not None:
+            votes = {"damaged" if which[1] is not None else verdict(failure): _told(failure)}
         if chosen is not None:
             votes = {f"{_GIVEN_UP}{name}": reason for name, reason in chosen.pins.given_up.items()}
-        tally = everyone(self._exchange, votes)
-        if "refused" in tally.facts:
-            if failure is not None and "refused" in votes:
-                raise failure
-            _raise_said(next(iter(tally.facts["refused"])), tally.describe("refused"))
+        tally = self._all.settle(votes, failure)
         if "damaged" in tally.facts:
-            self._reject(slot, tally)
+            self._reject(which, tally)
             return None
         assert chosen is not None
+        if chosen.captured is not None:
+            chosen = self._with_readers_of_all(chosen)
         given_up = {
             fact.removeprefix(_GIVEN_UP): next(iter(said))
             for fact, said in tally.facts.items()
@@ -169,26 +217,61 @@ class Restorer:
         indexes = {name: index for name, index in chosen.pins.indexes.items() if name not in given_up}
         return replace(chosen, pins=Pins(indexes=indexes, given_up=given_up))
 
-    def _reject(self, slot: int, tally: Tally) -> None:
-        self._chooser.reject(slot)
-        for said in tally.facts["damaged"]:
-            text = said.partition(": ")[2]
-            self._chooser.report(Damage(path=slot_path(slot), reason=f"this checkpoint is not whole: {text}"))
+    def _with_readers_of_all(self, chosen: _Chosen) -> _Chosen:
+        return replace(chosen, readers=readers_of(chosen.readers, self._exchange))
 
-    def _load(self, slot: int) -> _Chosen:
+    def _reject(self, which: _Which, tally: Tally) -> None:
+        slot, captured = which
+        for said in sorted(tally.facts["damaged"]):
+            text = said.partition(": ")[2]
+            if captured is not None:
+                path, reason = f"memory/{captured.to_text()}", f"this cut is not restored from memory: {text}"
+            else:
+                assert slot is not None
+                path, reason = slot_path(slot), f"this checkpoint is not whole: {text}"
+            self._chooser.report(Damage(path=path, reason=reason))
+        if captured is not None:
+            self._forgotten.add(captured)
+        elif slot is not None:
+            self._chooser.reject(slot)
+
+    def _manifest(self, slot: int) -> Manifest:
         try:
             manifest = read_entry(self._storage, slot)
         except WireError as error:
             raise CheckpointDamaged(f"{slot_path(slot)}: {error}") from error
         if not isinstance(manifest, Manifest):
             raise CheckpointDamaged(f"{slot_path(slot)}: expected a commit")
+        return manifest
+
+    def _load(self, slot: int | None) -> _Chosen:
+        assert slot is not None
+        manifest = self._manifest(slot)
         loaded = load(self._storage, manifest, rank=self._exchange.rank, world_size=self._exchange.world_size)
-        manifest = replace(manifest, readers=records_remapped(self._storage, manifest))
-        lines = differences(self._objects, loaded, manifest.readers)
+        readers = records_remapped(self._storage, manifest)
+        pins = self._compared(loaded, readers, f"in slot {slot}")
+        return _Chosen(manifest=manifest, step=manifest.step, readers=readers, loaded=loaded, pins=pins)
+
+    def _recall(self, run: str, slot: int | None, captured: Captured) -> _Chosen:
+        assert self._memory is not None
+        manifest = None if slot is None else self._manifest(slot)
+        recalled = self._memory.recall(run, captured, recorded=0 if manifest is None else manifest.step)
+        pins = self._compared(recalled.loaded, recalled.last, f"of step {captured.step} in memory")
+        return _Chosen(
+            manifest=manifest,
+            captured=captured,
+            step=captured.step,
+            readers=recalled.last,
+            legs=recalled.legs,
+            loaded=recalled.loaded,
+            pins=pins,
+        )
+
+    def _compared(self, loaded: Loaded, readers: Mapping[str, ReaderRecord], where: str) -> Pins:
+        lines = differences(self._objects, loaded, readers)
         if lines:
-            raise refuse(lines, slot=manifest.slot)
-        pins = fit_readers(self._storage, self._objects, manifest.readers, look=self._exchange.rank == 0)
-        return _Chosen(manifest=manifest, loaded=loaded, pins=pins)
+            raise refuse(lines, where=where)
+        return fit_readers(self._storage, self._objects, readers, look=self._exchange.rank == 0)
 
     # --- applying, on every rank
 
@@ -198,21 +281,30 @@ class Restorer:
         per_rank: tuple[str, ...] = ()
         given_up: Mapping[str, str] = {}
         if chosen is None:
-            self._together(self._same_versions)
+            self._all.do(self._same_versions)
             self._settle_selections()
         else:
-            manifest = chosen.manifest
+            manifest, step = chosen.manifest, chosen.step
+            attempt.legs = chosen.legs
+            if manifest is not None:
+                attempt.parent, attempt.seed, attempt.recorded = manifest.slot, manifest.seed, manifest.step
+                restored = CheckpointInfo.of(manifest)
             if chosen.loaded.random is None:
-                derive_random(manifest.seed, manifest.step, self._exchange.rank)
+                derive_random(attempt.seed, step, self._exchange.rank)
             else:
                 restore_random(chosen.loaded.random)
-            self._check_indexes(manifest)
-            attempt.parent, attempt.seed, attempt.recorded = manifest.slot, manifest.seed, manifest.step
-            step, restored, per_rank = manifest.step, CheckpointInfo.of(manifest), chosen.loaded.per_rank
-            given_up = chosen.pins.given_up
+            self._check_indexes(chosen.readers)
+            per_rank, given_up = chosen.loaded.per_rank, chosen.pins.given_up
             self._warn_of(given_up)
         damaged = self._chooser.damaged
-        report = RestoreReport(restored=restored, attempt=number, damaged=damaged, per_rank=per_rank, given_up=given_up)
+        report = RestoreReport(
+            restored=restored,
+            captured=None if chosen is None or chosen.captured is None else chosen.step,
+            attempt=number,
+            damaged=damaged,
+            per_rank=per_rank,
+            given_up=given_up,
+        )
         return step, attempt, report
 
     def _warn_of(self, given_up: Mapping[str, str]) -> None:
@@ -227,7 +319,7 @@ class Restorer:
         said = everyone(self._exchange, versions_of_ranks(self._objects)).facts
         if all(len(values) == 1 for values in said.values()):
             return lambda: None
-        self._told_by_rank_0(self._put_indexes)
+        self._all.told_by_rank_0(self._put_indexes)
         return go_to(self._objects, pins_of_rank_0(self._storage, said, rank=self._exchange.rank))
 
     def _put_indexes(self) -> dict[str, str]:
@@ -239,14 +331,14 @@ class Restorer:
     def _apply_at_versions(self, chosen: _Chosen) -> _Chosen | None:
         """Let readers go to the versions that they need, and load all states, on all ranks; None where the checkpoint
         turns out to be damaged. What raises leaves readers, small objects and versions to `_go_back`."""
-        self._together(lambda: self._undo.append(go_to(self._objects, chosen.pins.indexes)))
+        self._all.do(lambda: self._undo.append(go_to(self._objects, chosen.pins.indexes)))
         # Readers that give their epoch up, or go on elsewhere, are at what each rank has opened by itself.
-        self._together(lambda: self._undo.append(self._same_versions()))
+        self._all.do(lambda: self._undo.append(self._same_versions()))
         self._settle_selections()
-        records = records_at(self._objects, chosen.manifest.readers, chosen.pins.given_up)
-        loaded, slot = chosen.loaded, chosen.manifest.slot
-        small = self._vote(lambda: self._undo.append(apply(self._objects, loaded, records)), slot)
-        if not small or not self._vote(lambda: self._load_in_place(loaded), slot):
+        records = records_at(self._objects, chosen.readers, chosen.pins.given_up)
+        loaded = chosen.loaded
+        small = self._vote(lambda: self._undo.append(apply(self._objects, loaded, records)), chosen)
+        if not small or not self._vote(lambda: self._load_in_place(loaded), chosen):
             return None
         self._is_mixed = False
         return chosen
@@ -255,31 +347,28 @@ class Restorer:
         self._is_mixed = any(map(is_large, self._objects.values()))
         load_in_place(self._objects, loaded)
 
-    def _vote(self, work: Callable[[], None], slot: int) -> bool:
-        """Do ``work`` of restoring ``slot`` on every rank; False where it found damage on one. What else it raises on
-        one is raised on all."""
+    def _vote(self, work: Callable[[], None], chosen: _Chosen) -> bool:
+        """Do ``work`` of restoring what is ``chosen`` on every rank; False where it found damage on one. What else it
+        raises on one is raised on all."""
         failure: Exception | None = None
         try:
             work()
         except Exception as error:
             failure = error
-        tally = everyone(self._exchange, {} if failure is None else {_verdict(failure): _said(failure)})
-        if "refused" in tally.facts:
-            if failure is not None and _verdict(failure) == "refused":
-                raise failure
-            raise CheckpointMismatch(f"other ranks could not apply slot {slot}: {tally.describe('refused')}")
+        votes = {} if failure is None else {verdict(failure): _told(failure)}
+        tally = self._all.settle(votes, failure, f"other ranks could not apply {chosen.name}: ")
         if "damaged" in tally.facts:
-            self._reject(slot, tally)
+            self._reject((None if chosen.manifest is None else chosen.manifest.slot, chosen.captured), tally)
             self._go_back()
             return False
         return True
 
-    def _check_indexes(self, manifest: Manifest) -> None:
+    def _check_indexes(self, readers: Mapping[str, ReaderRecord]) -> None:
         """Verify the saved footer indexes and row selections; a damaged one is written anew if the live reader still
         has the same."""
         if self._exchange.rank:
             return
-        for name, reader in manifest.readers.items():
+        for name, reader in readers.items():
             if reader.index is None:
                 continue
             live = documents_of(self._objects[name])
@@ -293,49 +382,3 @@ class Restorer:
                 if damage.path in live:
                     with contextlib.suppress(StorageError):
                         self._storage.put(damage.path, [live[damage.path].dumps()])
-
-    # --- talking
-
-    def _together(self, work: Callable[[], object]) -> None:
-        """Do ``work`` on every rank; what it raises on one is raised on all."""
-        failure: Exception | None = None
-        try:
-            work()
-        except Exception as error:
-            failure = error
-        tally = everyone(self._exchange, {} if failure is None else {"refused": _said(failure)})
-        if failure is not None:
-            raise failure
-        if "refused" in tally.facts:
-            _raise_said(next(iter(tally.facts["refused"])), tally.describe("refused"))
-
-    def _told_by_rank_0(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
-        """What ``work`` says on rank 0, on every rank; what it raises there is raised everywhere."""
-        said: dict[str, str] = {}
-        failure: Exception | None = None
-        if self._exchange.rank == 0:
-            try:
-                said = work()
-            except Exception as error:
-                failure, said = error, {"failed": _said(error)}
-        tally = everyone(self._exchange, said)
-        if failure is not None:
-            raise failure
-        told = {name: next(iter(values)) for name, values in tally.facts.items()}
-        if "failed" in told:
-            _raise_said(told["failed"], f"rank 0 could not restore: {told['failed']}")
-        return told
-
-
-def _verdict(error: Exception) -> str:
-    """Whether an older checkpoint may do."""
-    return "damaged" if isinstance(error, CheckpointDamaged) else "refused"
-
-
-def _said(error: Exception) -> str:
-    kind = error.kind if isinstance(error, LakeckptError) else type(error).__name__
-    return f"{kind}: {error}"
-
-
-def _raise_said(said: str, text: str) -> NoReturn:
-    raise error_of(said.partition(":")[0], text, otherwise=CheckpointError)

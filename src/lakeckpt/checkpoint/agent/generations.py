@@ -31,13 +31,14 @@ class Generations:
         self._open: dict[str, Arena] = {}
 
     @contextlib.contextmanager
-    def hold(self, step: int) -> Iterator[Held | None]:
-        """The generation of ``step``, kept from being written while the block runs; None where there is none."""
+    def hold(self, step: int, attempt: str) -> Iterator[Held | None]:
+        """The generation of ``step`` that ``attempt`` captured, kept from being written while the block runs; None
+        where there is none. An earlier attempt may have left another one of the same step."""
         for arena in list(self._found().values()):
-            if all(record.step != step for record in arena.complete()):
+            if all((record.step, record.attempt) != (step, attempt) for record in arena.complete()):
                 continue
             with arena.hold(step) as held:
-                if held is not None:
+                if held is not None and held.record.attempt == attempt:
                     yield held
                     return
         yield None

@@ -205,7 +205,7 @@ class Persister:
             timeout_s=self._settings.timeout_s,
             is_over=self._is_over if order.number != WILL else lambda: False,
         )
-        with self._generations.hold(order.step) as held:
+        with self._generations.hold(order.step, str(self._publisher.attempt.number)) as held:
             taken: StagedCut | Exception
             try:
                 if held is None:

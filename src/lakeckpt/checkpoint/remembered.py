@@ -1,0 +1,197 @@
+"""What of a run does this node's memory still hold, and is it newer than what was committed?
+
+A trainer that is started again finds the arenas of the one before. A generation may be restored if it goes on from the
+history of the log: if it is of the attempt that began last (or is the one that this attempt itself went on from), and
+not older than its newest commit. It must be complete on every rank: the newest that all ranks have is taken. What was
+consumed between the commit and the generation goes on as *legs*, until a commit has it.
+
+`Remembered` looks and reads for one rank; which generation is taken, the ranks settle in ``restorer``. Whatever is
+wrong with memory, a checkpoint is taken instead. It writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lakeckpt.checkpoint.agent.generations import Generations, identity_of
+from lakeckpt.checkpoint.agreement import Talk
+from lakeckpt.checkpoint.arena.contents import Contents, contents_of
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.journal import Leg, legs_from_bytes, since
+from lakeckpt.checkpoint.load import Loaded, loaded_of
+from lakeckpt.checkpoint.manifest import Begin, Captured, Manifest, ReaderRecord
+from lakeckpt.core.skips import SkipList
+from lakeckpt.errors import ArenaDamaged
+from lakeckpt.tracking.merge import is_part, merge_states
+from lakeckpt.wire.codec import dumps, loads
+from lakeckpt.wire.skips import skips_from_wire, skips_to_wire
+
+__all__ = ["Offer", "Recalled", "Remembered", "readers_of", "where_it_goes_on"]
+
+_THREADS = 4
+_KIND, _VERSION = "recalled", (1, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Which generations go on from the history of the log."""
+
+    attempt: int
+    """The attempt that began last."""
+    least: int
+    """Its generations count from this optimizer step on."""
+    also: Captured | None
+    """What that attempt went on from, itself."""
+
+    def takes(self, one: Captured) -> bool:
+        """Whether a generation is among them."""
+        return one == self.also if one.attempt != self.attempt else one.step >= self.least
+
+    def to_text(self) -> str:
+        """For the other ranks."""
+        also = "" if self.also is None else self.also.to_text()
+        return f"{self.attempt},{self.least},{also}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Offer:
+        """What `to_text` has said."""
+        attempt, least, also = text.split(",")
+        return cls(attempt=int(attempt), least=int(least), also=Captured.from_text(also) if also else None)
+
+
+def where_it_goes_on(begin: Begin | None, newest: Manifest | None) -> Offer | None:
+    """What memory may offer beyond ``newest``, the commit that is chosen; ``begin`` is the last of the log. None where
+    nothing may be."""
+    if begin is None:
+        return None
+    if newest is None:
+        return None if begin.restored is not None else _offer(begin, least=0)
+    if newest.attempt == begin.attempt:
+        return _offer(begin, least=newest.step)
+    if begin.restored == newest.slot:
+        return _offer(begin, least=newest.step + 1)
+    return None  # the attempt went on from another commit: that one is damaged, or this one was
+
+
+def _offer(begin: Begin, *, least: int) -> Offer:
+    also = begin.captured if begin.captured is not None and begin.captured.step >= least else None
+    return Offer(attempt=begin.attempt, least=least, also=also)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """A generation of this rank, read but for its tensors."""
+
+    loaded: Loaded
+    legs: Mapping[str, tuple[Leg, ...]]
+    """reader → what was consumed since the commit."""
+    last: Mapping[str, ReaderRecord]
+    """reader → the record of its last leg, which ends at the cut: state and skips are this rank's own."""
+
+
+class Remembered:
+    """The memory of ``rank`` of ``world_size``, in ``folder``. Used by one thread; `let_go` of it at the end."""
+
+    def __init__(self, folder: ArenaFolder, *, rank: int, world_size: int) -> None:
+        self._folder, self._rank, self._world_size = folder, rank, world_size
+        self._held = ExitStack()
+
+    def found(self, run: str, offer: Offer) -> set[Captured]:
+        """The generations of ``run`` that are complete here, of those that are on ``offer``."""
+        attempts = {offer.attempt} | ({offer.also.attempt} if offer.also is not None else set())
+        generations = self._generations(run)
+        try:
+            every = {Captured(attempt=one, step=step) for one in attempts for step in generations.steps(str(one))}
+        finally:
+            generations.close()
+        return {one for one in every if offer.takes(one)}
+
+    def _generations(self, run: str) -> Generations:
+        return Generations(self._folder, identity_of(run, rank=self._rank, world_size=self._world_size))
+
+    def recall(self, run: str, which: Captured, *, recorded: int) -> Recalled:
+        """Read a generation, which stays as it is until `let_go`; the log has recorded all up to step ``recorded``.
+
+        Raises `ArenaDamaged`, `WireError` and `CheckpointDamaged` where it is not what was written.
+        """
+        self.let_go()
+        generations = self._generations(run)
+        self._held.callback(generations.close)
+        held = self._held.enter_context(generations.hold(which.step, str(which.attempt)))
+        if held is None:
+            raise ArenaDamaged(f"step {which.step} of attempt {which.attempt} is not in memory any more")
+        contents = contents_of(held)
+        every = {name: legs_from_bytes(data) for name, data in contents.documents.readers.items()}
+        loaded = loaded_of(
+            contents.documents.trees,
+            specs=contents.specs,
+            source=_InArena(contents),
+            is_new=False,
+            per_rank=(),
+            what=f"step {which.step} in memory",
+        )
+        done = which.step == recorded
+        return Recalled(
+            loaded=loaded,
+            legs={name: () if done else since(legs, recorded) for name, legs in every.items()},
+            last={name: legs[-1].record for name, legs in every.items() if legs},
+        )
+
+    def let_go(self) -> None:
+        """The generation that was recalled may be written again."""
+        self._held.close()
+        self._held = ExitStack()
+
+
+class _InArena:
+    """Tensors in a generation that is held."""
+
+    __slots__ = ("_contents",)
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+
+    def fill(self, into: Mapping[str, memoryview]) -> None:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="lakeckpt-recall") as pool:
+            for job in [pool.submit(self._copy, key, target) for key, target in into.items()]:
+                job.result()
+
+    def _copy(self, key: str, target: memoryview) -> None:
+        if len(target):  # numpy lets go of the interpreter's lock while it copies
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(self._contents.tensor(key), np.uint8))
+
+    def same(self, one: str, other: str) -> bool:
+        return bool(self._contents.tensor(one) == self._contents.tensor(other))
+
+
+def readers_of(last: Mapping[str, ReaderRecord], talk: Talk) -> dict[str, ReaderRecord]:
+    """The records of readers of the whole job at the cut, of those of all ranks (see `Recalled.last`); collective."""
+    mine = {
+        name: [[dict(one.state)] if is_part(one.state) else [], skips_to_wire(one.skips)] for name, one in last.items()
+    }
+    every = _unpacked(talk.combine(_packed([mine]), _joined))
+    found = {}
+    for name, one in last.items():
+        parts = [state for rank in every for state in rank[name][0]]
+        skips = SkipList().union(*(skips_from_wire(rank[name][1]) for rank in every))
+        found[name] = replace(one, state=merge_states(parts) if is_part(one.state) else one.state, skips=skips)
+    return found
+
+
+def _joined(messages: Sequence[bytes]) -> bytes:
+    return _packed([one for message in messages for one in _unpacked(message)])
+
+
+def _packed(ranks: Iterable[Mapping[str, list[Any]]]) -> bytes:
+    return dumps(list(ranks), kind=_KIND, version=_VERSION)
+
+
+def _unpacked(data: bytes) -> list[dict[str, list[Any]]]:
+    found: list[dict[str, list[Any]]] = loads(data, kind=_KIND, supported=_VERSION).value
+    return found
