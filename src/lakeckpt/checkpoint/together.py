@@ -39,7 +39,7 @@ class Together:
         if "refused" in tally.facts:
             if failure is not None and "refused" in votes:
                 raise failure
-            raise_said(next(iter(tally.facts["refused"])), what + tally.describe("refused"))
+            _raise_said(next(iter(tally.facts["refused"])), what + tally.describe("refused"))
         return tally
 
     def told_by_rank_0(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
@@ -56,7 +56,7 @@ class Together:
             raise failure
         every = {name: next(iter(values)) for name, values in tally.facts.items()}
         if "failed" in every:
-            raise_said(every["failed"], f"rank 0 could not restore: {every['failed']}")
+            _raise_said(every["failed"], f"rank 0 could not restore: {every['failed']}")
         return every
 
 
@@ -71,6 +71,6 @@ def told(error: Exception) -> str:
     return f"{kind}: {error}"
 
 
-def raise_said(words: str, text: str) -> NoReturn:
+def _raise_said(words: str, text: str) -> NoReturn:
     """Raise what another rank has `told`, with this ``text``."""
     raise error_of(words.partition(":")[0], text, otherwise=CheckpointError)
