@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Batch": "lakeckpt.data.batch",
+    "Bubbles": "lakeckpt.checkpoint.bubbles.watch",
     "CheckpointManager": "lakeckpt.checkpoint.manager",
     "Keep": "lakeckpt.checkpoint.keep",
     "KeptVersion": "lakeckpt.lake.keep",
@@ -40,6 +41,7 @@ _PUBLIC = {
 
 __all__ = [
     "Batch",
+    "Bubbles",
     "CheckpointManager",
     "Keep",
     "KeptVersion",
@@ -69,6 +71,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lakeckpt import errors
+    from lakeckpt.checkpoint.bubbles.watch import Bubbles
     from lakeckpt.checkpoint.dcp.planners import LakeLoadPlanner, LakeSavePlanner
     from lakeckpt.checkpoint.dcp.reader import LakeStorageReader
     from lakeckpt.checkpoint.dcp.value import PerRank

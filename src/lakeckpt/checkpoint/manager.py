@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Self
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.background import Background
@@ -29,17 +27,21 @@ from lakeckpt.checkpoint.opening import Place, open_background
 from lakeckpt.checkpoint.policy import Policy, policy_of
 from lakeckpt.checkpoint.publish import Publisher, Settings
 from lakeckpt.checkpoint.random_states import RANDOM
+from lakeckpt.checkpoint.ranks import check_topology, exchange_of
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, RestoreReport, SaveWarning
 from lakeckpt.checkpoint.restorer import Restorer
 from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, WireError
+from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, StorageError, WireError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, describe, open_storage
-from lakeckpt.tracking.exchange import Exchange, GlooExchange, Solo
+from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.readers import TrackedReader
+
+if TYPE_CHECKING:
+    from lakeckpt.checkpoint.bubbles.watch import Bubbles
 
 __all__ = ["CheckpointManager"]
 
@@ -59,6 +61,8 @@ class CheckpointManager:
             loses no more than that. It takes the state's size three times (four times with several ranks) of memory.
             None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
+        bubbles: where this rank is idle (`lakeckpt.Bubbles`): captures then move while it waits. What the last
+            iterations were like is written beside the checkpoints at the close, for ``lakeckpt report``.
         policy: instead of both, an object that says when to save (`lakeckpt.checkpoint.policy.Policy`).
         keep: which checkpoints keep their data: so many of the newest (int), or what a `lakeckpt.Keep` says. The record
             of all of them stays.
@@ -84,6 +88,7 @@ class CheckpointManager:
         mean_time_between_failures: timedelta | None = None,
         capture_every: int | None = None,
         arenas: str | PathLike[str] | None = None,
+        bubbles: Bubbles | None = None,
         policy: Policy | None = None,
         keep: int | Keep = 3,
         group: Any = None,
@@ -104,12 +109,13 @@ class CheckpointManager:
             raise ConfigError(f"a run lies at a folder, a URL or in a Storage, got {uri!r}")
         self._storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
         self._waiter = SystemWaiter() if waiter is None else waiter
-        self._exchange = _exchange(group, timeout_s, alone=world_size == 1) if exchange is None else exchange
-        _check_topology(self._exchange, rank, world_size)
+        self._exchange = exchange_of(group, timeout_s, alone=world_size == 1) if exchange is None else exchange
+        check_topology(self._exchange, rank, world_size)
         self._uri = os.fspath(uri) if isinstance(uri, (str, PathLike)) else None
         self._storage_options = dict(storage_options or {})
         self._capture_every = _checked_every(capture_every)
         self._arenas = None if self._capture_every is None else ArenaFolder(arenas)
+        self._bubbles = bubbles
         self._background: Background | None = None
         self._settings = Settings(keep=rule, verify=verify, timeout_s=timeout_s)
         self._warn_only = on_save_failure == "warn"
@@ -185,6 +191,7 @@ class CheckpointManager:
                 journal=journal,
                 settings=self._settings,
                 waiter=self._waiter,
+                gate=None if self._bubbles is None else self._bubbles.gate,
             )
         self._schedule.start(step)
         return step
@@ -206,6 +213,8 @@ class CheckpointManager:
         self._step += 1
         for name, track in self._tracks.items():
             track.cut(self._step, receipts.get(name))
+        if self._bubbles is not None:
+            self._bubbles.gate.cut(self._step)
         due = self._schedule.is_due(self._step)
         try:
             if self._background is not None:
@@ -252,6 +261,8 @@ class CheckpointManager:
             try:
                 if self._background is not None:
                     self._background.close(well=well)
+                if self._bubbles is not None:
+                    self._save_profile(self._bubbles)
             finally:
                 self._exchange.close()
 
@@ -322,6 +333,15 @@ class CheckpointManager:
             raise failure
         return newest
 
+    def _save_profile(self, bubbles: Bubbles) -> None:
+        if self._report is None:
+            return
+        rank, world_size = self._exchange.rank, self._exchange.world_size
+        try:
+            bubbles.save(self._storage, attempt=self._report.attempt, rank=rank, world_size=world_size)
+        except StorageError as error:
+            warnings.warn(f"where rank {rank} was idle could not be written: {error}", SaveWarning, stacklevel=4)
+
     def _place(self) -> Place:
         """Where the run lies, as an agent can open it."""
         uri = self._storage.name if isinstance(self._storage, LocalStorage) else self._uri
@@ -370,31 +390,3 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
         if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
             raise ConfigError(f"{name!r} is a {type(one).__name__} without state_dict and load_state_dict")
     return dict(state)
-
-
-def _exchange(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
-    if dist.is_available() and dist.is_initialized():
-        group = group.get_group() if hasattr(group, "get_group") else group
-        size = dist.get_world_size(group)
-        if size < 1:
-            raise ConfigError("this process is not in the group= that was given: give one whose ranks save together")
-        return Solo() if size == 1 else GlooExchange(group, timeout_s=timeout_s)
-    if group is None and not alone and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise ConfigError(
-            f"this job has WORLD_SIZE={os.environ['WORLD_SIZE']} processes, but torch.distributed is not initialized: "
-            "each would take itself for the whole job. Call torch.distributed.init_process_group() first, or pass "
-            "rank=0 and world_size=1 if this process keeps a run of its own"
-        )
-    if group is not None:
-        raise ConfigError("a group was given and torch.distributed is not initialized: call init_process_group first")
-    return Solo()
-
-
-def _check_topology(exchange: Exchange, rank: int | None, world_size: int | None) -> None:
-    found = (exchange.rank, exchange.world_size)
-    asked = (found[0] if rank is None else rank, found[1] if world_size is None else world_size)
-    if asked != found:
-        raise ConfigError(
-            f"rank {asked[0]} of {asked[1]} was asked for, and this process is rank {found[0]} of {found[1]}: "
-            "initialize torch.distributed, or give the group of these ranks"
-        )

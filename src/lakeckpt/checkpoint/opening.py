@@ -17,6 +17,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack
+from lakeckpt.checkpoint.gate import Gate
 from lakeckpt.checkpoint.publish import Attempt, Settings
 from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.errors import LimitExceeded, UnsupportedValue
@@ -48,8 +49,11 @@ def open_background(
     journal: Journal,
     settings: Settings,
     waiter: Waiter,
+    gate: Gate | None = None,
 ) -> Background:
     """What captures ``objects`` into ``arenas`` and persists them, for a history that goes on after ``step``.
+
+    ``gate`` says when slices may move; None: at once.
 
     Raises `AgentError` where no agent can be started, `ArenaError` where the folder cannot hold arenas.
     """
@@ -57,7 +61,9 @@ def open_background(
     identity = identity_of(attempt.run, rank=exchange.rank, world_size=exchange.world_size)
     agent = _agent(place, attempt, exchange, arenas=arenas, settings=settings, waiter=waiter)
     return Background(
-        CaptureEngine(objects, identity, folder=arenas, step=step, generations=_generations(exchange.world_size)),
+        CaptureEngine(
+            objects, identity, folder=arenas, step=step, gate=gate, generations=_generations(exchange.world_size)
+        ),
         agent,
         Generations(arenas, identity),
         exchange,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lakeckpt.checkpoint.bubbles.profile import read_profiles
+from lakeckpt.checkpoint.bubbles.profile import BUBBLES, read_profiles
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
-from lakeckpt.errors import ConfigError
+from lakeckpt.checkpoint.report import SaveWarning
+from lakeckpt.core.bubble_record import shares
+from lakeckpt.errors import ConfigError, StorageError
 from lakeckpt.lake.storage import open_storage
+from tests.checkpoint.rig import MemoryStorage, manager, train_step, training
 
 
 class Loader:
@@ -61,6 +65,42 @@ def test_the_last_iterations_are_saved_beside_a_run(tmp_path: Path) -> None:
     bubbles.save(storage, attempt=1, rank=0, world_size=1)
     (profile,) = read_profiles(storage)
     assert [one.step for one in profile.records] == [0, 1]
+
+
+def test_captures_of_a_manager_move_while_the_rank_is_idle(tmp_path: Path) -> None:
+    bubbles, objects, storage = Bubbles(), training(), MemoryStorage()
+    with manager(storage, objects, capture_every=1, arenas=tmp_path, bubbles=bubbles, timeout_s=30.0) as saver:
+        saver.restore()
+        train_step(objects)
+        saver.step()
+        saver.save()  # the arena is made
+        for step in (2, 3):
+            train_step(objects)
+            saver.step()
+            with bubbles.idle("the test"):
+                while saver._background._engine.completed != step:  # type: ignore[union-attr]
+                    pass
+        train_step(objects)
+        saver.step()
+        train_step(objects)  # nothing is idle: all moves at the fence
+        saver.step()
+    (profile,) = read_profiles(storage)
+    moved = {one.step: one for one in profile.records}
+    assert all(shares([moved[step]]).bubble_share == 1.0 for step in (2, 3))
+    assert shares([moved[4]]).urgent_bytes == shares([moved[4]]).moved_bytes == shares([moved[3]]).moved_bytes > 0
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_a_job() -> None:
+    class Full(MemoryStorage):
+        def put(self, path: str, chunks: Any) -> int:
+            if path.startswith(BUBBLES):
+                raise StorageError("no more")
+            return super().put(path, chunks)
+
+    saver = manager(Full(), training(), bubbles=Bubbles())
+    saver.restore()
+    with pytest.warns(SaveWarning, match="no more"):
+        saver.close()
 
 
 def test_a_cpu_is_what_is_watched_unless_a_gpu_is_named() -> None:

@@ -1,0 +1,47 @@
+"""Which ranks save together, and which of them is this?  As torch.distributed says, or a process alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from lakeckpt.errors import ConfigError
+from lakeckpt.tracking.exchange import Exchange, GlooExchange, Solo
+
+__all__ = ["check_topology", "exchange_of"]
+
+
+def exchange_of(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
+    """How the ranks of ``group`` (a process group or one-dimensional DeviceMesh; None: all) talk to each other.
+
+    ``alone``: this process keeps a run of its own, whatever its environment says. `ConfigError` where it cannot be
+    known which ranks save together.
+    """
+    if dist.is_available() and dist.is_initialized():
+        group = group.get_group() if hasattr(group, "get_group") else group
+        size = dist.get_world_size(group)
+        if size < 1:
+            raise ConfigError("this process is not in the group= that was given: give one whose ranks save together")
+        return Solo() if size == 1 else GlooExchange(group, timeout_s=timeout_s)
+    if group is None and not alone and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ConfigError(
+            f"this job has WORLD_SIZE={os.environ['WORLD_SIZE']} processes, but torch.distributed is not initialized: "
+            "each would take itself for the whole job. Call torch.distributed.init_process_group() first, or pass "
+            "rank=0 and world_size=1 if this process keeps a run of its own"
+        )
+    if group is not None:
+        raise ConfigError("a group was given and torch.distributed is not initialized: call init_process_group first")
+    return Solo()
+
+
+def check_topology(exchange: Exchange, rank: int | None, world_size: int | None) -> None:
+    """`ConfigError` where ``rank`` or ``world_size`` was asked for, and is not this process's."""
+    found = (exchange.rank, exchange.world_size)
+    asked = (found[0] if rank is None else rank, found[1] if world_size is None else world_size)
+    if asked != found:
+        raise ConfigError(
+            f"rank {asked[0]} of {asked[1]} was asked for, and this process is rank {found[0]} of {found[1]}: "
+            "initialize torch.distributed, or give the group of these ranks"
+        )
