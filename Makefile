@@ -21,7 +21,7 @@ export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/cache/matplotlib
 # Many images set it. Nothing is compiled at installation: without bytecode, each process compiles torch anew (3 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-soak test-system lint types pytest format bench bench-readers docs clean
+.PHONY: help demo test gpu-check test-soak test-system lint types pytest format bench bench-readers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -88,6 +88,10 @@ test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random mom
 test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; installs Debian packages
 	tests/system/install.sh
 	$(BIN)/python -m pytest -m system -n 0 $(ARGS)
+
+gpu-check: $(VENV)/dev  ## captures on a CUDA device: their order, then what a capture at every step costs (needs a GPU)
+	$(BIN)/python -m pytest -m gpu -n 0 tests/gpu $(ARGS)
+	$(BIN)/python -m benchmarks.gpu_captures --json bench-out/gpu-captures.json
 
 bench: $(VENV)/dev $(VENV)/peers/made $(VENV)/older/made  ## every benchmark; installs Debian's nginx, and peers in .venv/peers, .venv/older
 	benchmarks/install.sh

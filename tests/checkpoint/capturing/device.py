@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lakeckpt.checkpoint.capturing.packing import Batch
+
 __all__ = ["Device", "SimulatedLink"]
 
 
@@ -90,9 +92,9 @@ class SimulatedLink:
         if self.orders:
             self.device.wait(1, self.device.record(0))
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], /) -> Ticket:
+    def copy(self, batch: Batch, /) -> Ticket:
         with self.device.lock:
-            for to, source in pairs:
+            for to, source in batch.pairs:
                 for part in (slice(None, None, 2), slice(1, None, 2)):
                     self._queue_part(to.reshape(-1)[part], source.detach().reshape(-1)[part])
             return Ticket(self.device, self.device.record(1))

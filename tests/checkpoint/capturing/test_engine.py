@@ -219,6 +219,29 @@ def test_an_optimizer_that_goes_around_its_hooks_is_captured_at_the_cut(made: Ma
     assert_same(kept_state(folder, 2), expected)
 
 
+def test_a_step_that_is_captured_into_a_graph_is_captured_at_the_cut_from_then_on(
+    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, gate = Job(torch.optim.SGD), HeldGate()
+    engine = made(job.objects, gate=gate)
+    job.step()
+    assert cut(engine, 1, must=True)
+    job.backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.warns(CaptureWarning, match="captured into a CUDA graph"):
+            job.optimizer.step()
+    with pytest.warns(CaptureWarning, match="step 1 was given up"):
+        engine.wait()
+    expected = state_of(job.objects)
+    assert cut(engine, 2)
+    for one in job.model.parameters():
+        one.data.mul_(2)  # a replay: no hook, and no change that torch counts
+    assert engine.wait() == 2
+    assert_same(kept_state(folder, 2), expected)
+
+
 def test_an_optimizer_that_never_steps_through_its_hooks_is_captured_at_the_cut(made: Made) -> None:
     model = nn.Linear(8, 8)
     engine = made({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, gate=HeldGate())

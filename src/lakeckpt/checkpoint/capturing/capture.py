@@ -94,6 +94,11 @@ class Capture:
             self._changed.notify_all()
         self.fence_s += self._clock() - begin
 
+    def void(self) -> None:
+        """The state may change without a fence: what is not sealed by now does not count."""
+        with self._changed:
+            self._intact &= self._sealed
+
     def _seal(self) -> None:
         if not self._sealed:
             self._intact &= [version_of(one) for one in self._live] == self._versions

@@ -90,7 +90,7 @@ class CaptureEngine:
         self._store = ArenaStore(
             ArenaFolder() if folder is None else folder, identity, step=step, generations=generations
         )
-        self._hooks = UpdateHooks(self._objects, self.fence)
+        self._hooks = UpdateHooks(self._objects, self.fence, self._void)
         self._sources: list[Source] | None = None
         self._plan: CapturePlan | None = None
         self._documents_bytes = 0
@@ -189,6 +189,10 @@ class CaptureEngine:
             self._copier.join()
         self._hooks.remove()
         self._store.close(remove=remove)
+
+    def _void(self) -> None:
+        if (job := self._current) is not None:
+            job.capture.void()
 
     # --- a cut, on the training thread
 

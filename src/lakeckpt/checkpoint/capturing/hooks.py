@@ -26,12 +26,15 @@ _PATIENCE = 3
 
 
 class UpdateHooks:
-    """The hooks of all optimizers and modules among ``objects``. ``fence`` is called before each change."""
+    """The hooks of all optimizers and modules among ``objects``.
 
-    __slots__ = ("_around", "_fence", "_fired", "_handles", "_optimizers", "_proven", "_unseen", "_versions")
+    ``fence`` is called before each change, ``void`` where what is being captured may change without one.
+    """
 
-    def __init__(self, objects: Mapping[str, Any], fence: Callable[[], None]) -> None:
-        self._fence = fence
+    __slots__ = ("_around", "_fence", "_fired", "_handles", "_optimizers", "_proven", "_unseen", "_versions", "_void")
+
+    def __init__(self, objects: Mapping[str, Any], fence: Callable[[], None], void: Callable[[], None]) -> None:
+        self._fence, self._void = fence, void
         self._optimizers = {name: one for name, one in objects.items() if isinstance(one, torch.optim.Optimizer)}
         self._proven: set[str] = set()
         self._around: set[str] = set()
@@ -56,9 +59,11 @@ class UpdateHooks:
         def about_to_step(*_: object) -> None:
             self._fired.add(name)
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                # Nothing is changed now, and no work outside of a graph may be waited for: replays are what changes.
+                self._void()
                 self._goes_around(name, "a step of it is captured into a CUDA graph, and replays call no hooks")
-            else:
-                self._proven.add(name)
+                return
+            self._proven.add(name)
             self._fence()
 
         return about_to_step

@@ -17,10 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaLink", "Link", "Ticket"]
+from lakeckpt.checkpoint.capturing.packing import Batch, packed
 
-Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""(to, from): of one dtype and shape, or bytes of one length."""
+__all__ = ["CudaLink", "Link", "Ticket"]
 
 
 class Ticket(Protocol):
@@ -38,7 +37,7 @@ class Link(Protocol):
         """Copies that are queued from now on come after all that this thread has given the device to do."""
         ...
 
-    def copy(self, pairs: Pairs, /) -> Ticket:
+    def copy(self, batch: Batch, /) -> Ticket:
         """Queue copies into host memory."""
         ...
 
@@ -74,11 +73,11 @@ class CudaLink:
         """See `Link`."""
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
 
-    def copy(self, pairs: Pairs, /) -> Ticket:
+    def copy(self, batch: Batch, /) -> Ticket:
         """See `Link`."""
         with self._copying(), torch.no_grad():
-            for to, source in pairs:
-                to.copy_(source, non_blocking=True)
+            for one in packed(batch):
+                one.make()
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # whoever waits sleeps
             event.record(self._stream)
         return _CudaTicket(event)

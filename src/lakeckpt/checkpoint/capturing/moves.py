@@ -18,6 +18,7 @@ import torch
 
 from lakeckpt.checkpoint.arena.slices import Piece
 from lakeckpt.checkpoint.capturing.links import Link, Ticket
+from lakeckpt.checkpoint.capturing.packing import Batch
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
 
 __all__ = ["Issued", "Links", "Moves", "early_moves", "late_moves", "wait_all"]
@@ -45,7 +46,7 @@ class Moves:
     _large: list[tuple[Any, Any]] = field(default_factory=list)
     _small_to: list[torch.Tensor] = field(default_factory=list)
     _small_from: list[torch.Tensor] = field(default_factory=list)
-    _linked: dict[int, tuple[Link, list[tuple[torch.Tensor, torch.Tensor]]]] = field(default_factory=dict)
+    _linked: dict[int, tuple[Link, Batch]] = field(default_factory=dict)
 
     @property
     def is_linked(self) -> bool:
@@ -56,7 +57,7 @@ class Moves:
         """Add a copy of equal shapes and dtypes."""
         self.size_bytes += to.nbytes
         if link is not None:
-            self._linked.setdefault(id(link), (link, []))[1].append((to, source))
+            self._linked.setdefault(id(link), (link, Batch([])))[1].pairs.append((to, source))
         elif _is_run(to) and _is_run(source) and to.nbytes >= _LARGE_BYTES:
             self._large.append((to.numpy(), source.numpy()))
         else:
@@ -65,7 +66,7 @@ class Moves:
 
     def make(self) -> list[Issued]:
         """Make the copies: those in host memory are done then, the others queued."""
-        issued = [Issued(link=link, ticket=link.copy(pairs)) for link, pairs in self._linked.values()]
+        issued = [Issued(link=link, ticket=link.copy(batch)) for link, batch in self._linked.values()]
         if self._small_to:
             with torch.no_grad():
                 torch._foreach_copy_(self._small_to, self._small_from)
@@ -76,10 +77,13 @@ class Moves:
     def kept(self) -> Moves:
         """These, from copies on the devices that are made now; what lies in host memory is copied at once."""
         found = Moves(size_bytes=self.size_bytes)
-        for link, pairs in self._linked.values():
-            copies = link.kept([source for _, source in pairs])
+        for link, batch in self._linked.values():
+            copies = link.kept([source for _, source in batch.pairs])
             link.order()  # what is queued from them comes after them
-            found._linked[id(link)] = (link, [(to, copy) for (to, _), copy in zip(pairs, copies, strict=True)])
+            found._linked[id(link)] = (
+                link,
+                Batch([(to, copy) for (to, _), copy in zip(batch.pairs, copies, strict=True)]),
+            )
         Moves(_large=self._large, _small_to=self._small_to, _small_from=self._small_from).make()
         return found
 
@@ -128,8 +132,13 @@ def early_moves(plan: CapturePlan, memory: torch.Tensor, links: Links) -> Moves:
     """The copies of what is early."""
     moves = Moves()
     for key, tensor in plan.parted.early.items():
-        if tensor.numel():
-            moves.add(_whole(memory, plan.early[key], tensor), tensor.detach(), links.get(tensor.device))
+        if not tensor.numel():
+            continue
+        at, link, flat = plan.early[key], links.get(tensor.device), _flat(tensor)
+        if flat is None:
+            moves.add(_whole(memory, at, tensor), tensor.detach(), link)
+        else:
+            moves.add(memory[at : at + flat.nbytes], flat, link)
     return moves
 
 

@@ -29,6 +29,7 @@ __all__ = ["CapturePlan", "Parted", "part", "plan_capture"]
 
 _ALIGNMENT = 64
 _ROOM_BYTES = 64 * 2**10
+_SMALL_BYTES = 256 * 2**10
 _EARLY = ""  # no key of a tensor is empty
 
 
@@ -77,7 +78,12 @@ def part(
                 early[key] = tensor
             else:
                 still[key] = tensor
-    return Parted(early=early, late={**late, **still}, still=frozenset(still))
+    return Parted(early=early, late=_together({**late, **still}), still=frozenset(still))
+
+
+def _together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of a device together, the small ones of each first: what is gathered there must lie side by side."""
+    return dict(sorted(tensors.items(), key=lambda one: (str(one[1].device), one[1].nbytes > _SMALL_BYTES)))
 
 
 def plan_capture(

@@ -1,0 +1,36 @@
+"""Small tensors leave a device together: what is gathered arrives as if each had been copied, and nothing else does."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lakeckpt.checkpoint.capturing.packing import Batch, packed
+
+
+@given(st.lists(st.tuples(st.integers(1, 90), st.sampled_from([0, 1, 63, 64, 200])), min_size=1, max_size=12))
+def test_what_is_gathered_arrives_and_nothing_between_far_ones_is_touched(sizes: list[tuple[int, int]]) -> None:
+    memory = torch.full((sum(size + gap for size, gap in sizes) + 1,), 255, dtype=torch.uint8)
+    expected, pairs, at, near = memory.clone(), [], 0, []
+    for number, (size, gap) in enumerate(sizes):
+        source = torch.full((size,), number, dtype=torch.uint8)
+        pairs.append((memory[at : at + size], source))
+        expected[at : at + size] = source
+        near.append((at + size, at + size + gap if gap < 64 else at + size))
+        at += size + gap
+    for _ in range(2):  # the second time as it was made ready the first time
+        for copy in packed(batch := Batch(pairs)):
+            copy.make()
+    for low, high in near[:-1]:
+        expected[low:high] = memory[low:high]  # what aligns tensors may hold anything
+    assert torch.equal(memory, expected)
+    assert len(packed(batch)) <= len(pairs)
+
+
+def test_many_small_tensors_are_one_copy_and_a_large_one_is_its_own() -> None:
+    memory = torch.zeros(2**20, dtype=torch.uint8)
+    small = [(memory[at : at + 60], torch.ones(60, dtype=torch.uint8)) for at in range(0, 640, 64)]
+    large = (memory[1024 : 1024 + 2**19], torch.ones(2**19, dtype=torch.uint8))
+    whole = (memory[2**20 - 64 : 2**20 - 32].view(torch.float32), torch.ones(8))
+    assert len(packed(Batch([*small, large, whole]))) == 3
