@@ -1,0 +1,266 @@
+"""What does a capture at every step cost on a GPU?  ``python -m benchmarks.gpu_captures [--json FILE] [--device D]``
+
+A GPT of 354 M parameters (24 layers of width 1024) is trained with AdamW, in bfloat16 with float32 weights: 4.2 GB of
+state. Ways of saving take turns, a block of iterations each, in one process: none at all; lakeckpt's capture at *every*
+iteration; and once a block (they could not keep up with more) ``torch.save``, ``async_save`` of
+torch.distributed.checkpoint as it comes and with pinned memory that is kept, and torch_checkpointing where it is
+installed (``pip install torch_checkpointing``). Blocks are compared with the block of no saving beside them; what a
+save costs is the difference, by the number of saves. Medians over the repetitions, and their spread.
+
+``--device cpu --quick`` runs all but what needs CUDA, to see that everything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from benchmarks.measure import show
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+
+
+class GPT(nn.Module):
+    """A decoder of ``layers`` layers."""
+
+    def __init__(self, *, layers: int, width: int, words: int, context: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Embedding(context, width)
+        layer = nn.TransformerEncoderLayer(
+            width, max(1, width // 64), 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The loss of foretelling each next token."""
+        length = tokens.shape[1] - 1
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        inner = self.words(tokens[:, :-1]) + self.places.weight[:length]
+        inner = self.layers(inner, mask=mask, is_causal=True)
+        foretold = nn.functional.linear(inner, self.words.weight)
+        return nn.functional.cross_entropy(foretold.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Job:
+    """The training."""
+
+    def __init__(self, device: str, *, quick: bool) -> None:
+        torch.manual_seed(0)
+        self.device = torch.device(device)
+        small = {"layers": 2, "width": 64, "words": 1000, "context": 64}
+        large = {"layers": 24, "width": 1024, "words": 50304, "context": 1024}
+        sizes = small if quick else large
+        self.model = GPT(**sizes).to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.device.type == "cuda")
+        self.tokens = torch.randint(sizes["words"], (8, sizes["context"]), device=self.device)
+
+    def iterate(self, updating: Callable[[], AbstractContextManager[object]]) -> None:
+        """One optimizer step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.model(self.tokens)
+        loss.backward()
+        with updating():
+            self.optimizer.step()
+
+    def wait(self) -> None:
+        """Let the device finish."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def state(self) -> dict[str, Any]:
+        """What others save."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+@dataclass(slots=True, kw_only=True)
+class Way:
+    """A way of saving: at every iteration, or once a block."""
+
+    name: str
+    save: Callable[[int], None] = lambda step: None
+    always: bool = False
+    updating: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    settle: Callable[[], None] = lambda: None
+    blocks_s: list[float] = field(default_factory=list)
+
+
+def _ours(job: Job, folder: ArenaFolder) -> tuple[Way, CaptureEngine]:
+    objects = {"model": job.model, "optimizer": job.optimizer}
+    engine = CaptureEngine(objects, ArenaIdentity(run=b"gpu benchmark...", rank=0, world=1), folder=folder)
+
+    def settle() -> None:
+        engine.wait()
+
+    engine.cut(0, attempt="0", cut=bytes(16), must=True)
+    engine.wait()
+
+    def save(step: int) -> None:
+        engine.cut(step, attempt="0", cut=bytes(16), common=engine.completed)
+
+    return Way(name="lakeckpt, every iteration", always=True, save=save, settle=settle), engine
+
+
+def _torch_save(job: Job, folder: Path) -> Way:
+    return Way(name="torch.save", save=lambda step: torch.save(job.state(), folder / "state.pt"))
+
+
+def _async_save(job: Job, name: str, folder: Path, *, pinned: bool) -> Way:
+    options: dict[str, Any] = {}
+    if pinned:
+        options["async_stager"] = DefaultStager(StagingOptions(True, False, True, True))
+    running: list[Any] = []
+
+    def save(step: int) -> None:
+        running.append(dcp.async_save(job.state(), checkpoint_id=folder, no_dist=True, **options))
+
+    @contextlib.contextmanager
+    def updating() -> Any:
+        if pinned and running:
+            running[-1].staging_completion.result()  # what is staged beside training must be before the update
+        yield
+
+    def settle() -> None:
+        for one in running:
+            (one.upload_completion if hasattr(one, "upload_completion") else one).result()
+        running.clear()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return Way(name=name, save=save, updating=updating, settle=settle)
+
+
+def _torch_checkpointing(job: Job, folder: Path) -> Way | None:
+    try:
+        from torch_checkpointing import CheckpointManager  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        return None
+    manager = CheckpointManager(CheckpointManager.Config.with_async_save())
+    running: list[Any] = []
+
+    def save(step: int) -> None:
+        running.append(manager.save(str(folder / str(step)), job.state()))
+
+    def settle() -> None:
+        for one in running:
+            one.result()
+        running.clear()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return Way(name="torch_checkpointing", save=save, updating=manager.lock, settle=settle)
+
+
+def _block(job: Job, way: Way, iterations: int, begin: int) -> float:
+    """Seconds of a block of iterations; what is written to storage beside it is waited for outside."""
+    job.wait()
+    began = time.perf_counter()
+    for step in range(begin, begin + iterations):
+        job.iterate(way.updating)
+        if way.always or step == begin:
+            way.save(step)
+    job.wait()
+    seconds = time.perf_counter() - began
+    way.settle()
+    return seconds
+
+
+def _row(way: Way, bare: Way, iterations: int) -> list[str]:
+    saves = iterations if way.always else 1
+    extra = [1e3 * (one - other) / saves for one, other in zip(way.blocks_s, bare.blocks_s, strict=True)]
+    ratio = [
+        (one - other) / other * (iterations / saves) for one, other in zip(way.blocks_s, bare.blocks_s, strict=True)
+    ]
+    return [
+        way.name,
+        f"{1e3 * statistics.median(way.blocks_s) / iterations:.1f}",
+        f"{statistics.median(extra):.2f}",
+        f"{min(extra):.2f} … {max(extra):.2f}",
+        f"{100 * statistics.median(ratio):.2f} %",
+    ]
+
+
+def main() -> int:
+    """Measure, print, and write what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--iterations", type=int, default=20, help="in a block")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device: nothing was measured")
+        return 0
+    warnings.filterwarnings("ignore", module="torch")
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    job = Job(options.device, quick=options.quick)
+    job.iterate(contextlib.nullcontext)
+    on_gpu = job.device.type == "cuda"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ours, engine = _ours(job, ArenaFolder(f"/dev/shm/lakeckpt-gpu-{folder.name}"))
+        bare = Way(name="no saving")
+        ways = [bare, ours, _torch_save(job, folder), _async_save(job, "async_save", folder / "a", pinned=False)]
+        if on_gpu:
+            ways.append(_async_save(job, "async_save, pinned, kept", folder / "b", pinned=True))
+            other = _torch_checkpointing(job, folder / "c")
+            ways += [other] if other is not None else []
+        try:
+            for repetition in range(1 + (2 if options.quick else options.repetitions)):
+                for number, way in enumerate(ways):
+                    begin = (repetition * len(ways) + number) * options.iterations + 1
+                    seconds = _block(job, way, options.iterations, begin)
+                    if repetition:
+                        way.blocks_s.append(seconds)
+            captured = [one for one in engine.records if one.complete]
+            left_out = engine.left_out
+        finally:
+            engine.close(remove=True)
+            shutil.rmtree(f"/dev/shm/lakeckpt-gpu-{folder.name}", ignore_errors=True)
+    parameters = sum(one.numel() for one in job.model.parameters())
+    show(
+        f"a GPT of {parameters / 1e6:.0f} M parameters with AdamW: {12 * parameters / 1e9:.2f} GB to save",
+        ("way", "iteration, ms", "a save costs, ms", "spread, ms", "of an iteration"),
+        [_row(way, bare, options.iterations) for way in ways],
+    )
+    print(f"lakeckpt completed {len(captured)} captures and left {left_out} out")
+    if options.json is not None:
+        told = {
+            "on": {"torch": torch.__version__, "machine": platform.machine(), "device": _named(job.device)},
+            "parameters": parameters,
+            "iterations": options.iterations,
+            "complete": len(captured),
+            "left_out": left_out,
+            "blocks_s": {way.name: way.blocks_s for way in ways},
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(told, indent=1))
+    return 0
+
+
+def _named(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+if __name__ == "__main__":
+    sys.exit(main())
