@@ -54,7 +54,7 @@ WORLD = 2
 STAGES = 4
 PATIENCE = timedelta(seconds=300)
 STUDENT_95 = 1.96
-"""Of the normal distribution: there are some thirty rounds."""
+"""Of the normal distribution: there are some twenty rounds or more."""
 
 
 class Observed(BubbleGate):
@@ -261,11 +261,11 @@ def main() -> None:
     """Run both cases and print the tables."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    arguments.add_argument("--rounds", type=int, default=36)
+    arguments.add_argument("--rounds", type=int, default=24)
     arguments.add_argument("--warm-up", type=int, default=2, help="rounds that do not count")
     arguments.add_argument("--iterations", type=int, default=4, help="of each way in a round")
     arguments.add_argument("--width", type=int, default=1024)
-    arguments.add_argument("--rows", type=int, default=32, help="of a micro-batch")
+    arguments.add_argument("--rows", type=int, default=96, help="of a micro-batch")
     arguments.add_argument("--microbatches", type=int, default=4)
     arguments.add_argument("--slice-mib", type=int, default=4)
     arguments.add_argument("--anywhere", action="store_true", help="ranks are not bound to a core each")

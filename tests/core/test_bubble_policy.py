@@ -157,6 +157,18 @@ def test_a_bubble_that_ends_early_finds_one_slice_at_most_in_its_way(data: st.Da
         assert len(late) <= 1
 
 
+def test_a_bubble_is_trusted_for_longer_where_those_ahead_do_not_hold_what_is_left() -> None:
+    rank = Rank()
+    for length in (1.5, 1.5, 2.5, 2.5):
+        rank.iteration([(10.0, length), (10.0, 3.0)])
+    rank.policy.begin_iteration()
+    rank.policy.open("gap 0", "bubble", 100.0)
+    rank.policy.begin_capture(2)
+    assert rank.policy.admits_at(2, 100.0) == 104.5, "when it outlasts all that is known by as much"
+    rank.policy.begin_capture(4)
+    assert rank.policy.admits_at(2, 100.0) == 100.0
+
+
 @given(st.lists(st.floats(0.2, 2.5), min_size=8, max_size=8), st.integers(1, 3))
 def test_a_rank_that_slices_hold_up_does_not_take_that_for_longer_bubbles(lengths: list[float], size: int) -> None:
     rank = Rank(hindered=True, size=size)

@@ -6,6 +6,9 @@ link to the host alone). A slice is admitted into a bubble if, by `WindowHistory
 before the bubble is. What the bubbles ahead of the fence will not hold is carried into free time, and only that; what
 is left at the fence is waited for, which is not decided here.
 
+Where the bubbles ahead will not hold what is left, an open one is trusted by the median of its history instead of the
+lower quartile: a slice that outlasts it costs a part of what the same slice costs at the fence.
+
 On a GPU the host does not see the device wait: there the windows of an iteration are foreseen as a whole, each at its
 time (`foresee`), and a slice must lie within one.
 
@@ -148,10 +151,13 @@ class BubblePolicy:
             if (begin_s := max(at_s, window.begin_s)) + need_s <= window.end_s
             and (window.kind == "bubble" or self._must_carry(size_bytes, at_s))
         ]
+        if not self._open:
+            return min(found, default=None)
+        is_short = self._must_carry(size_bytes, at_s)
         for kind, (site, begin_s) in self._open.items():
-            if kind == "bubble" or self._must_carry(size_bytes, at_s):
-                elapsed_s = max(0.0, at_s - begin_s)
-                found.append(max(at_s, begin_s + self.history.ready_s(site, elapsed_s, need_s)))
+            if kind == "bubble" or is_short:
+                ready_s = self.history.ready_s(site, max(0.0, at_s - begin_s), need_s, boldly=is_short)
+                found.append(max(at_s, begin_s + ready_s))
         return min(found, default=None)
 
     def capacity_bytes(self, slice_bytes: int, at_s: float) -> int:

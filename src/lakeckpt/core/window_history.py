@@ -19,6 +19,7 @@ __all__ = ["WindowHistory"]
 
 _KEEP = 16
 _QUANTILE = 0.25
+_BOLD = 0.5
 
 
 class WindowHistory:
@@ -49,15 +50,17 @@ class WindowHistory:
         """How much longer a window at ``site`` will be open that is open for ``elapsed_s``."""
         return self._left(self._known(site), elapsed_s)
 
-    def ready_s(self, site: str, elapsed_s: float, need_s: float) -> float:
+    def ready_s(self, site: str, elapsed_s: float, need_s: float, *, boldly: bool = False) -> float:
         """After how many seconds from its begin, not before ``elapsed_s``, the window is trusted for ``need_s`` more.
+
+        ``boldly``: by the median of what remained, not the lower quartile.
 
         Between two lengths of the history what remains only falls, so it is looked for where one of them is over.
         """
         known = self._known(site)
         over = sorted(length for length in known if length > elapsed_s)
         for instant in (elapsed_s, *over):
-            if self._left(known, instant) >= need_s:
+            if self._left(known, instant, _BOLD if boldly else _QUANTILE) >= need_s:
                 return instant
         return max([*known, 0.0]) + need_s
 
@@ -67,8 +70,8 @@ class WindowHistory:
         return [self._predicted[site]] if site in self._predicted else []
 
     @staticmethod
-    def _left(known: list[float], elapsed_s: float) -> float:
+    def _left(known: list[float], elapsed_s: float, quantile: float = _QUANTILE) -> float:
         longer = sorted(length - elapsed_s for length in known if length > elapsed_s)
         if longer:
-            return longer[int(len(longer) * _QUANTILE)]
+            return longer[int(len(longer) * quantile)]
         return elapsed_s - max(known, default=0.0)
