@@ -17,6 +17,7 @@ It reads nothing itself.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import mmap
@@ -30,24 +31,26 @@ import pyarrow as pa
 
 __all__ = ["LeasedFile", "Mapping"]
 
-_POPULATE_READ = 22
-"""``MADV_POPULATE_READ`` of Linux 5.14: have all pages now, and fail where that cannot be."""
+_POPULATE_READ, _DONT_NEED = 22, 4
+"""``MADV_POPULATE_READ`` of Linux 5.14: have all pages now, and fail where that cannot be. ``MADV_DONTNEED``."""
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "tmpfs", "btrfs", "overlay"})
 
 
 class Mapping:
     """A range of a file, mapped. It may be read until `release`, which letting go of it does, too."""
 
-    __slots__ = ("_file", "buffer")
+    __slots__ = ("_file", "_pages", "buffer")
 
-    def __init__(self, file: LeasedFile, buffer: pa.Buffer) -> None:
+    def __init__(self, file: LeasedFile, pages: pa.Buffer, begin: int) -> None:
         self._file: LeasedFile | None = file
-        self.buffer = buffer
+        self._pages = pages
+        self.buffer = pages.slice(begin)
 
     def release(self) -> None:
         """The bytes are not looked at any more."""
         file, self._file = self._file, None
         if file is not None:
+            _advise(self._pages, _DONT_NEED)
             file._returned()
 
     def __del__(self) -> None:
@@ -81,12 +84,13 @@ class LeasedFile:
             if os.fstat(self._descriptor).st_size < stop:
                 raise OSError("the file ends before")
             pages = mmap.mmap(self._descriptor, stop - first, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=first)
-            pages.madvise(_POPULATE_READ)
+            buffer = pa.py_buffer(pages)
+            _advise(buffer, _POPULATE_READ)
         except (OSError, ValueError):
             self._returned()
             self._refused = True  # copying will say what is wrong, if anything is
             return None
-        return Mapping(self, pa.py_buffer(memoryview(pages)[start - first :]))
+        return Mapping(self, buffer, start - first)
 
     def _leased(self) -> bool:
         """Hold the lease for one mapping more, unless somebody else waits for it."""
@@ -110,6 +114,16 @@ class LeasedFile:
             self._mappings -= 1
             if not self._mappings and self._process == os.getpid():
                 fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+def _advise(pages: pa.Buffer, advice: int) -> None:
+    """``madvise(2)``, during which other threads run: Python's own, and ``munmap`` of pages that are there, stop all."""
+    if _libc.madvise(ctypes.c_void_p(pages.address), ctypes.c_size_t(pages.size), advice):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @functools.lru_cache(maxsize=256)
