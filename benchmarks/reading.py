@@ -65,9 +65,9 @@ def _images(generator: np.random.Generator, rows: int) -> pa.Table:
 
 
 KINDS = (
-    Kind(name="tabular", batch_size=4096, rows=1 << 21, group_rows=1 << 17, make=_tabular),
-    Kind(name="tokens", batch_size=32, rows=120_000, group_rows=10_000, make=_tokens),
-    Kind(name="images", batch_size=64, rows=6_000, group_rows=500, make=_images),
+    Kind(name="tabular", batch_size=4096, rows=1 << 23, group_rows=1 << 17, make=_tabular),
+    Kind(name="tokens", batch_size=32, rows=400_000, group_rows=10_000, make=_tokens),
+    Kind(name="images", batch_size=64, rows=20_000, group_rows=500, make=_images),
 )
 
 
@@ -151,7 +151,7 @@ def _drain(batches: Iterable[Any]) -> int:
     return rows
 
 
-def _written(kind: Kind, folder: Path, share: float) -> list[Path]:
+def written(kind: Kind, folder: Path, share: float) -> list[Path]:
     generator = np.random.default_rng(0)
     paths = []
     rows = max(kind.group_rows * 4, int(kind.rows * share))
@@ -192,7 +192,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            paths = _written(kind, folder, 0.25 if args.quick else 1.0)
+            paths = written(kind, folder, 0.25 if args.quick else 1.0)
             rows = sum(pq.read_metadata(path).num_rows for path in paths)
             bare, ours = _bare(paths, kind.batch_size), _ours(folder, kind)
             measured = _interleaved({**bare, **ours}, rows, 3 if args.quick else 7)
