@@ -9,6 +9,8 @@ import os
 import signal
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -145,6 +147,30 @@ def test_ctrl_c_is_heard_while_a_server_is_silent() -> None:
             thread.join()
         assert accepted.is_set()
         assert time.monotonic() - begun < 60, "the request was not given up"
+
+
+def test_no_process_waits_at_its_end_for_what_it_reads_ahead() -> None:
+    program = """
+import sys, time
+from lakeckpt.lake.http import HttpClient
+from lakeckpt.lake.ranges import in_background
+client = HttpClient(clock=time.monotonic, stall_s=1000, connections=4)
+def read(path):
+    client.exchange("GET", sys.argv[1] + path, headers={}, until=time.monotonic() + 1000, most_bytes=1)
+in_background(read, "/1"), in_background(read, "/2")
+sys.stdin.read(1)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        process = subprocess.Popen([sys.executable, "-c", program, url], stdin=subprocess.PIPE)
+        try:
+            with silent.accept()[0] as first, silent.accept()[0] as second:
+                assert first.recv(1) == second.recv(1) == b"G"
+                process.communicate(b"x", timeout=60)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == 0
 
 
 def test_a_header_cannot_become_two() -> None:

@@ -65,6 +65,18 @@ class Answer:
         return self.body
 
 
+class _Thread(threading.local):
+    given_up: Callable[[], bool] | None = None
+
+
+_thread = _Thread()
+
+
+def give_up_when(asked: Callable[[], bool]) -> None:
+    """Requests of this thread are given up once ``asked()`` says so: asked at least once a second, and often."""
+    _thread.given_up = asked
+
+
 class HttpClient:
     """Connections to servers, at most ``connections`` of them kept. ``clock`` tells when an attempt is over; it is
     over, too, when no byte has come for ``stall_s`` (in whole seconds, which is how libcurl counts)."""
@@ -95,9 +107,13 @@ class HttpClient:
     ) -> Answer:
         """Send a request and read its answer by ``until``, on the clock. `Retryable` where there was none."""
         in_main = threading.current_thread() is threading.main_thread()
-        exchange = _Exchange(method, url, headers, body, most_bytes, may_be_given_up=in_main)
+        if _thread.given_up is not None and _thread.given_up():
+            raise StorageError("the process is ending: nothing more is read ahead")
         if not in_main:
+            exchange = _Exchange(method, url, headers, body, most_bytes, given_up=_thread.given_up)
             return self._made(exchange, until)
+        left = threading.Event()
+        exchange = _Exchange(method, url, headers, body, most_bytes, given_up=left.is_set)
         try:
             job = self._threads.submit(self._made, exchange, until)
         except RuntimeError:  # the interpreter is ending: there are no more threads
@@ -105,7 +121,7 @@ class HttpClient:
         try:
             return job.result()
         finally:
-            exchange.given_up = not job.done()
+            left.set()
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -161,15 +177,14 @@ class _Exchange:
     __slots__ = (
         "_at",
         "_body",
+        "_given_up",
         "_headers",
         "_lines",
-        "_may_be_given_up",
         "_method",
         "_most_bytes",
         "_pieces",
         "_size",
         "_url",
-        "given_up",
     )
 
     def __init__(
@@ -180,14 +195,13 @@ class _Exchange:
         body: Sequence[memoryview],
         most_bytes: int,
         *,
-        may_be_given_up: bool,
+        given_up: Callable[[], bool] | None,
     ) -> None:
         self._method, self._url, self._headers, self._body = method, url, headers, body
-        self._most_bytes, self._may_be_given_up = most_bytes, may_be_given_up
+        self._most_bytes, self._given_up = most_bytes, given_up
         self._lines: list[bytes] = []
         self._pieces: list[bytes] | None = []
         self._at = self._size = 0
-        self.given_up = False
 
     def perform(self, handle: Any) -> Answer:
         handle.setopt(pycurl.URL, self._url)
@@ -200,9 +214,9 @@ class _Exchange:
             handle.setopt(pycurl.CUSTOMREQUEST, self._method)
         if self._method in ("PUT", "POST"):
             self._sends(handle)
-        if self._may_be_given_up:
+        if (given_up := self._given_up) is not None:
             handle.setopt(pycurl.NOPROGRESS, 0)
-            handle.setopt(pycurl.XFERINFOFUNCTION, lambda *_: self.given_up)
+            handle.setopt(pycurl.XFERINFOFUNCTION, lambda *_: given_up())
         try:
             handle.perform()
         except pycurl.error as error:

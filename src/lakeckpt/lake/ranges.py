@@ -4,7 +4,7 @@
 small; a piece is never cut. `PinnedBytes.begin` sets out to read ranges and `Arriving.wait` has them, each in a buffer
 of its own. A local file is read by who waits. An object in a store is asked for in requests of at most 8 MiB, all of
 them at once as far as the threads of this process go: 32, started when first needed, so that at most 256 MiB are on
-their way. They end with the process; a forked one has its own.
+their way. They end with the process, which waits for no answer then; a forked one has its own.
 
 What is not as it was pinned (gone, written again, of another length) is `DataFileChanged`, whoever notices it first.
 Never asks twice: retries and deadlines are the storage's.
@@ -12,8 +12,10 @@ Never asks twice: retries and deadlines are the storage's.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -24,6 +26,7 @@ import pyarrow as pa
 
 from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing
 from lakeckpt.lake.blocks import read_block
+from lakeckpt.lake.http import give_up_when
 from lakeckpt.lake.index import DataFile
 from lakeckpt.lake.mapped import LeasedFile, Mapping
 from lakeckpt.lake.storage import Storage
@@ -241,12 +244,35 @@ class _Threads:
     def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lakeckpt-ranges")
+                self._pool = _pool()
             return self._pool.submit(unless_ending, self._pool, work, *arguments)
 
 
 _threads = _Threads()
 os.register_at_fork(after_in_child=_threads.renew)
+
+
+def _pool() -> ThreadPoolExecutor:
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lakeckpt-ranges", initializer=lambda: give_up_when(ending))
+
+    looked_s = time.monotonic()
+
+    def ending() -> bool:
+        nonlocal looked_s
+        now_s = time.monotonic()
+        if now_s - looked_s > _LOOK_S:
+            looked_s = now_s
+            try:
+                pool.submit(int).cancel()
+            except RuntimeError:
+                looked_s = -math.inf
+                return True
+        return False
+
+    return pool
+
+
+_LOOK_S = 0.5
 
 
 def unless_ending(pool: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> T:
