@@ -117,7 +117,7 @@ class LeasedFile:
 
 
 def _advise(pages: pa.Buffer, advice: int) -> None:
-    """``madvise(2)``, and others run meanwhile: they wait while Python's own is at it, or unmaps pages that are there."""
+    """``madvise(2)``, and other threads run meanwhile: they do not while Python does it, or unmaps many pages."""
     if _libc.madvise(ctypes.c_void_p(pages.address), ctypes.c_size_t(pages.size), advice):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
