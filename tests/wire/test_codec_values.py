@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.errors import LimitExceeded, UnsupportedValue
-from lakeckpt.wire.codec import Limits, TensorRef, dumps, loads
+from lakeckpt.wire.codec import Limits, TensorRef, dumps, dumps_map, loads, payload_of
 from tests.wire.crafted import KIND, VERSION
 from tests.wire.sameness import same
 from tests.wire.strategies import values
@@ -32,6 +32,12 @@ def again(value: object, **limits: int) -> Any:
 @given(values)
 def test_every_value_of_the_closed_list_comes_back_as_it_was(value: object) -> None:
     assert same(value, again(value))
+
+
+@given(st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=9), values, max_size=5))
+def test_a_dict_made_of_known_payloads_is_the_same_document(value: dict[str, Any]) -> None:
+    made = dumps_map({key: payload_of(one) for key, one in value.items()}, kind=KIND, version=VERSION)
+    assert made == dumps(value, kind=KIND, version=VERSION)
 
 
 @given(values)

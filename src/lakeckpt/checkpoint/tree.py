@@ -20,9 +20,18 @@ import torch
 from lakeckpt.checkpoint.names import canonical_names
 from lakeckpt.checkpoint.tensors import spec_of, tied_key
 from lakeckpt.errors import CheckpointDamaged, LimitExceeded
-from lakeckpt.wire.codec import TensorRef, dumps, loads
+from lakeckpt.wire.codec import TensorRef, dumps, dumps_map, loads, payload_of
 
-__all__ = ["Flat", "flatten", "rebuild", "references", "tree_from_bytes", "tree_to_bytes"]
+__all__ = [
+    "Flat",
+    "branch_to_bytes",
+    "flatten",
+    "rebuild",
+    "references",
+    "tree_from_bytes",
+    "tree_of_branches",
+    "tree_to_bytes",
+]
 
 _KIND = "tree"
 _VERSION = (1, 0)
@@ -95,6 +104,16 @@ class _Walk:
 def tree_to_bytes(flat: Flat) -> bytes:
     """The document of a tree. Raises `UnsupportedValue` naming the path of a value that cannot be written."""
     return dumps(flat.tree, kind=_KIND, version=_VERSION, root=flat.item)
+
+
+def branch_to_bytes(branch: Any, path: str) -> bytes:
+    """What lies below one name of a tree, for `tree_of_branches`. Raises as `tree_to_bytes` does."""
+    return payload_of(branch, root=path)
+
+
+def tree_of_branches(branches: Mapping[str, bytes]) -> bytes:
+    """The document of a tree, of which most is known: name → what `branch_to_bytes` made."""
+    return dumps_map(branches, kind=_KIND, version=_VERSION)
 
 
 def tree_from_bytes(document: bytes) -> Any:

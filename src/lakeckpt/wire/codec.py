@@ -29,16 +29,30 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
+
+import msgpack
 
 from lakeckpt.errors import LimitExceeded, NewerFormat, WireDamaged
 from lakeckpt.wire.decode import decode_payload
 from lakeckpt.wire.encode import encode_payload
 from lakeckpt.wire.values import DEFAULT_LIMITS, Limits, TensorRef
 
-__all__ = ["CHECKSUM_BYTES", "DEFAULT_LIMITS", "MAGIC", "Document", "Limits", "TensorRef", "dumps", "loads"]
+__all__ = [
+    "CHECKSUM_BYTES",
+    "DEFAULT_LIMITS",
+    "MAGIC",
+    "Document",
+    "Limits",
+    "TensorRef",
+    "dumps",
+    "dumps_map",
+    "loads",
+    "payload_of",
+]
 
 MAGIC = b"LAKECKPT"
 CHECKSUM_BYTES = 16
@@ -65,8 +79,27 @@ def dumps(
 
     Raises `UnsupportedValue` naming the path of a value outside the closed list of types, and `LimitExceeded`.
     """
+    return _document(encode_payload(value, limits=limits, root=root), kind=kind, version=version, limits=limits)
+
+
+def payload_of(value: object, *, limits: Limits = DEFAULT_LIMITS, root: str = "") -> bytes:
+    """The bytes of ``value`` inside of a document, for `dumps_map`. Raises as `dumps` does."""
+    return encode_payload(value, limits=limits, root=root)
+
+
+def dumps_map(
+    payloads: Mapping[str, bytes], *, kind: str, version: tuple[int, int], limits: Limits = DEFAULT_LIMITS
+) -> bytes:
+    """The document of a dict of which each value is a `payload_of`: equal to that of `dumps`, made of known pieces."""
+    packer = msgpack.Packer(use_bin_type=True, strict_types=True)
+    parts = [packer.pack_map_header(len(payloads))]
+    for key, payload in payloads.items():
+        parts += (packer.pack(key), payload)
+    return _document(b"".join(parts), kind=kind, version=version, limits=limits)
+
+
+def _document(payload: bytes, *, kind: str, version: tuple[int, int], limits: Limits) -> bytes:
     name, (major, minor) = _checked(kind, version)
-    payload = encode_payload(value, limits=limits, root=root)
     size_bytes = _HEADER.size + len(name) + len(payload) + CHECKSUM_BYTES
     if size_bytes > limits.total_bytes:
         raise LimitExceeded(f"this {kind} document has {size_bytes} bytes, more than the {limits.total_bytes} allowed")

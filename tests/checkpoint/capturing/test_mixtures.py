@@ -198,7 +198,7 @@ def test_without_the_fence_changes_are_noticed_and_unnoticed_they_would_be_mixtu
     todo = [("train", 0), ("copy", 8), ("train", 0)]
     with pytest.warns(CaptureWarning, match="was given up"):
         run_actions(ArenaFolder(tmp_path / "one"), todo, fences=False)
-    monkeypatch.setattr(capture_module, "version_of", lambda _: 0)
+    monkeypatch.setattr(capture_module, "versions_of", lambda _: [])
     with pytest.raises(AssertionError, match=r"of step 2 holds \[2\.0, 3\.0\]"):
         run_actions(ArenaFolder(tmp_path / "other"), todo, fences=False)
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from lakeckpt.checkpoint.capturing.hooks import version_of
+from lakeckpt.checkpoint.capturing.hooks import versions_of
 from lakeckpt.checkpoint.capturing.moves import Issued, Moves, wait_all
 from lakeckpt.checkpoint.gate import Gate
 
@@ -50,7 +50,7 @@ class Capture:
         """How many bytes were read, or queued, since the fence had come."""
         self.fence_s = 0.0
         self._filled, self._slices, self._early, self._gate = filled, slices, early, gate
-        self._live, self._versions = live, [version_of(one) for one in live]
+        self._live, self._versions = live, versions_of(live)
         self._scratch_bytes, self._clock = scratch_bytes, clock
         self._urgent = threading.Event()
         self._changed = threading.Condition()
@@ -101,7 +101,7 @@ class Capture:
 
     def _seal(self) -> None:
         if not self._sealed:
-            self._intact &= [version_of(one) for one in self._live] == self._versions
+            self._intact &= versions_of(self._live) == self._versions
             self._sealed = True
 
     # --- both

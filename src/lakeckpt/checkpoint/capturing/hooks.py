@@ -19,7 +19,7 @@ import torch
 
 from lakeckpt.checkpoint.report import CaptureWarning
 
-__all__ = ["UpdateHooks", "version_of", "versions_of"]
+__all__ = ["UpdateHooks", "versions_of"]
 
 _PATIENCE = 3
 """After how many cuts an optimizer that was never seen to step is told of."""
@@ -76,7 +76,7 @@ class UpdateHooks:
     def trusted(self) -> bool:
         """At a cut: whether the next update will be announced, by all that is known. Warns once where it is not."""
         for name, one in self._optimizers.items():
-            versions = versions_of(one)
+            versions = versions_of(_parameters(one))
             before, self._versions[name] = self._versions.get(name), versions
             if name in self._fired or name in self._around:
                 continue
@@ -111,11 +111,14 @@ class UpdateHooks:
         self._handles.clear()
 
 
-def versions_of(optimizer: torch.optim.Optimizer) -> list[int]:
-    """How often each parameter was changed in place, as torch counts it."""
-    return [version_of(one) for group in optimizer.param_groups for one in group["params"]]
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each tensor was changed in place, as torch counts it; 0 for those that are not counted."""
+    every = list(tensors)
+    try:
+        return [one._version for one in every]
+    except RuntimeError:  # made in inference mode
+        return [0 if one.is_inference() else one._version for one in every]
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; 0 for those that are not counted."""
-    return 0 if tensor.is_inference() else int(tensor._version)
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (one for group in optimizer.param_groups for one in group["params"])

@@ -53,11 +53,8 @@ class CapturePlan:
     early: Mapping[str, int]
     """key → where it begins."""
     table: TensorTable
-
-    @property
-    def late_bytes(self) -> int:
-        """What is copied in slices."""
-        return sum(self.table.places[key].spec.size_bytes for key in self.parted.late)
+    late_bytes: int
+    """What is copied in slices."""
 
 
 def part(
@@ -111,7 +108,10 @@ def plan_capture(
     places |= {key: TensorPlace(spec=specs[key], start=slices.places[key][0]) for key in parted.late}
     same = before is not None and before.table.places == places
     table = before.table if before is not None and same else TensorTable(places=places)
-    return CapturePlan(parted=parted, slices=slices, early_bytes=early_bytes, early=starts, table=table)
+    late_bytes = sum(specs[key].size_bytes for key in parted.late)
+    return CapturePlan(
+        parted=parted, slices=slices, early_bytes=early_bytes, early=starts, table=table, late_bytes=late_bytes
+    )
 
 
 def _with_room(size_bytes: int) -> int:

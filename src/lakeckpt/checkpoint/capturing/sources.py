@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from lakeckpt.checkpoint.random_states import RANDOM, capture_random
-from lakeckpt.checkpoint.tree import Flat, flatten, tree_to_bytes
+from lakeckpt.checkpoint.tree import Flat, branch_to_bytes, flatten, tree_of_branches, tree_to_bytes
 
 __all__ = ["ModuleSource", "OptimizerSource", "OtherSource", "RandomSource", "Source", "sources_of"]
 
@@ -59,15 +59,21 @@ def _source(name: str, one: Any) -> Source:
 class _Places:
     """Where some tensors lie."""
 
-    __slots__ = ("_places", "_tensors")
+    __slots__ = ("_addresses", "_shapes", "_strides", "_tensors")
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = tuple(tensors)
-        self._places = list(map(_place, self._tensors))
+        self._addresses = [one.data_ptr() for one in self._tensors]
+        self._shapes = [one.shape for one in self._tensors]
+        self._strides = [one.stride() for one in self._tensors]
 
     def hold(self) -> bool:
         """Whether all of them lie where they lay."""
-        return list(map(_place, self._tensors)) == self._places
+        return (
+            [one.data_ptr() for one in self._tensors] == self._addresses
+            and [one.shape for one in self._tensors] == self._shapes
+            and [one.stride() for one in self._tensors] == self._strides
+        )
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -132,7 +138,10 @@ def _containers(module: torch.nn.Module) -> _Containers | None:
 
 
 def _same(containers: _Containers) -> bool:
-    return all(list(map(id, each.values())) == ids and list(each) == names for each, names, ids in containers)
+    for each, names, ids in containers:
+        if len(each) != len(ids) or (ids and (list(map(id, each.values())) != ids or list(each) != names)):
+            return False
+    return True
 
 
 def _are(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> bool:
@@ -146,7 +155,18 @@ def _are(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) ->
 class OptimizerSource:
     """An optimizer: its state changes in its steps; what its groups hold (learning rates), at any time."""
 
-    __slots__ = ("_entries", "_flat", "_groups", "_optimizer", "_parameters", "_places", "changing", "name", "tensors")
+    __slots__ = (
+        "_entries",
+        "_flat",
+        "_groups",
+        "_known",
+        "_optimizer",
+        "_parameters",
+        "_places",
+        "changing",
+        "name",
+        "tensors",
+    )
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name, self._optimizer = name, optimizer
@@ -157,6 +177,7 @@ class OptimizerSource:
     def _take(self) -> None:
         optimizer = self._optimizer
         flat = self._flat = flatten(self.name, optimizer.state_dict())
+        self._known: dict[str, bytes] = {}
         self.tensors = flat.tensors
         self._places = _Places(flat.tensors.values())
         steady = {id(value) for state in optimizer.state.values() for value in _values(state)}
@@ -193,8 +214,17 @@ class OptimizerSource:
 
     def document(self) -> Callable[[], bytes]:
         """See `Source`."""
-        flat = self._flat
-        return lambda: tree_to_bytes(flat)
+        tree, known = self._flat.tree, self._known
+
+        def make() -> bytes:
+            # The state of all parameters is most of the tree, and the same until it is taken anew.
+            for name, branch in tree.items():
+                if name != "param_groups" and name not in known:
+                    known[name] = branch_to_bytes(branch, f"{self.name}.{name}")
+            groups = branch_to_bytes(tree["param_groups"], f"{self.name}.param_groups")
+            return tree_of_branches({name: groups if name == "param_groups" else known[name] for name in tree})
+
+        return make if "param_groups" in tree else lambda: tree_to_bytes(self._flat)
 
 
 def _values(state: object) -> Iterable[object]:
@@ -276,12 +306,13 @@ class OtherSource:
 class RandomSource:
     """The random generators of this process. Their states are values of their own as soon as they are taken."""
 
-    __slots__ = ("changing", "name", "tensors")
+    __slots__ = ("_known", "changing", "name", "tensors")
 
     def __init__(self) -> None:
         self.name = RANDOM
         self.tensors: Mapping[str, torch.Tensor] = {}
         self.changing: frozenset[str] = frozenset()
+        self._known: dict[str, tuple[Any, bytes]] = {}
 
     def renew(self) -> bool:
         """See `Source`."""
@@ -290,4 +321,12 @@ class RandomSource:
     def document(self) -> Callable[[], bytes]:
         """See `Source`."""
         states = capture_random()
-        return lambda: tree_to_bytes(Flat(item=RANDOM, tree=states, tensors={}))
+        return lambda: tree_of_branches({name: self._branch(name, state) for name, state in states.items()})
+
+    def _branch(self, name: str, state: Any) -> bytes:
+        """Python's generator has 625 numbers, and most training loops never use it."""
+        known = self._known.get(name)
+        if name == "python" and known is not None and known[0] == state:
+            return known[1]
+        self._known[name] = (state, branch_to_bytes(state, f"{RANDOM}.{name}"))
+        return self._known[name][1]
