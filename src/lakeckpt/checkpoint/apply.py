@@ -74,7 +74,7 @@ def _of_module(name: str, module: torch.nn.Module, tree: Any, loaded: Loaded) ->
         if not (isinstance(live, TensorRef) and isinstance(saved, TensorRef)):
             lines.append(f"{name}: {key} is a tensor on one side only")
             continue
-        spec = spec_of(live.key, flat.tensors[live.key])
+        spec = spec_of(live.key, flat.leaf(live.key))
         lines += _of_tensors(f"{name}: {key}", spec, loaded.specs.get(saved.key))
         other, known = ties.setdefault(live.key, (key, saved.key))
         if known in loaded.specs and saved.key in loaded.specs and not _same(known, saved.key, loaded):
@@ -84,6 +84,8 @@ def _of_module(name: str, module: torch.nn.Module, tree: Any, loaded: Loaded) ->
 
 def _same(one: str, other: str, loaded: Loaded) -> bool:
     """Whether two stored tensors hold the same bytes."""
+    if one in loaded.wholes or other in loaded.wholes:
+        return one == other
     return one == other or loaded.source.same(one, other)
 
 

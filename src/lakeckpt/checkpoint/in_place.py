@@ -21,6 +21,7 @@ import torch
 from lakeckpt.checkpoint.apply import is_large
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.load import Loaded
+from lakeckpt.checkpoint.shards import is_sharded, local_of, offsets_of
 from lakeckpt.checkpoint.tensors import empty_for, host_bytes, spec_of
 from lakeckpt.checkpoint.tree import flatten, rebuild, references
 from lakeckpt.errors import CheckpointError, CheckpointMismatch, StorageError
@@ -40,9 +41,13 @@ def load_in_place(objects: Mapping[str, Any], loaded: Loaded) -> None:
     targets: dict[str, torch.Tensor] = {}
     for name, one in large.items():
         targets |= _targets(name, one, loaded)
-    direct = _direct(targets)
-    loaded.source.fill({key: host_bytes(targets[key].detach()) for key in direct})
-    for keys in _batches([key for key in targets if key not in direct], loaded.specs):
+    direct = _direct(targets, loaded)
+    loaded.source.fill({saved: host_bytes(local_of(targets[key])) for key, saved in direct.items()})
+    rest = {key: targets[key] for key in targets if key not in direct}
+    divided = [key for key, target in rest.items() if key in loaded.wholes or is_sharded(target)]
+    for key in divided:
+        loaded.read_part(key, offsets_of(key, rest[key]), local_of(rest[key]))
+    for keys in _batches([key for key in rest if key not in divided], loaded.specs):
         for key, tensor in loaded.read(keys).items():
             with torch.no_grad():
                 targets[key].copy_(tensor)
@@ -65,24 +70,32 @@ def _targets(name: str, one: Any, loaded: Loaded) -> dict[str, torch.Tensor]:
         for key, saved in tree.items():
             found = flat.tree.get(key)
             if isinstance(saved, TensorRef) and isinstance(found, TensorRef):
-                live.setdefault(saved.key, flat.tensors[found.key])
+                live.setdefault(saved.key, flat.leaf(found.key))
     else:
-        live, new = _live_states(one, tree), _device_of(one)
+        live, new = _live_states(one, tree, specs), _device_of(one)
     return {
         key: live[key] if key in live and _fits(live[key], specs[key]) else _new(specs[key], new)
         for key in references(tree)
     }
 
 
-def _live_states(optimizer: torch.optim.Optimizer, tree: Any) -> dict[str, torch.Tensor]:
+def _live_states(
+    optimizer: torch.optim.Optimizer, tree: Any, specs: Mapping[str, TensorSpec]
+) -> dict[str, torch.Tensor]:
+    """key → the tensor of that place in the state; where there is none and ranks hold parts of the parameter, a new one
+    that they hold alike."""
     numbers = chain(*(group["params"] for group in tree["param_groups"]))
     parameters = chain(*(group["params"] for group in optimizer.param_groups))
     found = {}
     for number, parameter in zip(numbers, parameters, strict=True):
         states = optimizer.state.get(parameter, {})
         for name, saved in dict(tree["state"].get(number, {})).items():
-            if isinstance(saved, TensorRef) and isinstance(states.get(name), torch.Tensor):
+            if not isinstance(saved, TensorRef):
+                continue
+            if isinstance(states.get(name), torch.Tensor):
                 found[saved.key] = states[name]
+            elif is_sharded(parameter) and specs[saved.key].shape == tuple(parameter.shape):
+                found[saved.key] = torch.empty_like(parameter.detach(), dtype=getattr(torch, specs[saved.key].dtype))
     return found
 
 
@@ -103,20 +116,25 @@ def _fits(live: torch.Tensor, spec: TensorSpec) -> bool:
     return (found.dtype, found.shape) == (spec.dtype, spec.shape)
 
 
-def _direct(targets: Mapping[str, torch.Tensor]) -> set[str]:
-    """The keys of the targets whose memory can be written as it lies: in the host, contiguous, overlapped by none."""
-    spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, key)
-        for key, tensor in targets.items()
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    )
-    found = set()
+def _direct(targets: Mapping[str, torch.Tensor], loaded: Loaded) -> dict[str, str]:
+    """key → the key under which it was saved, of the targets whose memory can be written as it lies: in the host,
+    contiguous, overlapped by none, and saved as the very part that this rank holds."""
+    spans = []
+    for key, target in targets.items():
+        tensor = local_of(target)
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            continue
+        offsets = offsets_of(key, target)
+        saved = [one for one in loaded.whole(key).parts if (one.offsets, one.sizes) == (offsets, tuple(tensor.shape))]
+        if saved:
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, key, saved[0].key))
+    found: dict[str, str] = {}
     end, last = 0, ""
-    for start, stop, key in spans:
+    for start, stop, key, saved_as in sorted(spans):
         if start < end:
-            found.discard(last)
+            found.pop(last, None)
         else:
-            found.add(key)
+            found[key] = saved_as
         if stop > end:
             end, last = stop, key
     return found

@@ -25,6 +25,7 @@ from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import PartRecord, TensorRecord, TreeRecord
 from lakeckpt.checkpoint.random_states import RANDOM, check_random
 from lakeckpt.checkpoint.ranged import StoredTensor, open_files, read_tensors
+from lakeckpt.checkpoint.shards import Whole, is_part_key, wholes_of
 from lakeckpt.checkpoint.tensors import empty_for
 from lakeckpt.checkpoint.tree import references, tree_from_bytes
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, LimitExceeded, UnsupportedValue, WireDamaged
@@ -55,33 +56,66 @@ class Loaded:
     trees: Mapping[str, Any]
     """item → its tree, with a ``TensorRef`` for each tensor; random states not among them."""
     specs: Mapping[str, TensorSpec]
-    """key → the spec of each tensor."""
+    """key → the spec of each tensor: of wholes, where they were saved in parts."""
+    wholes: Mapping[str, Whole]
+    """key → the parts of each tensor that was saved in parts."""
     source: TensorSource
     random: dict[str, Any] | None
     """The random states of this rank; None where it is new."""
     per_rank: tuple[str, ...]
     """The units of which ranks had different contents."""
 
+    def whole(self, key: str) -> Whole:
+        """In which parts a tensor was saved: a plain one in one."""
+        return self.wholes[key] if key in self.wholes else Whole.plain(self.specs[key])
+
     def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Tensors in new host memory, verified."""
+        """Tensors in new host memory, whole and verified."""
         made = {key: empty_for(self.specs[key]) for key in keys}
-        self.source.fill({key: view for key, (_, view) in made.items()})
+        self.source.fill({key: view for key, (_, view) in made.items() if key not in self.wholes})
+        for key, (tensor, _) in made.items():
+            if key in self.wholes:
+                self.read_part(key, (0,) * tensor.dim(), tensor)
         return {key: tensor for key, (tensor, _) in made.items()}
+
+    def read_part(self, key: str, offsets: tuple[int, ...], into: torch.Tensor) -> None:
+        """Fill ``into`` with what begins at ``offsets`` in a tensor, from one saved part after the other; verified."""
+        whole = self.whole(key)
+        sizes = {part.key: part.sizes for part in whole.parts}
+        for region in whole.regions(offsets, tuple(into.shape)):
+            spec = TensorSpec(key=region.key, dtype=whole.spec.dtype, shape=sizes[region.key])
+            part, view = empty_for(spec)
+            self.source.fill({region.key: view})
+            target = into
+            for dim, size in enumerate(region.sizes):
+                target = target.narrow(dim, region.target[dim], size)
+                part = part.narrow(dim, region.source[dim], size)
+            with torch.no_grad():
+                target.copy_(part)
+
+
+_Where = tuple[PartRecord, int]
 
 
 class _Stored:
-    """Tensors in the files of a checkpoint."""
+    """Tensors in the files of a checkpoint, which are opened when something of them is wanted."""
 
-    __slots__ = ("_storage", "_tensors")
+    __slots__ = ("_found", "_storage", "_wanted")
 
-    def __init__(self, storage: Storage, tensors: Mapping[str, StoredTensor]) -> None:
-        self._storage, self._tensors = storage, tensors
+    def __init__(
+        self, storage: Storage, found: Iterable[StoredTensor], wanted: Mapping[str, tuple[TensorRecord, _Where]]
+    ):
+        self._storage, self._wanted = storage, wanted
+        self._found = {id(one.record): one for one in found}
 
     def fill(self, into: Mapping[str, memoryview]) -> None:
-        read_tensors(self._storage, [self._tensors[key] for key in into], into)
+        records = [self._wanted[key] for key in into]
+        files = {part.files[at].path: (part, at) for record, (part, at) in records if id(record) not in self._found}
+        self._found |= {id(one.record): one for one in open_files(self._storage, files.values())}
+        read_tensors(self._storage, [self._found[id(record)] for record, _ in records], into)
 
     def same(self, one: str, other: str) -> bool:
-        return self._tensors[one].record.digest == self._tensors[other].record.digest
+        return self._wanted[one][0].digest == self._wanted[other][0].digest
 
 
 def load(storage: Storage, manifest: Manifest, *, rank: int, world_size: int) -> Loaded:
@@ -99,18 +133,28 @@ def load(storage: Storage, manifest: Manifest, *, rank: int, world_size: int) ->
     needed, spare = _shares(parts, records, min(world_size, manifest.world_size), rank, world_size)
     files = {part.files[index].path: (part, index) for part, index, _ in (*needed, *spare)}
     stored = open_files(storage, files.values())
-    wanted = {id(record) for *_, some in needed for record in some}
     unneeded = {id(record) for *_, some in spare for record in some}
     read_tensors(storage, [one for one in stored if id(one.record) in unneeded], {})
     documents = {item: record.document for item, record in _trees_of(parts, source).items()}
-    return loaded_of(
+    wanted = {
+        record.spec.key: (record, (part, record.file))
+        for part in parts
+        for record in part.tensors
+        if records.get(record.spec.key) is record
+    }
+    loaded = loaded_of(
         documents,
         specs={key: record.spec for key, record in records.items()},
-        source=_Stored(storage, {one.record.spec.key: one for one in stored if id(one.record) in wanted}),
+        source=_Stored(storage, stored, wanted),
         is_new=rank >= manifest.world_size,
         per_rank=_different(parts),
         what=f"slot {manifest.slot}, rank {source}",
     )
+    for whole in loaded.wholes.values():
+        wrong = whole.wrong()
+        if wrong is not None:
+            raise CheckpointDamaged(f"slot {manifest.slot}, tensor {whole.spec.key!r}: {wrong}")
+    return loaded
 
 
 def loaded_of(
@@ -127,6 +171,8 @@ def loaded_of(
     ``is_new``: the rank was not there, and takes no random states. `CheckpointDamaged` where they do not fit together.
     """
     trees = {item: _tree(item, document) for item, document in documents.items()}
+    wholes = wholes_of(specs)
+    specs = {**specs, **{key: whole.spec for key, whole in wholes.items()}}
     if RANDOM not in trees:
         raise CheckpointDamaged(f"{what} has no random states")
     for item, tree in trees.items():
@@ -134,7 +180,14 @@ def loaded_of(
             if key not in specs:
                 raise CheckpointDamaged(f"the state of {item!r} refers to the tensor {key!r}, which no part holds")
     random = check_random(trees.pop(RANDOM))
-    return Loaded(trees=trees, specs=specs, source=source, random=None if is_new else random, per_rank=per_rank)
+    return Loaded(
+        trees=trees,
+        specs=specs,
+        wholes=wholes,
+        source=source,
+        random=None if is_new else random,
+        per_rank=per_rank,
+    )
 
 
 def _has(ranks: Ranks, rank: int) -> bool:
@@ -142,14 +195,18 @@ def _has(ranks: Ranks, rank: int) -> bool:
 
 
 def _tensors_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TensorRecord]:
+    """The tensors that ``rank`` had, and all parts of tensors: its own where ranks had different ones."""
     found: dict[str, TensorRecord] = {}
+    others: dict[str, TensorRecord] = {}
     for part in parts:
         for record in part.tensors:
             if _has(record.ranks, rank):
                 if record.spec.key in found:
                     raise CheckpointDamaged(f"two parts hold tensor {record.spec.key!r} of rank {rank}")
                 found[record.spec.key] = record
-    return found
+            elif is_part_key(record.spec.key):
+                others.setdefault(record.spec.key, record)
+    return others | found
 
 
 def _trees_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TreeRecord]:
@@ -179,7 +236,8 @@ def _shares(
 ) -> tuple[_Share, _Share]:
     """The files with ``records``, and this rank's share of the tensors that none of the ``sources`` first ranks has.
 
-    A tensor that only ranks of those have is read by them, so that all of a checkpoint is verified by someone.
+    A tensor that only ranks of those have is read by them, and all parts of a tensor by those that hold it now, so that
+    all of a checkpoint is verified by someone.
     """
     mine = {id(record) for record in records.values()}
     needed: _Share = []
@@ -189,8 +247,9 @@ def _shares(
         for record in part.tensors:
             by_file[record.file].append(record)
         for index in range(len(part.files)):
-            some = [record for record in by_file[index] if id(record) in mine]
-            rest = [record for record in by_file[index] if not any(start < sources for start, _ in record.ranks)]
+            plain = [record for record in by_file[index] if not is_part_key(record.spec.key)]
+            some = [record for record in plain if id(record) in mine]
+            rest = [record for record in plain if not any(start < sources for start, _ in record.ranks)]
             if some:
                 needed.append((part, index, some))
             if rest or not by_file[index]:
@@ -216,6 +275,8 @@ def _different(parts: Sequence[PartRecord]) -> tuple[str, ...]:
 
 def _refuse_shards(parts: Sequence[PartRecord], old_size: int) -> None:
     for name, contents in sorted(_contents(parts).items()):
+        if is_part_key(name):
+            continue
         held = sum(stop - start for ranks in contents for start, stop in ranks)
         if held != old_size:
             raise CheckpointMismatch(

@@ -26,6 +26,7 @@ from lakeckpt.wire.skips import skips_from_wire, skips_to_wire
 __all__ = [
     "OBJECTS",
     "PARTS",
+    "PART_MARK",
     "RANDOM",
     "FileRecord",
     "PartRecord",
@@ -39,8 +40,10 @@ PARTS = "parts"
 OBJECTS = "objects"
 RANDOM = "lakeckpt.random"
 """The name of the item that holds the random states; users' items cannot have it."""
+PART_MARK = "::at "
+"""In the key of a tensor that is a part of a larger one: behind the larger one's key, before where it begins."""
 _KIND = "part"
-_VERSION = (2, 0)  # 1.1: "skips"; 2.0: files of earlier saves, of which it may need some tensors only
+_VERSION = (2, 0)  # 1.1: "skips"; 2.0: files of earlier saves, of which it may need some tensors only; parts of tensors
 _VERSION_OF_OWN_FILES = (1, 1)
 
 
@@ -156,8 +159,10 @@ class PartRecord:
         }
         if any(self.skips.values()):
             plain["skips"] = {name: skips_to_wire(skips) for name, skips in self.skips.items() if skips}
-        refers = any(self.is_earlier(file) for file in self.files)
-        return dumps(plain, kind=_KIND, version=_VERSION if refers else _VERSION_OF_OWN_FILES)
+        newer = any(self.is_earlier(file) for file in self.files) or any(
+            "::at " in one.spec.key for one in self.tensors
+        )
+        return dumps(plain, kind=_KIND, version=_VERSION if newer else _VERSION_OF_OWN_FILES)
 
     def is_earlier(self, file: FileRecord) -> bool:
         """Whether an earlier save wrote ``file``: it may hold tensors that this part has no use for."""

@@ -24,10 +24,10 @@ def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
             f"{key}: a {kind} has no shape yet: run the module once (a forward pass on one batch) before it is "
             "restored or saved"
         )
-    if hasattr(tensor, "placements") or hasattr(tensor, "to_local"):
+    if hasattr(tensor, "to_local") and not hasattr(tensor, "placements"):
         raise UnsupportedValue(
-            f"{key}: a {kind} is spread over ranks, which needs torch.distributed.checkpoint: "
-            "gather it (full_state_dict) before it is saved here"
+            f"{key}: a {kind} is spread over ranks in a way that is not supported: use DTensor (FSDP2), or gather it "
+            "before it is saved"
         )
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         raise UnsupportedValue(

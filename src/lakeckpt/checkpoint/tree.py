@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lakeckpt.checkpoint.names import canonical_names
+from lakeckpt.checkpoint.shards import is_part_key, is_sharded, local_of, offsets_of, part_key
 from lakeckpt.checkpoint.tensors import spec_of, tied_key
 from lakeckpt.errors import CheckpointDamaged, LimitExceeded
 from lakeckpt.wire.codec import TensorRef, dumps, dumps_map, loads, payload_of
@@ -46,6 +47,13 @@ class Flat:
     item: str
     tree: Any
     tensors: dict[str, torch.Tensor]
+    sharded: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors of which this rank holds a part, by the key that the tree has of the whole; that part, if it is not
+    empty, is among ``tensors`` under a key of its own (see ``shards``)."""
+
+    def leaf(self, key: str) -> torch.Tensor:
+        """The tensor that the tree refers to."""
+        return self.sharded[key] if key in self.sharded else self.tensors[key]
 
 
 def flatten(item: str, state: object, *, of_module: bool = False) -> Flat:
@@ -56,15 +64,16 @@ def flatten(item: str, state: object, *, of_module: bool = False) -> Flat:
     """
     walk = _Walk(item)
     tree = walk.plain(state, item, _DEEPEST, of_module=of_module)
-    return Flat(item=item, tree=tree, tensors=walk.tensors)
+    return Flat(item=item, tree=tree, tensors=walk.tensors, sharded=walk.sharded)
 
 
 class _Walk:
-    __slots__ = ("item", "tensors", "tied")
+    __slots__ = ("item", "sharded", "tensors", "tied")
 
     def __init__(self, item: str) -> None:
         self.item = item
         self.tensors: dict[str, torch.Tensor] = {}
+        self.sharded: dict[str, torch.Tensor] = {}
         self.tied: dict[tuple[object, ...], str] = {}
 
     def plain(self, value: Any, path: str, depth: int, *, of_module: bool = False) -> Any:
@@ -88,14 +97,20 @@ class _Walk:
         return value
 
     def reference(self, tensor: torch.Tensor, path: str) -> TensorRef:
-        spec_of(path, tensor)  # refuses what has no memory to look at
-        same = tied_key(tensor)
+        local = local_of(tensor)
+        spec_of(path, local)  # refuses what has no memory to look at
+        same = tied_key(local)
         if same is not None and same in self.tied:
             return TensorRef(key=self.tied[same])
         key = path
-        while key in self.tensors:  # 0 and "0" may both be keys of one dict
+        while key in self.tensors or key in self.sharded or is_part_key(key):  # 0 and "0" may both be keys of one dict
             key += "~"
-        self.tensors[key] = tensor
+        if is_sharded(tensor):
+            self.sharded[key] = tensor
+            if local.numel() or not tensor.numel():
+                self.tensors[part_key(key, offsets_of(path, tensor), tensor.shape)] = local
+        else:
+            self.tensors[key] = tensor
         if same is not None:
             self.tied[same] = key
         return TensorRef(key=key)

@@ -100,7 +100,8 @@ class ModuleSource:
         self.changing = frozenset(
             key for key, tensor in flat.tensors.items() if not isinstance(tensor, torch.nn.Parameter)
         )
-        self._containers = _containers(self._module)
+        # The memory of a rank's part is looked up anew at each cut: no container says where it lies.
+        self._containers = None if flat.sharded else _containers(self._module)
 
     def renew(self) -> bool:
         """See `Source`."""
@@ -182,7 +183,7 @@ class OptimizerSource:
         self._places = _Places(flat.tensors.values())
         steady = {id(value) for state in optimizer.state.values() for value in _values(state)}
         self.changing = frozenset(key for key, tensor in flat.tensors.items() if id(tensor) not in steady)
-        self._entries, self._groups = _entries(optimizer), _groups(optimizer)
+        self._entries, self._groups = None if flat.sharded else _entries(optimizer), _groups(optimizer)
         self._parameters = list(map(id, optimizer.state))
 
     def renew(self) -> bool:
@@ -274,7 +275,7 @@ def _regrouped(flat: Flat, groups: list[dict[str, Any]]) -> Flat:
     tree["param_groups"] = [
         {**options, "params": before["params"]} for options, before in zip(groups, tree["param_groups"], strict=True)
     ]
-    return Flat(item=flat.item, tree=tree, tensors=flat.tensors)
+    return Flat(item=flat.item, tree=tree, tensors=flat.tensors, sharded=flat.sharded)
 
 
 class OtherSource:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.foreign.pickles import Call, Name, describe
 from lakeckpt.checkpoint.foreign.plain import plain
+from lakeckpt.checkpoint.tiling import untiled
 from lakeckpt.errors import UnsupportedValue, WireDamaged
 
 __all__ = ["METADATA", "DcpChunk", "DcpMetadata", "DcpTensor", "read_dcp_metadata"]
@@ -40,7 +40,7 @@ class DcpChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpTensor:
-    """A tensor and its chunks, which cover it without overlap."""
+    """A tensor and its chunks, which tile it."""
 
     spec: TensorSpec
     chunks: tuple[DcpChunk, ...]
@@ -104,37 +104,20 @@ class _Reader:
         chunks = fields.get("chunks")
         if type(chunks) is not list:
             raise WireDamaged(f"tensor {name!r:.80} has no chunks")
-        return DcpTensor(spec=spec, chunks=_tiling(spec, [self.chunk(spec, one, stored) for one in chunks]))
+        found = tuple(self.chunk(spec, one, stored) for one in chunks)
+        wrong = untiled(spec.shape, [(one.offsets, one.sizes) for one in found])
+        if wrong is not None:
+            raise WireDamaged(f"tensor {spec.key!r:.80}: {wrong}")
+        return DcpTensor(spec=spec, chunks=found)
 
     def chunk(self, spec: TensorSpec, described: Any, stored: _Stored) -> DcpChunk:
         fields = _fields(described, "ChunkStorageMetadata")
         offsets, sizes = self.sizes(fields.get("offsets")), self.sizes(fields.get("sizes"))
-        fits = len(offsets) == len(sizes) == len(spec.shape)
-        if not fits or any(at + size > whole for at, size, whole in zip(offsets, sizes, spec.shape, strict=True)):
-            raise WireDamaged(f"a chunk of {spec.key!r:.80} at {offsets} of {sizes} is not inside of {spec.shape}")
         at = _stored(stored, spec.key, offsets)
         size_bytes = TensorSpec(key=spec.key, dtype=spec.dtype, shape=sizes).size_bytes
         if size_bytes > at.size_bytes:
             raise WireDamaged(f"a chunk of {spec.key!r:.80} has {size_bytes} bytes and lies in {at.size_bytes}")
         return DcpChunk(path=at.path, start=at.start, size_bytes=at.size_bytes, offsets=offsets, sizes=sizes)
-
-
-def _tiling(spec: TensorSpec, chunks: list[DcpChunk]) -> tuple[DcpChunk, ...]:
-    """The chunks, which must hold every element once."""
-    if sum(prod(one.sizes) for one in chunks) != prod(spec.shape):
-        raise WireDamaged(f"the chunks of {spec.key!r:.80} do not hold its {prod(spec.shape)} elements once each")
-    ordered = sorted((one for one in chunks if prod(one.sizes)), key=lambda one: one.offsets)
-    for number, one in enumerate(ordered):
-        # Sorted by offsets, only chunks that begin before this one ends along the first dimension can overlap it.
-        for other in ordered[number + 1 :]:
-            if one.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                break
-            if all(
-                a < b + size_b and b < a + size_a
-                for a, size_a, b, size_b in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-            ):
-                raise WireDamaged(f"two chunks of {spec.key!r:.80} overlap, at {one.offsets} and {other.offsets}")
-    return tuple(chunks)
 
 
 def _stored(stored: _Stored, name: Any, offset: tuple[int, ...] | None) -> DcpChunk:

@@ -1,0 +1,237 @@
+"""A state that is divided over ranks is saved in parts, and restored whole, on as many ranks, on others, or on one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+import lakeckpt.checkpoint.load as load_module
+from lakeckpt import CheckpointManager, read_state
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.shards import Part, Whole, is_part_key, part_key, wholes_of
+from lakeckpt.checkpoint.tensors import empty_for
+from lakeckpt.checkpoint.tiling import untiled
+from lakeckpt.checkpoint.tree import flatten
+from lakeckpt.checkpoint.verify import verify
+from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, UnsupportedValue
+from lakeckpt.lake.local import LocalStorage
+from tests.checkpoint.rig import MemoryStorage, manager
+from tests.tracking.processes import run_processes
+
+
+def begin(rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{world_size}", rank=rank, world_size=world_size)
+
+
+def built(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 1))
+    return {"model": model}
+
+
+def with_optimizer(objects: dict[str, Any]) -> dict[str, Any]:
+    return objects | {"optimizer": torch.optim.AdamW(objects["model"].parameters(), lr=0.1, foreach=False)}
+
+
+def fsdp(seed: int, world_size: int) -> dict[str, Any]:
+    objects = built(seed)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in objects["model"]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(objects["model"], mesh=mesh)
+    return with_optimizer(objects)
+
+
+def by_columns(seed: int, world_size: int) -> dict[str, Any]:
+    """Weights divided by columns, the rest whole on every rank."""
+    objects, mesh = built(seed), init_device_mesh("cpu", (world_size,))
+    for layer in objects["model"]:
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+    return with_optimizer(objects)
+
+
+def trained(objects: dict[str, Any], steps: int = 2) -> None:
+    for _ in range(steps):
+        for parameter in objects["model"].parameters():
+            parameter.grad = torch.ones_like(parameter) + parameter.detach()
+        objects["optimizer"].step()
+
+
+def whole(value: Any) -> Any:
+    """With every DTensor put together: collective."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {key: whole(one) for key, one in value.items()}
+    return [whole(one) for one in value] if isinstance(value, list) else value
+
+
+def states(objects: dict[str, Any]) -> str:
+    return str({name: dict(whole(one.state_dict())) for name, one in objects.items()})
+
+
+def first(rank: int, world_size: int, folder: str) -> None:
+    begin(rank, world_size, folder)
+    objects = fsdp(1, world_size)
+    with CheckpointManager(f"{folder}/run", objects, persist_every=10**9) as saver:
+        saver.restore()
+        trained(objects)
+        saver.step()
+    Path(folder, f"saved.{rank}").write_text(states(objects))
+    made: list[int] = []
+
+    def counting(spec: TensorSpec) -> Any:
+        made.append(spec.size_bytes)
+        return empty_for(spec)
+
+    load_module.empty_for = counting  # type: ignore[attr-defined]
+    for fresh in (fsdp(2, world_size), fsdp(3, world_size)):
+        trained(fresh, 1)
+        assert CheckpointManager(f"{folder}/run", fresh).restore() == 1
+        assert states(fresh) == Path(folder, f"saved.{rank}").read_text()
+    assert sum(made) == 0  # the parts that a rank has now are those that it saved: they were read in place
+    dist.destroy_process_group()
+
+
+def second(rank: int, world_size: int, folder: str, sharding: Any) -> None:
+    begin(rank, world_size, folder)
+    objects = sharding(4, world_size)
+    with CheckpointManager(f"{folder}/run", objects, persist_every=10**9) as saver:
+        done = saver.restore()
+        assert states(objects) == Path(folder, "saved.0").read_text()
+        trained(objects, 1)
+        saver.step()
+    if rank == 0:
+        Path(folder, "saved.0").write_text(said := states(objects))
+        Path(folder, "steps").write_text(str(done + 1))
+        assert said
+    else:
+        states(objects)
+    dist.destroy_process_group()
+
+
+def test_parts_are_restored_on_as_many_ranks_on_others_otherwise_divided_and_on_one(tmp_path: Path) -> None:
+    run_processes(2, first, 2, str(tmp_path))
+    run_processes(3, second, 3, str(tmp_path), by_columns)
+    objects = with_optimizer(built(5))
+    assert CheckpointManager(tmp_path / "run", objects).restore() == 2
+    assert states(objects) == (tmp_path / "saved.0").read_text()
+    assert verify(LocalStorage(tmp_path / "run")).every_damage == ()
+    assert str(dict(read_state(tmp_path / "run")["model"])) == str(dict(objects["model"].state_dict()))
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(5), torch.nn.Linear(5, 1))
+    other = CheckpointManager(tmp_path / "run", with_optimizer({"model": model}))
+    with pytest.raises(
+        CheckpointMismatch, match=r"0\.weight is float32 \[5, 7\] in the checkpoint and float32 \[7, 5\]"
+    ):
+        other.restore()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_a_run_of_fsdp_goes_on_on_any_number_of_ranks(world_size: int, tmp_path: Path) -> None:
+    run_processes(2, first, 2, str(tmp_path))
+    run_processes(world_size, second, world_size, str(tmp_path), fsdp)
+    run_processes(2 if world_size != 2 else 3, second, 2 if world_size != 2 else 3, str(tmp_path / ""), by_columns)
+
+
+def tilings(shape: tuple[int, ...], seed: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shape cut by a random grid."""
+    rng = random.Random(seed)
+    cuts = []
+    for size in shape:
+        borders = sorted({0, size, *(rng.randint(0, size) for _ in range(rng.randint(0, 3)))})
+        cuts.append([(start, stop - start) for start, stop in itertools.pairwise(borders)] or [(0, 0)])
+    return [(tuple(at for at, _ in box), tuple(size for _, size in box)) for box in itertools.product(*cuts)]
+
+
+@given(
+    shape=st.lists(st.integers(0, 6), max_size=3).map(tuple), seeds=st.tuples(st.integers(0, 99), st.integers(0, 99))
+)
+def test_any_parts_make_up_any_others(shape: tuple[int, ...], seeds: tuple[int, int]) -> None:
+    full = torch.arange(prod(shape)).reshape(shape)
+    saved, wanted = (tilings(shape, seed) for seed in seeds)
+    assert untiled(shape, saved) is None
+
+    def cut(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        for dim, (at, size) in enumerate(zip(offsets, sizes, strict=True)):
+            tensor = tensor.narrow(dim, at, size)
+        return tensor
+
+    specs = {}
+    for offsets, sizes in saved:
+        key = part_key("x", offsets, shape)
+        specs[key] = TensorSpec(key=key, dtype="int64", shape=sizes)
+    found = wholes_of(specs)["x"]
+    parts = {one.key: cut(full, one.offsets, one.sizes) for one in found.parts}
+    for offsets, sizes in wanted:
+        into = torch.full(sizes, -1)
+        for region in found.regions(offsets, sizes):
+            cut(into, region.target, region.sizes).copy_(cut(parts[region.key], region.source, region.sizes))
+        assert torch.equal(into, cut(full, offsets, sizes))
+
+
+def test_parts_that_overlap_lie_outside_or_leave_something_out_are_told() -> None:
+    assert untiled((4,), [((0,), (2,)), ((2,), (2,))]) is None
+    assert untiled((), [((), ())]) is None and untiled((0, 3), []) is None
+    for wrong in ([((0,), (3,)), ((2,), (1,))], [((0,), (5,))], [((0,), (3,))], [((0, 0), (2, 2))], []):
+        assert untiled((4,), wrong) is not None  # type: ignore[arg-type]
+    spec = TensorSpec(key="x", dtype="float32", shape=(4,))
+    with pytest.raises(CheckpointDamaged, match="not all of"):
+        Whole(spec=spec, parts=(Part(key="p", offsets=(0,), sizes=(3,)),)).regions((0,), (4,))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [["x::at 0 of 5", "x::at 2 of 6"], ["x::at 0,0 of 5"], ["x::at  of 5"], ["x::at 0 of ,,"], [f"x::at 0 of {2**80}"]],
+)
+def test_keys_of_parts_that_do_not_fit_one_another_are_refused(keys: list[str]) -> None:
+    with pytest.raises(CheckpointDamaged):
+        wholes_of({key: TensorSpec(key=key, dtype="float32", shape=(2,)) for key in keys})
+
+
+def test_a_name_that_looks_like_a_part_is_none() -> None:
+    storage = MemoryStorage()
+    state = {"w::at 0 of 9": torch.ones(2), "w": torch.zeros(3)}
+    flat = flatten("own", state)
+    assert not any(map(is_part_key, flat.tensors)) and not flat.sharded
+
+    class Own:
+        def state_dict(self) -> dict[str, Any]:
+            return state
+
+        def load_state_dict(self, found: dict[str, Any]) -> None:
+            self.found = found
+
+    saver = manager(storage, {"own": Own()})
+    saver.restore()
+    saver.save()
+    own = Own()
+    manager(storage, {"own": own}).restore()
+    assert str(own.found) == str(state)
+
+
+def partial(rank: int, world_size: int, folder: str) -> None:
+    begin(rank, world_size, folder)
+    mesh = init_device_mesh("cpu", (world_size,))
+    tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    with pytest.raises(UnsupportedValue, match="x/a: a DTensor with a Partial placement"):
+        flatten("x", {"a": tensor})
+    dist.destroy_process_group()
+
+
+def test_sums_that_are_not_added_up_are_refused(tmp_path: Path) -> None:
+    run_processes(1, partial, 1, str(tmp_path))
