@@ -97,7 +97,7 @@ class _Walk:
         return value
 
     def reference(self, tensor: torch.Tensor, path: str) -> TensorRef:
-        local = local_of(tensor)
+        local = local_of(tensor) if is_sharded(tensor) else tensor
         spec_of(path, local)  # refuses what has no memory to look at
         same = tied_key(local)
         if same is not None and same in self.tied:
