@@ -2,7 +2,9 @@
 
 Three ways take turns, some iterations each, in one run: no capture; captures that copy at once; captures that are let
 through in bubbles. ``pipeline`` is an interleaved 1F1B of four stages (torch.distributed.pipelining, gloo); ``ddp`` are
-two ranks of which one waits longer for its data. Nothing of the jobs is made up but that wait.
+two ranks of which one waits longer for its data; ``ddp-computing`` two of which one computes longer, which has no
+bubble of its own and shows what that costs. Each rank is bound to a core, so that what it copies while it computes is
+at its own expense.
 
 Printed for each way: the median time of an iteration; its cost against none in the same round, as the mean of paired
 differences with a 95 % interval, and as their median; what the training thread spent in captures and their fences; and
@@ -20,6 +22,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -137,22 +140,28 @@ def pipeline(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
 
 
 def data_parallel(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
-    """Two blocks each; rank 1 waits for its data ``--slow`` times as long as rank 0 takes for an iteration."""
+    """Two blocks each; rank 1 waits ``--slow-s`` for its data in each iteration."""
+    return _data_parallel(switch, asked, rows=asked.rows, wait_s=asked.slow_s if rank == 1 else 0)
+
+
+def data_parallel_computing(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
+    """Two blocks each; rank 1 has ``--more`` times the rows, and never waits."""
+    return _data_parallel(switch, asked, rows=int(asked.rows * (asked.more if rank == 1 else 1)), wait_s=0)
+
+
+def _data_parallel(switch: Any, asked: argparse.Namespace, *, rows: int, wait_s: float) -> Job:
     from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(nn.Sequential(Block(asked.width), Block(asked.width)))
     watch_ddp(switch, model)
-    rows = torch.randn(asked.rows * asked.microbatches, asked.width)
+    batch = torch.randn(rows * asked.microbatches, asked.width)
 
     def slow() -> Iterator[torch.Tensor]:
         while True:
-            time.sleep(asked.slow_s if rank == 1 else 0)
-            yield rows
+            time.sleep(wait_s)
+            yield batch
 
-    def batches() -> Iterator[torch.Tensor]:
-        return watch_data(switch, slow())
-
-    source = batches()
+    source = watch_data(cast(BubbleGate, switch), slow())
 
     def step() -> None:
         batch = next(source)
@@ -161,7 +170,11 @@ def data_parallel(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
     return Job(step, model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
 
-CASES: dict[str, Callable[[int, Any, argparse.Namespace], Job]] = {"pipeline": pipeline, "ddp": data_parallel}
+CASES: dict[str, Callable[[int, Any, argparse.Namespace], Job]] = {
+    "pipeline": pipeline,
+    "ddp": data_parallel,
+    "ddp-computing": data_parallel_computing,
+}
 
 
 def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> None:
@@ -269,7 +282,8 @@ def main() -> None:
     arguments.add_argument("--microbatches", type=int, default=4)
     arguments.add_argument("--slice-mib", type=int, default=4)
     arguments.add_argument("--anywhere", action="store_true", help="ranks are not bound to a core each")
-    arguments.add_argument("--slow-s", type=float, default=0.15, help="what rank 1 waits for data under DDP")
+    arguments.add_argument("--slow-s", type=float, default=0.15, help="what rank 1 waits for its data: ddp")
+    arguments.add_argument("--more", type=float, default=1.25, help="what rank 1 computes of rank 0: ddp-computing")
     arguments.add_argument("--json", type=Path, help="write what was measured to this file")
     arguments.add_argument("--profile", type=Path, help="write profiles to this folder: lakeckpt report FOLDER/CASE")
     asked = arguments.parse_args()
@@ -283,6 +297,8 @@ def main() -> None:
                 rank.start()
             for rank in ranks:
                 rank.join()
+            if any(rank.exitcode for rank in ranks):
+                sys.exit(f"{case}: the ranks ended with {[rank.exitcode for rank in ranks]}")
             found = [json.loads(Path(f"{folder}/{case}-{rank}.json").read_text()) for rank in range(WORLD)]
             written[case] = summary(found)
             print_case(case, written[case])

@@ -1,0 +1,60 @@
+"""The benchmark of bubbles counts rightly, and its jobs run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.bubbles import WAYS, summary
+from lakeckpt.core.bubble_policy import Window
+from lakeckpt.core.bubble_record import IterationRecord, MovedSlice
+
+
+def rank(**seconds: list[float]) -> dict[str, Any]:
+    record = IterationRecord(
+        step=1,
+        begin_s=0.0,
+        end_s=2.0,
+        windows=(Window(site="gap 0", kind="bubble", begin_s=0.0, end_s=1.0),),
+        slices=(
+            MovedSlice(size_bytes=300, begin_s=0.5, end_s=0.6),
+            MovedSlice(size_bytes=100, begin_s=1.5, end_s=1.6, urgent=True),
+        ),
+    )
+    between = IterationRecord(step=2, begin_s=2.0, end_s=9.0, windows=(), slices=())
+    return {
+        "size_bytes": 400,
+        "complete": 4,
+        "left_out": 0,
+        "seconds": dict(zip(WAYS, seconds.values(), strict=True)),
+        "spent": {way: [0.01, 0.03] for way in WAYS[1:]},
+        "records": {way: [record.to_plain(), between.to_plain()] for way in WAYS[1:]},
+    }
+
+
+def test_costs_are_of_pairs_and_shares_of_iterations_with_a_capture() -> None:
+    ways = summary([rank(none=[1.0, 4.0], once=[1.1, 4.8], bubbles=[1.0, 4.0])] * 2)["ways"]
+    assert ways["at once"]["cost_mean"] == pytest.approx(0.15)
+    assert ways["at once"]["cost_95"] > 0 == ways["in bubbles"]["cost_95"] == ways["in bubbles"]["cost_mean"]
+    (one, other) = ways["in bubbles"]["ranks"]
+    assert one == other
+    assert (one["bubble_share"], one["urgent_share"], one["bubble_s"]) == (0.75, 0.25, 1.0)
+    assert one["spent_share"] == pytest.approx(0.02 / 2.5)
+
+
+@pytest.mark.soak
+def test_every_case_runs_and_captures_every_step(tmp_path: Path) -> None:
+    options = ["--width", "64", "--rows", "4", "--rounds", "2", "--warm-up", "1", "--slow-s", "0.01"]
+    written = tmp_path / "bubbles.json"
+    command = [sys.executable, "-m", "benchmarks.bubbles", *options, "--json", str(written)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=Path(__file__).parents[2])
+    assert ran.returncode == 0, ran.stderr
+    cases = json.loads(written.read_text())
+    for case in ("pipeline", "ddp", "ddp-computing"):
+        assert cases[case]["left_out"] == [0, 0]
+        assert cases[case]["complete"] == [25, 25]
