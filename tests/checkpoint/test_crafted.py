@@ -32,14 +32,14 @@ def saved() -> MemoryStorage:
 
 def plain_part(storage: MemoryStorage) -> dict[str, Any]:
     (path,) = (name for name in storage.objects if name.startswith("parts/"))
-    value: dict[str, Any] = loads(storage.objects[path], kind="part", supported=(1, 0)).value
+    value: dict[str, Any] = loads(storage.objects[path], kind="part", supported=(2, 0)).value
     return value
 
 
 def reseal(storage: MemoryStorage, plain: dict[str, Any]) -> None:
     """Put a changed part in place, with a manifest that vouches for it: every checksum is right."""
     manifest = read_history(storage).tip
-    data = dumps(plain, kind="part", version=(1, 0))
+    data = dumps(plain, kind="part", version=(2, 0))
     path = manifest.parts[0].path
     storage.objects[path] = data
     ref = PartRef(rank=0, path=path, size_bytes=len(data), digest=short_digest(data))
@@ -148,6 +148,6 @@ def test_a_valid_part_that_is_not_the_one_that_was_committed_is_refused() -> Non
     plain = plain_part(storage)
     plain["trees"] = list(reversed(plain["trees"]))
     path = read_history(storage).tip.parts[0].path
-    storage.objects[path] = dumps(plain, kind="part", version=(1, 0))
+    storage.objects[path] = dumps(plain, kind="part", version=(2, 0))
     with pytest.warns(DamageWarning, match="not what slot 1 committed"), pytest.raises(CheckpointDamaged):
         manager(storage, training() | {"n": Counter()}).restore()

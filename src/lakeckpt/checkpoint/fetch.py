@@ -73,7 +73,7 @@ def fetch_file(storage: Storage, part: PartRecord, index: int, *, into: Mapping[
         if record is None:
             stream.skip(size_bytes)
             continue
-        digest = ContentDigest()
+        digest = ContentDigest(record.algorithm)
         target, at = into.get(record.spec.key), 0
         for run in stream.runs(record.spec.size_bytes):
             digest.update(run)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lakeckpt.checkpoint.digests import DIGEST_BYTES, short_digest
+from lakeckpt.checkpoint.digests import CURRENT, DIGEST_BYTES, Algorithm, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fields import Ranks, confined, fields_of, number, ranks_of, taken
 from lakeckpt.core.skips import SkipList
@@ -43,8 +43,8 @@ RANDOM = "lakeckpt.random"
 PART_MARK = "::at "
 """In the key of a tensor that is a part of a larger one: behind the larger one's key, before where it begins."""
 _KIND = "part"
-_VERSION = (2, 0)  # 1.1: "skips"; 2.0: files of earlier saves, of which it may need some tensors only; parts of tensors
-_VERSION_OF_OWN_FILES = (1, 1)
+# 1.1: "skips"; 2.0: contents digested by XXH3, files of earlier saves, of which it may need some only; parts of tensors
+_VERSION = (2, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +100,8 @@ class TensorRecord:
     file: int
     """Which of the part's files holds it."""
     ranks: Ranks
+    algorithm: Algorithm = CURRENT
+    """How ``digest`` was made: the same for all tensors of a part."""
 
     def __post_init__(self) -> None:
         _check_digests(self.digest)
@@ -159,10 +161,8 @@ class PartRecord:
         }
         if any(self.skips.values()):
             plain["skips"] = {name: skips_to_wire(skips) for name, skips in self.skips.items() if skips}
-        newer = any(self.is_earlier(file) for file in self.files) or any(
-            "::at " in one.spec.key for one in self.tensors
-        )
-        return dumps(plain, kind=_KIND, version=_VERSION if newer else _VERSION_OF_OWN_FILES)
+        assert all(one.algorithm == CURRENT for one in self.tensors), "parts are written as they are read only here"
+        return dumps(plain, kind=_KIND, version=_VERSION)
 
     def is_earlier(self, file: FileRecord) -> bool:
         """Whether an earlier save wrote ``file``: it may hold tensors that this part has no use for."""
@@ -171,7 +171,9 @@ class PartRecord:
     @classmethod
     def from_bytes(cls, data: bytes) -> PartRecord:
         """The part that `to_bytes` made ``data`` of; `WireError` where it is none."""
-        plain = fields_of(loads(data, kind=_KIND, supported=_VERSION).value, "a part")
+        document = loads(data, kind=_KIND, supported=_VERSION)
+        plain = fields_of(document.value, "a part")
+        algorithm: Algorithm = CURRENT if document.version[0] >= 2 else "blake2b"
         save = SaveId(attempt=number(plain, "attempt"), step=number(plain, "step"), number=number(plain, "number"))
         return cls(
             run=taken(plain, "run", str),
@@ -180,7 +182,9 @@ class PartRecord:
             world_size=number(plain, "world_size", least=1),
             cut=taken(plain, "cut", bytes),
             files=tuple(_file(row) for row in _rows(plain, "files", (str, int, bytes, bytes))),
-            tensors=tuple(_tensor(row) for row in _rows(plain, "tensors", (str, str, list, bytes, int, list))),
+            tensors=tuple(
+                _tensor(row, algorithm) for row in _rows(plain, "tensors", (str, str, list, bytes, int, list))
+            ),
             trees=tuple(
                 TreeRecord(item=item, document=document, digest=digest, ranks=ranks_of(ranks))
                 for item, document, digest, ranks in _rows(plain, "trees", (str, bytes, bytes, list))
@@ -212,12 +216,12 @@ def _file(row: list[Any]) -> FileRecord:
     return FileRecord(path=confined(path, below=OBJECTS), size_bytes=size_bytes, head_digest=head_digest, digest=digest)
 
 
-def _tensor(row: list[Any]) -> TensorRecord:
+def _tensor(row: list[Any], algorithm: Algorithm) -> TensorRecord:
     key, dtype, shape, digest, file, ranks = row
     if not all(type(size) is int for size in shape):
         raise WireDamaged(f"tensor {key!r} has the shape {shape!r:.80}")
     spec = TensorSpec(key=key, dtype=dtype, shape=tuple(shape))
-    return TensorRecord(spec=spec, digest=digest, file=file, ranks=ranks_of(ranks))
+    return TensorRecord(spec=spec, digest=digest, file=file, ranks=ranks_of(ranks), algorithm=algorithm)
 
 
 def _lists(ranks: Ranks) -> list[list[int]]:

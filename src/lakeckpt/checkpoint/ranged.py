@@ -91,7 +91,7 @@ def read_tensors(storage: Storage, tensors: Sequence[StoredTensor], into: Mappin
     for number, digest in filter(None, pieces):
         found.setdefault(number, []).append(digest)
     for one in tensors:
-        if id(one) in found and digest_of_pieces(found[id(one)]) != one.record.digest:
+        if id(one) in found and digest_of_pieces(found[id(one)], one.record.algorithm) != one.record.digest:
             raise _altered(one)
 
 
@@ -131,7 +131,7 @@ def _read_run(storage: Storage, run: list[StoredTensor], into: Mapping[str, memo
     data = _read(storage, path, start, stop, alone)
     for one in run:
         view = data[one.start - start : one.stop - start]
-        if content_digest(view) != one.record.digest:
+        if content_digest(view, one.record.algorithm) != one.record.digest:
             raise _altered(one)
         target = into.get(one.record.spec.key)
         if target is not None and target is not alone:
@@ -141,7 +141,7 @@ def _read_run(storage: Storage, run: list[StoredTensor], into: Mapping[str, memo
 def _read_piece(storage: Storage, one: StoredTensor, at: int, stop: int, into: Mapping[str, memoryview]) -> _Piece:
     target = into.get(one.record.spec.key)
     part = None if target is None else target[at - one.start : stop - one.start]
-    return id(one), piece_digest(_read(storage, one.path, at, stop, part))
+    return id(one), piece_digest(_read(storage, one.path, at, stop, part), one.record.algorithm)
 
 
 def _read(storage: Storage, path: str, start: int, stop: int, target: memoryview | None) -> memoryview:

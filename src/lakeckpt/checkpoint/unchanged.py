@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from lakeckpt.checkpoint.digests import CURRENT
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.parts import FileRecord, PartRecord
 
@@ -39,7 +40,8 @@ class Earlier:
     @classmethod
     def of(cls, part: PartRecord) -> Earlier:
         """What ``part``, which was committed, holds."""
-        return cls(files=part.files, places={(one.spec, one.digest): one.file for one in part.tensors})
+        places = {(one.spec, one.digest): one.file for one in part.tensors if one.algorithm == CURRENT}
+        return cls(files=part.files, places=places)
 
     def found(self, wanted: Iterable[Wanted]) -> dict[Wanted, FileRecord]:
         """Those of ``wanted`` that need not be written, with the file that holds each.

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from lakeckpt.errors import ConditionalPutUnsupported, ObjectExists, ObjectMissing, StorageError
 from lakeckpt.lake.chunks import guarded, unwrapping
+from lakeckpt.lake.direct import Blocks
 from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, Folders, TryAnew
 from lakeckpt.lake.oscalls import OsCalls
 from lakeckpt.lake.storage import Buffer, ObjectInfo, check_key, check_prefix
@@ -206,8 +207,13 @@ class LocalStorage:
         try:
             with contextlib.suppress(OSError):  # without locks, leftovers are just never cleared
                 self._calls.lock(temporary.descriptor)
-            for chunk in guarded(chunks):
-                temporary.size_bytes += self._write_all(temporary.descriptor, chunk)
+            blocks = Blocks(temporary.descriptor, self._calls)
+            try:
+                for chunk in guarded(chunks):
+                    temporary.size_bytes += blocks.write(chunk)
+                blocks.finish()
+            finally:
+                blocks.close()
             self._sync(temporary.descriptor)
             yield temporary
         finally:
@@ -217,12 +223,6 @@ class LocalStorage:
                         self._calls.unlink(temporary.name, folder)
             finally:
                 self._calls.close(temporary.descriptor)
-
-    def _write_all(self, descriptor: int, data: memoryview) -> int:
-        done = 0
-        while done < len(data):
-            done += self._calls.write(descriptor, data[done:])
-        return done
 
     def _sync(self, descriptor: int) -> None:
         try:

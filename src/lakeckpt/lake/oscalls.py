@@ -48,6 +48,16 @@ class OsCalls:
     def write(self, descriptor: int, data: memoryview) -> int:
         return os.write(descriptor, data)
 
+    def set_direct(self, descriptor: int, direct: bool) -> bool:
+        """Whether writes go past the page cache from now on; False where the file system cannot."""
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        wanted = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, wanted)
+        except OSError:
+            return False
+        return direct
+
     def pread(self, descriptor: int, size: int, offset: int) -> bytes:
         return os.pread(descriptor, size, offset)
 

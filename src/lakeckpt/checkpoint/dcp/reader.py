@@ -128,7 +128,7 @@ class LakeStorageReader(StorageReader):
         if stored is None:
             raise CheckpointDamaged(f"{CHECKPOINT} names no bytes of {index.fqn!r} at {index.offset}")
         data = read_object(self._place.get(), stored.path, stored.start, stored.start + stored.size_bytes)
-        if len(data) != stored.size_bytes or content_digest(data) != stored.digest:
+        if len(data) != stored.size_bytes or content_digest(data, "blake2b") != stored.digest:
             raise CheckpointDamaged(f"{stored.path}: the bytes of {index.fqn!r} are not what was written")
         chunk: torch.Tensor | None = None
         for item in items:

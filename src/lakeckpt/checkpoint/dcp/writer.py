@@ -157,7 +157,7 @@ class LakeStorageWriter(StorageWriter):
         file = StoredFile(size_bytes=plan.size_bytes, head_bytes=len(plan.head), digest=short_digest(plan.head))
         results = []
         for slab, chunk in zip(plan.slabs, ordered, strict=True):
-            size_bytes, digest = slab.stop - slab.start, content_digest(chunk.data)
+            size_bytes, digest = slab.stop - slab.start, content_digest(chunk.data, "blake2b")
             stored = Stored(path=path, start=slab.start, size_bytes=size_bytes, digest=digest)
             results.append(WriteResult(index=chunk.index, size_in_bytes=size_bytes, storage_data=(stored, file)))
         return results
