@@ -33,6 +33,7 @@ stable, machine-readable name::
     │   ├── CheckpointIncomplete   parts are missing
     │   ├── AttemptSuperseded      a newer attempt owns the run: stop
     │   ├── SaveFailed             the store refused: training may go on, nothing was committed
+    │   │   └── SaveLeftOut        another cut was persisted instead of this one
     │   └── AgentError             the process that persists cannot be started or reached: see its log
     ├── ArenaError             cuts in host memory cannot be kept or found                         (RuntimeError)
     │   ├── ArenaDamaged           the memory is not what was written: take an older cut
@@ -84,6 +85,7 @@ __all__ = [
     "OverlapError",
     "RowGroupTooLarge",
     "SaveFailed",
+    "SaveLeftOut",
     "SchemaError",
     "StateError",
     "StateInvalid",
@@ -335,6 +337,12 @@ class SaveFailed(CheckpointError):
     """A checkpoint could not be written; nothing was committed."""
 
     kind = "save_failed"
+
+
+class SaveLeftOut(SaveFailed):
+    """A cut was not persisted, as there was another one to persist instead, or no memory to keep it until then."""
+
+    kind = "save_left_out"
 
 
 class AgentError(CheckpointError):

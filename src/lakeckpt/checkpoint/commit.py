@@ -28,6 +28,7 @@ from lakeckpt.errors import (
     LakeckptError,
     ObjectMissing,
     SaveFailed,
+    SaveLeftOut,
     StorageError,
     WireError,
 )
@@ -87,8 +88,8 @@ def gave_up(storage: Storage, path: str, rank: int) -> CheckpointError:
         kind, _, reason = storage.read(path).decode("utf-8", "replace").partition("\n")
     except StorageError as error:
         kind, reason = "", f"its note cannot be read: {error}"
-    missing = kind == CheckpointIncomplete.kind
-    return (CheckpointIncomplete if missing else SaveFailed)(f"rank {rank} gave the checkpoint up: {reason}")
+    told = {one.kind: one for one in (CheckpointIncomplete, SaveLeftOut)}.get(kind, SaveFailed)
+    return told(f"rank {rank} gave the checkpoint up: {reason}")
 
 
 def _checked_part(

@@ -34,7 +34,7 @@ from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, StorageError, WireError
+from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, SaveLeftOut, StorageError, WireError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, describe, open_storage
 from lakeckpt.tracking.exchange import Exchange
@@ -72,8 +72,9 @@ class CheckpointManager:
         verify: what rank 0 looks at before it commits: that all objects are there with their ``"sizes"``, or all
             their ``"bytes"``, read again.
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
-        on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails. A superseded attempt, a
-            disagreement of the ranks and a state that cannot be written always raise.
+        on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails; default: ``"warn"`` with
+            ``capture_every``, else ``"raise"``. A superseded attempt, a disagreement of the ranks and a state that
+            cannot be written always raise. A save that is left out for a newer one is no failure.
 
     Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
     falls.
@@ -97,7 +98,7 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         verify: Verify = "sizes",
         timeout_s: float = 600.0,
-        on_save_failure: Literal["raise", "warn"] = "raise",
+        on_save_failure: Literal["raise", "warn"] | None = None,
         exchange: Exchange | None = None,
         waiter: Waiter | None = None,
     ) -> None:
@@ -118,7 +119,7 @@ class CheckpointManager:
         self._bubbles = bubbles
         self._background: Background | None = None
         self._settings = Settings(keep=rule, verify=verify, timeout_s=timeout_s)
-        self._warn_only = on_save_failure == "warn"
+        self._warn_only = (on_save_failure or ("raise" if capture_every is None else "warn")) == "warn"
         self._schedule = Schedule(chosen, self._exchange, self._waiter)
         self._tracks: dict[str, ReaderTrack] = {}
         self._saver: Saver | None = None
@@ -327,7 +328,7 @@ class CheckpointManager:
                 self._schedule.saved(took_s=one.took_s)
                 self._saved_step = one.step
                 newest, failure = one.info, None
-            else:
+            elif not isinstance(one.error, SaveLeftOut) or one.step == wanted:
                 failure = one.error
         if failure is not None and (newest is None or wanted not in (None, newest.step)):
             raise failure
@@ -366,7 +367,7 @@ class CheckpointManager:
 def _check_settings(verify: object, on_save_failure: object, timeout_s: object) -> None:
     if verify not in ("sizes", "bytes"):
         raise ConfigError(f"verify is 'sizes' or 'bytes', got {verify!r}")
-    if on_save_failure not in ("raise", "warn"):
+    if on_save_failure not in ("raise", "warn", None):
         raise ConfigError(f"on_save_failure is 'raise' or 'warn', got {on_save_failure!r}")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")

@@ -47,6 +47,7 @@ from lakeckpt.errors import (
     MissingRanksError,
     ObjectMissing,
     SaveFailed,
+    SaveLeftOut,
     StorageError,
     WireError,
 )
@@ -55,6 +56,8 @@ from lakeckpt.tracking.merge import is_part, merge_states
 from lakeckpt.wire.codec import dumps, loads
 
 __all__ = ["Attempt", "Publisher", "Settings"]
+
+_FAILURE, _LEFT_OUT = "failure", "left out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +182,19 @@ class Publisher:
         except Exception as error:
             failure = failure or error
         if failure is not None:
-            tell = {f"failure of rank {self._rank}": str(failure)}
+            what = _LEFT_OUT if isinstance(failure, SaveLeftOut) else _FAILURE
+            tell = {f"{what} of rank {self._rank}": str(failure)}
         try:
             agreement = agree(talk, facts=facts, units=_units(taken), tell=tell)
         except MissingRanksError as error:
             raise failure or CheckpointIncomplete(f"the checkpoint of step {save.step}: {error}") from error
-        failures = sorted(f"{name}: {text}" for name, text in agreement.told.items() if name.startswith("failure"))
+        failures = {
+            name: text for name, text in sorted(agreement.told.items()) if name.startswith((_FAILURE, _LEFT_OUT))
+        }
         if failures:
-            raise failure or SaveFailed(f"nothing was saved at step {save.step}. {'; '.join(failures)}")
+            kind = SaveLeftOut if all(name.startswith(_LEFT_OUT) for name in failures) else SaveFailed
+            texts = "; ".join(f"{name}: {text}" for name, text in failures.items())
+            raise failure or kind(f"nothing was saved at step {save.step}. {texts}")
         assert isinstance(taken, StagedCut)
         states = {name: _joined_state(legs[-1].record.state, talk) for name, legs in taken.readers.items()}
         return taken, agreement, states

@@ -60,7 +60,7 @@ def test_the_newest_of_several_orders_is_done_and_the_others_are_left_out_and_to
         desk.persister.leave()
         run(desk)
     assert committed(storage) == [3] and holds(storage, 3)
-    assert desk.said() == [(1, "save_failed"), (2, "save_failed"), (3, "")]
+    assert desk.said() == [(1, "save_left_out"), (2, "save_left_out"), (3, "")]
     assert "left out" in desk.outcomes[0].text
 
 
@@ -79,7 +79,7 @@ def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: 
         first.order(3, 0)
         first.persister.leave()
         run(first)
-        assert first.said() == [(3, "save_failed")]
+        assert first.said() == [(3, "save_left_out")]
         assert "step 3 was left out: rank 0 had not captured it" in first.outcomes[0].text
         again = Desk(storage, tmp_path, EventWaiter(storage))
         again.order(7, 1)
@@ -132,7 +132,7 @@ def test_a_cut_that_one_rank_has_lost_is_committed_by_none_and_the_reason_reache
         desk.order(4, 0)
         desk.persister.leave()
     finish(desks)
-    assert committed(storage) == [] and [desk.said() for desk in desks] == [[(4, "save_failed")]] * 2
+    assert committed(storage) == [] and [desk.said() for desk in desks] == [[(4, "save_left_out")]] * 2
     assert all("step 4 was left out: rank 1 had not captured it" in desk.outcomes[0].text for desk in desks)
 
 

@@ -31,7 +31,7 @@ from lakeckpt.checkpoint.publish import Attempt, Publisher, Settings
 from lakeckpt.checkpoint.records import RecordTalk
 from lakeckpt.checkpoint.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.waiting import Waiter
-from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, StorageError
+from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, SaveLeftOut, StorageError
 from lakeckpt.lake.storage import Storage
 
 __all__ = ["Persister", "chosen"]
@@ -175,7 +175,7 @@ class Persister:
             self._tell(order, error, 0.0)
 
     def _leave_out(self, order: Order) -> None:
-        error = SaveFailed(f"step {order.step} was left out: a newer cut waits to be persisted")
+        error = SaveLeftOut(f"step {order.step} was left out: a newer cut waits to be persisted")
         publish_failure(self._storage, self._save_of(order), self.rank, error)
         self._tell(order, error, 0.0)
 
@@ -210,7 +210,7 @@ class Persister:
             taken: StagedCut | Exception
             try:
                 if held is None:
-                    raise SaveFailed(
+                    raise SaveLeftOut(
                         f"step {order.step} was left out: rank {self.rank} had not captured it, or newer cuts took its "
                         "place while an earlier one was persisted"
                     )
