@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.bubbles import WAYS, summary
-from lakeckpt.core.bubble_policy import Window
+from lakeckpt.core.bubble_policy import IdleWindow
 from lakeckpt.core.bubble_record import IterationRecord, MovedSlice
 
 
@@ -20,7 +20,7 @@ def rank(**seconds: list[float]) -> dict[str, Any]:
         step=1,
         begin_s=0.0,
         end_s=2.0,
-        windows=(Window(site="gap 0", kind="bubble", begin_s=0.0, end_s=1.0),),
+        windows=(IdleWindow(site="gap 0", kind="bubble", begin_s=0.0, end_s=1.0),),
         slices=(
             MovedSlice(size_bytes=300, begin_s=0.5, end_s=0.6),
             MovedSlice(size_bytes=100, begin_s=1.5, end_s=1.6, urgent=True),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.core.bubble_policy import BubblePolicy, Kind, Window
+from lakeckpt.core.bubble_policy import BubblePolicy, IdleWindow, Kind
 from lakeckpt.core.bubble_record import IterationRecord, MovedSlice, shares
 
 Gap = tuple[float, float]
@@ -26,7 +26,7 @@ class Rank:
         self.now = 0.0
         self.left = 0
         self.slices: list[MovedSlice] = []
-        self.windows: list[Window] = []
+        self.windows: list[IdleWindow] = []
         self._busy_until = 0.0
         self._under_way: list[MovedSlice] = []
         for _ in range(4):  # a copy or two were measured
@@ -210,7 +210,7 @@ def test_the_same_site_again_in_one_iteration_is_another_one() -> None:
     policy = BubblePolicy()
     assert policy.open("data", "bubble", 0.0) == "data 0"
     assert policy.open("data", "bubble", 2.0) == "data 1"
-    assert policy.close("bubble", 9.0) == Window(site="data 1", kind="bubble", begin_s=2.0, end_s=9.0)
+    assert policy.close("bubble", 9.0) == IdleWindow(site="data 1", kind="bubble", begin_s=2.0, end_s=9.0)
     assert policy.close("bubble", 9.0) is None
     assert (policy.history.expected_s("data 0"), policy.history.expected_s("data 1")) == (2.0, 7.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lakeckpt.core.bubble_policy import Window
+from lakeckpt.core.bubble_policy import IdleWindow
 from lakeckpt.core.bubble_record import IterationRecord, MovedSlice, shares, windows_by_site
 
 RECORD = IterationRecord(
@@ -12,9 +12,9 @@ RECORD = IterationRecord(
     begin_s=0.0,
     end_s=100.0,
     windows=(
-        Window(site="forward 0", kind="free", begin_s=0.0, end_s=30.0),
-        Window(site="gap 0", kind="bubble", begin_s=10.0, end_s=20.0),
-        Window(site="gap 1", kind="bubble", begin_s=40.0, end_s=50.0),
+        IdleWindow(site="forward 0", kind="free", begin_s=0.0, end_s=30.0),
+        IdleWindow(site="gap 0", kind="bubble", begin_s=10.0, end_s=20.0),
+        IdleWindow(site="gap 1", kind="bubble", begin_s=40.0, end_s=50.0),
     ),
     slices=(
         MovedSlice(size_bytes=100, begin_s=15.0, end_s=25.0),  # half in the bubble, half in free time

@@ -29,7 +29,7 @@ from typing import Literal
 from lakeckpt.core.slice_rate import SliceRate
 from lakeckpt.core.window_history import WindowHistory
 
-__all__ = ["BubblePolicy", "Kind", "Window"]
+__all__ = ["BubblePolicy", "IdleWindow", "Kind"]
 
 Kind = Literal["bubble", "free"]
 
@@ -38,7 +38,7 @@ _JUST = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class IdleWindow:
     """An idle window [begin_s, end_s) at ``site``."""
 
     site: str
@@ -65,7 +65,7 @@ class BubblePolicy:
         self._seen: dict[str, int] = {}
         self._passed: dict[str, Kind] = {}  # sites of this iteration, in their order
         self._previous: dict[str, Kind] = {}
-        self._foreseen: tuple[Window, ...] = ()
+        self._foreseen: tuple[IdleWindow, ...] = ()
         self._left_bytes = 0
         self._moving_since_s: float | None = None
         self._last_slice = (-inf, -inf)
@@ -82,7 +82,7 @@ class BubblePolicy:
         """``size_bytes`` are to be moved before the fence."""
         self._left_bytes = size_bytes
 
-    def foresee(self, windows: Iterable[Window]) -> None:
+    def foresee(self, windows: Iterable[IdleWindow]) -> None:
         """All windows of this iteration, at the times at which they will be, of a device that nobody sees wait."""
         self._foreseen = tuple(windows)
 
@@ -100,16 +100,16 @@ class BubblePolicy:
         self._open[kind] = (name, at_s)
         return name
 
-    def close(self, kind: Kind, at_s: float) -> Window | None:
+    def close(self, kind: Kind, at_s: float) -> IdleWindow | None:
         """The window of ``kind`` closes; None where none is open."""
         if kind not in self._open:
             return None
         site, begin_s = self._open.pop(kind)
-        window = Window(site=site, kind=kind, begin_s=begin_s, end_s=max(begin_s, at_s))
+        window = IdleWindow(site=site, kind=kind, begin_s=begin_s, end_s=max(begin_s, at_s))
         self.history.record(site, self._sure_until_s(window) - begin_s)
         return window
 
-    def _sure_until_s(self, window: Window) -> float:
+    def _sure_until_s(self, window: IdleWindow) -> float:
         """Until when the window would have been open if nothing had moved in it.
 
         Where a slice is under way when it closes, or was over just before, the rank may have come back late because of

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lakeckpt.core.bubble_policy import Kind, Window
+from lakeckpt.core.bubble_policy import IdleWindow, Kind
 
 __all__ = ["IterationRecord", "MovedSlice", "Shares", "shares", "windows_by_site"]
 
@@ -36,7 +36,7 @@ class IterationRecord:
     step: int
     begin_s: float
     end_s: float
-    windows: tuple[Window, ...]
+    windows: tuple[IdleWindow, ...]
     slices: tuple[MovedSlice, ...]
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class IterationRecord:
                 begin_s=_number(plain["begin_s"]),
                 end_s=_number(plain["end_s"]),
                 windows=tuple(
-                    Window(site=_text(site), kind=_kind(kind), begin_s=_number(begin), end_s=_number(end))
+                    IdleWindow(site=_text(site), kind=_kind(kind), begin_s=_number(begin), end_s=_number(end))
                     for site, kind, begin, end in windows
                 ),
                 slices=tuple(
@@ -142,7 +142,7 @@ def windows_by_site(records: Iterable[IterationRecord]) -> dict[tuple[str, Kind]
     return found
 
 
-def _spans(windows: Sequence[Window], *kinds: Kind) -> list[tuple[float, float]]:
+def _spans(windows: Sequence[IdleWindow], *kinds: Kind) -> list[tuple[float, float]]:
     """The windows of ``kinds`` as disjoint spans in order."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted((one.begin_s, one.end_s) for one in windows if one.kind in kinds):

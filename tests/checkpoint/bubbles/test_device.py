@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from lakeckpt.checkpoint.bubbles.device import DeviceGate
-from lakeckpt.core.bubble_policy import BubblePolicy, Window
+from lakeckpt.core.bubble_policy import BubblePolicy, IdleWindow
 from lakeckpt.core.bubble_record import shares
 
 PATIENCE_S = 60.0
@@ -127,7 +127,7 @@ def test_a_window_is_foreseen_where_it_was_most_of_the_time(gate: DeviceGate, de
         iterate(gate, device, step, step * 10.0, ("gap", opens, closes))
     device.passed = 40.0
     iterate(gate, device, 4, 40.0)
-    assert gate._windows_from(100.0) == [Window(site="gap 0", kind="bubble", begin_s=104.2, end_s=108.0)]
+    assert gate._windows_from(100.0) == [IdleWindow(site="gap 0", kind="bubble", begin_s=104.2, end_s=108.0)]
 
 
 def test_a_slice_must_lie_within_one_window_that_is_foreseen() -> None:
@@ -136,8 +136,8 @@ def test_a_slice_must_lie_within_one_window_that_is_foreseen() -> None:
     policy.begin_iteration()
     policy.foresee(
         [
-            Window(site="gap 0", kind="bubble", begin_s=3.0, end_s=3.5),
-            Window(site="gap 1", kind="bubble", begin_s=5.0, end_s=7.0),
+            IdleWindow(site="gap 0", kind="bubble", begin_s=3.0, end_s=3.5),
+            IdleWindow(site="gap 1", kind="bubble", begin_s=5.0, end_s=7.0),
         ]
     )
     assert policy.admits_at(1, 0.0) == 5.0
@@ -151,8 +151,8 @@ def test_what_foreseen_bubbles_do_not_hold_goes_into_foreseen_free_time() -> Non
     policy = BubblePolicy()
     policy.moved(1, 0.0, 1.0)
     windows = [
-        Window(site="forward 0", kind="free", begin_s=0.0, end_s=10.0),
-        Window(site="gap 0", kind="bubble", begin_s=20.0, end_s=22.0),
+        IdleWindow(site="forward 0", kind="free", begin_s=0.0, end_s=10.0),
+        IdleWindow(site="gap 0", kind="bubble", begin_s=20.0, end_s=22.0),
     ]
     policy.begin_capture(2)
     policy.foresee(windows)

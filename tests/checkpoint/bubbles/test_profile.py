@@ -12,7 +12,7 @@ import pytest
 from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, profile_path, read_profiles, save_profile
 from lakeckpt.checkpoint.bubbles.trace import trace_of
 from lakeckpt.cli.main import main
-from lakeckpt.core.bubble_policy import Window
+from lakeckpt.core.bubble_policy import IdleWindow
 from lakeckpt.core.bubble_record import IterationRecord, MovedSlice
 from lakeckpt.errors import NewerFormat, WireDamaged
 from lakeckpt.lake.storage import Storage, open_storage
@@ -23,8 +23,8 @@ RECORD = IterationRecord(
     begin_s=10.0,
     end_s=11.0,
     windows=(
-        Window(site="pipeline after 0F1 0", kind="bubble", begin_s=10.2, end_s=10.4),
-        Window(site="forward 0", kind="free", begin_s=10.5, end_s=10.6),
+        IdleWindow(site="pipeline after 0F1 0", kind="bubble", begin_s=10.2, end_s=10.4),
+        IdleWindow(site="forward 0", kind="free", begin_s=10.5, end_s=10.6),
     ),
     slices=(
         MovedSlice(size_bytes=3000, begin_s=10.2, end_s=10.3),

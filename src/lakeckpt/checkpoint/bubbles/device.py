@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.core.bubble_policy import Kind, Window
+from lakeckpt.core.bubble_policy import IdleWindow, Kind
 from lakeckpt.core.bubble_record import IterationRecord, MovedSlice
 
 __all__ = ["DeviceGate", "Marks"]
@@ -149,14 +149,14 @@ class DeviceGate(BubbleGate):
 
     # --- the device's line of time
 
-    def _windows_from(self, begin_s: float) -> list[Window]:
+    def _windows_from(self, begin_s: float) -> list[IdleWindow]:
         """Where the windows of an iteration will be that begins at ``begin_s``."""
         found = []
         for (site, kind), places in self._places.items():
             begins, ends = sorted(begin for begin, _ in places), sorted(end for _, end in places)
             begin, end = begins[(3 * len(begins)) // 4], ends[len(ends) // 4]
             if begin < end:
-                found.append(Window(site=site, kind=kind, begin_s=begin_s + begin, end_s=begin_s + end))
+                found.append(IdleWindow(site=site, kind=kind, begin_s=begin_s + begin, end_s=begin_s + end))
         return sorted(found, key=lambda window: window.begin_s)
 
     def _look_back(self) -> None:
@@ -179,7 +179,7 @@ class DeviceGate(BubbleGate):
         places = self._places_of(over, length_s)
         self._remember(places)
         windows = tuple(
-            Window(site=site, kind=kind, begin_s=begin_s + begin, end_s=begin_s + end)
+            IdleWindow(site=site, kind=kind, begin_s=begin_s + begin, end_s=begin_s + end)
             for site, kind, begin, end in places
         )
         slices: Sequence[MovedSlice] = tuple(over.slices)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lakeckpt.core.bubble_policy import BubblePolicy, Kind, Window
+from lakeckpt.core.bubble_policy import BubblePolicy, IdleWindow, Kind
 from lakeckpt.core.bubble_record import IterationRecord, MovedSlice
 
 __all__ = ["BubbleGate"]
@@ -49,7 +49,7 @@ class BubbleGate:
         self._records: deque[IterationRecord] = deque(maxlen=iterations)
         self._step: int | None = None
         self._begin_s = 0.0
-        self._windows: list[Window] = []
+        self._windows: list[IdleWindow] = []
         self._slices: list[MovedSlice] = []
         self._urgent = False
         self._asked = False
@@ -142,7 +142,7 @@ class BubbleGate:
         with self._changed:
             return tuple(self._records)
 
-    def _keep(self, window: Window | None) -> None:
+    def _keep(self, window: IdleWindow | None) -> None:
         if window is not None and len(self._windows) < _MOST_WINDOWS:
             self._windows.append(window)
 
