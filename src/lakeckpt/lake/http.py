@@ -30,7 +30,7 @@ import pycurl
 from lakeckpt.errors import ConfigError, StorageError, StorageTimeout
 from lakeckpt.lake.deadlines import Retryable
 
-__all__ = ["Answer", "HttpClient"]
+__all__ = ["Answer", "HttpClient", "give_up_when"]
 
 CONNECT_S = 5.0
 PIECE_BYTES = 1 << 20
