@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.core.bubble_policy import BubblePolicy, IdleWindow, Kind
+from lakeckpt.core.bubble_policy import MOST_OF_A_SITE, BubblePolicy, IdleWindow, Kind
 from lakeckpt.core.bubble_record import IterationRecord, MovedSlice, shares
 
 Gap = tuple[float, float]
@@ -213,6 +213,12 @@ def test_the_same_site_again_in_one_iteration_is_another_one() -> None:
     assert policy.close("bubble", 9.0) == IdleWindow(site="data 1", kind="bubble", begin_s=2.0, end_s=9.0)
     assert policy.close("bubble", 9.0) is None
     assert (policy.history.expected_s("data 0"), policy.history.expected_s("data 1")) == (2.0, 7.0)
+
+
+def test_an_iteration_with_any_number_of_waits_has_not_any_number_of_sites() -> None:
+    policy = BubblePolicy()
+    names = {policy.open("data", "bubble", float(n)) for n in range(3 * MOST_OF_A_SITE)}
+    assert len(names) == MOST_OF_A_SITE
 
 
 def test_the_rate_is_that_of_the_slower_slices() -> None:

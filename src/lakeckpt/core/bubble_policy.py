@@ -29,10 +29,11 @@ from typing import Literal
 from lakeckpt.core.slice_rate import SliceRate
 from lakeckpt.core.window_history import WindowHistory
 
-__all__ = ["BubblePolicy", "IdleWindow", "Kind"]
+__all__ = ["MOST_OF_A_SITE", "BubblePolicy", "IdleWindow", "Kind"]
 
 Kind = Literal["bubble", "free"]
 
+MOST_OF_A_SITE = 256
 _JUST = 0.25
 """Of a slice's time: a window that closes so soon after a slice was over may have waited for it."""
 
@@ -55,7 +56,8 @@ class BubblePolicy:
     """Admission of slices on one rank. Windows of one kind follow each other; a bubble may lie in free time.
 
     The n-th window at one site of an iteration is a site of its own, since the first micro-batch's wait is not like the
-    last one's.
+    last one's; all from the `MOST_OF_A_SITE`-th on are one: an evaluation between two steps may go through any number
+    of batches.
     """
 
     def __init__(self, *, history: WindowHistory | None = None, rate: SliceRate | None = None) -> None:
@@ -94,7 +96,7 @@ class BubblePolicy:
     def open(self, site: str, kind: Kind, at_s: float) -> str:
         """A window opens; one of the same kind that is open is over. Returns its site with its number."""
         self.close(kind, at_s)
-        number = self._seen[site] = self._seen.get(site, -1) + 1
+        number = self._seen[site] = min(self._seen.get(site, -1) + 1, MOST_OF_A_SITE - 1)
         name = f"{site} {number}"
         self._passed[name] = kind
         self._open[kind] = (name, at_s)

@@ -130,6 +130,13 @@ def test_records_and_windows_are_bounded(clock: Clock) -> None:
     assert [record.step for record in gate.records()] == [2, 3]
 
 
+def test_a_loop_that_never_cuts_does_not_fill_the_memory(gate: BubbleGate) -> None:
+    for _ in range(5000):
+        gate.begin("gap")
+        gate.moved(1, 0.0, 1.0)
+    assert len(gate._windows) == len(gate._slices) == 4096
+
+
 def test_waiting_for_data_is_a_bubble_and_the_batches_are_the_same(gate: BubbleGate, clock: Clock) -> None:
     def slow() -> Iterator[int]:
         for number in range(3):

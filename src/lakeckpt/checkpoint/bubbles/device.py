@@ -15,12 +15,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.core.bubble_policy import IdleWindow, Kind
+from lakeckpt.core.bubble_policy import MOST_OF_A_SITE, IdleWindow, Kind
 from lakeckpt.core.bubble_record import IterationRecord, MovedSlice
 
 __all__ = ["DeviceGate", "Marks"]
@@ -62,6 +62,7 @@ class _Iteration:
     begin: Any
     end: Any = None
     marked: list[_Marked] = field(default_factory=list)
+    seen: dict[str, int] = field(default_factory=dict)
     slices: list[MovedSlice] = field(default_factory=list)
     begin_s: float | None = None
     """When the device was at ``begin``, by the host's clock."""
@@ -101,9 +102,10 @@ class DeviceGate(BubbleGate):
         with self._changed:
             self._shut(kind, mark)
             if self._now is not None:
-                number = sum(one.site.rpartition(" ")[0] == site for one in self._now.marked)
-                self._open[kind] = _Marked(site=f"{site} {number}", kind=kind, begin=mark)
-                self._now.marked.append(self._open[kind])
+                number = self._now.seen[site] = self._now.seen.get(site, -1) + 1
+                if number < MOST_OF_A_SITE:
+                    self._open[kind] = _Marked(site=f"{site} {number}", kind=kind, begin=mark)
+                    self._now.marked.append(self._open[kind])
 
     def end(self, kind: Kind = "bubble") -> None:
         """From here on in its work, it does not."""
@@ -182,11 +184,9 @@ class DeviceGate(BubbleGate):
             IdleWindow(site=site, kind=kind, begin_s=begin_s + begin, end_s=begin_s + end)
             for site, kind, begin, end in places
         )
-        slices: Sequence[MovedSlice] = tuple(over.slices)
+        end_s, slices = begin_s + length_s, tuple(over.slices)
         self._records.append(
-            IterationRecord(
-                step=over.step, begin_s=begin_s, end_s=begin_s + length_s, windows=windows, slices=tuple(slices)
-            )
+            IterationRecord(step=over.step, begin_s=begin_s, end_s=end_s, windows=windows, slices=slices)
         )
         return True
 

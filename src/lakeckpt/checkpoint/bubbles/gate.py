@@ -22,8 +22,8 @@ from lakeckpt.core.bubble_record import IterationRecord, MovedSlice
 __all__ = ["BubbleGate"]
 
 _KEEP_ITERATIONS = 64
-_MOST_WINDOWS = 4096
-"""Of one iteration: a loop that never cuts must not fill the memory."""
+_MOST = 4096
+"""Windows and slices of one iteration: a loop that never cuts must not fill the memory."""
 _LOOK_AGAIN_S = 0.1
 
 
@@ -118,9 +118,7 @@ class BubbleGate:
         """The slice that was admitted last was copied in [begin_s, end_s)."""
         with self._changed:
             self._policy.moved(size_bytes, begin_s, end_s)
-            self._slices.append(
-                MovedSlice(size_bytes=size_bytes, begin_s=begin_s, end_s=max(begin_s, end_s), urgent=self._urgent)
-            )
+            self._keep_slice(size_bytes, begin_s, end_s, urgent=self._urgent)
 
     def hurry(self) -> None:
         """The fence has come and ``urgent`` is set: whoever waits in `admit` is to look."""
@@ -131,9 +129,7 @@ class BubbleGate:
         """The fence copied a slice in [begin_s, end_s), which was not admitted in time."""
         with self._changed:
             self._policy.fenced(size_bytes)
-            self._slices.append(
-                MovedSlice(size_bytes=size_bytes, begin_s=begin_s, end_s=max(begin_s, end_s), urgent=True)
-            )
+            self._keep_slice(size_bytes, begin_s, end_s, urgent=True)
 
     # --- what is asked afterwards
 
@@ -143,8 +139,13 @@ class BubbleGate:
             return tuple(self._records)
 
     def _keep(self, window: IdleWindow | None) -> None:
-        if window is not None and len(self._windows) < _MOST_WINDOWS:
+        if window is not None and len(self._windows) < _MOST:
             self._windows.append(window)
+
+    def _keep_slice(self, size_bytes: int, begin_s: float, end_s: float, *, urgent: bool) -> None:
+        if len(self._slices) < _MOST:
+            end_s = max(begin_s, end_s)
+            self._slices.append(MovedSlice(size_bytes=size_bytes, begin_s=begin_s, end_s=end_s, urgent=urgent))
 
     def _record(self, now: float) -> IterationRecord:
         assert self._step is not None
