@@ -4,13 +4,14 @@ A pickle is a program. `describe` runs it on inert values: a name stays a `Name`
 what is put into an object stays beside it. What comes out says what unpickling would do, for a reader to recognise the
 few things that it knows and refuse the rest (see ``plain``). Neither `pickle` nor any class or function is looked up.
 
-Opcodes are told apart by the standard library's own `pickletools.genops`. Sizes are bounded by the pickle's, keys of
-dicts are scalars or made things (whose hash is their identity), so that no value costs more than its bytes. Imports
-without torch.
+Opcodes and their arguments are read as the standard library's own `pickletools` describes them. Sizes are bounded by
+the pickle's, keys of dicts are scalars or made things (whose hash is their identity), so that no value costs more than
+its bytes. Imports without torch.
 """
 
 from __future__ import annotations
 
+import io
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,18 +56,23 @@ class _Mark:
     """A mark on the stack."""
 
 
+_Act = Callable[["_Machine", Any], None]
+
+
 def describe(data: bytes) -> Any:
     """What the pickle in ``data`` would make, of plain values, `Name`, `Call` and `Persistent`.
 
     Containers may be shared and hold themselves. Raises `WireDamaged` where it is no whole pickle, `UnsupportedValue`
     for opcodes that no state dict needs.
     """
-    machine = _Machine()
+    machine, stream = _Machine(), io.BytesIO(data)
+    read = stream.read
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name == "STOP":
+        while code := read(1):
+            reader, act = _OPCODES[code]
+            act(machine, None if reader is None else reader(stream))
+            if code == b".":
                 return machine.pop()
-            machine.do(opcode.name, argument)
     except (WireDamaged, UnsupportedValue):
         raise
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, AttributeError) as error:
@@ -75,15 +81,15 @@ def describe(data: bytes) -> Any:
 
 
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_ARGUMENTS = frozenset(
-    {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
-    | {"STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
-    | {"SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"}
+_ARGUMENTS = (
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+    *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"),
 )
-_GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
-_PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
+_GETS = ("GET", "BINGET", "LONG_BINGET")
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_NOTHING = frozenset({"PROTO", "FRAME"})
+_NOTHING = ("PROTO", "FRAME", "STOP")
 
 
 class _Machine:
@@ -94,24 +100,6 @@ class _Machine:
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
-
-    def do(self, name: str, argument: Any) -> None:
-        """One opcode."""
-        if name in _ARGUMENTS:
-            self.stack.append(argument)
-        elif name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name])
-        elif name in _GETS:
-            self.stack.append(self.memo[argument])
-        elif name in _PUTS:
-            self.memo[argument] = self.top()
-        elif name in _TUPLES:
-            self.stack.append(tuple(self.pops(_TUPLES[name])))
-        elif name not in _NOTHING:
-            act = _ACTS.get(name)
-            if act is None:
-                raise UnsupportedValue(f"this pickle has the opcode {name}, which no state dict needs: it is not read")
-            act(self, argument)
 
     def top(self) -> Any:
         if not self.stack or self.stack[-1] is _Mark:
@@ -124,7 +112,11 @@ class _Machine:
         return found
 
     def pops(self, count: int) -> list[Any]:
-        return [self.pop() for _ in range(count)][::-1]
+        found = self.stack[-count:]
+        if len(found) < count or any(one is _Mark for one in found):
+            raise WireDamaged("this pickle takes from an empty stack")
+        del self.stack[-count:]
+        return found
 
     def to_mark(self) -> list[Any]:
         found = []
@@ -211,6 +203,25 @@ def _pop_mark(machine: _Machine, _: Any) -> None:
     machine.to_mark()
 
 
+def _put(machine: _Machine, argument: int) -> None:
+    machine.memo[argument] = machine.top()
+
+
+def _refuse(name: str) -> _Act:
+    def refuse(machine: _Machine, argument: Any) -> None:
+        raise UnsupportedValue(f"this pickle has the opcode {name}, which no state dict needs: it is not read")
+
+    return refuse
+
+
+def _constant(value: Any) -> _Act:
+    return lambda machine, _: machine.stack.append(value)
+
+
+def _tuple(count: int) -> _Act:
+    return lambda machine, _: machine.stack.append(tuple(machine.pops(count)))
+
+
 def _memoize(machine: _Machine, _: Any) -> None:
     machine.memo[len(machine.memo)] = machine.top()
 
@@ -221,7 +232,13 @@ def _dict(machine: _Machine, _: Any) -> None:
     _items(machine, flat)
 
 
-_ACTS: dict[str, Callable[[_Machine, Any], None]] = {
+_ACTS: dict[str, _Act] = {
+    **dict.fromkeys(_ARGUMENTS, lambda machine, argument: machine.stack.append(argument)),
+    **dict.fromkeys(_GETS, lambda machine, argument: machine.stack.append(machine.memo[argument])),
+    **dict.fromkeys(_PUTS, _put),
+    **dict.fromkeys(_NOTHING, lambda machine, argument: None),
+    **{name: _constant(value) for name, value in _CONSTANTS.items()},
+    **{name: _tuple(count) for name, count in _TUPLES.items()},
     "MARK": lambda machine, _: machine.stack.append(_Mark),
     "POP": _pop,
     "POP_MARK": _pop_mark,
@@ -246,4 +263,9 @@ _ACTS: dict[str, Callable[[_Machine, Any], None]] = {
     "NEWOBJ_EX": _newobj_ex,
     "BUILD": _build,
     "BINPERSID": lambda machine, _: machine.stack.append(Persistent(key=machine.pop())),
+}
+
+_OPCODES = {
+    one.code.encode("latin-1"): (None if one.arg is None else one.arg.reader, _ACTS.get(one.name) or _refuse(one.name))
+    for one in pickletools.opcodes
 }
