@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
@@ -94,6 +95,7 @@ class Desk:
         unfinished: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.outcomes: list[Outcome] = []
+        self.settled = threading.Event()  # something was reported since it was cleared
         self.persister = Persister(
             storage,
             Generations(ArenaFolder(folder), identity_of(RUN, rank=rank, world_size=world_size)),
@@ -102,9 +104,13 @@ class Desk:
             world_size=world_size,
             settings=settings,
             waiter=waiter,
-            report=self.outcomes.append,
+            report=self._report,
             unfinished=unfinished,
         )
+
+    def _report(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self.settled.set()
 
     def order(self, step: int, number: int) -> None:
         self.persister.order(Order(step=step, number=number))
