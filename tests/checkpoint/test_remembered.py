@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +285,32 @@ def test_the_newest_cut_that_all_ranks_have_is_taken(tmp_path: Path) -> None:
         return saver.restore()
 
     assert good(run_ranks(2, third, waiters=[waiter])) == [5, 5]
+
+
+def test_captures_by_the_clock_fall_on_the_same_steps_of_all_ranks(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+
+    class Clock(EventWaiter):
+        def now(self) -> float:
+            return self.time_s
+
+    def body(rank: int, exchange: HubExchange) -> list[int | None]:
+        waiter = Clock(storage)
+        objects = objects_of(rank=rank, world_size=2)
+        options = {"exchange": exchange, "waiter": waiter, "arenas": tmp_path / str(rank)}
+        saver = managed(storage, objects, **options, capture_every=timedelta(seconds=5))
+        saver.restore()
+        found = []
+        for _ in range(24):
+            waiter.time_s += 1.0 if rank == 0 else 0.3  # rank 0's clock counts
+            train(saver, objects, 1)
+            found.append(captured(saver))
+        return found
+
+    first, second = good(run_ranks(2, body))
+    steps = sorted({step for step in first if step is not None})
+    assert first == second and len(steps) >= 3
+    assert all(4 <= after - before <= 7 for before, after in pairwise(steps))
 
 
 JOB = """

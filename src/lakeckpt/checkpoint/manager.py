@@ -56,10 +56,10 @@ class CheckpointManager:
         persist_every: save after so many optimizer steps (int), or so much time (timedelta). Default: every 10 minutes.
         mean_time_between_failures: instead of ``persist_every``: how often a job of this size fails. Saves then fall as
             often as loses the least time in all, by what they cost (`lakeckpt.checkpoint.policy.best_interval_s`).
-        capture_every: copy the state into host memory every so many optimizer steps (int), beside training; saves are
-            then made from there by a process of this node, while training goes on, and a process that is restarted
-            loses no more than that. It takes the state's size three times (four times with several ranks) of memory.
-            None: saves are synchronous.
+        capture_every: copy the state into host memory every so many optimizer steps (int), or so much time (timedelta),
+            beside training; saves are then made from there by a process of this node, while training goes on, and a
+            process that is restarted loses no more than that. It takes the state's size three times (four times with
+            several ranks) of memory. None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         bubbles: where this rank is idle (`lakeckpt.Bubbles`): captures then move while it waits. What the last
             iterations were like is written beside the checkpoints at the close, for ``lakeckpt report``.
@@ -87,7 +87,7 @@ class CheckpointManager:
         *,
         persist_every: int | timedelta | None = None,
         mean_time_between_failures: timedelta | None = None,
-        capture_every: int | None = None,
+        capture_every: int | timedelta | None = None,
         arenas: str | PathLike[str] | None = None,
         bubbles: Bubbles | None = None,
         policy: Policy | None = None,
@@ -114,8 +114,8 @@ class CheckpointManager:
         check_topology(self._exchange, rank, world_size)
         self._uri = os.fspath(uri) if isinstance(uri, (str, PathLike)) else None
         self._storage_options = dict(storage_options or {})
-        self._capture_every = _checked_every(capture_every)
-        self._arenas = None if self._capture_every is None else ArenaFolder(arenas)
+        self._captures = _captures(capture_every, self._exchange, self._waiter)
+        self._arenas = None if self._captures is None else ArenaFolder(arenas)
         self._bubbles = bubbles
         self._background: Background | None = None
         self._settings = Settings(keep=rule, verify=verify, timeout_s=timeout_s)
@@ -194,7 +194,8 @@ class CheckpointManager:
                 waiter=self._waiter,
                 gate=None if self._bubbles is None else self._bubbles.gate,
             )
-        self._schedule.start(step)
+        for schedule in filter(None, (self._schedule, self._captures)):
+            schedule.start(step)
         return step
 
     def step(
@@ -217,9 +218,10 @@ class CheckpointManager:
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
         due = self._schedule.is_due(self._step)
+        captured = self._captures is not None and self._captures.is_due(self._step)
         try:
             if self._background is not None:
-                return self._cut(self._background, metric, due=due)
+                return self._cut(self._background, metric, due=due, captured=captured)
             return self._save(saver, metric) if due else None
         except (SaveFailed, CheckpointIncomplete) as error:
             if not self._warn_only:
@@ -296,12 +298,11 @@ class CheckpointManager:
         self._schedule.saved(cost_s=held_s, took_s=held_s)
         return info
 
-    def _cut(self, background: Background, metric: float | None, *, due: bool) -> CheckpointInfo | None:
-        """A cut that is captured beside training, and persisted if a save is due."""
-        assert self._capture_every is not None
+    def _cut(self, background: Background, metric: float | None, *, due: bool, captured: bool) -> CheckpointInfo | None:
+        """A cut that may be captured beside training, and is persisted if a save is due."""
         if due:
             return self._save_behind(background, metric, sync=False)
-        if self._step % self._capture_every == 0:
+        if captured:
             background.cut(self._step)
         return self._heard(background)
 
@@ -373,10 +374,12 @@ def _check_settings(verify: object, on_save_failure: object, timeout_s: object) 
         raise ConfigError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")
 
 
-def _checked_every(capture_every: object) -> int | None:
-    if capture_every is not None and (type(capture_every) is not int or capture_every < 1):
-        raise ConfigError(f"capture_every is a positive number of optimizer steps, or None, got {capture_every!r}")
-    return capture_every
+def _captures(every: object, exchange: Exchange, waiter: Waiter) -> Schedule | None:
+    if every is None:
+        return None
+    if not isinstance(every, timedelta) and (type(every) is not int or every < 1):
+        raise ConfigError(f"capture_every is a positive number of optimizer steps, a timedelta, or None, got {every!r}")
+    return Schedule(policy_of(every), exchange, waiter, name="capture")
 
 
 def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
