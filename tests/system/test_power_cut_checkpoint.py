@@ -55,12 +55,42 @@ def train(storage: LocalStorage, made: dict[int, bytes]) -> int:
     return saved
 
 
-def cut_and_restore(disk: Disk, cut_at: int, **calls: Any) -> tuple[str, int]:
-    """What is wrong after a cut at the n-th call ("" if nothing), and the last step whose save had returned."""
+class Unnamed:
+    """A storage that no other process can open: what is captured is persisted in this one, through its calls."""
+
+    def __init__(self, inner: LocalStorage) -> None:
+        self.list, self.read, self.delete = inner.list, inner.read, inner.delete
+        self.put, self.put_new = inner.put, inner.put_new
+
+
+def train_behind(storage: Any, made: dict[int, bytes], arenas: Path) -> int:
+    """As `train`, with saves that are captured beside training and persisted behind it."""
+    torch.manual_seed(1)
+    state = objects()
+    saved = 0
+    with contextlib.suppress(PowerCut, LakeckptError):
+        manager = CheckpointManager(Unnamed(storage), state, capture_every=1, arenas=arenas, keep=1, timeout_s=5.0)
+        manager.restore()
+        for step in range(1, STEPS + 1):
+            train_step(state, step)
+            made[step] = weights(state)
+            manager.step()
+            manager.save()
+            saved = step
+        manager.close()
+    return saved
+
+
+def cut_and_restore(disk: Disk, cut_at: int, *, arenas: Path | None = None, **calls: Any) -> tuple[str, int]:
+    """What is wrong after a cut at the n-th call ("" if nothing), and the last step whose save had returned.
+
+    ``arenas``: save behind training, with captures in that folder.
+    """
     root = disk.path / f"run-{disk.cuts}"
     cutting = CuttingCalls(disk, cut_at, **calls)
     made: dict[int, bytes] = {}
-    saved = train(LocalStorage(root, calls=cutting), made)
+    storage = LocalStorage(root, calls=cutting)
+    saved = train(storage, made) if arenas is None else train_behind(storage, made, arenas)
     if not cutting.dark:
         with contextlib.suppress(PowerCut):
             cutting.cut()
@@ -103,4 +133,22 @@ def test_a_hundred_cuts_right_after_a_save_returned_lose_no_checkpoint(disk: Dis
 def test_the_same_with_fsync_left_out_loses_checkpoints(disk: Disk, leave_out: str) -> None:
     kind: Callable[[int], bool] = stat.S_ISREG if leave_out == "files" else stat.S_ISDIR
     lost = [cut_and_restore(disk, cut_at=0, leave_out=lambda fd: kind(os.fstat(fd).st_mode))[0] for _ in range(5)]
+    assert all(lost)
+
+
+def test_a_hundred_cuts_right_after_a_save_behind_training_returned_lose_no_checkpoint(
+    disk: Disk, tmp_path: Path
+) -> None:
+    outcomes = [cut_and_restore(disk, cut_at=0, arenas=tmp_path / f"arenas-{n}") for n in range(100)]
+    assert outcomes == [("", STEPS)] * 100
+
+
+@pytest.mark.filterwarnings("ignore::lakeckpt.checkpoint.report.DamageWarning")
+@pytest.mark.parametrize("leave_out", ["files", "folders"])
+def test_the_same_behind_training_with_fsync_left_out_loses_checkpoints(
+    disk: Disk, tmp_path: Path, leave_out: str
+) -> None:
+    kind: Callable[[int], bool] = stat.S_ISREG if leave_out == "files" else stat.S_ISDIR
+    left = {"leave_out": lambda fd: kind(os.fstat(fd).st_mode)}
+    lost = [cut_and_restore(disk, cut_at=0, arenas=tmp_path / f"arenas-{n}", **left)[0] for n in range(5)]
     assert all(lost)
