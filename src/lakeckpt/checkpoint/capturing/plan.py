@@ -67,11 +67,12 @@ def part(
     still: dict[str, torch.Tensor] = {}
     for source in sources:
         for key, tensor in source.tensors.items():
+            known = source.known_as(key)
             if key in source.changing:
                 early[key] = tensor
-            elif not isinstance(tensor, torch.nn.Parameter) or id(tensor) in owned:
+            elif not isinstance(known, torch.nn.Parameter) or id(known) in owned:
                 late[key] = tensor
-            elif tensor.requires_grad or key in moving:
+            elif known.requires_grad or key in moving:
                 early[key] = tensor
             else:
                 still[key] = tensor

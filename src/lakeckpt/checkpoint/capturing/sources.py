@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lakeckpt.checkpoint.parts import PART_MARK
 from lakeckpt.checkpoint.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.tree import Flat, branch_to_bytes, flatten, tree_of_branches, tree_to_bytes
 
@@ -32,6 +33,10 @@ class Source(Protocol):
     """key → tensor, as the last `renew` found them: the live ones."""
     changing: frozenset[str]
     """The keys of tensors that may change at any time: in a forward pass, or whenever their owner likes."""
+
+    def known_as(self, key: str) -> torch.Tensor:
+        """The tensor as optimizers know it: of a rank's part, the whole."""
+        ...
 
     def renew(self) -> bool:
         """Look again. False where ``tensors`` are as they were: the same ones, in the same places."""
@@ -83,7 +88,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 class ModuleSource:
     """A module: its parameters change in optimizer steps, its buffers at any time."""
 
-    __slots__ = ("_containers", "_document", "_module", "_places", "changing", "name", "tensors")
+    __slots__ = ("_containers", "_document", "_module", "_places", "_sharded", "changing", "name", "tensors")
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self.name, self._module = name, module
@@ -95,13 +100,15 @@ class ModuleSource:
         # Kept as variables: a parameter whose `.data` was replaced says so, what was detached from it does not.
         flat = flatten(self.name, self._module.state_dict(keep_vars=True), of_module=True)
         self._document = tree_to_bytes(flat)
-        self.tensors = flat.tensors
+        self.tensors, self._sharded = flat.tensors, flat.sharded
         self._places = _Places(flat.tensors.values())
-        self.changing = frozenset(
-            key for key, tensor in flat.tensors.items() if not isinstance(tensor, torch.nn.Parameter)
-        )
+        self.changing = frozenset(key for key in flat.tensors if not isinstance(self.known_as(key), torch.nn.Parameter))
         # The memory of a rank's part is looked up anew at each cut: no container says where it lies.
         self._containers = None if flat.sharded else _containers(self._module)
+
+    def known_as(self, key: str) -> torch.Tensor:
+        """See `Source`."""
+        return self._sharded.get(key.partition(PART_MARK)[0], self.tensors[key])
 
     def renew(self) -> bool:
         """See `Source`."""
@@ -182,9 +189,13 @@ class OptimizerSource:
         self.tensors = flat.tensors
         self._places = _Places(flat.tensors.values())
         steady = {id(value) for state in optimizer.state.values() for value in _values(state)}
-        self.changing = frozenset(key for key, tensor in flat.tensors.items() if id(tensor) not in steady)
+        self.changing = frozenset(key for key in flat.tensors if id(self.known_as(key)) not in steady)
         self._entries, self._groups = None if flat.sharded else _entries(optimizer), _groups(optimizer)
         self._parameters = list(map(id, optimizer.state))
+
+    def known_as(self, key: str) -> torch.Tensor:
+        """See `Source`."""
+        return self._flat.sharded.get(key.partition(PART_MARK)[0], self.tensors[key])
 
     def renew(self) -> bool:
         """See `Source`."""
@@ -290,6 +301,10 @@ class OtherSource:
         self._document = b""
         self.renew()
 
+    def known_as(self, key: str) -> torch.Tensor:
+        """See `Source`."""
+        return self.tensors[key]
+
     def renew(self) -> bool:
         """See `Source`."""
         flat = flatten(self.name, self._one.state_dict())
@@ -314,6 +329,10 @@ class RandomSource:
         self.tensors: Mapping[str, torch.Tensor] = {}
         self.changing: frozenset[str] = frozenset()
         self._known: dict[str, tuple[Any, bytes]] = {}
+
+    def known_as(self, key: str) -> torch.Tensor:
+        """See `Source`."""
+        return self.tensors[key]
 
     def renew(self) -> bool:
         """See `Source`."""
