@@ -66,6 +66,18 @@ def test_a_slice_that_fits_is_admitted_into_a_bubble_that_is_open(gate: BubbleGa
     Copier(gate).wait()
 
 
+def test_a_bubble_that_closes_on_a_slice_is_learnt_as_long_as_it_was_before_it(gate: BubbleGate, clock: Clock) -> None:
+    for step in range(3, 10):
+        gate.cut(step)
+        gate.begin("gap")
+        clock.now += 4
+        Copier(gate).wait()
+        clock.now += 100  # the slice under way may be why
+        gate.end()
+        gate.moved(1, clock.now - 1, clock.now)
+    assert gate._policy.history.expected_s("gap 0") == 4.0
+
+
 def test_a_copier_that_waits_is_let_in_when_a_bubble_opens(gate: BubbleGate) -> None:
     gate.cut(3)
     copier = Copier(gate)
