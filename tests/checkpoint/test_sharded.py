@@ -148,6 +148,38 @@ def test_a_run_of_fsdp_goes_on_on_any_number_of_ranks(world_size: int, tmp_path:
     run_processes(2 if world_size != 2 else 3, second, 2 if world_size != 2 else 3, str(tmp_path / ""), by_columns)
 
 
+def captured(rank: int, world_size: int, folder: str) -> None:
+    begin(rank, world_size, folder)
+    storage, options = (
+        LocalStorage(f"{folder}/run"),
+        {"persist_every": 10**9, "capture_every": 1, "arenas": f"{folder}/mem"},
+    )
+    objects, made = fsdp(1, world_size), {}
+    saver = CheckpointManager(storage, objects, **options)
+    saver.restore()
+    for step in range(1, 5):
+        trained(objects, 1)
+        made[step] = states(objects)
+        saver.step()
+        if step == 3:
+            saver._background._engine.wait()
+    trained(objects, 1)  # while the last cut may still be under way
+    assert saver._background._engine.wait() == 4
+    parted = saver._background._engine._plan.parted
+    assert not parted.early and len(parted.late) == 6 + 18  # nothing of it holds the loop up
+    again = fsdp(2, world_size)
+    second = CheckpointManager(storage, again, **options)
+    assert second.restore() == 4 and second.restore_report.captured == 4
+    assert states(again) == made[4]
+    second.close()
+    saver.close()
+    dist.destroy_process_group()
+
+
+def test_parts_are_captured_beside_training_and_restored_from_memory(tmp_path: Path) -> None:
+    run_processes(1, captured, 1, str(tmp_path))
+
+
 def tilings(shape: tuple[int, ...], seed: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The shape cut by a random grid."""
     rng = random.Random(seed)
