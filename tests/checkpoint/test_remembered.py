@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import read_log
 from lakeckpt.checkpoint.manifest import Captured, entry_from_bytes, entry_to_bytes
-from lakeckpt.checkpoint.remembered import Offer
+from lakeckpt.checkpoint.remembered import Offer, where_it_goes_on
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import CheckpointMismatch
@@ -356,3 +356,21 @@ def test_offers_and_begins_say_what_they_said(also: Captured | None) -> None:
     (begin,) = read_log(storage).begins
     again = replace(begin, captured=also)
     assert entry_from_bytes(entry_to_bytes(again)) == again
+
+
+def test_memory_goes_on_from_the_commit_that_its_attempt_went_on_from_alone() -> None:
+    storage = MemoryStorage()
+    for _ in range(2):
+        saver = manager(storage, {"n": Counter([1])}, persist_every=1)
+        saver.restore()
+        saver.step()
+    view = read_log(storage)
+    first, second = view.begins  # slots 0 and 2; each has committed into the slot behind it
+    newer, older = view.manifests
+    assert where_it_goes_on(None, None) is None
+    assert where_it_goes_on(first, None) == Offer(attempt=0, least=0, also=None)
+    assert where_it_goes_on(first, older) == Offer(attempt=0, least=1, also=None)
+    assert where_it_goes_on(second, newer) == Offer(attempt=2, least=2, also=None)
+    assert where_it_goes_on(second, older) == Offer(attempt=2, least=2, also=None)  # the newer one is damaged
+    assert where_it_goes_on(second, None) is None  # the one that it went on from is damaged
+    assert where_it_goes_on(replace(second, restored=None), older) is None  # that one was passed over
