@@ -110,8 +110,7 @@ class TorchFile:
                     if not run:
                         raise CheckpointDamaged(f"{self._what}: {record.filename} is cut short")
                     into[at : at + len(run)] = run
-                    at += len(run)
-                stream.read(1)  # at its end, the CRC is compared
+                    at += len(run)  # with the last bytes, the CRC is compared
         except LakeckptError:
             raise
         except _NO_ZIP as error:
