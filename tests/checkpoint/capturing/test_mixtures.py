@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capturing import capture as capture_module
 from lakeckpt.checkpoint.capturing import moves
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.gate import OpenGate
 from lakeckpt.checkpoint.report import CaptureWarning
 from tests.checkpoint.capturing.device import Device, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
@@ -203,6 +204,28 @@ def test_without_the_fence_changes_are_noticed_and_unnoticed_they_would_be_mixtu
         run_actions(ArenaFolder(tmp_path / "other"), todo, fences=False)
 
 
+class SlowGate:
+    """Keeps every other slice until the fence has come."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.hurried = threading.Event()
+
+    def start(self, size_bytes: int, /) -> None:
+        self.hurried.clear()
+
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
+        if self.random.random() < 0.5 and not urgent.is_set():
+            self.hurried.wait(60)
+
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None: ...
+
+    def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None: ...
+
+    def hurry(self) -> None:
+        self.hurried.set()
+
+
 def run_device(
     folder: ArenaFolder,
     seed: int,
@@ -223,6 +246,7 @@ def run_device(
         folder=folder,
         slice_bytes=SLICE_BYTES,
         scratch_bytes=scratch_bytes,
+        gate=SlowGate(seed) if seed % 2 else OpenGate(),
         links={torch.device("cpu"): link},
     )
     seen: set[int] = set()
@@ -253,7 +277,9 @@ def _stamps(model: Stamped, stamp: int) -> Callable[[], object]:
 turns = st.lists(st.integers(0, 60), min_size=1, max_size=8)
 
 
-@given(st.integers(0, 2**32), turns, st.sampled_from([0, 300, 10**6]))
+@given(st.integers(0, 2**32), turns, st.sampled_from([10**6, 300, 0]))
+@example(1, [20] * 6, 10**6)  # most of it leaves from scratch
+@example(2, [20] * 6, 0)
 @settings(max_examples=30, deadline=None)
 def test_a_device_with_queues_of_its_own_leaves_whole_steps(seed: int, turns: list[int], scratch_bytes: int) -> None:
     with TemporaryDirectory() as name:
@@ -271,32 +297,12 @@ def test_without_its_events_a_device_leaves_mixtures(tmp_path: Path, missing: st
         run()
 
 
-class SlowGate:
-    """Keeps every other slice until the fence has come."""
-
-    def __init__(self) -> None:
-        self.random = random.Random(5)
-        self.hurried = threading.Event()
-
-    def start(self, size_bytes: int, /) -> None:
-        self.hurried.clear()
-
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
-        if self.random.random() < 0.5 and not urgent.is_set():
-            self.hurried.wait(60)
-
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None: ...
-
-    def hurry(self) -> None:
-        self.hurried.set()
-
-
 @pytest.mark.soak
 def test_a_thousand_steps_with_a_slow_copier_and_a_reader_hold_no_mixture(tmp_path: Path) -> None:
     folder, model = ArenaFolder(tmp_path / "arenas"), Stamped((50_000, 3, 700_000, 1))
     optimizer = Stamper(model, lambda work: work())
     objects = {"model": model, "optimizer": optimizer}
-    engine = CaptureEngine(objects, IDENTITY, folder=folder, slice_bytes=2**16, gate=SlowGate())
+    engine = CaptureEngine(objects, IDENTITY, folder=folder, slice_bytes=2**16, gate=SlowGate(5))
     done, seen = threading.Event(), set[int]()
 
     def read() -> None:
