@@ -38,10 +38,12 @@ def leased(descriptor: int) -> bool:
 
 def test_a_mapping_has_the_bytes_and_its_file_a_lease_until_all_are_released(descriptor: int) -> None:
     file = LeasedFile(descriptor)
-    first, second = file.map_range(5, 100_000), file.map_range(70_001, 70_002)
+    first, second = file.map_ranges([(5, 100_000), (200_000, 300_000)]), file.map_ranges([(70_001, 70_002)])
     assert first is not None
     assert second is not None
-    assert (first.buffer.to_pybytes(), second.buffer.to_pybytes()) == (CONTENT[5:100_000], CONTENT[70_001:70_002])
+    assert first.whole[5:100_000].to_pybytes() == CONTENT[5:100_000]
+    assert first.whole[200_000:300_000].to_pybytes() == CONTENT[200_000:300_000]
+    assert second.whole[70_001:70_002].to_pybytes() == CONTENT[70_001:70_002]
     assert leased(descriptor)
     first.release()
     first.release()
@@ -54,15 +56,15 @@ def test_who_cuts_a_mapped_file_waits_until_it_is_released_and_finds_no_other_ma
     path: Path, descriptor: int
 ) -> None:
     file = LeasedFile(descriptor)
-    mapping = file.map_range(0, len(CONTENT))
+    mapping = file.map_ranges([(0, len(CONTENT))])
     assert mapping is not None
     thread = threading.Thread(target=os.truncate, args=(path, 10))
     thread.start()
     while leased(descriptor):  # until the lease is being broken
         pass
-    assert file.map_range(0, 10) is None
+    assert file.map_ranges([(0, 10)]) is None
     assert os.path.getsize(path) == len(CONTENT)
-    assert mapping.buffer.to_pybytes() == CONTENT
+    assert mapping.whole.to_pybytes() == CONTENT
     mapping.release()
     thread.join()
     assert os.path.getsize(path) == 10
@@ -70,34 +72,34 @@ def test_who_cuts_a_mapped_file_waits_until_it_is_released_and_finds_no_other_ma
 
 def test_what_lies_beyond_the_end_of_a_file_is_not_mapped(path: Path, descriptor: int) -> None:
     os.truncate(path, 10)
-    assert LeasedFile(descriptor).map_range(0, 10) is not None
-    assert LeasedFile(descriptor).map_range(0, 11) is None
+    assert LeasedFile(descriptor).map_ranges([(0, 10)]) is not None
+    assert LeasedFile(descriptor).map_ranges([(0, 11)]) is None
 
 
 def test_a_file_that_is_open_for_writing_is_not_mapped(path: Path, descriptor: int) -> None:
     with path.open("r+b"):
-        assert LeasedFile(descriptor).map_range(0, 10) is None
-    assert LeasedFile(descriptor).map_range(0, 10) is not None
+        assert LeasedFile(descriptor).map_ranges([(0, 10)]) is None
+    assert LeasedFile(descriptor).map_ranges([(0, 10)]) is not None
 
 
 def test_pages_that_cannot_be_had_and_other_machines_files_are_not_mapped(
     descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mapped, "_POPULATE_READ", 9999)  # as a system that does not know it
-    assert LeasedFile(descriptor).map_range(0, 10) is None
+    assert LeasedFile(descriptor).map_ranges([(0, 10)]) is None
     assert not leased(descriptor)
     monkeypatch.undo()
     monkeypatch.setattr(mapped, "_file_system", lambda _: "nfs4")
-    assert LeasedFile(descriptor).map_range(0, 10) is None
+    assert LeasedFile(descriptor).map_ranges([(0, 10)]) is None
 
 
 def test_a_forked_process_copies_and_leaves_the_lease_to_its_parent(descriptor: int) -> None:
     file = LeasedFile(descriptor)
-    mapping = file.map_range(0, 10)
+    mapping = file.map_ranges([(0, 10)])
     assert mapping is not None
     child = os.fork()
     if not child:
-        refused = file.map_range(0, 10) is None
+        refused = file.map_ranges([(0, 10)]) is None
         mapping.release()
         os._exit(not refused)
     assert os.waitpid(child, 0)[1] == 0

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, SchemaError, StorageError
 from lakeckpt.lake.storage import Storage
 from lakeckpt.lake.table import Table, open_table
-from lakeckpt.reading import row_groups
 from lakeckpt.reading.convert import convert
 from lakeckpt.reading.decode import RowGroupDecoder, select_columns
 from lakeckpt.reading.ragged import to_pylist
@@ -33,10 +32,10 @@ def whole(decoder: RowGroupDecoder) -> pa.Table:
     return pa.concat_tables([decoder.schema.empty_table(), *(decoder.decode(g, 0, n) for g, n in enumerate(rows))])
 
 
-@given(columns(), st.integers(1, 5), st.sampled_from([1, 2, 1024]), st.data())
+@given(columns(), st.integers(1, 5), st.data())
 @settings(deadline=None)
 def test_decoded_rows_are_those_of_pyarrow_for_every_type_that_parquet_holds(
-    case: tuple[pa.Field, pa.ChunkedArray, list[Any]], size: int, slice_rows: int, data: st.DataObject
+    case: tuple[pa.Field, pa.ChunkedArray, list[Any]], size: int, data: st.DataObject
 ) -> None:
     field, column, _ = case
     with tempfile.TemporaryDirectory() as folder:
@@ -47,11 +46,8 @@ def test_decoded_rows_are_those_of_pyarrow_for_every_type_that_parquet_holds(
         except pa.ArrowException:  # what Arrow itself cannot write or read back
             assume(False)
         table = open_table(path)
-        decoder = RowGroupDecoder(table, slice_rows=slice_rows)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(row_groups, "_SLICE_BYTES", 1)
-            decoded = whole(decoder)
-        assert to_pylist(convert(decoded, nulls="mask"), "x") == to_pylist(convert(reference, nulls="mask"), "x")
+        decoder = RowGroupDecoder(table)
+        assert to_pylist(convert(whole(decoder), nulls="mask"), "x") == to_pylist(convert(reference, nulls="mask"), "x")
         begin = 0
         for group, rows in enumerate(table.index.group_rows.tolist()):
             start = data.draw(st.integers(0, rows))

@@ -28,7 +28,7 @@ from lakeckpt.data.transform import TransformContext
 from lakeckpt.errors import LakeckptError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.table import Table
-from lakeckpt.reading.decode import DEFAULT_AHEAD_BYTES, DEFAULT_SLICE_ROWS, GATHERED_SLICE_ROWS, RowGroupDecoder
+from lakeckpt.reading.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder
 from lakeckpt.reading.filtered import FilteredDecoder
 from lakeckpt.reading.positions import Announced, NullFound, PositionReader
 from lakeckpt.reading.ragged import Ragged
@@ -198,19 +198,12 @@ class BatchSource:
         elif limit is not None:
             ahead = min(ahead, limit // 4)
             limit -= ahead
-        slices = GATHERED_SLICE_ROWS if self._spec.shuffle else DEFAULT_SLICE_ROWS
         new_decoder: Callable[[], RowGroupDecoder]
         if self._selecting is None:
-            new_decoder = partial(RowGroupDecoder, self._table, self._columns, ahead_bytes=ahead, slice_rows=slices)
+            new_decoder = partial(RowGroupDecoder, self._table, self._columns, ahead_bytes=ahead)
         else:
-            new_decoder = partial(
-                FilteredDecoder,
-                self._table,
-                self._columns,
-                self._selecting.kept,
-                ahead_bytes=ahead,
-                slice_rows=slices,
-            )
+            kept = self._selecting.kept
+            new_decoder = partial(FilteredDecoder, self._table, self._columns, kept, ahead_bytes=ahead)
         return PositionReader(
             self._table,
             self._columns,

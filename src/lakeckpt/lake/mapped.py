@@ -9,7 +9,7 @@ a disk that cannot read it, is killed by the system, with nothing said. So a ran
 * on file systems that are this machine's own.
 
 Leases are given to the owner of a file, and none while somebody has it open for writing. Where any of that is not so,
-`map_range` gives nothing, and the range is to be copied. A file that is removed, or replaced by another one of its
+`map_ranges` gives nothing, and they are to be copied. A file that is removed, or replaced by another one of its
 name, stays what it was for who has it open.
 
 It reads nothing itself.
@@ -24,8 +24,7 @@ import mmap
 import os
 import signal
 import threading
-from types import TracebackType
-from typing import Self
+from collections.abc import Sequence
 
 import pyarrow as pa
 
@@ -37,74 +36,75 @@ _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "tmpfs", "btrfs", "ov
 
 
 class Mapping:
-    """A range of a file, mapped. It may be read until `release`, which letting go of it does, too."""
+    """Ranges of a file, mapped. They may be read until `release`, which letting go of it does, too."""
 
-    __slots__ = ("_file", "_pages", "buffer")
+    __slots__ = ("_file", "_places", "whole")
 
-    def __init__(self, file: LeasedFile, pages: pa.Buffer, begin: int) -> None:
+    def __init__(self, file: LeasedFile, whole: pa.Buffer, places: list[tuple[int, int]]) -> None:
         self._file: LeasedFile | None = file
-        self._pages = pages
-        self.buffer = pages.slice(begin)
+        self._places = places
+        self.whole = whole
+        """All of the file, of which no more than the ranges may be looked at."""
 
     def release(self) -> None:
         """The bytes are not looked at any more."""
         file, self._file = self._file, None
         if file is not None:
-            _advise(self._pages, _DONT_NEED)
+            for place in self._places:
+                _advise(*place, _DONT_NEED)
             file._returned()
 
     def __del__(self) -> None:
         self.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
 
 class LeasedFile:
-    """The file that is open, for reading alone, as ``descriptor``. Threads may share it."""
+    """The file that is open, for reading alone, as ``descriptor``. Threads may share it.
+
+    What the system does at once is asked of it without letting go of the interpreter: a thread that decodes would wait
+    for that each time until the training loop lets it in.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._mappings = 0
+        self._whole: pa.Buffer | None = None
         self._refused = not hasattr(fcntl, "F_SETLEASE") or _file_system(os.fstat(descriptor).st_dev) not in _LOCAL
 
-    def map_range(self, start: int, stop: int) -> Mapping | None:
-        """Bytes [start, stop), of which there is one at least; None where they are to be copied."""
-        if self._refused or not self._leased():
+    def map_ranges(self, ranges: Sequence[tuple[int, int]]) -> Mapping | None:
+        """Bytes [start, stop) of each of ``ranges``; None where they are to be copied."""
+        if self._refused or not ranges or not self._leased():
             return None
-        first = start - start % mmap.ALLOCATIONGRANULARITY
         try:
-            if os.fstat(self._descriptor).st_size < stop:
+            size = _at_once.lseek(self._descriptor, ctypes.c_int64(0), os.SEEK_END)
+            whole = self._whole
+            if whole is None or whole.size != size:
+                whole = self._whole = pa.py_buffer(mmap.mmap(self._descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ))
+            if max(stop for _, stop in ranges) > size:
                 raise OSError("the file ends before")
-            pages = mmap.mmap(self._descriptor, stop - first, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=first)
-            buffer = pa.py_buffer(pages)
-            _advise(buffer, _POPULATE_READ)
+            places = [_pages(whole, start, stop) for start, stop in ranges]
+            for place in places:
+                _advise(*place, _POPULATE_READ)
         except (OSError, ValueError):
             self._returned()
             self._refused = True  # copying will say what is wrong, if anything is
             return None
-        return Mapping(self, buffer, start - first)
+        return Mapping(self, whole, places)
 
     def _leased(self) -> bool:
         """Hold the lease for one mapping more, unless somebody else waits for it."""
         with self._lock:
             if self._process != os.getpid():
                 return False
-            if self._mappings and fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+            if self._mappings and self._control(fcntl.F_GETLEASE, 0) != fcntl.F_RDLCK:
                 return False
             if not self._mappings:
-                try:
-                    # Who waits is told to us by a signal that is ignored if not asked for; by default it would end us.
-                    fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
-                    fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-                except OSError:
+                # Who waits is told to us by a signal that is ignored if not asked for; by default it would end us.
+                if self._control(fcntl.F_SETSIG, signal.SIGURG) < 0:
+                    return False
+                if self._control(fcntl.F_SETLEASE, fcntl.F_RDLCK) < 0:
                     return False
             self._mappings += 1
             return True
@@ -113,17 +113,27 @@ class LeasedFile:
         with self._lock:
             self._mappings -= 1
             if not self._mappings and self._process == os.getpid():
-                fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+                self._control(fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+    def _control(self, command: int, argument: int) -> int:
+        return int(_at_once.fcntl(self._descriptor, command, argument))
 
 
-def _advise(pages: pa.Buffer, advice: int) -> None:
-    """``madvise(2)``, and other threads run meanwhile: they do not while Python does it, or unmaps many pages."""
-    if _libc.madvise(ctypes.c_void_p(pages.address), ctypes.c_size_t(pages.size), advice):
+def _pages(whole: pa.Buffer, start: int, stop: int) -> tuple[int, int]:
+    """Where the pages of a range begin in memory, and their bytes."""
+    first = start - start % mmap.PAGESIZE
+    return whole.address + first, stop - first
+
+
+def _advise(address: int, size: int, advice: int) -> None:
+    """``madvise(2)``, and other threads run meanwhile: it takes milliseconds."""
+    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc, _at_once = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None)
+_at_once.lseek.restype = ctypes.c_int64
 
 
 @functools.lru_cache(maxsize=256)

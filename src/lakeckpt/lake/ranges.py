@@ -56,7 +56,7 @@ REQUEST_BYTES = 8 << 20
 """What one request asks for at most: a storage answers so much by a single one."""
 THREADS = 32
 MAPPED_BYTES = 256 << 10
-"""Ranges of a local file that are smaller are copied: that is done before they were mapped."""
+"""Less of a local file is copied: that is done before it were mapped."""
 LOCAL_HOLE_BYTES, STORE_HOLE_BYTES = 64 << 10, 256 << 10
 """Pieces that are no further apart are read together: what lies between costs less than another call."""
 ADVICE = "Open the table again to start on its new state, or put the pinned files back to go on with a run"
@@ -95,6 +95,11 @@ def coalesced(pieces: Iterable[Range], *, hole_bytes: int, most_bytes: int = REQ
 
 class Arriving(Protocol):
     """Ranges of a file that were set out for."""
+
+    @property
+    def whole(self) -> pa.Buffer | None:
+        """After `wait`: all of the file, of which the ranges may be looked at; None where they are apart."""
+        ...
 
     def wait(self) -> list[pa.Buffer]:
         """The bytes of each range, shorter where the file ends before. Once at most. Raises what reading raises."""
@@ -141,24 +146,26 @@ class LocalBytes:
 class _Unread:
     def __init__(self, opened: pa.NativeFile, leased: LeasedFile, ranges: Sequence[Range]) -> None:
         self._opened, self._leased, self._ranges = opened, leased, ranges
-        self._mappings: list[Mapping] = []
+        self._mapping: Mapping | None = None
+
+    @property
+    def whole(self) -> pa.Buffer | None:
+        return None if self._mapping is None else self._mapping.whole
 
     def wait(self) -> list[pa.Buffer]:
+        if sum(stop - start for start, stop in self._ranges) >= MAPPED_BYTES:
+            self._mapping = self._leased.map_ranges(self._ranges)
+        if self._mapping is not None:
+            return [self._mapping.whole.slice(start, stop - start) for start, stop in self._ranges]
         # By place, not by seeking: other threads may read the same file.
         descriptor = self._opened.fileno()
-        return [self._read(descriptor, start, stop) for start, stop in self._ranges]
-
-    def _read(self, descriptor: int, start: int, stop: int) -> pa.Buffer:
-        mapping = self._leased.map_range(start, stop) if stop - start >= MAPPED_BYTES else None
-        if mapping is None:
-            return read_block(descriptor, start, stop)
-        self._mappings.append(mapping)
-        return mapping.buffer
+        return [read_block(descriptor, start, stop) for start, stop in self._ranges]
 
     def abandon(self) -> None:
         self._ranges = ()
-        while self._mappings:
-            self._mappings.pop().release()
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            mapping.release()
 
 
 class StoredBytes:
@@ -177,6 +184,8 @@ class StoredBytes:
 
 
 class _Requested:
+    whole: pa.Buffer | None = None
+
     def __init__(self, read: Callable[[int, int], bytes], ranges: Sequence[Range]) -> None:
         self._ranges = ranges
         self._requests = [

@@ -33,14 +33,10 @@ from lakeckpt.reading.fitting import FileFits, constant
 from lakeckpt.reading.open_files import OpenedFile, OpenFiles
 from lakeckpt.reading.row_groups import DEFAULT_MAX_ROW_GROUP_BYTES, RowGroupReader
 
-__all__ = ["DEFAULT_AHEAD_BYTES", "DEFAULT_SLICE_ROWS", "GATHERED_SLICE_ROWS", "RowGroupDecoder", "select_columns"]
+__all__ = ["DEFAULT_AHEAD_BYTES", "RowGroupDecoder", "select_columns"]
 
 DEFAULT_AHEAD_BYTES = 256 * 2**20
 """What is held of row groups that were announced and are not decoded yet, as they are stored, if not told otherwise."""
-
-DEFAULT_SLICE_ROWS, GATHERED_SLICE_ROWS = 1024, 16
-"""Rows of a slice, at least. A micro-batch that lies across the border of two is copied, unless all rows are copied:
-where they are gathered, slices may be as short as is best for decoding."""
 
 
 def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
@@ -72,8 +68,7 @@ class RowGroupDecoder:
     """Decodes row groups of ``table``, ``columns`` of them (None: all), keeping at most ``open_files`` files open.
 
     The wanted columns of one row group may decode to ``max_row_group_bytes``; of those announced, up to ``ahead_bytes``
-    are held as they are stored. Texts and lists are decoded in slices of a few megabytes, but not of fewer rows than
-    ``slice_rows``, where memory allows.
+    are held as they are stored.
     """
 
     def __init__(
@@ -85,7 +80,6 @@ class RowGroupDecoder:
         use_threads: bool = True,
         ahead_bytes: int = DEFAULT_AHEAD_BYTES,
         max_row_group_bytes: int = DEFAULT_MAX_ROW_GROUP_BYTES,
-        slice_rows: int = DEFAULT_SLICE_ROWS,
     ) -> None:
         if open_files < 1:
             raise ConfigError(f"open_files must be at least 1, got {open_files}")
@@ -96,7 +90,6 @@ class RowGroupDecoder:
         self._fits = FileFits(table.index.schema, table.index.columns)
         self._use_threads = use_threads
         self._most = max_row_group_bytes
-        self._slice_rows = slice_rows
         self._files = OpenFiles(self._opened, most=open_files)
         is_local = isinstance(table.storage, LocalStorage)
         self._fetcher = RowGroupFetcher(table.index, self._files, ahead=not is_local, ahead_bytes=ahead_bytes)
@@ -230,7 +223,6 @@ class RowGroupDecoder:
             columns=fit.stored,
             int96_unit=fit.int96_unit,
             most=self._most,
-            slice_rows=self._slice_rows,
             digests=None if self.table.digests is None else self.table.digests.of_file(ordinal),
         )
         return OpenedFile(reader=reader, fit=fit)

@@ -18,7 +18,7 @@ from lakeckpt.errors import DataFileChanged
 from lakeckpt.lake.filters import RowFilter
 from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.table import Table
-from lakeckpt.reading.decode import DEFAULT_AHEAD_BYTES, DEFAULT_SLICE_ROWS, RowGroupDecoder, select_columns
+from lakeckpt.reading.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder, select_columns
 
 __all__ = ["FilteredDecoder", "KeptRows"]
 
@@ -41,12 +41,11 @@ class FilteredDecoder(RowGroupDecoder):
         kept: KeptRows,
         *,
         ahead_bytes: int = DEFAULT_AHEAD_BYTES,
-        slice_rows: int = DEFAULT_SLICE_ROWS,
     ) -> None:
-        super().__init__(table, columns, ahead_bytes=ahead_bytes // 2, slice_rows=slice_rows)
+        super().__init__(table, columns, ahead_bytes=ahead_bytes // 2)
         self._kept = kept
         names = list(dict.fromkeys([*select_columns(table.schema, columns).names, *kept.filter.columns]))
-        self._wide = RowGroupDecoder(table, names, ahead_bytes=ahead_bytes // 2, slice_rows=slice_rows)
+        self._wide = RowGroupDecoder(table, names, ahead_bytes=ahead_bytes // 2)
 
     def decode(self, group: int, start: int, stop: int) -> pa.Table:
         """Return rows [start, stop) of those of row group ``group`` that the filter keeps.

@@ -1,7 +1,8 @@
 """How does pyarrow read from parts of a file that are in memory already?  As from a file, without copies.
 
-`HeldFile` has the methods that ``pyarrow.PythonFile`` calls. Where a part that is not held is asked for it gives
-nothing, which pyarrow takes for a file that ends too early.
+Where the whole file is mapped pyarrow reads from that, and asks nobody. Else `HeldFile` has the methods that
+``pyarrow.PythonFile`` calls. Where a part that is not held is asked for it gives nothing, which pyarrow takes for a
+file that ends too early.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ _NOTHING = pa.py_buffer(b"")
 
 
 class HeldFile:
-    """A file of ``size_bytes`` of which the bytes of ``parts`` are held: (where they begin, the bytes)."""
+    """A file of ``size_bytes`` of which the bytes of ``parts`` are held: (where they begin, the bytes).
 
-    def __init__(self, size_bytes: int, parts: Sequence[tuple[int, pa.Buffer]]) -> None:
+    ``whole``: all of it, where they are parts of that.
+    """
+
+    def __init__(
+        self, size_bytes: int, parts: Sequence[tuple[int, pa.Buffer]], *, whole: pa.Buffer | None = None
+    ) -> None:
         self.closed = False
+        self._whole = whole
         self._size = size_bytes
         self._parts = parts
         self._position = 0
@@ -31,6 +38,10 @@ class HeldFile:
             if first <= start <= stop <= first + part.size:
                 return part.slice(start - first, stop - start)
         return _NOTHING
+
+    def opened(self) -> pa.NativeFile:
+        """What pyarrow reads from."""
+        return pa.PythonFile(self, mode="r") if self._whole is None else pa.BufferReader(self._whole)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """As of any file."""
@@ -61,4 +72,4 @@ class HeldFile:
 
     def close(self) -> None:
         """Let go of what is held."""
-        self.closed, self._parts = True, ()
+        self.closed, self._parts, self._whole = True, (), None

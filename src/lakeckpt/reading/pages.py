@@ -62,8 +62,6 @@ class Survey:
     """The largest page, decompressed."""
     by_dictionary: bool
     """Whether they repeat texts of a dictionary."""
-    ragged: bool
-    """Whether rows differ in length."""
 
     @property
     def most_bytes(self) -> int:
@@ -88,7 +86,6 @@ def survey(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, *, rows: int, plent
             longest_bytes=0,
             page_bytes=expanded,
             by_dictionary=False,
-            ragged=False,
         )
     return _walked(facts, leaf, chunk, width)
 
@@ -130,7 +127,6 @@ def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int) -> Sur
             longest_bytes=0,
             page_bytes=largest,
             by_dictionary=False,
-            ragged=leaf.nested,
         )
     return Survey(
         certain_bytes=content + values * (12 if leaf.nested else 4),
@@ -138,7 +134,6 @@ def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int) -> Sur
         longest_bytes=max(longest, dictionary),
         page_bytes=largest,
         by_dictionary=not prefixed,
-        ragged=True,
     )
 
 

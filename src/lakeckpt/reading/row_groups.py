@@ -4,10 +4,9 @@
    store's failure, and what follows touches no store. Where a digest of them was recorded, they must have it.
 2. Every chunk's pages are surveyed (`lakeckpt.reading.pages`): what is certainly too large is refused before anything
    is decompressed.
-3. Columns of numbers are decoded at once, texts and lists in slices: of a few megabytes, which stay in the processor's
-   cache while they are made. Where it is not certain that all of them are small enough (texts by dictionary: one long
-   entry may be repeated in every row), slices have so few rows that one alone cannot be larger than what is allowed,
-   and the row group is refused as soon as their sum is. So it never takes more than twice as much.
+3. Where all of it is certainly small enough, pyarrow decodes the row group at once. Else (texts by dictionary: one long
+   entry may be repeated in every row) it is decoded in slices of so few rows that one slice alone cannot be larger
+   than what is allowed, and refused as soon as their sum is. So it never takes more than twice as much.
 4. Where decoding fails, the columns are decoded one after the other to find which one is damaged.
 
 Threads may share a reader. It holds the footer's numbers of the columns wanted, and never rows.
@@ -40,8 +39,6 @@ DEFAULT_MAX_ROW_GROUP_BYTES = 8 * 2**30
 
 _MOST_ROWS, _FEW_ROWS = 65536, 64
 """Rows of a slice; where they must be fewer than these few, the dictionaries are looked at first."""
-_SLICE_BYTES = 3 << 20
-"""What a slice decodes to, about."""
 _HEADER_MISCOUNT = 100
 """Old writers (parquet-mr) did not count the header of the dictionary page, which is no longer than that."""
 
@@ -79,8 +76,7 @@ class RowGroupReader:
     """Reads row groups of one file of ``size_bytes`` bytes, opened as ``source``; ``columns`` are what is wanted of it.
 
     ``int96_unit``: the unit in which legacy 96-bit timestamps are read; ``most``: bytes that a row group may decode to;
-    ``slice_rows``: rows that a slice has at least, if memory allows; ``digests``: those recorded, uint64[row groups,
-    leaves], 0 for none.
+    ``digests``: those recorded, uint64[row groups, leaves], 0 for none.
     """
 
     def __init__(
@@ -93,10 +89,8 @@ class RowGroupReader:
         columns: Sequence[str],
         int96_unit: str | None,
         most: int,
-        slice_rows: int,
         digests: Uint64Array | None = None,
     ) -> None:
-        self._slice_rows = slice_rows
         self.source = source
         self.path = path
         self._metadata = footer.metadata
@@ -149,7 +143,8 @@ class RowGroupReader:
                     "written again since it was pinned. Restore it, or open the table again"
                 )
             parts.append((start, part))
-        return HeldRowGroup(row_group=row_group, facts=plan.facts, file=HeldFile(self._size, parts), arriving=arriving)
+        file = HeldFile(self._size, parts, whole=arriving.whole)
+        return HeldRowGroup(row_group=row_group, facts=plan.facts, file=file, arriving=arriving)
 
     def decode(self, held: HeldRowGroup, rows: int, *, use_threads: bool) -> dict[str, pa.ChunkedArray]:
         """The wanted columns of a row group that has ``rows`` rows, by name; touches no store.
@@ -163,9 +158,9 @@ class RowGroupReader:
             self._check_digests(row_group, facts, source, self._digests[row_group])
         surveys = self._survey(row_group, facts, source, rows)
         try:
-            found = self._decoded(source, row_group, surveys, self.columns, rows, use_threads)
+            found = self._decoded(source, row_group, surveys, self.columns, use_threads)
         except _DECODING as error:
-            self._blame(source, row_group, surveys, rows, error)
+            self._blame(source, row_group, surveys, error)
         for name, column in found.items():
             if len(column) != rows:
                 raise self._damaged(row_group, name, f"it holds {len(column)} rows, but its footer says {rows}")
@@ -230,7 +225,7 @@ class RowGroupReader:
 
     def _opened(self, source: HeldFile, read_dictionary: list[str] | None = None) -> pq.ParquetFile:
         return pq.ParquetFile(
-            pa.PythonFile(source, mode="r"),
+            source.opened(),
             metadata=self._metadata,
             pre_buffer=False,
             read_dictionary=read_dictionary,
@@ -244,19 +239,17 @@ class RowGroupReader:
         row_group: int,
         surveys: Sequence[Survey],
         columns: list[str],
-        rows: int,
         use_threads: bool,
     ) -> dict[str, pa.ChunkedArray]:
         mine = [(one, leaf.name) for one, leaf in self._surveyed(surveys) if leaf.name in columns]
-        sliced, size = self._slices(mine, rows)
+        sliced, size = [], _MOST_ROWS
         if sum(one.most_bytes for one, _ in mine) > self._most:
-            uncertain = dict.fromkeys(name for one, name in mine if one.looked_up)
-            sliced = list(uncertain | dict.fromkeys(sliced))
-            for name in uncertain:
+            sliced = list(dict.fromkeys(name for one, name in mine if one.looked_up))
+            for name in sliced:
                 self._check_lists(source, row_group, surveys, name)
             a_row = sum(one.longest_bytes for one, _ in mine if one.looked_up)
             if self._most < a_row * _FEW_ROWS:
-                longest = self._longest(source, row_group, surveys, list(uncertain))
+                longest = self._longest(source, row_group, surveys, sliced)
                 a_row = sum(min(one.longest_bytes, longest.get(one, one.longest_bytes)) for one, _ in mine)
             size = max(1, min(size, self._most // max(1, a_row)))
         found: dict[str, pa.ChunkedArray] = {}
@@ -268,13 +261,6 @@ class RowGroupReader:
             total = sum(column.nbytes for column in found.values())
             found |= self._in_slices(source, row_group, size, sliced, total, use_threads)
         return {name: found[name] for name in columns}
-
-    def _slices(self, surveys: Sequence[tuple[Survey, str]], rows: int) -> tuple[list[str], int]:
-        """Which columns are decoded in slices, because they are of any length, and of how many rows."""
-        names = list(dict.fromkeys(name for one, name in surveys if one.ragged))
-        a_row = max(1, sum(one.certain_bytes for one, name in surveys if name in names) // max(1, rows))
-        size = min(_MOST_ROWS, max(self._slice_rows, _SLICE_BYTES // a_row))
-        return (names, size) if size < rows else ([], _MOST_ROWS)
 
     def _in_slices(
         self, source: HeldFile, row_group: int, size: int, columns: list[str], total: int, use_threads: bool
@@ -328,13 +314,11 @@ class RowGroupReader:
 
     # --- what went wrong
 
-    def _blame(
-        self, source: HeldFile, row_group: int, surveys: Sequence[Survey], rows: int, error: Exception
-    ) -> NoReturn:
+    def _blame(self, source: HeldFile, row_group: int, surveys: Sequence[Survey], error: Exception) -> NoReturn:
         """Say which column it was: the first that cannot be decoded alone."""
         for name in self.columns if len(self.columns) > 1 else []:
             try:
-                self._decoded(source, row_group, surveys, [name], rows, False)
+                self._decoded(source, row_group, surveys, [name], False)
             except _DECODING as its_own:
                 raise self._damaged(row_group, name, str(its_own)) from its_own
         only = self.columns[0] if len(self.columns) == 1 else None
