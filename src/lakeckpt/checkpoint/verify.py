@@ -232,10 +232,10 @@ class _Checked:
         tip = self._history.tip
         if tip is None or tip.keep is None:
             return False
-        if self._manifest.slot == tip.slot:
-            return False  # the newest is kept by every rule
-        there = [one for one in self._history.chain if self._kept.of(one)[0]]
-        return self._manifest.slot not in kept_of(there, tip.keep)
+        chain = self._history.chain
+        if self._manifest.slot in {one.slot for one in chain[-tip.keep.last :]}:
+            return False  # whatever else the rule keeps of what is there
+        return self._manifest.slot not in kept_of([one for one in chain if self._kept.of(one)[0]], tip.keep)
 
     def _damage(self, pool: ThreadPoolExecutor) -> Iterator[Damage]:
         jobs: list[tuple[PartRecord, int]] = []
