@@ -14,7 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lakeckpt.errors import LimitExceeded, UnsupportedValue, WireDamaged, WireError
-from lakeckpt.wire.codec import DEFAULT_LIMITS, Limits, dumps, loads
+from lakeckpt.wire.codec import DEFAULT_LIMITS, Limits, dumps, loads, payload_of
+from lakeckpt.wire.values import Tag
 from tests.wire.crafted import KIND, VERSION, sealed
 from tests.wire.strategies import values
 
@@ -313,3 +314,19 @@ def _natives(value: object) -> object:
     if value is None or type(value) in (bool, int, str, bytes):
         return value
     return "tagged" if type(value) is not float or math.isnan(value) else value
+
+
+@pytest.mark.parametrize(
+    "keys", [[n * (2**61 - 1) for n in range(99)], [(n * (2**61 - 1),) for n in range(99)]], ids=["numbers", "tuples"]
+)
+def test_keys_that_were_made_to_collide_are_refused_on_either_side(keys: list[object]) -> None:
+    def packed(key: object) -> bytearray:
+        return bytearray(payload_of(key))
+
+    fits, over = keys[:64], keys[:65]
+    assert len({hash(key) for key in over}) == 1
+    assert read(ext(Tag.PAIRS, *(one for key in fits for one in (packed(key), None)))) == dict.fromkeys(fits)
+    with pytest.raises(LimitExceeded, match="made to collide"):
+        read(ext(Tag.PAIRS, *(one for key in over for one in (packed(key), None))))
+    with pytest.raises(LimitExceeded, match="made to collide"):
+        dumps(dict.fromkeys(over), kind=KIND, version=VERSION)

@@ -2,7 +2,8 @@
 
 A decoder of our own reads the subset of msgpack that we write. It never trusts a declared length: a string, an array
 of n items or an extension is refused before anything is made where the bytes left cannot hold it, so memory stays in
-proportion to the document. Items and depth are counted as they open. An extension is read in place, inside its own
+proportion to the document. Items and depth are counted as they open, keys that were made to
+collide are refused. An extension is read in place, inside its own
 bounds. Never builds anything but the closed list of types; never asks numpy to parse free text.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from lakeckpt.errors import LimitExceeded, UnsupportedValue, WireDamaged
 from lakeckpt.wire.dtypes import dtype_from, values_are_valid
+from lakeckpt.wire.keys import Keys
 from lakeckpt.wire.values import INT_MAX, INT_MIN, Limits, Tag, TensorRef
 
 __all__ = ["decode_payload"]
@@ -49,7 +51,7 @@ def decode_payload(payload: memoryview, *, what: str, limits: Limits) -> Any:
 
 
 class _Decoder:
-    __slots__ = ("at", "data", "end", "items_left", "limits", "what")
+    __slots__ = ("at", "data", "end", "items_left", "keys", "limits", "what")
 
     def __init__(self, data: memoryview, what: str, limits: Limits) -> None:
         self.data = data
@@ -58,6 +60,7 @@ class _Decoder:
         self.items_left = limits.items
         self.limits = limits
         self.what = what
+        self.keys = Keys(what)
 
     def damaged(self, found: str) -> NoReturn:
         raise WireDamaged(f"{self.what}, byte {self.at} of the payload: {found}")
@@ -185,7 +188,7 @@ class _Decoder:
             self._open(2, depth)
             key = self.value(depth)
             try:
-                twice = key in found
+                twice = self.keys.checked(key) in found
             except TypeError:
                 self.damaged(f"a {type(key).__name__} as the key of a dict")
             if twice:

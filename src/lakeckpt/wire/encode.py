@@ -18,6 +18,7 @@ import numpy as np
 
 from lakeckpt.errors import LimitExceeded, UnsupportedValue
 from lakeckpt.wire.dtypes import DtypeSpec, bytes_of, spec_of
+from lakeckpt.wire.keys import Keys
 from lakeckpt.wire.values import INT_MAX, INT_MIN, Limits, Tag, TensorRef
 
 __all__ = ["encode_payload"]
@@ -38,7 +39,7 @@ def encode_payload(value: object, *, limits: Limits, root: str = "") -> bytes:
 
 
 class _Encoder:
-    __slots__ = ("items_left", "limits", "packer", "path", "root")
+    __slots__ = ("items_left", "keys", "limits", "packer", "path", "root")
 
     def __init__(self, limits: Limits, root: str) -> None:
         self.limits = limits
@@ -46,6 +47,7 @@ class _Encoder:
         self.packer = msgpack.Packer(use_bin_type=True, strict_types=True)
         self.path: list[object] = []
         self.root = root
+        self.keys = Keys(root or "the value")
 
     def pack(self, plain: object) -> bytes:
         packed = self.packer.pack(plain)
@@ -95,7 +97,7 @@ class _Encoder:
             return {self._key(key, depth): self._at(key, item, depth) for key, item in value.items()}
         flat: list[object] = []
         for key, item in value.items():
-            flat += (self._key(key, depth), self._at(key, item, depth))
+            flat += (self._key(self.keys.checked(key), depth), self._at(key, item, depth))
         return self._extension(Tag.PAIRS, *flat)
 
     def _key(self, key: object, depth: int) -> object:

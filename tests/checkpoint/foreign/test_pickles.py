@@ -120,3 +120,54 @@ def test_pickles_made_to_explode_are_refused_in_little_memory(name: str) -> None
         assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
     finally:
         tracemalloc.stop()
+
+
+CONTAINERS = {
+    "tuples": b")" + b"\x85" * 300,
+    "tuples above marks": b"(" * 300 + b"t" * 300,
+    "lists": b"]" * 300 + b"a" * 299,
+    "dicts": b"}K\x01" * 300 + b"}" + b"s" * 300,
+    "arguments": b"cbuiltins\nlist\n" * 300 + b")" + b"R\x85" * 300,
+    "states": (b"cbuiltins\nlist\n)R" * 300) + b"b" * 299,
+    "a persistent name": b")" + b"Q" * 300,
+    "known again from the memo": b")\x85\x94" + b"\x85" * 200 + b"q\x010h\x01" + b"\x85" * 100,
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_what_is_too_deep_is_refused_when_it_is_put_there_not_at_the_end(name: str) -> None:
+    with pytest.raises(LimitExceeded, match="more than 256 containers"):
+        describe(b"\x80\x04" + CONTAINERS[name])  # it has no end: read so far, it would be damaged
+
+
+def pairs(keys: list[Any]) -> bytes:
+    """An ``OrderedDict`` made of a list of pairs, as old pickles have them."""
+    body = pickle.dumps([[key, None] for key in keys], protocol=2)[2:-1]
+    return b"\x80\x02ccollections\nOrderedDict\n" + body + b"\x85R."
+
+
+def members(kind: str, keys: list[Any]) -> bytes:
+    """A set that is made of a list."""
+    return b"\x80\x02cbuiltins\n" + kind.encode() + b"\n" + pickle.dumps(keys, protocol=2)[2:-1] + b"\x85R."
+
+
+@pytest.mark.parametrize("keys", [[(2**61 - 1) * n for n in range(99)], [((2**61 - 1) * n, "") for n in range(99)]])
+def test_keys_that_were_made_to_collide_are_refused(keys: list[Any]) -> None:
+    written = [pickle.dumps(one, protocol=4) for one in (dict.fromkeys(keys), set(keys), frozenset(keys))]
+    for data in [*written, pairs(keys), members("set", keys), members("frozenset", keys)]:
+        with pytest.raises(LimitExceeded, match="made to collide"):
+            plain(describe(data), size_bytes=len(data))
+
+
+def test_an_array_is_made_of_the_bytes_that_are_there_and_not_of_a_number_of_them() -> None:
+    names = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
+    dtype = b"cnumpy\ndtype\nX\x02\x00\x00\x00u1K\x00K\x01\x87R"
+    count = 2**29
+    state = b"(K\x01J" + count.to_bytes(4, "little") + b"\x85" + dtype + b"\x89J" + count.to_bytes(4, "little") + b"tb."
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireDamaged, match="bytes are made of a int"):
+            plain(describe(b"\x80\x03" + names + state), size_bytes=10**9)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()

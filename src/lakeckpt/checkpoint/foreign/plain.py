@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from lakeckpt.checkpoint.foreign.pickles import Call, Name, Persistent
+from lakeckpt.checkpoint.foreign.pickles import DEEPEST, Call, Name, Persistent
 from lakeckpt.errors import LimitExceeded, UnsupportedValue, WireDamaged
+from lakeckpt.wire.keys import Keys
 
 __all__ = ["Tensors", "plain"]
 
-_DEEPEST = 64
 _VALUES_PER_BYTE = 4
 _VALUES_AT_LEAST = 1000
 _SCALARS = (str, int, float, bool, bytes, bytearray, type(None))
+_SEQUENCES = (list, tuple, set, frozenset)
 _DTYPE_KINDS = "biufcSU"
 
 Tensors = Callable[[Any, str | None, int, tuple[int, ...], tuple[int, ...]], torch.Tensor]
@@ -37,16 +38,17 @@ def plain(described: Any, *, size_bytes: int, tensors: Tensors | None = None, wh
     called with what it does not take, `LimitExceeded` where it is too deep or too large.
     """
     try:
-        return _Plain(tensors, what, _VALUES_AT_LEAST + _VALUES_PER_BYTE * size_bytes).value(described, _DEEPEST)
+        return _Plain(tensors, what, _VALUES_AT_LEAST + _VALUES_PER_BYTE * size_bytes).value(described, DEEPEST)
     except TypeError as error:
         raise WireDamaged(f"{what}: a key is no key: {error}") from None
 
 
 class _Plain:
-    __slots__ = ("left", "tensors", "what")
+    __slots__ = ("keys", "left", "tensors", "what")
 
     def __init__(self, tensors: Tensors | None, what: str, most: int) -> None:
         self.tensors, self.what, self.left = tensors, what, most
+        self.keys = Keys(what)
 
     def value(self, one: Any, depth: int) -> Any:
         self.left -= 1
@@ -57,8 +59,8 @@ class _Plain:
             return one
         if kind is dict:
             return {self.value(key, depth - 1): self.value(found, depth - 1) for key, found in one.items()}
-        if kind in (list, tuple, set, frozenset):
-            return kind(self.value(each, depth - 1) for each in one)
+        if kind in _SEQUENCES:
+            return kind([self.value(each, depth - 1) for each in one])
         if kind is Name:
             return self.named(one)
         if kind is Call:
@@ -98,7 +100,7 @@ def _mapping(make: Callable[[dict[Any, Any]], Any]) -> Callable[[_Plain, Call, i
             if isinstance(one, dict):
                 found |= to.value(one, depth)
             elif isinstance(one, list):
-                found |= dict(to.value(one, depth))
+                found |= {to.keys.checked(key): value for key, value in to.value(one, depth)}
         return make(found)
 
     return made
@@ -106,6 +108,10 @@ def _mapping(make: Callable[[dict[Any, Any]], Any]) -> Callable[[_Plain, Call, i
 
 def _sequence(make: Callable[[Any], Any]) -> Callable[[_Plain, Call, int], Any]:
     return lambda to, call, depth: make(to.value(call.arguments[0], depth) if call.arguments else ())
+
+
+def _set(make: Callable[[Any], Any]) -> Callable[[_Plain, Call, int], Any]:
+    return lambda to, call, depth: make(map(to.keys.checked, _sequence(list)(to, call, depth)))
 
 
 def _encoded(to: _Plain, call: Call, depth: int) -> bytes:
@@ -117,9 +123,7 @@ def _encoded(to: _Plain, call: Call, depth: int) -> bytes:
 
 
 def _bytes(to: _Plain, call: Call, depth: int) -> bytes | bytearray:
-    found = to.value(call.arguments[0], depth) if call.arguments else b""
-    if not isinstance(found, (bytes, bytearray)):
-        raise WireDamaged(f"{to.what}: bytes are made of a {type(found).__name__}")
+    found = _buffer(to, call.arguments[0], depth) if call.arguments else b""
     return bytearray(found) if str(call.function).endswith("bytearray") else bytes(found)
 
 
@@ -146,14 +150,21 @@ def _dtype(to: _Plain, call: Any) -> np.dtype[Any]:
 def _array(to: _Plain, call: Call, depth: int) -> Any:
     """``numpy._core.multiarray._reconstruct``, and its state: version, shape, dtype, order, bytes."""
     _, shape, dtype, fortran, data = call.states[-1]
-    found = np.frombuffer(bytes(to.value(data, depth)), dtype=_dtype(to, dtype))
+    found = np.frombuffer(_buffer(to, data, depth), dtype=_dtype(to, dtype))
     sizes = tuple(int(size) for size in shape)
     return found.reshape(sizes, order="F" if fortran else "C").copy()
 
 
 def _scalar(to: _Plain, call: Call, depth: int) -> Any:
     dtype, data = call.arguments
-    return np.frombuffer(bytes(to.value(data, depth)), dtype=_dtype(to, dtype))[0]
+    return np.frombuffer(_buffer(to, data, depth), dtype=_dtype(to, dtype))[0]
+
+
+def _buffer(to: _Plain, described: Any, depth: int) -> bytes | bytearray:
+    found = to.value(described, depth)
+    if not isinstance(found, (bytes, bytearray)):  # of an int, bytes() would make so many zeros
+        raise WireDamaged(f"{to.what}: bytes are made of a {type(found).__name__}")
+    return found
 
 
 def _tensor(to: _Plain, call: Call, depth: int) -> torch.Tensor:
@@ -194,8 +205,8 @@ _KNOWN: dict[str, Callable[[_Plain, Call, int], Any]] = {
         f"{module}.{name}": make
         for module in ("builtins", "__builtin__")
         for name, make in {
-            "set": _sequence(set),
-            "frozenset": _sequence(frozenset),
+            "set": _set(set),
+            "frozenset": _set(frozenset),
             "list": _sequence(list),
             "tuple": _sequence(tuple),
             "bytes": _bytes,
