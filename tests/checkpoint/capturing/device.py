@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -83,10 +84,10 @@ class Ticket:
 
 
 class SimulatedLink:
-    """The link of a `Device`. ``orders`` and ``holds`` can be left out, to see that tests notice."""
+    """The link of a `Device`. ``orders`` and ``holds`` can be left out: tests must notice. ``full``: no memory."""
 
-    def __init__(self, device: Device, *, orders: bool = True, holds: bool = True) -> None:
-        self.device, self.orders, self.holds = device, orders, holds
+    def __init__(self, device: Device, *, orders: bool = True, holds: bool = True, full: bool = False) -> None:
+        self.device, self.orders, self.holds, self.full = device, orders, holds, full
 
     def order(self) -> None:
         if self.orders:
@@ -96,11 +97,18 @@ class SimulatedLink:
         with self.device.lock:
             for to, source in batch.pairs:
                 for part in (slice(None, None, 2), slice(1, None, 2)):
-                    self._queue_part(to.reshape(-1)[part], source.detach().reshape(-1)[part])
+                    self._queue_part(weakref.ref(to), weakref.ref(source), part)
             return Ticket(self.device, self.device.record(1))
 
-    def _queue_part(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        self.device.queue(1, lambda: to.copy_(source))
+    def _queue_part(
+        self, to: weakref.ref[torch.Tensor], source: weakref.ref[torch.Tensor], part: slice[None, None, int]
+    ) -> None:
+        def copy() -> None:
+            there, here = to(), source()
+            assert there is not None and here is not None, "memory was let go of before it was copied"
+            there.reshape(-1)[part].copy_(here.detach().reshape(-1)[part])
+
+        self.device.queue(1, copy)
 
     def hold(self, ticket: object, /) -> None:
         assert isinstance(ticket, Ticket)
@@ -108,6 +116,8 @@ class SimulatedLink:
             self.device.wait(0, ticket.event)
 
     def kept(self, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
+        if self.full:
+            raise torch.OutOfMemoryError("the device is full")
         copies = [torch.empty_like(one) for one in tensors]
         for copy, one in zip(copies, tensors, strict=True):
             self._keep(copy, one.detach())

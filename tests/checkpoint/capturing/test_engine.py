@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import nn
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.capturing.moves import Issued, Moves
 from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.errors import ArenaTooLarge, SaveFailed, UnsupportedValue
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of, steps_in
@@ -475,21 +477,20 @@ def test_a_failing_copy_is_told_and_the_next_cut_is_captured(made: Made, monkeyp
     job.step()
     assert cut(engine, 1, must=True)
     engine.wait()
-    from lakeckpt.checkpoint.capturing import moves
+    make = Moves.make
 
-    monkeypatch.setattr(moves.np, "copyto", lambda *_: (_ for _ in ()).throw(MemoryError("x")))
-    monkeypatch.setattr(moves.torch, "_foreach_copy_", lambda *_: (_ for _ in ()).throw(MemoryError("x")))
-    late = engine._store.moves(engine._plan, 1)[1]  # type: ignore[arg-type]
-    with pytest.raises(MemoryError):
-        late[0].make() if late[0].size_bytes else late[-1].make()
-    engine._store.moves = lambda plan, number: (moves.Moves(), late)  # type: ignore[method-assign]
+    def failing(self: Moves) -> list[Issued]:
+        if threading.current_thread().name == "lakeckpt-copier":
+            raise MemoryError("x")
+        return make(self)
+
+    monkeypatch.setattr(Moves, "make", failing)
     job.step()
     assert cut(engine, 2)
     engine._idle()
     with pytest.raises(SaveFailed, match="a capture failed: MemoryError"):
         engine.wait()
     monkeypatch.undo()
-    del engine._store.moves
     job.step()
     assert cut(engine, 3)
     assert engine.wait() == 3
@@ -520,3 +521,162 @@ def test_closing_leaves_no_thread_and_no_hook(made: Made) -> None:
     assert not job.model._load_state_dict_pre_hooks
     with warnings.catch_warnings():
         job.step()
+
+
+def test_weights_that_are_swapped_in_place_unannounced_and_back_do_not_get_into_a_generation(
+    made: Made, folder: ArenaFolder
+) -> None:
+    """As averages of weights are, for an evaluation: through ``.data``, which torch does not count as a change."""
+    job, gate = Job(), HeldGate()
+    engine = made(job.objects, gate=gate)
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+    for back in (False, True):
+        job.step()
+        assert cut(engine, 2)
+        kept = [one.data.clone() for one in job.model.parameters()]
+        for one in job.model.parameters():
+            one.data.mul_(0.9)
+        gate.open.set()
+        if back:
+            engine._idle()  # all was copied while others were swapped in
+            for one, other in zip(job.model.parameters(), kept, strict=True):
+                one.data.copy_(other)
+        with pytest.warns(
+            CaptureWarning, match="given up.*model/inner.*" + ("From now on all" if back else "Call fence")
+        ):
+            engine.wait()
+    assert steps_in(folder) == [1]
+    job.step()
+    expected = state_of(job.objects)
+    assert cut(engine, 3)
+    for one in job.model.parameters():
+        one.data.mul_(0.9)
+    assert engine.wait() == 3, "what changes time and again is taken at the cut"
+    assert_same(kept_state(folder, 3), expected)
+
+
+def test_what_another_optimizer_changes_each_time_is_taken_at_the_cut_after_two_captures_were_given_up(
+    made: Made, folder: ArenaFolder
+) -> None:
+    job = Job()
+    other = torch.optim.SGD([job.model.inner[0].weight], lr=0.1)  # which nobody told the engine of
+    engine = made(job.objects, gate=HeldGate())
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+
+    def step() -> None:
+        job.backward()
+        other.step()
+        job.optimizer.step()
+
+    for number, told in ((2, "'model/inner.0.weight' among them"), (3, "From now on 1 of them are copied")):
+        step()
+        assert cut(engine, number)
+        step()
+        with pytest.warns(CaptureWarning, match=told):
+            engine.wait()
+    expected = state_of(job.objects)
+    assert cut(engine, 4, must=True)
+    step()
+    assert engine.wait() == 4
+    assert engine.records[-1].fenced_bytes > 0, "the rest waits for its fence"
+    assert_same(kept_state(folder, 4), expected)
+
+
+def test_an_interrupt_in_the_fence_gives_the_capture_up_and_leaves_nobody_waiting(
+    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    engine = made(job.objects, gate=HeldGate())
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+    job.step()
+    assert cut(engine, 2)
+    make = Moves.make
+
+    def interrupted(self: Moves) -> list[Issued]:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return make(self)
+
+    monkeypatch.setattr(Moves, "make", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        job.step()
+    monkeypatch.undo()
+    with pytest.warns(CaptureWarning, match="step 2 was given up"):
+        engine.wait()
+    assert steps_in(folder) == [1]
+    job.step()
+    assert cut(engine, 3)
+    assert engine.wait() == 3
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer by its class alone, as some libraries wrap another one: without its hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+def test_a_wrapper_without_hooks_is_captured_at_the_cut(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    wrapper = Wrapper(job.optimizer)
+    with pytest.warns(CaptureWarning, match="Wrapper has no hooks for steps: give the one it wraps"):
+        engine = made({"model": job.model, "optimizer": wrapper}, gate=HeldGate())
+    job.backward()
+    wrapper.step()
+    expected = state_of({"model": job.model, "optimizer": wrapper})
+    assert cut(engine, 1, must=True)
+    job.backward()
+    wrapper.step()
+    assert engine.wait() == 1
+    assert_same(kept_state(folder, 1), expected)
+
+
+def test_a_callback_that_fails_is_told_and_captures_go_on(made: Made) -> None:
+    job, told = Job(), []
+
+    def complete(step: int) -> None:
+        told.append(step)
+        if step == 1:
+            raise KeyError("gone")
+
+    engine = made(job.objects, on_complete=complete)
+    job.step()
+    assert cut(engine, 1, must=True)
+    job.step()
+    engine._idle()
+    with pytest.raises(SaveFailed, match="gone"):
+        cut(engine, 2, must=True)
+    assert cut(engine, 2, must=True)
+    engine.close()
+    assert told == [1, 2]
+
+
+def test_a_forked_child_that_closes_leaves_the_arena_alone(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    engine = made(job.objects)
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+    if not (child := os.fork()):
+        try:
+            engine.close(remove=True)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert steps_in(folder) == [1]
+    job.step()
+    assert cut(engine, 2)
+    assert engine.wait() == 2

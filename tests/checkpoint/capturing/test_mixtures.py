@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capturing import capture as capture_module
 from lakeckpt.checkpoint.capturing import moves
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.capturing.witnesses import Witnesses
 from lakeckpt.checkpoint.gate import OpenGate
 from lakeckpt.checkpoint.report import CaptureWarning
 from tests.checkpoint.capturing.device import Device, SimulatedLink
@@ -74,7 +75,7 @@ class Steps:
 
 def stepping(engine: CaptureEngine, steps: Steps) -> None:
     """Have the engine's copier take its steps one by one."""
-    do, run, filled = engine._do, engine._run, engine._filled
+    do, run, filled = engine._copier.do, engine._run, engine._filled
 
     def stepped_do(job: Callable[[], None]) -> None:
         with steps.changed:
@@ -91,7 +92,7 @@ def stepping(engine: CaptureEngine, steps: Steps) -> None:
         steps.point()
         filled(*told)
 
-    engine._do, engine._run, engine._filled = stepped_do, stepped_run, stepped_filled  # type: ignore[method-assign]
+    engine._copier.do, engine._run, engine._filled = stepped_do, stepped_run, stepped_filled  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -200,6 +201,9 @@ def test_without_the_fence_changes_are_noticed_and_unnoticed_they_would_be_mixtu
     with pytest.warns(CaptureWarning, match="was given up"):
         run_actions(ArenaFolder(tmp_path / "one"), todo, fences=False)
     monkeypatch.setattr(capture_module, "versions_of", lambda _: [])
+    with pytest.warns(CaptureWarning, match="was given up"):
+        run_actions(ArenaFolder(tmp_path / "two"), todo, fences=False)
+    monkeypatch.setattr(Witnesses, "changed", lambda *_: frozenset())
     with pytest.raises(AssertionError, match=r"of step 2 holds \[2\.0, 3\.0\]"):
         run_actions(ArenaFolder(tmp_path / "other"), todo, fences=False)
 
@@ -234,12 +238,13 @@ def run_device(
     scratch_bytes: int = 0,
     orders: bool = True,
     holds: bool = True,
+    full: bool = False,
 ) -> set[int]:
     """Train on a simulated device that does ``turns[n]`` pieces of work after step n; the steps that were whole."""
     device = Device(seed)
     model = Stamped()
     optimizer = Stamper(model, lambda work: device.queue(0, work))
-    link = SimulatedLink(device, orders=orders, holds=holds)
+    link = SimulatedLink(device, orders=orders, holds=holds, full=full)
     engine = CaptureEngine(
         {"model": model, "optimizer": optimizer},
         IDENTITY,
@@ -277,22 +282,32 @@ def _stamps(model: Stamped, stamp: int) -> Callable[[], object]:
 turns = st.lists(st.integers(0, 60), min_size=1, max_size=8)
 
 
-@given(st.integers(0, 2**32), turns, st.sampled_from([10**6, 300, 0]))
-@example(1, [20] * 6, 10**6)  # most of it leaves from scratch
-@example(2, [20] * 6, 0)
+@given(st.integers(0, 2**32), turns, st.sampled_from([10**6, 300, 0]), st.booleans())
+@example(1, [20] * 6, 10**6, False)  # most of it leaves from scratch
+@example(2, [20] * 6, 0, False)
+@example(1, [20] * 6, 10**6, True)
 @settings(max_examples=30, deadline=None)
-def test_a_device_with_queues_of_its_own_leaves_whole_steps(seed: int, turns: list[int], scratch_bytes: int) -> None:
+def test_a_device_with_queues_of_its_own_leaves_whole_steps_also_where_its_memory_is_full(
+    seed: int, turns: list[int], scratch_bytes: int, full: bool
+) -> None:
     with TemporaryDirectory() as name:
-        seen = run_device(ArenaFolder(Path(name, "arenas")), seed, turns, scratch_bytes=scratch_bytes)
+        seen = run_device(ArenaFolder(Path(name, "arenas")), seed, turns, scratch_bytes=scratch_bytes, full=full)
     assert 1 in seen
 
 
 @pytest.mark.parametrize("missing", ["orders", "holds"])
-def test_without_its_events_a_device_leaves_mixtures(tmp_path: Path, missing: str) -> None:
+def test_without_its_events_a_device_leaves_mixtures_and_witnesses_see_them(
+    tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run() -> None:
         for seed in range(40):
             run_device(ArenaFolder(tmp_path / str(seed)), seed, [3, 20, 3, 20, 3], **{missing: False})  # type: ignore[arg-type]
 
+    with pytest.raises((AssertionError, CaptureWarning), match=r"holds \[|was given up"):
+        run()
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    monkeypatch.setattr(Witnesses, "changed", lambda *_: frozenset())
     with pytest.raises(AssertionError, match=r"holds \["):
         run()
 

@@ -7,6 +7,7 @@ and moved from there at leisure; the rest is queued, and the device, not the hos
 
 What was copied counts only if no tensor was changed in place meanwhile, as torch counts changes; this is looked at when
 the last live slice has been read, or at the fence. A capture that was changed under way is given up, never completed.
+So is one that a thread leaves in the midst of a slice, by an exception that comes from anywhere.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -24,8 +25,6 @@ from lakeckpt.checkpoint.capturing.moves import Issued, Moves, wait_all
 from lakeckpt.checkpoint.gate import Gate
 
 __all__ = ["Capture"]
-
-_T = TypeVar("_T")
 
 
 class Capture:
@@ -49,6 +48,8 @@ class Capture:
         self.fenced_bytes = 0
         """How many bytes were read, or queued, since the fence had come."""
         self.fence_s = 0.0
+        self.changed: frozenset[int] = frozenset()
+        """Which of ``live`` were changed before they were sealed, as far as torch counts changes."""
         self._filled, self._slices, self._early, self._gate = filled, slices, early, gate
         self._live, self._versions = live, versions_of(live)
         self._scratch_bytes, self._clock = scratch_bytes, clock
@@ -58,7 +59,7 @@ class Capture:
         self._copied = deque(number for number, moves in enumerate(slices) if not moves.size_bytes)
         self._pending = Counter(touched for moves in slices for touched in moves.touches)
         self._kept: deque[tuple[int, Moves]] = deque()  # to be moved from scratch
-        self._claimed = 0  # by the copier, and not issued yet
+        self._claimed: dict[int, int] = {}  # slice → the thread that is at it, and has not issued it yet
         self._issued: dict[int, list[Issued]] = {}  # slice → what was queued for it and is not known to be done
         self._sealed = False
         self._intact = True
@@ -73,17 +74,18 @@ class Capture:
         self._urgent.set()
         self._gate.hurry()
         scratch_bytes = self._scratch_bytes
-        while (number := self._claim()) is not None:
-            moves, begin_s = self._slices[number], self._clock()
-            if moves.is_linked and moves.size_bytes <= scratch_bytes:
-                scratch_bytes -= moves.size_bytes
-                kept = self._guarded(moves.kept)
-                with self._changed:
-                    self._kept.append((number, kept))
-                    self._claimed -= 1
-            else:
-                self._now_issued(number, self._guarded(moves.make))
-            self._gate.fenced(moves.size_bytes, begin_s, self._clock())
+        with self._claims():
+            while (number := self._claim()) is not None:
+                moves, begin_s = self._slices[number], self._clock()
+                if (kept := self._kept_of(moves, scratch_bytes)) is not None:
+                    scratch_bytes -= moves.size_bytes
+                    with self._changed:
+                        self._kept.append((number, kept))
+                        del self._claimed[number]
+                else:
+                    scratch_bytes = 0
+                    self._now_issued(number, moves.make())
+                self._gate.fenced(moves.size_bytes, begin_s, self._clock())
         with self._changed:
             while self._claimed:
                 self._changed.wait()
@@ -99,9 +101,23 @@ class Capture:
         with self._changed:
             self._intact &= self._sealed
 
+    @staticmethod
+    def _kept_of(moves: Moves, scratch_bytes: int) -> Moves | None:
+        """A copy on the device of what ``moves`` copies; None where there is no memory for it, or it is in none's."""
+        if not moves.is_linked or moves.size_bytes > scratch_bytes:
+            return None
+        try:
+            return moves.kept()
+        except torch.OutOfMemoryError:  # training needs it: what is queued from where it lies needs none
+            return None
+
     def _seal(self) -> None:
         if not self._sealed:
-            self._intact &= versions_of(self._live) == self._versions
+            now = versions_of(self._live)
+            if now != self._versions:
+                pairs = zip(now, self._versions, strict=True)
+                self.changed = frozenset(number for number, (one, other) in enumerate(pairs) if one != other)
+                self._intact = False
             self._sealed = True
 
     # --- both
@@ -110,26 +126,29 @@ class Capture:
         with self._changed:
             if not self._open:
                 return None
-            self._claimed += 1
-            number = self._open.popleft()
+            number = self._open[0]
+            self._claimed[number] = threading.get_ident()
+            self._open.popleft()
             if self._urgent.is_set():
                 self.fenced_bytes += self._slices[number].size_bytes
             return number
 
-    def _guarded(self, make: Callable[[], _T]) -> _T:
-        """``make()`` for a slice that was claimed; where it fails, nobody waits for the claim."""
+    @contextmanager
+    def _claims(self) -> Iterator[None]:
+        """In the block this thread claims slices. Left by an exception, it keeps nobody waiting for them."""
         try:
-            return make()
+            yield
         except BaseException:
             with self._changed:
-                self._claimed -= 1
+                me = threading.get_ident()
+                self._claimed = {number: thread for number, thread in self._claimed.items() if thread != me}
                 self._intact = False
                 self._changed.notify_all()
             raise
 
     def _now_issued(self, number: int, issued: list[Issued]) -> None:
         with self._changed:
-            self._claimed -= 1
+            del self._claimed[number]
             if issued:
                 self._issued[number] = issued
             else:
@@ -141,19 +160,22 @@ class Capture:
     def run(self) -> bool:
         """Copy what is left, and see all slices filled. False where the state was changed meanwhile: give it up."""
         wait_all(self._early)
-        while (size_bytes := self._next_bytes()) is not None:
-            self._gate.admit(size_bytes, self._urgent)
-            number = self._claim()
-            if number is None:
-                break  # the fence has come, and taken it
-            begin = self._clock()
-            issued = self._guarded(self._slices[number].make)
-            self._now_issued(number, issued)
-            if not issued:
-                self._fill()  # the processor's work, as the copy was: a slice is over with its checksum
-            wait_all(issued)
-            self._gate.moved(self._slices[number].size_bytes, begin, self._clock())
-            self._fill()
+        self._early = ()
+        with self._claims():
+            while (size_bytes := self._next_bytes()) is not None:
+                self._gate.admit(size_bytes, self._urgent)
+                number = self._claim()
+                if number is None:
+                    break  # the fence has come, and taken it
+                begin = self._clock()
+                issued = self._slices[number].make()
+                self._now_issued(number, issued)
+                # In host memory a slice is over with its checksum, the processor's work as the copy was. What a link
+                # brings has its own while the next one is on its way.
+                self._fill_copied()
+                wait_all(issued)
+                self._gate.moved(self._slices[number].size_bytes, begin, self._clock())
+                self._came(number)
         return self._finish()
 
     def give_up(self) -> None:
@@ -174,20 +196,32 @@ class Capture:
         with self._changed:
             return self._slices[self._open[0]].size_bytes if self._open else None
 
-    def _fill(self) -> None:
+    def _fill_copied(self) -> None:
         """Take the checksums of what is known to be in host memory."""
         while True:
             with self._changed:
-                if self._copied:
-                    number, issued = self._copied.popleft(), list[Issued]()
-                elif self._issued:
-                    number, issued = next(iter(self._issued.items()))
-                else:
+                if not self._copied:
                     return
-            wait_all(issued)
-            with self._changed:
-                self._issued.pop(number, None)
+                number = self._copied.popleft()
             self._arrived(number)
+
+    def _fill(self) -> None:
+        """Take the checksums of all that was copied or issued."""
+        self._fill_copied()
+        while True:
+            with self._changed:
+                if not self._issued:
+                    break
+                number, issued = next(iter(self._issued.items()))
+            wait_all(issued)
+            self._came(number)
+            self._fill_copied()
+
+    def _came(self, number: int) -> None:
+        """The copies that were issued for a slice are done."""
+        with self._changed:
+            if self._issued.pop(number, None) is not None:
+                self._copied.append(number)
 
     def _arrived(self, number: int) -> None:
         """The copies of slice ``number`` are made: those slices are filled of which nothing is missing."""

@@ -15,7 +15,6 @@ The first cut starts the copier; `close` stops and joins it. It never communicat
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
 import warnings
@@ -31,12 +30,16 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.arena.slices import DEFAULT_SLICE_BYTES
 from lakeckpt.checkpoint.capturing.capture import Capture
+from lakeckpt.checkpoint.capturing.copier import Copier
+from lakeckpt.checkpoint.capturing.doubts import Doubts
 from lakeckpt.checkpoint.capturing.hooks import UpdateHooks
 from lakeckpt.checkpoint.capturing.job import CaptureRecord, Facts, Job
 from lakeckpt.checkpoint.capturing.links import CudaLink, Link
+from lakeckpt.checkpoint.capturing.moves import Issued, Moves
 from lakeckpt.checkpoint.capturing.plan import CapturePlan, Parted, part, plan_capture
 from lakeckpt.checkpoint.capturing.sources import Source, sources_of
 from lakeckpt.checkpoint.capturing.store import ArenaStore
+from lakeckpt.checkpoint.capturing.witnesses import Witnesses
 from lakeckpt.checkpoint.gate import Gate, OpenGate
 from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.errors import LakeckptError, SaveFailed
@@ -45,6 +48,10 @@ __all__ = ["CaptureEngine"]
 
 _RECORDS = 4096
 _DEFAULT_SCRATCH_BYTES = 256 * 2**20
+_SLOW = (
+    "CUDA cannot pin the memory of the arena: captures are correct, and training waits for copies at its fences. Let "
+    "arenas lie in host memory (/dev/shm), not on a disk"
+)
 
 
 class CaptureEngine:
@@ -95,7 +102,8 @@ class CaptureEngine:
         self._plan: CapturePlan | None = None
         self._documents_bytes = 0
         self._digests: dict[tuple[str, int], bytes] = {}  # of what is still, by piece
-        self._moving: frozenset[str] = frozenset()  # what seemed still, and was not
+        self._doubts = Doubts()
+        self._witnesses: Witnesses | None = None
         self._planned_for: frozenset[str] = frozenset()
         self._current: Job | None = None
         self._making = False
@@ -103,8 +111,7 @@ class CaptureEngine:
         self._failure: Exception | None = None
         self._warning: str | None = None
         self._changed = threading.Condition()
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._copier: threading.Thread | None = None
+        self._copier = Copier()
         self._closed = False
         self._process = os.getpid()
 
@@ -147,18 +154,19 @@ class CaptureEngine:
         if filling is None:
             self.left_out += 1
             return False
-        facts = Facts(step=step, attempt=attempt, cut=cut, readers=readers or {}, extra=extra or {})
         try:
+            facts = Facts(step=step, attempt=attempt, cut=cut, readers=readers or {}, extra=extra or {})
             job = self._taken(facts, plan, filling, begin_s)
             self._gate.start(plan.late_bytes)
-            if not trusted or (plan.parted.still and not self._digests):
+            if not trusted or self._doubts.everything or (plan.parted.still and not self._digests):
                 job.capture.fence()
+            self._copier.start()
         except BaseException:
             filling.abandon()
             raise
         job.cut_s = self._clock() - begin_s - job.capture.fence_s
         self._current = job
-        self._do(lambda: self._run(job))
+        self._copier.do(lambda: self._run(job))
         return True
 
     def fence(self) -> None:
@@ -183,31 +191,35 @@ class CaptureEngine:
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._process:
+            return  # a forked child has no copier, and the arena is its parent's
         self.fence()
-        if self._copier is not None and os.getpid() == self._process:
-            self._work.put(None)
-            self._copier.join()
+        self._copier.stop()
         self._hooks.remove()
         self._store.close(remove=remove)
 
     def _void(self) -> None:
-        if (job := self._current) is not None:
+        job = self._current
+        if job is not None and os.getpid() == self._process:
             job.capture.void()
 
     # --- a cut, on the training thread
 
     def _renewed(self) -> CapturePlan:
         """The plan for the state as it is now."""
-        before, steady = self._plan, self._planned_for == self._moving
+        moving = self._doubts.moving
+        before, steady = self._plan, self._planned_for == moving
+        self._plan = None  # where anything fails here, what was seen to change is not forgotten
         if self._sources is None:
             self._sources = sources_of(self._objects)
             steady = False
         else:
             changed = [one for one in self._sources if one.renew()]
             if not changed and steady and before is not None:
+                self._plan = before
                 return before
             steady = steady and all(one.changing.issuperset(one.tensors) for one in changed)
-        parted = part(self._sources, self._hooks.optimizers, moving=self._moving)
+        parted = part(self._sources, self._hooks.optimizers, moving=moving)
         if before is not None and steady:
             # The same mapping says that nothing of it has to be made ready again.
             parted = Parted(early=parted.early, late=before.parted.late, still=before.parted.still)
@@ -217,7 +229,7 @@ class CaptureEngine:
             if tensor.device.type == "cuda" and tensor.device not in self._links:
                 self._links[tensor.device] = CudaLink(tensor.device)
         self._plan = plan_capture(parted, before=before, slice_bytes=self._slice_bytes)
-        self._planned_for = self._moving
+        self._planned_for = moving
         return self._plan
 
     def _begun(self, plan: CapturePlan, common: int | None) -> Filling | None:
@@ -236,7 +248,9 @@ class CaptureEngine:
         """Take what has to be taken at once."""
         assert self._sources is not None
         early, late = self._store.moves(plan, filling.number)
-        kept = early.kept()
+        witnesses = self._witnesses_of(plan)
+        witnesses.take()
+        issued = self._issued_early(early)
         for link in self._links.values():
             link.order()
         capture = Capture(
@@ -244,12 +258,37 @@ class CaptureEngine:
             late,
             self._gate,
             live=list(plan.parted.late.values()),
-            early=kept.make(),
+            early=issued,
             scratch_bytes=self._scratch_bytes,
             clock=self._clock,
         )
         trees = {one.name: one.document() for one in self._sources}
-        return Job(facts=facts, plan=plan, filling=filling, trees=trees, capture=capture, begin_s=begin_s)
+        return Job(
+            facts=facts,
+            plan=plan,
+            filling=filling,
+            trees=trees,
+            capture=capture,
+            witnesses=witnesses,
+            begin_s=begin_s,
+        )
+
+    def _witnesses_of(self, plan: CapturePlan) -> Witnesses:
+        if self._witnesses is None or not self._witnesses.are_of(plan):
+            self._witnesses = Witnesses(plan, self._links)
+        return self._witnesses
+
+    def _issued_early(self, early: Moves) -> list[Issued]:
+        """Take what may change as soon as training goes on."""
+        try:
+            return early.kept().make()
+        except torch.OutOfMemoryError:  # then the device waits until it is in host memory
+            for link in self._links.values():
+                link.order()
+            issued = early.make()
+            for one in issued:
+                one.link.hold(one.ticket)
+            return issued
 
     def _settle(self) -> None:
         """Say what the copier had to say."""
@@ -265,16 +304,6 @@ class CaptureEngine:
 
     # --- the copier
 
-    def _do(self, job: Callable[[], None]) -> None:
-        if self._copier is None:
-            self._copier = threading.Thread(target=self._copy, name="lakeckpt-copier", daemon=True)
-            self._copier.start()
-        self._work.put(job)
-
-    def _copy(self) -> None:
-        while (job := self._work.get()) is not None:
-            job()
-
     def _idle(self) -> None:
         with self._changed:
             while self._current is not None or self._making:
@@ -287,19 +316,22 @@ class CaptureEngine:
         assert self._sources is not None
         trees = {one.name: one.document() for one in self._sources}
         links = dict(self._links)
+        self._copier.start()
         self._making = True
 
         def make() -> None:
             try:
                 size_bytes = sum(len(document()) for document in trees.values()) + len(plan.table.document)
                 self._store.make(plan, max(size_bytes, self._documents_bytes), links)
+                if self._store.is_slow:
+                    self._warning = _SLOW
             except Exception as error:
                 self._failure = error
             with self._changed:
                 self._making = False
                 self._changed.notify_all()
 
-        self._do(make)
+        self._copier.do(make)
 
     def _run(self, job: Job) -> None:
         complete = False
@@ -308,28 +340,35 @@ class CaptureEngine:
         except Exception as error:
             self._failure = error
         if not complete:
-            job.capture.give_up()
+            try:
+                job.capture.give_up()
+            except Exception as error:
+                self._failure = self._failure or error
             job.filling.abandon()
+            self._digests.clear()  # the next one says anew what is still
         self.records.append(job.record(self._clock(), complete=complete))
         with self._changed:
             self._completed = job.facts.step if complete else self._completed
             self._current = None
             self._changed.notify_all()
         if complete and self._on_complete is not None:
-            self._on_complete(job.facts.step)
+            try:
+                self._on_complete(job.facts.step)
+            except Exception as error:
+                self._failure = error
 
     def _completes(self, job: Job) -> bool:
         """Copy what is left of a cut, and complete its generation. False where it was given up."""
         documents = job.documents()
-        moving = self._moving
-        if not job.capture.run():
-            self._warning = (
-                f"the capture of step {job.facts.step} was given up: tensors were changed after the cut, and neither "
-                "an optimizer's step nor load_state_dict said so. Call fence() before changing parameters otherwise"
-            )
+        moving = self._doubts.moving
+        intact = job.capture.run()
+        if not intact or (changed := job.witnesses.changed(job.filling.data)):
+            counted, witnessed = (frozenset[str](), changed) if intact else (job.changed(), frozenset[str]())
+            self._warning = self._doubts.changed(job.facts.step, counted=counted, witnessed=witnessed)
             return False
-        if self._moving != moving:
+        if self._doubts.moving != moving:
             return False  # what seemed still has moved: it is taken at the cut from the next one on
+        self._doubts.intact()
         assert self._store.arena is not None
         if len(documents) > self._store.arena.layout.documents_bytes:
             self._documents_bytes = len(documents)  # the next cut finds that the arena does not fit
@@ -345,5 +384,5 @@ class CaptureEngine:
                 continue
             found = xxhash.xxh3_128_digest(filling.data[piece.at : piece.at + piece.stop - piece.start])
             if self._digests.setdefault((piece.key, piece.start), found) != found:
-                self._moving |= {piece.key}
+                self._doubts.moved(piece.key)
         filling.filled(number)

@@ -43,6 +43,9 @@ class UpdateHooks:
         self._versions: dict[str, list[int]] = {}
         self._handles: list[Any] = []
         for name, one in self._optimizers.items():
+            if not hasattr(one, "_optimizer_step_pre_hooks"):  # it wraps another one, and is none but by its class
+                self._goes_around(name, f"{type(one).__name__} has no hooks for steps: give the one it wraps")
+                continue
             # Dynamo leaves a compiled step for it, and comes back: a hook that is traced would run once, not each time.
             hook = torch.compiler.disable(self._hook(name))  # type: ignore[no-untyped-call]
             self._handles.append(one.register_step_pre_hook(hook))

@@ -9,6 +9,7 @@ from lakeckpt.checkpoint.arena.arena import Filling
 from lakeckpt.checkpoint.arena.contents import Documents
 from lakeckpt.checkpoint.capturing.capture import Capture
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
+from lakeckpt.checkpoint.capturing.witnesses import Witnesses
 
 __all__ = ["CaptureRecord", "Facts", "Job"]
 
@@ -52,6 +53,7 @@ class Job:
     plan: CapturePlan
     filling: Filling
     capture: Capture
+    witnesses: Witnesses
     trees: Mapping[str, Callable[[], bytes]]
     begin_s: float
     cut_s: float = 0.0
@@ -64,6 +66,11 @@ class Job:
             readers=self.facts.readers,
             extra=self.facts.extra,
         ).to_bytes()
+
+    def changed(self) -> frozenset[str]:
+        """The keys of what torch saw change under the capture."""
+        keys = list(self.plan.parted.late)
+        return frozenset(keys[number] for number in self.capture.changed)
 
     def complete(self, documents: bytes) -> None:
         """Complete the generation."""

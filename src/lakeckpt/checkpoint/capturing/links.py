@@ -5,8 +5,8 @@ orders the copies after all the work that was queued when `order` was called, an
 from then on after the copies: the device waits, the host does not. Host memory has no link: there a copy is done when
 the call returns.
 
-`CudaLink` is a stream and pinned memory. Pinned is the arena itself, where CUDA can register it; else
-copies are correct, and block whoever makes them.
+`CudaLink` is a stream and pinned memory. Pinned is the arena itself, where CUDA can register it (not on every file
+system); else copies are correct, and block whoever makes them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import torch
 from lakeckpt.checkpoint.capturing.packing import Batch, packed
 
 __all__ = ["CudaLink", "Link", "Ticket"]
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device of the process."""
 
 
 class Ticket(Protocol):
@@ -38,7 +41,7 @@ class Link(Protocol):
         ...
 
     def copy(self, batch: Batch, /) -> Ticket:
-        """Queue copies into host memory."""
+        """Queue copies into host memory. The caller keeps ``batch``, and so its tensors, until they are done."""
         ...
 
     def hold(self, ticket: Ticket, /) -> None:
@@ -49,8 +52,8 @@ class Link(Protocol):
         """Copies on the device, as of all that this thread has given it to do."""
         ...
 
-    def pin(self, memory: torch.Tensor, /) -> Callable[[], None]:
-        """Make copies into ``memory`` fast; returns what undoes it."""
+    def pin(self, memory: torch.Tensor, /) -> Callable[[], None] | None:
+        """Make copies into ``memory`` fast; returns what undoes it, or None where it cannot be done."""
         ...
 
 
@@ -80,7 +83,7 @@ class CudaLink:
                 one.make()
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # whoever waits sleeps
             event.record(self._stream)
-        return _CudaTicket(event)
+        return _CudaTicket(event, self._device)
 
     def hold(self, ticket: Ticket, /) -> None:
         """See `Link`."""
@@ -95,24 +98,39 @@ class CudaLink:
                 torch._foreach_copy_(copies, list(tensors))
         return copies
 
-    def pin(self, memory: torch.Tensor, /) -> Callable[[], None]:
-        """See `Link`."""
+    def pin(self, memory: torch.Tensor, /) -> Callable[[], None] | None:
+        """See `Link`. Memory that is pinned already (for another device of this process) stays as it is."""
+        if memory.is_pinned():
+            return lambda: None
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = memory.data_ptr()
         with torch.cuda.device(self._device):
-            if int(runtime.cudaHostRegister(address, memory.numel(), 0)) != 0:
-                return lambda: None
-        return lambda: runtime.cudaHostUnregister(address)
+            if int(runtime.cudaHostRegister(address, memory.numel(), _PORTABLE)) != 0:
+                self._forget_error()
+                return None
+
+        def unpin() -> None:
+            with torch.cuda.device(self._device):  # else a thread that has none begins to use the first one
+                if int(runtime.cudaHostUnregister(address)) != 0:
+                    self._forget_error()
+
+        return unpin
+
+    def _forget_error(self) -> None:
+        """What CUDA's runtime remembers of a call that failed, it tells whoever asks next: have that be ourselves."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device).add_(1)
 
 
 class _CudaTicket:
     """An event behind the copies."""
 
-    __slots__ = ("event",)
+    __slots__ = ("_device", "event")
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self.event, self._device = event, device
 
     def wait(self) -> None:
         """See `Ticket`."""
-        self.event.synchronize()
+        with torch.cuda.device(self._device):  # else a thread that has none begins to use the first one
+            self.event.synchronize()

@@ -21,7 +21,7 @@ from lakeckpt.checkpoint.capturing.links import Link, Ticket
 from lakeckpt.checkpoint.capturing.packing import Batch
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
 
-__all__ = ["Issued", "Links", "Moves", "early_moves", "late_moves", "wait_all"]
+__all__ = ["Issued", "Links", "Moves", "early_moves", "flat_bytes", "late_moves", "wait_all"]
 
 Links = Mapping[torch.device, Link]
 """The links of the devices that have one."""
@@ -30,10 +30,11 @@ _LARGE_BYTES = 64 * 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
-    """Copies that were given to a link."""
+    """Copies that were given to a link, and what they read and write: to be kept until they are done."""
 
     link: Link
     ticket: Ticket
+    batch: Batch
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class Moves:
 
     def make(self) -> list[Issued]:
         """Make the copies: those in host memory are done then, the others queued."""
-        issued = [Issued(link=link, ticket=link.copy(batch)) for link, batch in self._linked.values()]
+        issued = [Issued(link=link, ticket=link.copy(batch), batch=batch) for link, batch in self._linked.values()]
         if self._small_to:
             with torch.no_grad():
                 torch._foreach_copy_(self._small_to, self._small_from)
@@ -116,7 +117,7 @@ def _add(
     tensor = plan.parted.late[piece.key]
     link = links.get(tensor.device)
     if piece.key not in flats:
-        flats[piece.key] = _flat(tensor)
+        flats[piece.key] = flat_bytes(tensor)
     flat = flats[piece.key]
     if flat is not None:
         size_bytes = piece.stop - piece.start
@@ -134,7 +135,7 @@ def early_moves(plan: CapturePlan, memory: torch.Tensor, links: Links) -> Moves:
     for key, tensor in plan.parted.early.items():
         if not tensor.numel():
             continue
-        at, link, flat = plan.early[key], links.get(tensor.device), _flat(tensor)
+        at, link, flat = plan.early[key], links.get(tensor.device), flat_bytes(tensor)
         if flat is None:
             moves.add(_whole(memory, at, tensor), tensor.detach(), link)
         else:
@@ -142,7 +143,7 @@ def early_moves(plan: CapturePlan, memory: torch.Tensor, links: Links) -> Moves:
     return moves
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     """The bytes of a tensor, not copied; None where they are no run of memory as they are to be stored."""
     plain = tensor.detach()
     if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():

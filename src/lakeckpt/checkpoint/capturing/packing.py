@@ -17,7 +17,7 @@ __all__ = ["Batch", "Pair", "packed"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """(to, from): of one dtype and shape, or bytes of one length."""
-_SMALL_BYTES = 256 * 2**10
+_SMALL_BYTES = 64 * 2**10
 _ALIGNMENT = 64
 _FEWEST = 3
 
@@ -43,13 +43,17 @@ class _Copy:
         """Queue it on the current stream."""
         if self.gathered is not None:
             torch._foreach_copy_(*self.gathered)
-        self.to.copy_(self.source, non_blocking=True)
+        # What is conjugated lazily would be so on the host, when the call has returned: have it done on the device.
+        self.to.copy_(self.source.resolve_conj().resolve_neg(), non_blocking=True)
 
 
 def packed(batch: Batch) -> list[_Copy]:
     """The copies of a batch, made ready once. Those of small tensors gather into memory that they keep."""
     if batch.ready is None:
-        batch.ready = [one for run in _runs(batch.pairs) for one in _copies(run)]
+        try:
+            batch.ready = [one for run in _runs(batch.pairs) for one in _copies(run)]
+        except torch.OutOfMemoryError:  # then each for itself, which only takes longer
+            batch.ready = [_Copy(to=to, source=source) for to, source in batch.pairs]
     return batch.ready
 
 

@@ -29,7 +29,7 @@ __all__ = ["CapturePlan", "Parted", "part", "plan_capture"]
 
 _ALIGNMENT = 64
 _ROOM_BYTES = 64 * 2**10
-_SMALL_BYTES = 256 * 2**10
+_SMALL_BYTES = 64 * 2**10
 _EARLY = ""  # no key of a tensor is empty
 
 
@@ -60,7 +60,7 @@ class CapturePlan:
 def part(
     sources: Sequence[Source], optimizers: Iterable[torch.optim.Optimizer], *, moving: frozenset[str] = frozenset()
 ) -> Parted:
-    """Part the tensors of ``sources``. ``moving``: still ones that were seen to change, which are early then."""
+    """Part the tensors of ``sources``. ``moving``: late ones that change unannounced, and are early then."""
     owned = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     early: dict[str, torch.Tensor] = {}
     late: dict[str, torch.Tensor] = {}
@@ -68,11 +68,11 @@ def part(
     for source in sources:
         for key, tensor in source.tensors.items():
             known = source.known_as(key)
-            if key in source.changing:
+            if key in source.changing or key in moving:
                 early[key] = tensor
             elif not isinstance(known, torch.nn.Parameter) or id(known) in owned:
                 late[key] = tensor
-            elif known.requires_grad or key in moving:
+            elif known.requires_grad:
                 early[key] = tensor
             else:
                 still[key] = tensor

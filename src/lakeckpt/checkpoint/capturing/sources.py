@@ -56,7 +56,7 @@ def sources_of(objects: Mapping[str, Any]) -> list[Source]:
 def _source(name: str, one: Any) -> Source:
     if isinstance(one, torch.nn.Module):
         return ModuleSource(name, one)
-    if isinstance(one, torch.optim.Optimizer):
+    if isinstance(one, torch.optim.Optimizer) and hasattr(one, "_optimizer_state_dict_pre_hooks"):
         return OptimizerSource(name, one)
     return OtherSource(name, one)
 

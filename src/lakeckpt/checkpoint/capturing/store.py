@@ -32,6 +32,8 @@ class ArenaStore:
 
     def __init__(self, folder: ArenaFolder, identity: ArenaIdentity, *, step: int, generations: int = 3) -> None:
         self.arena: Arena | None = None
+        self.is_slow = False
+        """Whether its memory could not be pinned: copies from a device keep whoever makes them waiting."""
         self._folder, self._identity, self._step, self._generations = folder, identity, step, generations
         self._outgrown: list[str] = []
         self._found: list[str] | None = None
@@ -62,7 +64,9 @@ class ArenaStore:
         self.arena.touch()
         self._memory = torch.frombuffer(self.arena.memory, dtype=torch.uint8)
         self._links = links
-        self._unpin = [link.pin(self._memory) for link in links.values()]
+        pinned = [link.pin(self._memory) for link in links.values()]
+        self._unpin = [one for one in pinned if one is not None]
+        self.is_slow = len(self._unpin) < len(pinned)
         for number in range(layout.generations):
             self.moves(plan, number)
 

@@ -1,0 +1,76 @@
+"""Did the state change under a capture though nobody said so?  A few bytes of many slices, as they were at the cut.
+
+What torch counts as a change in place is noticed without this. A change through ``.data`` is not counted: averages of
+weights are swapped in for an evaluation that way, and whatever a rank's part of a larger tensor is changed by. So the
+first and the last bytes of slices are copied at the cut, and compared with what was copied of them later. A swap of all
+weights changes nearly all of them, whether it was undone before the fence or not.
+
+It proves nothing where it finds nothing: a change of single elements goes by it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lakeckpt.checkpoint.capturing.moves import Links, Moves, flat_bytes, wait_all
+from lakeckpt.checkpoint.capturing.plan import CapturePlan
+
+__all__ = ["Witnesses"]
+
+_BYTES = 64
+_MOST = 128
+
+
+class Witnesses:
+    """Of a plan's late tensors. `take` is called by the training thread at a cut, `changed` by the copier, later."""
+
+    def __init__(self, plan: CapturePlan, links: Links) -> None:
+        self._plan, self._spots = plan, _spots(plan)
+        self._rows = torch.zeros(len(self._spots), _BYTES, dtype=torch.uint8)
+        self._moves = Moves()
+        flats: dict[str, torch.Tensor | None] = {}
+        for row, (key, start, stop, _) in zip(self._rows, self._spots, strict=True):
+            tensor = plan.parted.late[key]
+            if key not in flats:
+                flats[key] = flat_bytes(tensor)
+            flat = flats[key]
+            if flat is not None:
+                self._moves.add(row[: stop - start], flat[start:stop], links.get(tensor.device))
+        self._known = {key for key, flat in flats.items() if flat is not None}
+        self._taken: Moves | None = None
+
+    def are_of(self, plan: CapturePlan) -> bool:
+        """Whether they are of these tensors, in these places."""
+        return self._plan.parted.late is plan.parted.late and self._plan.slices is plan.slices
+
+    def take(self) -> None:
+        """Keep the bytes as they are now: on a device, as of all that this thread has given it to do."""
+        try:
+            self._taken = self._moves.kept()
+        except torch.OutOfMemoryError:
+            self._taken = None
+
+    def changed(self, data: memoryview) -> frozenset[str]:
+        """The keys of tensors of which ``data``, a generation that is filled, holds other bytes than were there."""
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return frozenset()
+        wait_all(taken.make())
+        kept = self._rows.numpy()
+        return frozenset(
+            key
+            for row, (key, start, stop, at) in zip(kept, self._spots, strict=True)
+            if key in self._known and row[: stop - start].tobytes() != data[at : at + stop - start]
+        )
+
+
+def _spots(plan: CapturePlan) -> list[tuple[str, int, int, int]]:
+    """Key, [start, stop) within the tensor and place within the data, of some slices' first and last late bytes."""
+    slices = [late for one in plan.slices.slices if (late := [piece for piece in one if piece.key in plan.parted.late])]
+    found = []
+    for pieces in slices[:: -(-2 * len(slices) // _MOST) or 1]:
+        first, last = pieces[0], pieces[-1]
+        found.append((first.key, first.start, min(first.stop, first.start + _BYTES), first.at))
+        start = max(last.start, last.stop - _BYTES)
+        found.append((last.key, start, last.stop, last.at + start - last.start))
+    return found
