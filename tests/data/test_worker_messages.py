@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from lakeckpt import Batch
 from lakeckpt.data.worker_process import FORMS
-from lakeckpt.data.workers import Workers
+from lakeckpt.data.workers import Order, Workers
 from lakeckpt.errors import StateUnavailable
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import ROWS, flat, loader_of, same
@@ -54,3 +55,21 @@ def test_an_iterator_says_that_start_gave_its_workers_to_the_next_one(lake: Path
     with pytest.raises(StateUnavailable, match="iterate again"):
         next(iterator)
     assert sorted(flat([*found, *loader])) == list(range(ROWS))
+
+
+def test_no_more_is_dealt_than_workers_have_room_for_and_what_they_may_deliver(tmp_path: Path) -> None:
+    folder = LakeSpec(files=((400,),)).write(tmp_path / "lake")
+    loader = loader_of(folder, batch_size=1, num_lanes=2)
+    progress = loader.dataset._progress
+    progress.settle(1, 2)
+    workers = Workers(loader.dataset, num_workers=2, base_seed=0, ahead=8)
+    order: Order = deque()
+    first, second = workers._all
+    assignments = progress.assignments(0)
+    first.has_room = second.has_room = False
+    assert not workers.deal(order, assignments, 100) and len(order) == 32
+    second.has_room = True
+    assert workers.deal(order, assignments, 100) and len(order) == 132
+    assert not workers.deal(order, assignments, 1000) and len(order) == 400
+    assert (first.told, second.told) == (200, 200)
+    workers.close()

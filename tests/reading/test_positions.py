@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -158,8 +160,48 @@ def test_windows_that_are_announced_are_decoded_before_they_are_taken_in_that_or
     first, second, third = (reader.announce([(layout, start, start + 3)]) for start in (0, 3, 6))
     assert (reader.windows_held, reader.has_room) == (2, False)
     assert reader.take(first)[0]["id"].tolist() == [0, 1, 2]
-    assert (reader.windows_held, reader.has_room) == (2, True)
+    assert reader.windows_held == 2
     assert [reader.take(announced)[0]["id"].tolist() for announced in (second, third)] == [[3, 4, 5], [6, 7, 8]]
+    assert (reader.windows_held, reader.has_room) == (0, True)
+
+
+def test_who_waits_for_a_window_is_told_once_when_it_has_been_decoded(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[3, 3]])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader, _ = spied(table, ORDERED, 1)
+    held, told = threading.Event(), threading.Event()
+    calls = []
+
+    def when_over() -> None:
+        calls.append(threading.current_thread())
+        told.set()
+
+    reader._threads.submit(partial(held.wait, 60))
+    reader._threads.submit(partial(held.wait, 60))
+    announced = reader.announce([(layout, 0, 3)])
+    assert reader.waits(announced, when_over) and reader.waits(announced, when_over)
+    held.set()
+    assert told.wait(60)
+    assert not reader.waits(announced, when_over)
+    assert reader.take(announced)[0]["id"].tolist() == [0, 1, 2] and len(calls) == 1
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_what_goes_on_where_a_lane_was_announced_last_is_found_without_looking_for_its_window(
+    tmp_path: Path, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = write_ids(tmp_path, [[30] * 3])
+    layout = EpochLayout.build(table.index.group_rows, OrderSpec(seed=7, shuffle=True, window=1), 0, lanes)
+    reader, _ = spied(table, layout.spec, lanes)
+    looked = []
+    found = EpochLayout.window_at
+    monkeypatch.setattr(EpochLayout, "window_at", lambda self, at: looked.append(at) or found(self, at))
+    steps = lane_steps(layout, 2)
+    waiting = [reader.announce([step]) for step in steps]
+    assert sorted(looked) == [0, 30, 60]
+    ids = np.concatenate([reader.take(announced)[0]["id"] for announced in waiting])
+    other = PositionReader(table, None, layout.spec, max_windows=lanes)
+    assert ids.tolist() == np.concatenate([other.read([step])["id"] for step in steps[::-1]][::-1]).tolist()
 
 
 def test_a_limit_of_memory_holds_back_what_is_not_needed_yet(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
-"""Threads that read ahead do not keep an interpreter that ends from ending."""
+"""Threads that read ahead know when they have enough to do, and do not keep an interpreter that ends from ending."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from lakeckpt.reading.threads import Threads
 
 MAIN = """
 from concurrent.futures import ThreadPoolExecutor
@@ -33,3 +36,19 @@ def test_what_was_not_begun_when_the_interpreter_ends_is_not_done(begin: str, co
     main = MAIN.replace("{begin}", begin).replace("{count}", count)
     ran = subprocess.run([sys.executable, "-c", main], capture_output=True, timeout=120)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
+
+
+def test_threads_have_enough_while_something_waits_for_one() -> None:
+    threads, begun, over = Threads(1), threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return over.wait(60)
+
+    first = threads.submit(work)
+    assert begun.wait(60) and not threads.have_enough
+    second = threads.submit(over.is_set)
+    assert threads.have_enough
+    over.set()
+    assert first.result(60) and second.result(60) and not threads.have_enough
+    threads.close()

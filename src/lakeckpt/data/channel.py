@@ -47,6 +47,8 @@ class Channel:
             pass
         self._polls: dict[int, select.poll] = {}
         """By the events that are waited for."""
+        self._woken: socket.socket | None = None
+        self._waker: socket.socket | None = None
 
     def send(self, message: bytes) -> None:
         """Send ``message``; PeerGone where nobody will read it."""
@@ -63,7 +65,8 @@ class Channel:
                 raise PeerGone from error
 
     def receive(self, timeout_s: float | None) -> bytes | None:
-        """Return the next message; None where there is none within ``timeout_s`` (None: it waits for ever).
+        """Return the next message; None where there is none within ``timeout_s`` (None: it waits for ever), or where
+        it was woken meanwhile (`waker`).
 
         Raises PeerGone once the other process is gone, and all that it had sent has been returned.
         """
@@ -77,13 +80,28 @@ class Channel:
             self._read()
         return self._messages.popleft()
 
+    def waker(self) -> Callable[[], None]:
+        """Return what makes `receive` return while it waits, or at its next call: for any thread, at any time."""
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._polls.clear()
+        return self._wake
+
+    def _wake(self) -> None:
+        assert self._waker is not None
+        with contextlib.suppress(OSError):  # it has been woken often enough, or is closed
+            self._waker.send(b"w", socket.MSG_NOSIGNAL)
+
     def close(self, last: bytes | None = None) -> None:
         """Let go of both descriptors, which the other end sees; ``last`` is sent if that needs no waiting."""
         self._over = True
         if last is not None:
             with contextlib.suppress(OSError):
                 self._end.send(_HEAD.pack(len(last)) + last, socket.MSG_NOSIGNAL)
-        self._end.close()
+        for end in (self._end, self._woken, self._waker):
+            if end is not None:
+                end.close()
         if self._peer is not None:
             os.close(self._peer)
             self._peer = None
@@ -109,13 +127,15 @@ class Channel:
         del held[:start]
 
     def _wait(self, events: int, timeout_s: float | None) -> int:
-        """Wait for ``events`` of the socket, and return those that came; 0 after ``timeout_s``."""
+        """Wait for ``events`` of the socket, and return those that came; 0 after ``timeout_s``, or when woken."""
         own, poll = self._end.fileno(), self._polls.get(events)
         if poll is None:
             poll = self._polls[events] = select.poll()
             poll.register(own, events)
             if self._peer is not None:
                 poll.register(self._peer, select.POLLIN)
+            if self._woken is not None and events == select.POLLIN:  # who sends is not to be woken
+                poll.register(self._woken, select.POLLIN)
         if timeout_s == 0 and not poll.poll(0):  # asked after each micro-batch
             return 0
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -125,6 +145,9 @@ class Channel:
             if own in found:
                 # What the other one had sent before it ended is read first: the end shows when there is no more.
                 return found[own] | (select.POLLIN if found[own] & _ERRORS else 0)
+            if self._woken is not None and self._woken.fileno() in found:
+                self._woken.recv(4096)
+                return 0
             if found or not self._is_alive():
                 self._over = True
                 return select.POLLIN

@@ -33,6 +33,7 @@ from lakeckpt.reading.filtered import FilteredDecoder
 from lakeckpt.reading.positions import Announced, NullFound, PositionReader
 from lakeckpt.reading.ragged import Ragged
 from lakeckpt.reading.skipping import Skipper
+from lakeckpt.reading.threads import usual_threads
 
 __all__ = ["BatchSource", "Output", "items_of", "row_of", "split_rows"]
 
@@ -121,6 +122,11 @@ class BatchSource:
     def is_ready(self) -> bool:
         """Whether `take` of what was announced first would not wait."""
         return not self._announced or PositionReader.is_ready(self._announced[0][1])
+
+    def waits(self, when_over: Callable[[], None]) -> bool:
+        """Whether windows of what was announced first are being decoded; ``when_over`` is called, in any thread, when
+        one is. Nothing is promised of what there was no room to begin with."""
+        return bool(self._announced) and PositionReader.waits(self._announced[0][1], when_over)
 
     def take(self, assignment: Assignment) -> tuple[Receipt, Any]:
         """Return what the loop gets for ``assignment``: a batch; in row-wise use with a transform, a list of rows.
@@ -212,8 +218,7 @@ class BatchSource:
             nulls=None if self._output == "arrow" else self._nulls,
             make=torch.from_numpy if self._output == "torch" else None,
             memory_limit_bytes=limit,
-            # Worker processes share the machine with one another.
-            threads=None if get_worker_info() is None else 1,
+            threads=_threads(),
             new_decoder=new_decoder,
             skipper=self._skipper,
         )
@@ -227,6 +232,12 @@ class BatchSource:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[key] = layout
         return layout
+
+
+def _threads() -> int:
+    """What this process may have decoding: were each of the loader's to take all processors, the first would wait."""
+    info = get_worker_info()
+    return usual_threads(1 if info is None else info.num_workers)
 
 
 def items_of(found: Any, receipt: Receipt, row_wise: bool, skip: int) -> Iterable[tuple[Any, Receipt]]:

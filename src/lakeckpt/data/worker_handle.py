@@ -43,6 +43,10 @@ class WorkerHandle:
     """Tasks that the next message carries."""
     skips: SkipList = field(default_factory=SkipList)
     """What the worker has been told to skip."""
+    told: int = 0
+    """Tasks of the iteration, with those that are unsent."""
+    has_room: bool = True
+    """Whether more tasks are of use to it, as it said last."""
     received: int = 0
     """Micro-batches of the iteration that the loop got."""
     may_deliver: int = 0

@@ -1,8 +1,9 @@
 """What does a loader's worker process do?  It reads the assignments that it is told, in order, into its memory.
 
 It is told tasks well ahead of what it may deliver, so that decoding (which runs ahead in threads of the source) has
-begun when a micro-batch is due. Micro-batches cross in runs: small ones several to a message, a slow one by itself at
-once. How many it may have delivered that the loop has not received is the main process's to say, message by message.
+begun when a micro-batch is due; while it waits for a window to be decoded, it hears of those to come. Micro-batches
+cross in runs: small ones several to a message, a slow one by itself at once. How many it may have delivered that the
+loop has not received is the main process's to say, message by message.
 
 It is started, told to stop and joined by `lakeckpt.data.workers`, ignores Ctrl-C (the main process decides what that
 means), and ends by itself when the main process is gone. It never decides an order, and knows no place in the data.
@@ -69,7 +70,7 @@ Entry = tuple[Any, ...]
 
 Delivered = tuple[int, list[Entry], bool, float]
 """From a worker: (iteration, micro-batches in the order of their tasks, whether tasks further ahead are of use, seconds
-that these took)."""
+that these took). Without micro-batches where there is room no more, or again."""
 
 
 def work(end: socket.socket, setup: WorkerSetup) -> None:
@@ -92,6 +93,7 @@ def work(end: socket.socket, setup: WorkerSetup) -> None:
 class _Worker:
     def __init__(self, channel: Channel, descriptor: int, setup: WorkerSetup) -> None:
         self._channel, self._setup = channel, setup
+        self._wake = channel.waker()
         self._memory = SlotMemory(descriptor, setup.memory_bytes)
         self._slots = Slots(self._memory, descriptor)
         self._source = setup.dataset._source
@@ -105,12 +107,16 @@ class _Worker:
         self._stopped = False
         self._unsent: list[Entry] = []
         self._began: float | None = None
+        self._told_room = True
+        """What the main process believes of our room."""
 
     def run(self) -> None:
         failed = self._prepare()
         while not self._stopped:
             ready = bool(self._tasks) and self._delivered < self._may_deliver
             ready = ready and self._delivered_bytes < self._may_deliver_bytes
+            if ready and failed is None and self._source.waits(self._wake):
+                ready = False  # until then there is time to hear of what comes later
             if not ready or self._is_run():
                 self._send()
             message = self._channel.receive(0 if ready else None)
@@ -151,12 +157,12 @@ class _Worker:
         return not few or (self._began is not None and time.monotonic() - self._began >= _RUN_S)
 
     def _send(self) -> None:
-        if self._unsent:
+        has_room = self._source.has_room
+        if self._unsent or has_room != self._told_room:
             now = time.monotonic()
-            wants_more = self._source.has_room
-            delivered: Delivered = (self._iteration, self._unsent, wants_more, now - (self._began or now))
+            delivered: Delivered = (self._iteration, self._unsent, has_room, now - (self._began or now))
             self._channel.send(pickle.dumps(delivered, 5))
-            self._unsent, self._began = [], None
+            self._unsent, self._began, self._told_room = [], None, has_room
 
     def _hear(self, orders: Orders | None) -> None:
         if orders is None:
@@ -168,7 +174,7 @@ class _Worker:
             if self._iteration >= 0:
                 self._send()
             self._source.clear()  # at first of what a main process that forked was reading ahead itself
-            self._iteration, self._delivered, self._delivered_bytes = iteration, 0, 0
+            self._iteration, self._delivered, self._delivered_bytes, self._told_room = iteration, 0, 0, True
             self._tasks.clear()
         for task in tasks:
             if isinstance(task, SkipList):

@@ -2,7 +2,9 @@
 
 Each assignment goes to the worker that owns its lane (a window is decoded once, by one process), and results are given
 out in the order of assignments: each worker keeps its own order, so the next result is the next one of a known worker.
-Tasks go out far ahead, so that workers can read ahead; what a worker may have delivered ahead of the loop is bounded.
+Tasks go out as far ahead as workers have room for what they decode, a few for each micro-batch that the loop takes and
+more while it would wait: so neither the first micro-batch nor any other waits for the dealing of thousands. What a
+worker may have delivered ahead of the loop is bounded.
 
 The processes are daemons. They end when told to (`Workers.close`, or nobody refers to the workers any more, or the
 interpreter ends), and are joined; one that does not end within seconds is killed. A worker that dies is named by
@@ -46,8 +48,19 @@ AHEAD_S = 0.1
 MOST_AHEAD = 512
 AHEAD_BYTES = 32 << 20
 MOST_TOLD = 4096
+"""Tasks of each worker that the loop has not got."""
+_EACH_TIME = 4
+"""Tasks dealt for each micro-batch that the loop takes: more than one, so that more and more are ahead of it."""
+_WHILE_WAITING = 32
+"""Tasks dealt at a time while there is nothing to take: about a millisecond's."""
+_TOLD_TOGETHER = 64
+"""Tasks worth a message."""
 _LOOK_UP_S = 0.2
 _NOTHING = np.empty(0, np.uint8)
+
+
+Order = deque[tuple[WorkerHandle, Assignment]]
+"""What is dealt and not received: whose it is, and what."""
 
 
 class Workers:
@@ -80,8 +93,6 @@ class Workers:
         self._beside: weakref.ref[Beside[tuple[Receipt, Any]]] | None = None
         self._ahead, self._timeout_s, self._memory_limit_bytes = ahead, timeout_s, memory_limit_bytes
         self._iteration = -1
-        self._reach = 1
-        """Tasks, for each worker, that are told ahead of what the loop got."""
         self._spare = 0
         """Free slots that may keep their memory, as many as were of use so far."""
         self._seconds = self._bytes = 0.0
@@ -116,14 +127,14 @@ class Workers:
         """
         self._end_thread()
         self._iteration += 1
-        self._reach = self._told_ahead(1)
         for worker in self._all:
             for _, entry in worker.delivered:
                 let_go(worker, entry)
             worker.delivered.clear()
             worker.unsent.clear()
-            worker.received = worker.may_deliver = 0
+            worker.told = worker.received = worker.may_deliver = 0
             worker.received_bytes = worker.may_deliver_bytes = 0
+            worker.has_room = True
         if not self._pins:
             return _Results(self, assignments, self._iteration)
         device = torch.accelerator.current_device_index()
@@ -148,50 +159,64 @@ class Workers:
 
     # --- what results ask
 
-    def owner(self, assignment: Assignment) -> WorkerHandle:
-        """The worker that reads the lane of ``assignment``."""
-        return self._all[assignment.owner % len(self._all)]
+    def deal(self, order: Order, assignments: Iterator[Assignment], most: int) -> bool:
+        """Deal up to ``most`` tasks more, as far as that is of use; tell whether there may be still more to deal."""
+        enough = 2 * self._may_be_ahead() * len(self._all)
+        useful = MOST_TOLD * len(self._all) if any(worker.has_room for worker in self._all) else 0
+        for _ in range(most):
+            if len(order) >= max(enough, useful):
+                return False
+            assignment = next(assignments, None)
+            if assignment is None:
+                return False
+            worker = self._all[assignment.owner % len(self._all)]
+            if assignment.skips is not worker.skips and assignment.skips != worker.skips:
+                worker.skips = assignment.skips
+                worker.unsent.append(assignment.skips)
+            worker.unsent.append(to_task(assignment))
+            worker.told += 1
+            order.append((worker, assignment))
+        return True
 
-    def tell(self, order: deque[tuple[WorkerHandle, Assignment]], assignments: Iterator[Assignment]) -> None:
-        """Deal tasks as far ahead as is of use, and tell each worker what it may do."""
-        most = self._reach * len(self._all)
-        if len(order) <= most // 2:
-            while len(order) < most and (assignment := next(assignments, None)) is not None:
-                worker = self.owner(assignment)
-                if assignment.skips is not worker.skips and assignment.skips != worker.skips:
-                    worker.skips = assignment.skips
-                    worker.unsent.append(assignment.skips)
-                worker.unsent.append(to_task(assignment))
-                order.append((worker, assignment))
+    def permit(self, *, at_once: bool) -> None:
+        """Tell each worker what it may do by now, where that is worth a message; ``at_once``: where it is news."""
         ahead, ahead_bytes = self._may_be_ahead(), self._bytes_ahead()
         for worker in self._all:
-            few = 2 * (worker.may_deliver - worker.received) <= ahead
-            few = few or 2 * (worker.may_deliver_bytes - worker.received_bytes) <= ahead_bytes
-            if worker.unsent or few:
+            due = 2 * (worker.may_deliver - worker.received) <= ahead
+            due = due or 2 * (worker.may_deliver_bytes - worker.received_bytes) <= ahead_bytes
+            if worker.unsent and not due:
+                known = worker.told - worker.received - len(worker.unsent)
+                due = at_once or known <= ahead or len(worker.unsent) >= _TOLD_TOGETHER
+            if due:
                 self._order(worker, ahead, ahead_bytes)
 
-    def receive(self, worker: WorkerHandle, assignment: Assignment) -> tuple[Receipt, Any]:
-        """Return the next result of ``worker``, which is of ``assignment``."""
+    def receive(
+        self, worker: WorkerHandle, assignment: Assignment, deal_more: Callable[[], bool]
+    ) -> tuple[Receipt, Any]:
+        """Return the next result of ``worker``, which is of ``assignment``; ``deal_more`` while it is not there."""
         deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
         while not worker.delivered:
-            try:
+            if deal_more():
+                self._hear_others(worker)
+                left: float | None = 0.0
+            else:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 if self._given_up is not None:
                     left = _LOOK_UP_S if left is None else min(left, _LOOK_UP_S)
+            try:
                 message = worker.channel.receive(left)
             except PeerGone:
                 raise died(worker, assignment) from None
-            if message is None and self._given_up is not None:
-                if self._given_up.is_set():
-                    raise _GivenUp
-                if deadline is None or time.monotonic() < deadline:
-                    continue
-            if message is None:
+            if message is not None:
+                self._hear(worker, message)
+                continue
+            if self._given_up is not None and self._given_up.is_set():
+                raise _GivenUp
+            if deadline is not None and time.monotonic() >= deadline:
                 raise WorkerTimeout(
                     f"worker {worker.number} (process {worker.process.pid}) gave no answer within {self._timeout_s} s "
                     f"while {doing(assignment)}: give a longer timeout=, or look at what it waits for"
                 )
-            self._hear(worker, message)
         layout, entry = worker.delivered.popleft()
         worker.received += 1
         worker.received_bytes += entry[3] if len(entry) > 1 else 0
@@ -214,7 +239,7 @@ class Workers:
         worker.unsent = []
 
     def _hear(self, worker: WorkerHandle, message: bytes) -> None:
-        iteration, entries, wants_more, seconds = pickle.loads(message)
+        iteration, entries, has_room, seconds = pickle.loads(message)
         for entry in entries:
             if len(entry) > 1 and entry[1] is not None:
                 worker.layouts[entry[0]] = Layout(entry[1])
@@ -223,14 +248,23 @@ class Workers:
                 worker.delivered.append((worker.layouts[entry[0]] if len(entry) > 1 else None, entry))
             else:
                 let_go(worker, entry)
-        each = seconds / len(entries)
-        self._seconds += (each - self._seconds) * (0.25 if self._seconds else 1.0)
+        if iteration == self._iteration:
+            worker.has_room = has_room
+        if entries:
+            each = seconds / len(entries)
+            self._seconds += (each - self._seconds) * (0.25 if self._seconds else 1.0)
         for entry in entries:
             if len(entry) > 1:
                 self._bytes = max(0.9 * self._bytes, entry[3])
-        if wants_more and iteration == self._iteration:
-            self._reach = min(2 * self._reach, MOST_TOLD)
-        self._reach = max(self._reach, self._told_ahead(self._may_be_ahead()))
+
+    def _hear_others(self, awaited: WorkerHandle) -> None:
+        """Whether the others have room has to be known while one is waited for."""
+        for worker in self._all:
+            try:
+                while worker is not awaited and (message := worker.channel.receive(0)) is not None:
+                    self._hear(worker, message)
+            except PeerGone:
+                worker.has_room = False  # said when its next result is due
 
     def _result(
         self, worker: WorkerHandle, layout: Layout | None, entry: Entry, receipt: Receipt
@@ -248,10 +282,6 @@ class Workers:
         if self._pins and size:
             return receipt, layout.build_pinned(pinned_copy(slab), sizes, receipt)
         return receipt, layout.build(slab, sizes, receipt)
-
-    @staticmethod
-    def _told_ahead(ahead: int) -> int:
-        return 2 * ahead
 
     def _may_be_ahead(self) -> int:
         """How many micro-batches each worker may have delivered ahead of the loop."""
@@ -281,8 +311,9 @@ class _Results(Iterator[tuple[Receipt, Any]]):
 
     def __init__(self, workers: Workers, assignments: Iterator[Assignment], iteration: int) -> None:
         self._workers, self._assignments, self._iteration = workers, assignments, iteration
-        self._order: deque[tuple[WorkerHandle, Assignment]] = deque()
-        workers.tell(self._order, assignments)
+        self._order: Order = deque()
+        workers.deal(self._order, assignments, _EACH_TIME)
+        workers.permit(at_once=True)
 
     def __next__(self) -> tuple[Receipt, Any]:
         workers = self._workers
@@ -293,14 +324,20 @@ class _Results(Iterator[tuple[Receipt, Any]]):
         if not self._order:
             raise StopIteration
         try:
-            found = workers.receive(*self._order.popleft())
-            workers.tell(self._order, self._assignments)
+            found = workers.receive(*self._order.popleft(), self._deal_while_waiting)
+            workers.deal(self._order, self._assignments, _EACH_TIME)
+            workers.permit(at_once=False)
         except _GivenUp:
             raise StopIteration from None
         except BaseException:
             workers.close()  # a message may be lost, and tasks are under way that nobody waits for
             raise
         return found
+
+    def _deal_while_waiting(self) -> bool:
+        more = self._workers.deal(self._order, self._assignments, _WHILE_WAITING)
+        self._workers.permit(at_once=True)
+        return more
 
 
 class _GivenUp(Exception):

@@ -68,6 +68,8 @@ class _Slot:
     """None while there is no room for it."""
     decoded: DecodedWindow | None = None
     gone: bool = False
+    told: Callable[[], None] | None = None
+    """What is called when it has been decoded."""
 
 
 Announced = list[tuple[_Slot, int, int]]
@@ -115,10 +117,11 @@ class PositionReader:
         self._uses = 0
         self._deferred: deque[_Slot] = deque()
         self._row_bytes = 0.0
-        self._recent: _Slot | None = None
+        self._follows: dict[int, _Slot] = {}
+        """The windows of what was announced last of each lane, by where that stopped: nearly all goes on there."""
 
     def __del__(self) -> None:
-        if hasattr(self, "_recent") and self._process == os.getpid():
+        if hasattr(self, "_follows") and self._process == os.getpid():
             self._threads.close()
 
     @property
@@ -139,10 +142,24 @@ class PositionReader:
                 return False
         return True
 
+    @staticmethod
+    def waits(announced: Announced, when_over: Callable[[], None]) -> bool:
+        """Whether a window of ``announced`` is being decoded; if so ``when_over`` is called when it has been.
+
+        It is called once, in any thread, however often it was asked for of one window.
+        """
+        for slot, _, _ in announced:
+            if slot.decoded is None and slot.future is not None and not slot.future.done():
+                if slot.told is not when_over:
+                    slot.told = when_over
+                    slot.future.add_done_callback(lambda _: when_over())
+                return True
+        return False
+
     @property
     def has_room(self) -> bool:
-        """Whether more may be announced to some use: to be decoded now, or to be fetched from a store."""
-        return not self._deferred or self._windows.has_room
+        """Whether more may be announced to some use: to be decoded soon, or to be fetched from a store."""
+        return (not self._deferred and not self._threads.have_enough) or self._windows.has_room
 
     def announce(self, pieces: Iterable[Piece]) -> Announced:
         """Begin to decode the windows of ``pieces``, as far as there is room; `take` what is returned.
@@ -152,20 +169,23 @@ class PositionReader:
         """
         self._check_process()
         found: Announced = []
+        follows = self._follows
         for layout, start, stop in pieces:
-            slot = self._recent
-            if slot is not None and slot.layout is layout and not slot.gone:
-                window = slot.window
-                if window.start <= start < stop <= window.stop:
-                    slot.waiting += 1
-                    found.append((slot, start - window.start, stop - window.start))
-                    continue
+            slot = follows.pop(start, None)
+            if slot is not None and slot.layout is layout and not slot.gone and start < stop <= slot.window.stop:
+                slot.waiting += 1
+                found.append((slot, start - slot.window.start, stop - slot.window.start))
+                follows[stop] = slot
+                continue
             if layout.spec != self.spec:
                 raise ValueError(f"a layout of {layout.spec} was given to a reader of {self.spec}")
             for part in parts_of([(layout, start, stop)]):
-                self._recent = slot = self._slot_of(part.key, part.layout, part.window)
+                slot = self._slot_of(part.key, part.layout, part.window)
                 slot.waiting += 1
                 found.append((slot, part.start - part.window.start, part.stop - part.window.start))
+                if len(follows) > 4 * self._max_windows:  # of what was never gone on with
+                    follows.clear()
+                follows[part.stop] = slot
         return found
 
     def take(self, announced: Announced) -> tuple[Any, tuple[Skip, ...]]:
@@ -211,7 +231,7 @@ class PositionReader:
             self._windows.close()
         for slot in self._slots.values():
             slot.gone = True
-        self._slots, self._recent = {}, None
+        self._slots, self._follows = {}, {}
         self._deferred.clear()
 
     def _check_process(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -27,13 +28,14 @@ _WHOLE = 2
 _MOST = 8
 
 
-def usual_threads() -> int:
-    """How many part threads are of use: the processors that this process may use, 8 at most."""
-    return min(_MOST, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+def usual_threads(processes: int = 1) -> int:
+    """How many part threads are of use in each of so many processes: their share of the processors, 8 at most."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST, processors // processes))
 
 
 class Threads:
-    """Two whole threads, and at most ``count`` that help them."""
+    """Two whole threads (one, where ``count`` is 1), and at most ``count`` that help them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -41,12 +43,25 @@ class Threads:
         """For windows of several row groups: held while they are decoded, so that the first one is ready first."""
         self._whole: ThreadPoolExecutor | None = None
         self._parts: ThreadPoolExecutor | None = None
+        self._waiting: deque[None] = deque()
+
+    @property
+    def have_enough(self) -> bool:
+        """Whether something to do waits for a whole thread: more would only wait, too."""
+        return bool(self._waiting)
 
     def submit(self, work: Callable[[], _R]) -> Future[_R]:
         """Do ``work`` in a whole thread, after what was submitted before."""
         if self._whole is None:
-            self._whole = ThreadPoolExecutor(_WHOLE, thread_name_prefix="lakeckpt-window")
-        return self._whole.submit(unless_ending, self._whole, work)
+            self._whole = ThreadPoolExecutor(min(_WHOLE, self.count), thread_name_prefix="lakeckpt-window")
+        waiting = self._waiting
+        waiting.append(None)
+
+        def begin() -> _R:
+            waiting.pop()
+            return work()
+
+        return self._whole.submit(unless_ending, self._whole, begin)
 
     def map(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
         """Return what ``work`` makes of each of ``items``, in their order; an error, where there are any."""
@@ -80,3 +95,4 @@ class Threads:
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
         self._whole = self._parts = None
+        self._waiting = deque()
