@@ -89,15 +89,16 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def ours(place: Path, arenas: Path, run: str) -> None:
-    """Persist the newest generation by what the agent runs, from nothing to a commit."""
+def ours(place: Path, generations: Generations, run: str) -> None:
+    """Persist the newest generation by what the agent runs, from nothing to a commit. Like an agent, it keeps the arena
+    mapped from one save to the next: ``generations``."""
     storage = LocalStorage(place / "run")
     entry = Begin(run=run, slot=0, restored=None, world_size=1, library="", created_s=0.0, write_id=uuid.uuid4().hex)
     put_entry(storage, entry)
     said: list[Outcome] = []
     persister = Persister(
         storage,
-        Generations(ArenaFolder(arenas), identity_of(run, rank=0, world_size=1)),
+        generations,
         Attempt(run=run, number=0, last=0, parent=None, seed=0),
         rank=0,
         world_size=1,
@@ -131,6 +132,7 @@ def main() -> int:
     parser.add_argument("--arenas", default=None, help="a folder of its own in memory; default: in /dev/shm")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", default=None)
+    parser.add_argument("--quick", action="store_true", help="bare direct writes only, to compare with")
     given = parser.parse_args()
     state, run = State(given.mebibytes * 2**20), uuid.uuid4().hex
     arenas = Path(tempfile.mkdtemp(prefix="lakeckpt-bench-", dir=given.arenas or "/dev/shm"))
@@ -138,6 +140,7 @@ def main() -> int:
     engine = CaptureEngine(
         {"model": state}, identity_of(run, rank=0, world_size=1), folder=ArenaFolder(arenas), generations=2
     )
+    generations = Generations(ArenaFolder(arenas), identity_of(run, rank=0, world_size=1))
     try:
         engine.cut(1, attempt="0", cut=bytes(16), must=True)
         engine.wait()
@@ -145,7 +148,7 @@ def main() -> int:
         data = memoryview(memory)
         for at in range(0, len(data), 2**20):
             data[at : at + 2**20] = os.urandom(2**20)[: len(data) - at]
-        cases: dict[str, Callable[[Path], None]] = {"persist (ours)": lambda at: ours(at, arenas, run)}
+        cases: dict[str, Callable[[Path], None]] = {"persist (ours)": lambda at: ours(at, generations, run)}
         for threads in (1, 2, 4):
             for direct in (False, True):
                 name = f"bare write, {'direct' if direct else 'buffered'}, {threads} threads"
@@ -153,8 +156,11 @@ def main() -> int:
         cases["torch.save + fsync"] = lambda at: torch_saved(at, state)
         cases["safetensors + fsync"] = lambda at: safetensors_saved(at, state)
         cases["dcp.save"] = lambda at: dcp.save({"model": state.tensors}, checkpoint_id=at / "dcp", no_dist=True)
+        if given.quick:
+            cases = {name: case for name, case in cases.items() if "ours" in name or "direct" in name}
         rates = measured(cases, place, state.size_bytes, given.rounds)
     finally:
+        generations.close()
         engine.close(remove=True)
         shutil.rmtree(arenas, ignore_errors=True)
         shutil.rmtree(place, ignore_errors=True)

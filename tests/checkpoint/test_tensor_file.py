@@ -22,6 +22,7 @@ from lakeckpt.checkpoint.persist import OwnedTensor
 from lakeckpt.checkpoint.tensor_file import layout, parse_head
 from lakeckpt.checkpoint.tensors import empty_for, host_bytes, on_host, spec_of
 from lakeckpt.errors import CheckpointDamaged, StorageError, UnsupportedValue
+from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
 from tests.checkpoint.rig import MemoryStorage
 
 SAVE = SaveId(attempt=1, step=2, number=3)
@@ -237,3 +238,18 @@ def test_larger_elements_come_first_so_that_all_are_aligned() -> None:
     )
     for slab, size in zip(plan.slabs, (8, 4, 4, 2, 1), strict=True):
         assert slab.start % size == 0
+
+
+def test_large_tensors_of_whole_pages_begin_at_pages_and_all_are_aligned() -> None:
+    specs = [
+        TensorSpec(key="odd", dtype="float32", shape=(STRAIGHT_BYTES // 4 + 1,)),
+        TensorSpec(key="small", dtype="float64", shape=(3,)),
+        TensorSpec(key="half", dtype="float16", shape=(STRAIGHT_BYTES,)),
+        TensorSpec(key="pages", dtype="float32", shape=(STRAIGHT_BYTES // 4,)),
+        TensorSpec(key="byte", dtype="uint8", shape=(1,)),
+    ]
+    plan = layout(specs)
+    starts = {slab.key: slab.start for slab in plan.slabs}
+    assert starts["half"] % PAGE_BYTES == starts["pages"] % PAGE_BYTES == 0
+    assert starts["small"] % 8 == starts["odd"] % 4 == 0
+    assert parse_head(plan.head, path="p", size_bytes=plan.size_bytes) == plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,3 +104,33 @@ def test_a_failure_of_the_disk_goes_through_and_gives_the_block_back(tmp_path: P
     with pytest.raises(OSError, match="full"):
         LocalStorage(tmp_path, calls=Full()).put("a", chunks(2 * BLOCK, each=BLOCK))
     assert os.listdir(tmp_path) == [] and len(direct._spare._blocks) == 1
+
+
+def paged(total: int, *, off: int = 0) -> memoryview:
+    """Random bytes in memory that begins ``off`` bytes behind the start of a page."""
+    block = mmap.mmap(-1, total + 2 * direct.PAGE_BYTES)
+    block[off : off + total] = os.urandom(total)
+    return memoryview(block)[off : off + total]
+
+
+def test_pages_that_are_pages_of_the_file_are_written_from_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "STRAIGHT_BYTES", 2 * BLOCK)
+    calls, head, large, rest = Calls(), os.urandom(4096), paged(5 * BLOCK), os.urandom(100)
+    LocalStorage(tmp_path, calls=calls).put("a", [head, large, rest])
+    assert calls.writes == [(4096, True), (5 * BLOCK, True), (100, False)]
+    assert (tmp_path / "a").read_bytes() == b"".join([head, large, rest])
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("before", [0, 100, 4096, BLOCK - 1, BLOCK + 4096])
+@pytest.mark.parametrize("off", [0, 64, 3996, 4095])
+def test_a_file_holds_its_bytes_wherever_they_lie_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, off: int, refuses: bool
+) -> None:
+    monkeypatch.setattr(direct, "STRAIGHT_BYTES", 2 * BLOCK)
+    calls = Calls(refuses=refuses, shortened=0 if refuses else 1000)
+    data = [os.urandom(before), paged(2 * BLOCK + 77, off=off), paged(3 * BLOCK, off=off), os.urandom(5000)]
+    assert LocalStorage(tmp_path, calls=calls).put("a", data) == sum(map(len, data))
+    assert (tmp_path / "a").read_bytes() == b"".join(data)

@@ -129,4 +129,12 @@ def digest_all(contents: Sequence[memoryview], *, threads: int | None = None) ->
     if threads == 1 or sum(len(content) for content in contents) < _ALONE_BYTES:
         return [content_digest(content) for content in contents]
     with ThreadPoolExecutor(threads, thread_name_prefix="lakeckpt-digest") as pool:
-        return list(pool.map(content_digest, contents))
+        # Every content by its pieces: one that is larger than all others together keeps all threads busy, too.
+        jobs = [
+            [
+                pool.submit(piece_digest, content[at : at + PIECE_BYTES])
+                for at in range(0, max(len(content), 1), PIECE_BYTES)
+            ]
+            for content in contents
+        ]
+        return [digest_of_pieces([job.result() for job in pieces]) for pieces in jobs]

@@ -1,15 +1,16 @@
 """How does a rank's share reach storage?  Files of tensors, each streamed and durable, then the record that names them.
 
 The third stage of a save. Tensors are packed into files of about 256 MiB (a larger tensor has its own) that are named
-by their content, several written at once; what an earlier save wrote already is referred to. The record is put last, so
-that a part that can be read names only objects that are durable. Nothing here decides what is whose: see ``agreement``.
+by their content, several written at once; what an earlier save wrote already is referred to. Beside that it is asked
+whether the memory is intact. The record is put last, so that a part that can be read names only objects that are
+durable and hold what was captured. Nothing here decides what is whose: see ``agreement``.
 
 Imports without torch: it takes bytes. Its threads are started and joined inside `persist`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -52,10 +53,12 @@ def persist(
     trees: Sequence[TreeRecord],
     skips: Mapping[str, SkipList] = MappingProxyType({}),
     earlier: Earlier | None = None,
+    intact: Callable[[], None] = lambda: None,
 ) -> PartRecord:
     """Write the share of ``rank`` and publish its part. Raises `StorageError` or `SaveFailed`; then it is not there.
 
     ``earlier``: what the rank's last committed part holds; what is in it and unchanged is not written again.
+    ``intact``: see `lakeckpt.checkpoint.staged.StagedCut`; what it raises goes through.
     """
     earlier = Earlier() if earlier is None else earlier
     kept = earlier.found((one.spec, one.digest) for one in tensors)
@@ -64,9 +67,11 @@ def persist(
     settled = [one for one in new if (one.spec, one.digest) in earlier.places]
     # What did not change lies apart from what did, so that its files are still needed next time.
     packs = [*_packed(settled), *_packed([one for one in new if (one.spec, one.digest) not in earlier.places])]
-    with ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="lakeckpt-persist") as pool:
+    with ThreadPoolExecutor(1 + _WRITE_THREADS, thread_name_prefix="lakeckpt-persist") as pool:
+        asked = pool.submit(intact)
         jobs = [pool.submit(_write, storage, save, rank, index, pack) for index, pack in enumerate(packs)]
         files = [job.result() for job in jobs]
+        asked.result()
     records = [
         TensorRecord(spec=one.spec, digest=one.digest, file=index, ranks=one.ranks)
         for index, pack in enumerate(packs)

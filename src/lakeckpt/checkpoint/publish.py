@@ -259,6 +259,7 @@ class Publisher:
             trees=trees,
             skips={name: one for name, one in skips.items() if one},
             earlier=self._part_of(int(agreement.told["parent"]) if agreement.told["parent"] else None),
+            intact=cut.intact,
         )
 
     def _part_of(self, parent: int | None) -> Earlier:

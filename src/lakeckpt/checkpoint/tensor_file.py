@@ -1,8 +1,9 @@
 """How do tensors lie in a file that every safetensors reader understands, and how is each of its bytes checked?
 
 A file is 8 bytes (the length of the head, little-endian), the head (JSON, padded with spaces to a multiple of 8), and
-the tensors' bytes, back to back: larger elements first, so that each tensor is aligned. `layout` computes all of this
-before a byte is written, so that a file streams into any store; `parse_head` reads a head that anybody may have made
+the tensors' bytes, back to back: larger elements first, so that each tensor is aligned. Large tensors begin at whole
+pages as long as their sizes are whole pages: what begins at a page in memory, too, goes to a disk from where it lies.
+`layout` computes all of this before a byte is written, so that a file streams into any store; `parse_head` reads a head that anybody may have made
 and refuses whatever is not exactly tiled, known and of the right size.
 
 Never touches storage and never holds the tensors: see ``persist`` and ``fetch``.
@@ -18,6 +19,7 @@ from typing import Any
 
 from lakeckpt.checkpoint.dtypes import CODE_BYTES, TensorSpec
 from lakeckpt.errors import CheckpointDamaged
+from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
 
 __all__ = ["HEAD_LIMIT_BYTES", "FileLayout", "Slab", "layout", "parse_head", "read_head_length"]
 
@@ -53,7 +55,7 @@ class FileLayout:
 
 def layout(specs: Iterable[TensorSpec]) -> FileLayout:
     """The layout of a file that holds ``specs``. Keys must be distinct, and not ``__metadata__``."""
-    ordered = sorted(specs, key=lambda spec: (-CODE_BYTES[spec.code], spec.key))
+    ordered = sorted(specs, key=_rank)
     entries: dict[str, Any] = {_METADATA: {"format": "pt", "lakeckpt": "1"}}
     at = 0
     for spec in ordered:
@@ -65,7 +67,8 @@ def layout(specs: Iterable[TensorSpec]) -> FileLayout:
         }
         at += spec.size_bytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    has_large = any(spec.size_bytes >= STRAIGHT_BYTES for spec in ordered)
+    text += b" " * (-(8 + len(text)) % (PAGE_BYTES if has_large else 8))
     head = len(text).to_bytes(8, "little") + text
     slabs, start = [], len(head)
     for spec in ordered:
@@ -73,6 +76,13 @@ def layout(specs: Iterable[TensorSpec]) -> FileLayout:
         slabs.append(Slab(key=spec.key, code=spec.code, shape=spec.stored_shape, start=start, stop=stop))
         start = stop
     return FileLayout(head=head, slabs=tuple(slabs))
+
+
+def _rank(spec: TensorSpec) -> tuple[bool, int, int, str]:
+    """Where in a file a tensor lies: whole pages first, then larger elements, the largest of them first."""
+    is_large = spec.size_bytes >= STRAIGHT_BYTES
+    is_pages = is_large and spec.size_bytes % PAGE_BYTES == 0
+    return not is_pages, -CODE_BYTES[spec.code], -spec.size_bytes if is_large else 0, spec.key
 
 
 def read_head_length(first: bytes, *, path: str) -> int:

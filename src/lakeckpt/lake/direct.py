@@ -1,9 +1,10 @@
-"""How do large files get to a disk without the page cache?  In blocks of 8 MiB from aligned memory, past the cache.
+"""How do large files get to a disk without the page cache?  From aligned memory, past the cache, in large writes.
 
 What goes through the page cache is copied there, and written back by the kernel later or at ``fsync``: that costs a
-core and, for a checkpoint that nobody reads back soon, memory. `Blocks` gathers what comes in a block; only when one is
-full is the file switched to direct writes, so that small objects are written as they always were. Where a file system
-knows no direct writes, or refuses one, all goes through the cache.
+core and, for a checkpoint that nobody reads back soon, memory. Long runs of bytes whose pages are pages of the file,
+too, are written from where they lie, without any copy (`PAGE_BYTES`); `Blocks` gathers all else in blocks of 8 MiB.
+Only where a block is full, or such a run comes, is the file switched to direct writes, so that small objects are written
+as they always were. Where a file system knows no direct writes, or refuses one, all goes through the cache.
 
 Blocks are kept for the next file, at most as many as were in use at once. It decides nothing about durability: whoever
 writes syncs afterwards, as without it. Starts no threads.
@@ -19,14 +20,18 @@ import numpy as np
 
 from lakeckpt.lake.oscalls import OsCalls
 
-__all__ = ["BLOCK_BYTES", "Blocks"]
+__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "STRAIGHT_BYTES", "Blocks"]
 
 BLOCK_BYTES = 8 * 2**20
+PAGE_BYTES = 4096
+"""What is to be written from where it lies begins at multiples of this in memory and in the file."""
+STRAIGHT_BYTES = 2**20
+"""Shorter runs are gathered in blocks, wherever they lie."""
 _REFUSED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
 class Blocks:
-    """Writes to the new file ``descriptor`` in whole blocks; `finish` writes the rest."""
+    """Writes to the new file ``descriptor`` in large runs; `finish` writes the rest."""
 
     __slots__ = ("_array", "_block", "_calls", "_descriptor", "_direct", "_filled", "_first", "_view")
 
@@ -39,14 +44,32 @@ class Blocks:
         self._direct: bool | None = None  # None: not tried yet
 
     def write(self, data: memoryview) -> int:
-        """Take the next bytes; they may still lie here until `finish`. Returns how many they are."""
+        """Take the next bytes; copies of them may still lie here until `finish`. Returns how many they are."""
         size = len(data)
+        start, stop = self._straight(data)
         if self._block is None:
-            if self._filled + size < BLOCK_BYTES:
+            if start == stop and self._filled + size < BLOCK_BYTES:
                 self._first.append(bytes(data))
                 self._filled += size
                 return size
             self._begin()
+        if start < stop:
+            self._gather(data[:start])
+            self._flush()
+            self._past_cache(data[start:stop])
+        self._gather(data[stop:])
+        return size
+
+    def _straight(self, data: memoryview) -> tuple[int, int]:
+        """Which of the next bytes are written from where they lie; an empty run at 0 where none are."""
+        if len(data) < STRAIGHT_BYTES or self._direct is False:
+            return 0, 0
+        start = -np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES
+        if (self._filled + start) % PAGE_BYTES:  # all that was written before is whole pages
+            return 0, 0
+        return start, start + (len(data) - start) // PAGE_BYTES * PAGE_BYTES
+
+    def _gather(self, data: memoryview) -> None:
         while len(data):
             taken = data[: BLOCK_BYTES - self._filled]
             # numpy lets go of the interpreter's lock while it copies.
@@ -55,7 +78,6 @@ class Blocks:
             data = data[len(taken) :]
             if self._filled == BLOCK_BYTES:
                 self._flush()
-        return size
 
     def finish(self) -> None:
         """Write what is left, which is no whole block, through the cache."""
@@ -86,21 +108,25 @@ class Blocks:
         self._first.clear()
 
     def _flush(self) -> None:
+        self._past_cache(self._view[: self._filled])
+        self._filled = 0
+
+    def _past_cache(self, data: memoryview) -> None:
+        """Write whole pages, past the cache if that can be."""
         if self._direct is None:
             self._direct = self._calls.set_direct(self._descriptor, True)
         done = 0
-        while done < BLOCK_BYTES:
+        while done < len(data):
             try:
-                done += self._calls.write(self._descriptor, self._view[done:])
+                done += self._calls.write(self._descriptor, data[done:])
             except OSError as error:
                 if not self._direct or error.errno not in _REFUSED:
                     raise
                 self._calls.set_direct(self._descriptor, False)
                 self._direct = False
-            if self._direct and done % mmap.PAGESIZE:  # cut short in the midst of a page: the rest is not aligned
+            if self._direct and done % PAGE_BYTES:  # cut short in the midst of a page: the rest is not aligned
                 self._calls.set_direct(self._descriptor, False)
                 self._direct = False
-        self._filled = 0
 
     def _write_all(self, data: memoryview) -> None:
         done = 0

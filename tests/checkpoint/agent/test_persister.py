@@ -88,6 +88,24 @@ def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: 
     assert committed(storage) == [7]
 
 
+def test_memory_that_is_not_as_it_was_captured_is_committed_by_none(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    desks, _ = ranks(storage, tmp_path, 2)
+    for rank, desk in enumerate(desks):
+        arena = make_arena(tmp_path, rank, 2)
+        fill(arena, 4)
+        if rank == 1:
+            with arena.hold(4) as held:
+                assert held is not None
+                arena.memory[arena.layout.data_at(held.number)] ^= 1
+        desk.order(4, 0)
+        desk.persister.leave()
+    finish(desks)
+    assert committed(storage) == [] and [desk.said() for desk in desks] == [[(4, "save_failed")]] * 2
+    assert all("slice 0 of step 4 is not what was written" in desk.outcomes[0].text for desk in desks)
+
+
 def ranks(
     storage: MemoryStorage, folder: Path, world_size: int, *, places: dict[int, Storage] | None = None
 ) -> tuple[list[Desk], EventWaiter]:

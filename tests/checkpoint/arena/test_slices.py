@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.checkpoint.arena.slices import plan_slices
+from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
 
 
 @given(st.lists(st.integers(0, 700), max_size=30), st.integers(1, 8))
@@ -27,6 +28,12 @@ def test_slices_hold_every_byte_once_and_tensors_do_not_overlap(sizes: list[int]
     assert all(set(found) <= {1} for found in copied.values())
     assert set(taken) <= {0, 1}
     assert all(at % 64 == 0 for at, _ in plan.places.values())
+
+
+def test_large_tensors_begin_at_pages() -> None:
+    plan = plan_slices({"a": 100, "b": STRAIGHT_BYTES, "c": 1, "d": STRAIGHT_BYTES + 1}, slice_bytes=2**20)
+    assert [plan.places[key][0] % PAGE_BYTES for key in "abd"] == [0, 0, 0]
+    assert plan.places["b"][0] == PAGE_BYTES
 
 
 def test_plans_of_other_sizes_names_or_slices_have_other_digests() -> None:

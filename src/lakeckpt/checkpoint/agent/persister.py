@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from lakeckpt.checkpoint.agent.generations import Generations
@@ -256,13 +255,10 @@ class Persister:
 
 
 def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) -> StagedCut:
-    """A generation, verified and digested: both at once, on all cores."""
+    """A generation, digested on all cores. It is verified while it is written, when cores have less to do."""
     places, data = contents.documents.table.places, contents.held.data
     views = {key: data[one.start : one.stop] for key, one in places.items()}
-    with ThreadPoolExecutor(1, thread_name_prefix="lakeckpt-verify") as pool:
-        verified = pool.submit(contents.verify)
-        digests = dict(zip(views, digest_all(list(views.values())), strict=True))
-        verified.result()
+    digests = dict(zip(views, digest_all(list(views.values())), strict=True))
     tensors = {
         key: StagedTensor(spec=spec, data=views[key], digest=digests[key]) for key, spec in contents.specs.items()
     }
@@ -276,4 +272,5 @@ def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) ->
         readers={name: legs_from_bytes(data) for name, data in contents.documents.readers.items()},
         metric=order.metric,
         documents={path: partial(bytes, data) for path, data in documents.items()},
+        intact=contents.verify,
     )

@@ -1,6 +1,7 @@
 """Where in an arena does each tensor lie, and in which slices is it copied?  Planned once, reused while sizes hold.
 
-Tensors lie one behind the other, in the order in which they were named, each at a multiple of 64 bytes. The whole is
+Tensors lie one behind the other, in the order in which they were named, each at a multiple of 64 bytes, large ones at
+whole pages, so that they can be written to a disk from where they lie. The whole is
 cut into slices of one size (the last may be shorter), whatever tensors they hold: many small ones are one slice, a
 large one is many. A slice is what is admitted into a bubble, copied, and has a checksum.
 
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
 
 __all__ = ["DEFAULT_SLICE_BYTES", "Piece", "SlicePlan", "plan_slices"]
 
@@ -71,7 +73,8 @@ def plan_slices(sizes: Mapping[str, int], *, slice_bytes: int = DEFAULT_SLICE_BY
     for key, size in sizes.items():
         if size < 0:
             raise ValueError(f"{key!r} has a size of {size} bytes")
-        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        alignment = PAGE_BYTES if size >= STRAIGHT_BYTES else _ALIGNMENT
+        begin = -(-end // alignment) * alignment
         places[key] = (begin, size)
         end = begin + size
     return SlicePlan(places=places, slice_bytes=slice_bytes, slices=_slices(places, slice_bytes, end))
