@@ -156,6 +156,7 @@ def test_large_tensors_come_in_pieces_and_a_flipped_bit_in_any_of_them_is_notice
 ) -> None:
     for module in (digests, ranged):
         monkeypatch.setattr(module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(digests, "LEAF_BYTES", 32)
     storage: Any = LocalStorage(tmp_path) if local else MemoryStorage()
     model = torch.nn.Linear(25, 3)
     saver = manager(storage, {"model": model})

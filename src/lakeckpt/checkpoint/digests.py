@@ -1,10 +1,10 @@
 """Are these the bytes that were captured?  Content digests that can be computed piece by piece, on several threads.
 
-The digest of a content is XXH3-128 over the XXH3-128 digests of its pieces of 16 MiB (the last may be shorter; an empty
-content has one empty piece), with other seeds for pieces and whole. It runs at the speed of memory, so that digesting
-costs less than writing. Until parts of version 1 it was BLAKE2b-128 in the same way. Threads are started and joined
-inside `digest_all`: both let go of the interpreter's lock. Digests notice accidents and tell replicas apart; they are
-no signatures.
+The digest of a content is XXH3-128 over the XXH3-128 digests of its leaves of 1 MiB (the last may be shorter; an empty
+content has one empty leaf), with other seeds for leaves and whole. It runs at the speed of memory, so that digesting
+costs less than writing; and leaves are what an arena has a checksum of, so that what was captured is digested already.
+In parts of version 1 it was BLAKE2b-128 over leaves of 16 MiB. Threads are started and joined inside `digest_all`: both
+let go of the interpreter's lock. Digests notice accidents and tell replicas apart; they are no signatures.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import xxhash
 __all__ = [
     "CURRENT",
     "DIGEST_BYTES",
+    "LEAF_BYTES",
     "PIECE_BYTES",
     "Algorithm",
     "ContentDigest",
     "content_digest",
     "digest_all",
     "digest_of_pieces",
+    "leaf_digests",
     "piece_digest",
     "short_digest",
 ]
@@ -34,7 +36,10 @@ Algorithm = Literal["xxh3", "blake2b"]
 CURRENT: Algorithm = "xxh3"
 """How contents are digested that are written now."""
 DIGEST_BYTES = 16
+LEAF_BYTES = 2**20
 PIECE_BYTES = 16 * 2**20
+"""What is read or digested at once by one of several threads: whole leaves of either algorithm."""
+_BLAKE_LEAF_BYTES = 16 * 2**20
 _MOST_THREADS = 8
 _ALONE_BYTES = 2**20
 
@@ -48,7 +53,11 @@ def short_digest(*parts: bytes | memoryview) -> bytes:
     return found.digest()
 
 
-def _piece(algorithm: Algorithm) -> Any:
+def _leaf_bytes(algorithm: Algorithm) -> int:
+    return LEAF_BYTES if algorithm == "xxh3" else _BLAKE_LEAF_BYTES
+
+
+def _leaf(algorithm: Algorithm) -> Any:
     if algorithm == "xxh3":
         return xxhash.xxh3_128(seed=1)
     return blake2b(digest_size=DIGEST_BYTES, person=b"lakeckpt-piece")
@@ -63,37 +72,38 @@ def _whole(algorithm: Algorithm) -> Any:
 class ContentDigest:
     """The digest of a content that comes in runs of any length."""
 
-    __slots__ = ("_algorithm", "_in_piece", "_outer", "_piece", "_pieces")
+    __slots__ = ("_algorithm", "_in_leaf", "_leaf", "_leaves", "_outer", "_room")
 
     def __init__(self, algorithm: Algorithm = CURRENT) -> None:
         self._algorithm: Algorithm = algorithm
         self._outer = _whole(algorithm)
+        self._room = _leaf_bytes(algorithm)
         self._open()
-        self._pieces = 0
+        self._leaves = 0
 
     def _open(self) -> None:
-        self._piece = _piece(self._algorithm)
-        self._in_piece = 0
+        self._leaf = _leaf(self._algorithm)
+        self._in_leaf = 0
 
     def _close(self) -> None:
-        self._outer.update(self._piece.digest())
-        self._pieces += 1
+        self._outer.update(self._leaf.digest())
+        self._leaves += 1
         self._open()
 
     def update(self, data: bytes | memoryview) -> None:
         """Take the next run of bytes."""
         view = memoryview(data)
         while len(view):
-            taken = view[: PIECE_BYTES - self._in_piece]
-            self._piece.update(taken)
-            self._in_piece += len(taken)
+            taken = view[: self._room - self._in_leaf]
+            self._leaf.update(taken)
+            self._in_leaf += len(taken)
             view = view[len(taken) :]
-            if self._in_piece == PIECE_BYTES:
+            if self._in_leaf == self._room:
                 self._close()
 
     def digest(self) -> bytes:
         """The digest of all that came (16 bytes); nothing may come after it."""
-        if self._in_piece or not self._pieces:
+        if self._in_leaf or not self._leaves:
             self._close()
         found: bytes = self._outer.digest()
         return found
@@ -107,15 +117,24 @@ def content_digest(data: bytes | memoryview, algorithm: Algorithm = CURRENT) -> 
 
 
 def piece_digest(piece: bytes | memoryview, algorithm: Algorithm = CURRENT) -> bytes:
-    """The digest of one of the pieces of `PIECE_BYTES` that a content consists of, for `digest_of_pieces`."""
-    found = _piece(algorithm)
+    """What `digest_of_pieces` needs of one of the pieces of `PIECE_BYTES` that a content consists of."""
+    if algorithm == "xxh3":
+        return leaf_digests(piece, LEAF_BYTES)
+    found = _leaf(algorithm)
     found.update(piece)
     digest: bytes = found.digest()
     return digest
 
 
+def leaf_digests(data: bytes | memoryview, leaf_bytes: int) -> bytes:
+    """The digests of the leaves of ``data``, of ``leaf_bytes`` each but for the last, one behind the other."""
+    view = memoryview(data)
+    starts = range(0, max(len(view), 1), leaf_bytes)
+    return b"".join(xxhash.xxh3_128_digest(view[at : at + leaf_bytes], 1) for at in starts)
+
+
 def digest_of_pieces(pieces: Sequence[bytes], algorithm: Algorithm = CURRENT) -> bytes:
-    """The digest of a content by those of its pieces, in their order; at least one."""
+    """The digest of a content by what `piece_digest` found in its pieces, in their order; at least one."""
     assert pieces
     found = _whole(algorithm)
     found.update(b"".join(pieces))

@@ -3,8 +3,8 @@
 A file is 8 bytes (the length of the head, little-endian), the head (JSON, padded with spaces to a multiple of 8), and
 the tensors' bytes, back to back: larger elements first, so that each tensor is aligned. Large tensors begin at whole
 pages as long as their sizes are whole pages: what begins at a page in memory, too, goes to a disk from where it lies.
-`layout` computes all of this before a byte is written, so that a file streams into any store; `parse_head` reads a head that anybody may have made
-and refuses whatever is not exactly tiled, known and of the right size.
+`layout` computes all of this before a byte is written, so that a file streams into any store; `parse_head` reads a head
+that anybody may have made and refuses whatever is not exactly tiled, known and of the right size.
 
 Never touches storage and never holds the tensors: see ``persist`` and ``fetch``.
 """

@@ -3,8 +3,8 @@
 What goes through the page cache is copied there, and written back by the kernel later or at ``fsync``: that costs a
 core and, for a checkpoint that nobody reads back soon, memory. Long runs of bytes whose pages are pages of the file,
 too, are written from where they lie, without any copy (`PAGE_BYTES`); `Blocks` gathers all else in blocks of 8 MiB.
-Only where a block is full, or such a run comes, is the file switched to direct writes, so that small objects are written
-as they always were. Where a file system knows no direct writes, or refuses one, all goes through the cache.
+Only where a block is full, or such a run comes, is the file switched to direct writes, so that small objects are
+written as they always were. Where a file system knows no direct writes, or refuses one, all goes through the cache.
 
 Blocks are kept for the next file, at most as many as were in use at once. It decides nothing about durability: whoever
 writes syncs afterwards, as without it. Starts no threads.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTab
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.arena.slices import plan_slices
+from lakeckpt.checkpoint.digests import LEAF_BYTES, content_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.errors import ArenaDamaged, WireError
 from lakeckpt.wire.codec import dumps
@@ -131,3 +133,40 @@ def test_documents_that_make_no_sense_are_refused(arena: Arena, changed: dict[st
         assert held is not None
         with pytest.raises(ArenaDamaged, match="what step 3 holds cannot be read"):
             contents_of(held)
+
+
+def test_digests_are_those_of_the_contents_wherever_they_lie(tmp_path: Path) -> None:
+    sizes = {"small": 100, "leaves": 8 * LEAF_BYTES, "odd": 8 * LEAF_BYTES + 77, "last": LEAF_BYTES + 5}
+    plan = plan_slices(sizes, slice_bytes=2 * LEAF_BYTES)
+    places = {
+        key: TensorPlace(spec=TensorSpec(key=key, dtype="uint8", shape=(size,)), start=plan.places[key][0])
+        for key, size in sizes.items()
+    }
+    layout = ArenaLayout(
+        identity=ArenaIdentity(run=b"r" * 16, rank=0, world=1),
+        plan=plan.digest,
+        data_bytes=plan.data_bytes,
+        slice_bytes=plan.slice_bytes,
+        documents_bytes=4096,
+        generations=2,
+    )
+    with ArenaFolder(tmp_path / "arenas").create(layout) as arena:
+        filling = arena.begin()
+        assert filling is not None
+        filling.data[:] = os.urandom(plan.data_bytes)
+        for number in range(layout.num_slices):
+            filling.filled(number)
+        made = Documents(trees={}, table=TensorTable(places=places))
+        filling.complete(step=1, attempt="0", cut=bytes(16), documents=made.to_bytes())
+        with arena.hold() as held:
+            assert held is not None
+            contents = contents_of(held)
+            contents.verify()
+            assert contents.digests() == {key: content_digest(contents.tensor(key)) for key in sizes}
+            arena.memory[layout.data_at(0) + places["leaves"].start + 3 * LEAF_BYTES] ^= 1
+            with pytest.raises(ArenaDamaged):
+                contents_of(held).verify()
+            # The checksums of the capture were taken for it, not the memory.
+            assert contents.digests()["leaves"] != content_digest(
+                held.data[places["leaves"].start :][: sizes["leaves"]]
+            )

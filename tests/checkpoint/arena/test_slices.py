@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.checkpoint.arena.slices import plan_slices
+from lakeckpt.checkpoint.digests import LEAF_BYTES
 from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
 
 
@@ -34,6 +35,14 @@ def test_large_tensors_begin_at_pages() -> None:
     plan = plan_slices({"a": 100, "b": STRAIGHT_BYTES, "c": 1, "d": STRAIGHT_BYTES + 1}, slice_bytes=2**20)
     assert [plan.places[key][0] % PAGE_BYTES for key in "abd"] == [0, 0, 0]
     assert plan.places["b"][0] == PAGE_BYTES
+
+
+def test_the_largest_tensors_begin_at_leaves_of_digests_and_little_is_lost() -> None:
+    sizes = {"a": 100, "b": 8 * LEAF_BYTES + 1, "c": 4 * LEAF_BYTES, "d": 4 * LEAF_BYTES + 1, "e": 9 * LEAF_BYTES}
+    plan = plan_slices(sizes)
+    assert [plan.places[key][0] % LEAF_BYTES for key in "bce"] == [0, 0, 0]
+    assert plan.places["d"][0] % PAGE_BYTES == 0
+    assert plan.data_bytes < 1.13 * sum(sizes.values())
 
 
 def test_plans_of_other_sizes_names_or_slices_have_other_digests() -> None:

@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.checkpoint.agent.will import WILL, agree_on_will, will_folder
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.commit import gave_up, publish_failure
-from lakeckpt.checkpoint.digests import digest_all, short_digest
+from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.journal import legs_from_bytes
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import SaveId
@@ -255,12 +255,11 @@ class Persister:
 
 
 def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) -> StagedCut:
-    """A generation, digested on all cores. It is verified while it is written, when cores have less to do."""
-    places, data = contents.documents.table.places, contents.held.data
-    views = {key: data[one.start : one.stop] for key, one in places.items()}
-    digests = dict(zip(views, digest_all(list(views.values())), strict=True))
+    """A generation with the digests of its capture. It is verified while it is written."""
+    data, digests = contents.held.data, contents.digests()
     tensors = {
-        key: StagedTensor(spec=spec, data=views[key], digest=digests[key]) for key, spec in contents.specs.items()
+        key: StagedTensor(spec=one.spec, data=data[one.start : one.stop], digest=digests[key])
+        for key, one in contents.documents.table.places.items()
     }
     trees = {
         item: StagedTree(item=item, document=document, digest=short_digest(document))

@@ -3,7 +3,7 @@
 An arena holds a few generations. `Arena.begin` chooses one that nobody needs: never the newest complete one, none
 that somebody reads, and none that another rank may have to go back to, which `begin` is told. Its sequence number is
 odd from then until it is complete, so that whoever finds the arena after a crash, at any moment, finds complete
-generations only; a record with a checksum for every slice, valid under one sequence number, is what makes one
+generations only; a record with checksums for every slice, valid under one sequence number, is what makes one
 complete.
 
 The memory is a file that outlives its processes (`lakeckpt.checkpoint.arena.folder`). One opening writes, any number
@@ -28,6 +28,7 @@ import xxhash
 
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES, SUPERBLOCK_BYTES, ArenaLayout, GenerationRecord
 from lakeckpt.checkpoint.arena.locks import FileLocks
+from lakeckpt.checkpoint.digests import leaf_digests
 from lakeckpt.errors import ArenaDamaged, ArenaInUse, WireError
 
 __all__ = ["Arena", "Filling", "Held"]
@@ -143,7 +144,7 @@ class Arena:
             record = GenerationRecord.from_bytes(bytes(self._view[at : at + self.layout.record_room]))
         except WireError:
             return None  # none was ever written here, or a writer is at it
-        fits = len(record.checksums) == CHECKSUM_BYTES * self.layout.num_slices
+        fits = len(record.checksums) == CHECKSUM_BYTES * self.layout.num_leaves
         fits = fits and record.documents_bytes <= self.layout.documents_bytes
         return record if fits and record.sequence == sequence == self._sequence(number) else None
 
@@ -213,7 +214,7 @@ class Filling:
 
     def __init__(self, *, arena: Arena, number: int, sequence: int) -> None:
         self._arena, self._number, self._sequence = arena, number, sequence
-        self._checksums = bytearray(CHECKSUM_BYTES * arena.layout.num_slices)
+        self._checksums = bytearray(CHECKSUM_BYTES * arena.layout.num_leaves)
         self._missing = set(range(arena.layout.num_slices))
         self._lock = threading.Lock()
 
@@ -229,11 +230,12 @@ class Filling:
         return self._arena._view[at : at + self._arena.layout.data_bytes]
 
     def filled(self, number: int) -> None:
-        """Slice ``number`` is as it shall be: take its checksum. It must not be written to any more."""
-        begin = number * self._arena.layout.slice_bytes
-        checksum = _checksum(self.data[begin : begin + self._arena.layout.slice_bytes])
+        """Slice ``number`` is as it shall be: take its checksums. It must not be written to any more."""
+        layout = self._arena.layout
+        begin = number * layout.slice_bytes
+        checksums = leaf_digests(self.data[begin : begin + layout.slice_bytes], layout.leaf_bytes)
         with self._lock:
-            self._checksums[CHECKSUM_BYTES * number : CHECKSUM_BYTES * (number + 1)] = checksum
+            self._checksums[layout.checksums_of(number)] = checksums
             self._missing.discard(number)
 
     def complete(self, *, step: int, attempt: str, cut: bytes, documents: bytes) -> GenerationRecord:
@@ -297,12 +299,12 @@ class Held:
         return self.arena._view[at : at + self.arena.layout.data_bytes].toreadonly()
 
     def slice(self, number: int) -> memoryview:
-        """The bytes of slice ``number``, read-only, compared with their checksum. `ArenaDamaged`."""
+        """The bytes of slice ``number``, read-only, compared with their checksums. `ArenaDamaged`."""
         layout = self.arena.layout
         low = layout.data_at(self.number) + number * layout.slice_bytes
         high = min(low + layout.slice_bytes, layout.data_at(self.number) + layout.data_bytes)
         found = self.arena._view[low:high].toreadonly()
-        if _checksum(found) != self.record.checksums[CHECKSUM_BYTES * number : CHECKSUM_BYTES * (number + 1)]:
+        if leaf_digests(found, layout.leaf_bytes) != self.record.checksums[layout.checksums_of(number)]:
             raise self._damaged(f"slice {number}")
         return found
 

@@ -5,7 +5,7 @@
     superblock      written once: whose arena it is, and how large its parts are
     per generation
       sequence      8 bytes, native; odd while the generation is being written
-      record        of a complete generation: its step, its cut, a checksum for each slice
+      record        of a complete generation: its step, its cut, a checksum for each leaf (1 MiB) of its data
       documents     what is no tensor (trees, reader state), as one run of bytes
       data          the tensors, as `SlicePlan` lays them out
 
@@ -20,17 +20,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lakeckpt.checkpoint.digests import DIGEST_BYTES, LEAF_BYTES
 from lakeckpt.checkpoint.fields import fields_of, number, taken
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.codec import Limits, dumps, loads
 
 __all__ = ["CHECKSUM_BYTES", "ArenaIdentity", "ArenaLayout", "GenerationRecord"]
 
-CHECKSUM_BYTES = 16
+CHECKSUM_BYTES = DIGEST_BYTES
 PAGE = 4096
 SUPERBLOCK_BYTES = 4 * PAGE
-_KIND, _VERSION = "arena", (1, 0)
-_RECORD_KIND, _RECORD_VERSION = "arena-generation", (1, 0)
+_KIND, _VERSION = "arena", (2, 0)  # 2.0: checksums of leaves
+_RECORD_KIND, _RECORD_VERSION = "arena-generation", (2, 0)
 _LENGTH_BYTES = 8
 _RECORD_ROOM = 2048
 """What a record takes beside its checksums."""
@@ -73,6 +74,21 @@ class ArenaLayout:
         return -(-self.data_bytes // self.slice_bytes)
 
     @property
+    def leaf_bytes(self) -> int:
+        """Of how many bytes there is a checksum each: whole leaves make up a slice (but for the last one)."""
+        return LEAF_BYTES if self.slice_bytes % LEAF_BYTES == 0 else self.slice_bytes
+
+    @property
+    def num_leaves(self) -> int:
+        """How many checksums the data of a generation has."""
+        return -(-self.data_bytes // self.leaf_bytes)
+
+    def checksums_of(self, number: int) -> slice:
+        """Which bytes of ``GenerationRecord.checksums`` are those of slice ``number``."""
+        leaves = self.slice_bytes // self.leaf_bytes
+        return slice(CHECKSUM_BYTES * leaves * number, CHECKSUM_BYTES * min(leaves * (number + 1), self.num_leaves))
+
+    @property
     def size_bytes(self) -> int:
         """The size of the whole arena."""
         return SUPERBLOCK_BYTES + self.generations * self._stride
@@ -80,7 +96,7 @@ class ArenaLayout:
     @property
     def record_room(self) -> int:
         """How long a record may be, its length included."""
-        return _pages(_RECORD_ROOM + CHECKSUM_BYTES * self.num_slices)
+        return _pages(_RECORD_ROOM + CHECKSUM_BYTES * self.num_leaves)
 
     @property
     def _stride(self) -> int:
@@ -147,7 +163,7 @@ class GenerationRecord:
     documents_bytes: int
     documents_checksum: bytes
     checksums: bytes
-    """16 bytes for each slice, in their order."""
+    """16 bytes for each leaf of the data, in their order: `lakeckpt.checkpoint.digests.leaf_digests`."""
 
     def to_bytes(self) -> bytes:
         """The record, behind its length."""

@@ -1,7 +1,8 @@
 """Where in an arena does each tensor lie, and in which slices is it copied?  Planned once, reused while sizes hold.
 
-Tensors lie one behind the other, in the order in which they were named, each at a multiple of 64 bytes, large ones at
-whole pages, so that they can be written to a disk from where they lie. The whole is
+Tensors lie one behind the other, in the order in which they were named, each at a multiple of 64 bytes; large ones at
+whole pages, so that they can be written to a disk from where they lie, and the largest at whole leaves of digests
+(`lakeckpt.checkpoint.digests`), so that the checksums of the memory are those of their contents. The whole is
 cut into slices of one size (the last may be shorter), whatever tensors they hold: many small ones are one slice, a
 large one is many. A slice is what is admitted into a bubble, copied, and has a checksum.
 
@@ -14,13 +15,14 @@ import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.checkpoint.digests import LEAF_BYTES, short_digest
 from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
 
-__all__ = ["DEFAULT_SLICE_BYTES", "Piece", "SlicePlan", "plan_slices"]
+__all__ = ["DEFAULT_SLICE_BYTES", "Piece", "SlicePlan", "aligned", "plan_slices"]
 
 DEFAULT_SLICE_BYTES = 16 * 2**20
 _ALIGNMENT = 64
+_LEAVES_FROM_BYTES = 8 * LEAF_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +75,18 @@ def plan_slices(sizes: Mapping[str, int], *, slice_bytes: int = DEFAULT_SLICE_BY
     for key, size in sizes.items():
         if size < 0:
             raise ValueError(f"{key!r} has a size of {size} bytes")
-        alignment = PAGE_BYTES if size >= STRAIGHT_BYTES else _ALIGNMENT
-        begin = -(-end // alignment) * alignment
+        begin = aligned(end, size)
         places[key] = (begin, size)
         end = begin + size
     return SlicePlan(places=places, slice_bytes=slice_bytes, slices=_slices(places, slice_bytes, end))
+
+
+def aligned(end: int, size_bytes: int) -> int:
+    """Where a tensor of ``size_bytes`` begins, behind one that ends at ``end``."""
+    alignment = PAGE_BYTES if size_bytes >= STRAIGHT_BYTES else _ALIGNMENT
+    if size_bytes >= _LEAVES_FROM_BYTES or (size_bytes % LEAF_BYTES == 0 and 2 * size_bytes >= _LEAVES_FROM_BYTES):
+        alignment = LEAF_BYTES  # at most an eighth of it is lost
+    return -(-end // alignment) * alignment
 
 
 def _slices(places: Mapping[str, tuple[int, int]], slice_bytes: int, end: int) -> tuple[tuple[Piece, ...], ...]:

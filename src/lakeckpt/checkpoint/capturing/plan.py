@@ -21,13 +21,12 @@ from dataclasses import dataclass
 import torch
 
 from lakeckpt.checkpoint.arena.contents import TensorPlace, TensorTable
-from lakeckpt.checkpoint.arena.slices import DEFAULT_SLICE_BYTES, SlicePlan, plan_slices
+from lakeckpt.checkpoint.arena.slices import DEFAULT_SLICE_BYTES, SlicePlan, aligned, plan_slices
 from lakeckpt.checkpoint.capturing.sources import Source
 from lakeckpt.checkpoint.tensors import spec_of
 
 __all__ = ["CapturePlan", "Parted", "part", "plan_capture"]
 
-_ALIGNMENT = 64
 _ROOM_BYTES = 64 * 2**10
 _SMALL_BYTES = 64 * 2**10
 _EARLY = ""  # no key of a tensor is empty
@@ -96,8 +95,8 @@ def plan_capture(
         specs |= {key: spec_of(key, tensor) for key, tensor in parted.late.items()}
     starts, end = {}, 0
     for key in parted.early:
-        starts[key] = end
-        end += -(-specs[key].size_bytes // _ALIGNMENT) * _ALIGNMENT
+        starts[key] = aligned(end, specs[key].size_bytes)
+        end = starts[key] + specs[key].size_bytes
     fits = before is not None and end <= before.early_bytes
     early_bytes = before.early_bytes if before is not None and fits else _with_room(end)
     if before is not None and same_late and fits:
