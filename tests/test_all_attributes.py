@@ -13,6 +13,7 @@ import pytest
 
 import lakeckpt
 from tests.layering import paths_of
+from tests.patience import PATIENCE_S
 
 SOURCE = Path(lakeckpt.__file__).parents[1]
 PATHS = paths_of(SOURCE)
@@ -85,5 +86,5 @@ def test_every_public_name_of_the_package_can_be_had() -> None:
 
 def test_importing_the_package_loads_neither_torch_nor_pyarrow() -> None:
     script = "import sys, lakeckpt; print(sorted({'torch', 'pyarrow', 'numpy', 's3fs', 'rich'} & set(sys.modules)))"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert ran.stdout.strip() == "[]"

@@ -11,6 +11,7 @@ import pytest
 
 import lakeckpt
 from tests.layering import NEVER_LOADS_TORCH, modules_of, violations
+from tests.patience import PATIENCE_S
 
 SOURCE = Path(lakeckpt.__file__).parents[1]
 PUBLIC = {"open_table": "lakeckpt.lake.table", "LakeLoader": "lakeckpt.data.loader"}
@@ -23,7 +24,7 @@ def test_imports_run_downward_only_and_torch_stays_where_it_belongs() -> None:
 def test_the_layers_below_and_the_commit_path_load_without_torch() -> None:
     modules = ["lakeckpt", "lakeckpt.errors", "lakeckpt.lake.table", "lakeckpt.reading.positions", *NEVER_LOADS_TORCH]
     script = f"import sys; sys.modules['torch'] = None; import {', '.join(modules)}"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ran.returncode == 0, ran.stderr
 
 

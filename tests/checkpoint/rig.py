@@ -18,8 +18,8 @@ from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.progress import Progress
 from lakeckpt.errors import MissingRanksError, ObjectExists, ObjectMissing, TrackingError
 from lakeckpt.lake.storage import ObjectInfo
+from tests.patience import PATIENCE_S
 
-PATIENCE_S = 30.0
 _ONE_AT_A_TIME = threading.Lock()  # threads share torch's generator
 
 

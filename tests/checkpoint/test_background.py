@@ -25,6 +25,7 @@ from lakeckpt.lake.local import LocalStorage
 from lakeckpt.testing.storage import FaultyStorage
 from tests.checkpoint.agent.test_agent import ended
 from tests.checkpoint.rig import EventWaiter, MemoryStorage, Reader, good, manager, run_ranks, train_step, training
+from tests.patience import PATIENCE_S
 
 
 def weights(objects: dict[str, Any]) -> list[list[float]]:
@@ -32,7 +33,7 @@ def weights(objects: dict[str, Any]) -> list[list[float]]:
 
 
 def managed(storage: Any, objects: dict[str, Any], arenas: Path, **options: Any) -> CheckpointManager:
-    return manager(storage, objects, **{"capture_every": 1, "arenas": arenas, "timeout_s": 30.0, **options})
+    return manager(storage, objects, **{"capture_every": 1, "arenas": arenas, "timeout_s": PATIENCE_S, **options})
 
 
 def train(saver: CheckpointManager, objects: dict[str, Any], steps: int) -> dict[int, list[list[float]]]:
@@ -238,7 +239,10 @@ def test_a_trainer_that_is_killed_loses_nothing_that_was_captured(tmp_path: Path
     """The agent's process persists the newest capture, and ends: its trainer comes back to another place."""
     run, arenas = tmp_path / "run", tmp_path / "arenas"
     job = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(JOB), str(run), str(arenas)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", textwrap.dedent(JOB), str(run), str(arenas)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert job.returncode == -signal.SIGKILL, job.stderr
     (lock,) = arenas.glob("*.lock")

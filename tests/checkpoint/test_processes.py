@@ -21,6 +21,7 @@ from lakeckpt.errors import CheckpointIncomplete
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.testing.storage import FaultyStorage
 from tests.checkpoint.rig import Reader, training
+from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
 
 
@@ -49,7 +50,7 @@ def job(rank: int, world_size: int, folder: str, steps: int, compile_it: bool) -
     if world_size > 1:
         objects["model"] = DistributedDataParallel(objects["model"])
     objects["reader"] = reader = Reader(rank=rank, world_size=world_size)
-    with CheckpointManager(f"{folder}/run", objects, persist_every=2, timeout_s=60, keep=2) as manager:
+    with CheckpointManager(f"{folder}/run", objects, persist_every=2, timeout_s=PATIENCE_S, keep=2) as manager:
         done = manager.restore()
         Path(folder, f"first{world_size}.{rank}").write_text(repr(weights_of(bare)))
         for receipt in reader:
@@ -92,7 +93,7 @@ def dying(rank: int, world_size: int, folder: str, dead: int, when: str) -> None
 
     storage = FaultyStorage(LocalStorage(f"{folder}/run"), before=die if when == "part" else None)
     objects = {**training(), "reader": Reader(rank=rank, world_size=world_size)}
-    manager = CheckpointManager(storage, objects, persist_every=1, timeout_s=5 if when == "part" else 60)
+    manager = CheckpointManager(storage, objects, persist_every=1, timeout_s=5 if when == "part" else PATIENCE_S)
     manager.restore()
     batches = iter(objects["reader"])
     next(batches)
@@ -120,7 +121,7 @@ def test_a_rank_killed_during_a_save_is_named_and_the_checkpoint_before_restores
 
 def by_the_clock(rank: int, world_size: int, folder: str) -> None:
     meet(rank, world_size, folder)
-    with CheckpointManager(f"{folder}/run", training(), policy=EverySeconds(1e-9), timeout_s=60) as manager:
+    with CheckpointManager(f"{folder}/run", training(), policy=EverySeconds(1e-9), timeout_s=PATIENCE_S) as manager:
         manager.restore()
         saved = [manager.step() is not None for _ in range(4)]
     Path(folder, f"saved.{rank}").write_text(repr(saved))
@@ -138,7 +139,7 @@ def some_ranks(rank: int, world_size: int, folder: str) -> None:
     meet(rank, world_size, folder)
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = groups[rank % 2]
-    with CheckpointManager(f"{folder}/run{rank % 2}", training(), group=mine, timeout_s=60) as manager:
+    with CheckpointManager(f"{folder}/run{rank % 2}", training(), group=mine, timeout_s=PATIENCE_S) as manager:
         manager.restore()
         manager.step()
     dist.destroy_process_group()

@@ -42,6 +42,7 @@ from tests.checkpoint.rig import (
     train_step,
     training,
 )
+from tests.patience import PATIENCE_S
 
 DATA = torch.linspace(-1, 1, 128).reshape(16, 8)
 
@@ -255,7 +256,7 @@ def test_a_rank_that_dies_while_it_writes_is_named_within_the_deadline() -> None
         def die(call: str, path: str) -> None:
             if rank == 2 and call == "put":
                 with storage.changed:  # when the others have delivered
-                    assert storage.changed.wait_for(lambda: len(parts_of(storage)) == 2, 30)
+                    assert storage.changed.wait_for(lambda: len(parts_of(storage)) == 2, PATIENCE_S)
                 raise Gone
 
         mine = FaultyStorage(storage, before=die)

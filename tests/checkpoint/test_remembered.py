@@ -36,6 +36,7 @@ from tests.checkpoint.rig import (
     train_step,
     training,
 )
+from tests.patience import PATIENCE_S
 
 
 def objects_of(seed: int = 0, **reader: Any) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def objects_of(seed: int = 0, **reader: Any) -> dict[str, Any]:
 
 
 def managed(storage: Any, objects: dict[str, Any], arenas: Path, **options: Any) -> CheckpointManager:
-    return manager(storage, objects, **{"capture_every": 1, "arenas": arenas, "timeout_s": 30.0, **options})
+    return manager(storage, objects, **{"capture_every": 1, "arenas": arenas, "timeout_s": PATIENCE_S, **options})
 
 
 def train(saver: CheckpointManager, objects: dict[str, Any], steps: int) -> str:
@@ -337,7 +338,7 @@ def test_trainer_and_agent_killed_together_lose_no_step(tmp_path: Path) -> None:
             [sys.executable, "-c", textwrap.dedent(JOB), str(run), str(arenas), str(seed)],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
         assert job.returncode == -signal.SIGKILL, job.stderr
         found.append(int(job.stdout))

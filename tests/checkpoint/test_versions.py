@@ -30,6 +30,7 @@ from lakeckpt.errors import (
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.table import Table
 from tests.checkpoint.rig import HubExchange, MemoryStorage, good, manager, run_ranks
+from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
 
 deltalake = pytest.importorskip("deltalake")
@@ -317,7 +318,7 @@ def rank_of_a_job(rank: int, world_size: int, folder: str, epochs: int) -> None:
     loader = loader_of(delta, on_new_version="next_epoch")
     if not rank:
         dist.barrier()
-    with CheckpointManager(f"{folder}/run", {"reader": loader}, timeout_s=60) as manager:
+    with CheckpointManager(f"{folder}/run", {"reader": loader}, timeout_s=PATIENCE_S) as manager:
         manager.restore()
         while loader.epoch < epochs:
             epoch = loader.epoch

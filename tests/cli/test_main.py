@@ -15,6 +15,7 @@ import lakeckpt
 from lakeckpt.cli.main import main
 from lakeckpt.errors import CheckpointNotFound
 from tests.checkpoint.scripts import Script
+from tests.patience import PATIENCE_S
 
 COMMANDS = ("plan", "digest", "inspect", "verify", "explain", "report", "audit")
 
@@ -68,7 +69,7 @@ print(json.dumps(told))
 def run_without(module: str, commands: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
     """Run ``commands``, one after the other, in a process that cannot load ``module``: status, output and errors."""
     words = [sys.executable, "-c", MANY, module, json.dumps(commands)]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ran.returncode, ran.stderr) == (0, "")
     return [(status, out, err) for status, out, err in json.loads(ran.stdout)]
 
@@ -85,7 +86,7 @@ def test_nothing_heavy_is_loaded_before_a_command_runs() -> None:
         "import sys; from lakeckpt.cli.main import main; main(['audit', '--help'])\n"
         "print(sorted({'torch', 'pyarrow', 'numpy', 'rich', 's3fs', 'fsspec'} & set(sys.modules)))"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
 
 
@@ -147,5 +148,5 @@ def test_a_reader_of_the_output_may_leave(lake: Path, good_run: Script) -> None:
         "import os, sys; from lakeckpt.cli.main import main\n"
         "reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); sys.exit(main(sys.argv[1:]))"
     )
-    ran = subprocess.run([sys.executable, "-c", script, *words], stderr=subprocess.PIPE, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", script, *words], stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     assert (ran.returncode, ran.stderr) == (1, "")

@@ -18,6 +18,7 @@ from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors
 from lakeckpt.reading.positions import PositionReader
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import as_json, flat, ids, loader_of, some, until_error
+from tests.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def threads() -> list[threading.Thread]:
 
 def ended(ones: list[threading.Thread]) -> bool:
     for one in ones:
-        one.join(timeout=60)
+        one.join(timeout=PATIENCE_S)
     return not any(one.is_alive() for one in ones)
 
 
@@ -145,7 +146,7 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(folder: Path) -> Non
     forked = context.Process(target=_forked, args=(loader, iterator, answers))
     forked.start()
     rest, again = answers.get()
-    forked.join(timeout=60)
+    forked.join(timeout=PATIENCE_S)
     assert forked.exitcode == 0
     assert rest == again == [one["id"].tolist() for one in iterator]
 
@@ -164,7 +165,9 @@ from lakeckpt import LakeDataset, LakeLoader
 iterator = iter(LakeLoader(LakeDataset({str(folder)!r}, batch_size=4, shuffle=True)))
 print(len(next(iterator)["id"]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
 
 

@@ -12,6 +12,7 @@ import pytest
 from lakeckpt import LakeDataset, LakeLoader
 from lakeckpt.errors import ConfigError
 from tests.data.reading import ROWS, flat
+from tests.patience import PATIENCE_S
 
 
 def test_several_processes_without_a_group_or_a_rank_are_refused(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +103,7 @@ def test_the_group_or_mesh_says_which_rank_this_is_in_workers_too(lake: Path, tm
         )
         for rank in range(2)
     ]
-    ended = [one.communicate(timeout=240) for one in ranks]
+    ended = [one.communicate(timeout=PATIENCE_S) for one in ranks]
     assert [one.returncode for one in ranks] == [0, 0], ended
     first, second = (json.loads(out) for out, _ in ended)
     for name in first:

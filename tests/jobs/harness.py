@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE_S
 from tests.tracking.processes import FORKS
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -86,7 +87,7 @@ class Job:
                 self._wait_for_steps(number, attempt.kill_after, ranks)
             else:
                 for process in ranks:
-                    process.join(timeout=240)
+                    process.join(timeout=PATIENCE_S)
         finally:
             for process in ranks:
                 if process.is_alive() or attempt.kill_after is not None:

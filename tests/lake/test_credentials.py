@@ -32,6 +32,7 @@ from lakeckpt.lake.s3_options import S3Options
 from lakeckpt.lake.storage import open_storage, redact_uri
 from lakeckpt.testing.fault_proxy import FaultProxy, HttpFault, Where
 from tests.lake.conftest import S3
+from tests.patience import PATIENCE_S
 
 ROWS = 64
 
@@ -264,7 +265,9 @@ def test_a_proxy_of_the_environment_gets_its_password() -> None:
                 connections=1,
                 proxy=f"http://user:pa%2Fss%40@127.0.0.1:{server.server_port}",
             )
-            answer = client.exchange("GET", "http://lake.test/x", headers={}, until=time.monotonic() + 60, most_bytes=9)
+            answer = client.exchange(
+                "GET", "http://lake.test/x", headers={}, until=time.monotonic() + PATIENCE_S, most_bytes=9
+            )
         finally:
             server.shutdown()
             serving.join()

@@ -20,6 +20,7 @@ from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import ObjectInfo
 from lakeckpt.testing.storage import Fault, FaultyStorage
 from tests.lake.tables import footer_of, write
+from tests.patience import PATIENCE_S
 
 
 class Reads:
@@ -169,7 +170,7 @@ def test_footers_are_read_at_the_same_time(tmp_path: Path) -> None:
     for n in range(4):
         path = write(tmp_path / f"{n}.parquet", {"a": range(n)})
         infos.append(ObjectInfo(path=path.name, size_bytes=size(path)))
-    together = threading.Barrier(4, timeout=60)  # nobody passes unless four reads are under way
+    together = threading.Barrier(4, timeout=PATIENCE_S)  # nobody passes unless four reads are under way
     storage = FaultyStorage(LocalStorage(tmp_path), before=lambda method, path: together.wait() and None)
     assert len(summarize_all(storage, infos, threads=4, progress=None)) == 4
 
@@ -190,7 +191,7 @@ def test_the_first_failure_ends_the_reading_of_footers(tmp_path: Path, monkeypat
 
     def before(method: str, path: str) -> None:
         if len(storage.calls) == 1:
-            ending.wait(timeout=60)
+            ending.wait(timeout=PATIENCE_S)
 
     storage = FaultyStorage(LocalStorage(tmp_path), fail_at={("read", 1): Fault.ERROR}, before=before)
     with pytest.raises(StorageError, match="injected"):

@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from lakeckpt.errors import ConfigError, StorageError
 from lakeckpt.lake.deadlines import Retryable
 from lakeckpt.lake.http import Answer, HttpClient
+from tests.patience import PATIENCE_S
 
 
 class Echo(BaseHTTPRequestHandler):
@@ -74,7 +75,7 @@ def client(**options: Any) -> HttpClient:
 def ask(by: HttpClient, url: str, method: str = "GET", body: bytes = b"", **headers: str) -> Answer:
     pieces = [memoryview(body)[:3], memoryview(body)[3:]] if body else []
     return by.exchange(
-        method, url, headers=headers, body=pieces, until=time.monotonic() + 30, most_bytes=max(len(body), 1)
+        method, url, headers=headers, body=pieces, until=time.monotonic() + PATIENCE_S, most_bytes=max(len(body), 1)
     )
 
 
@@ -103,7 +104,9 @@ def test_bodies_go_and_come_whole_and_connections_are_kept(where: Callable[[Call
 def test_an_answer_of_too_many_bytes_is_not_taken() -> None:
     with serving() as (url, _):
         view = memoryview(b"x" * 2000)
-        answer = client().exchange("PUT", url, headers={}, body=[view], until=time.monotonic() + 30, most_bytes=1999)
+        answer = client().exchange(
+            "PUT", url, headers={}, body=[view], until=time.monotonic() + PATIENCE_S, most_bytes=1999
+        )
     assert (answer.status, answer.body) == (200, None)
 
 
@@ -130,8 +133,7 @@ def test_ctrl_c_is_heard_while_a_server_is_silent() -> None:
 
         thread = threading.Thread(target=interrupt)
         thread.start()
-        begun = time.monotonic()
-        by = client(stall_s=100)
+        by = client(stall_s=1000)
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # test runners ignore it in their workers
         try:
             with pytest.raises(KeyboardInterrupt):
@@ -139,14 +141,13 @@ def test_ctrl_c_is_heard_while_a_server_is_silent() -> None:
                     "GET",
                     f"http://127.0.0.1:{silent.getsockname()[1]}",
                     headers={},
-                    until=time.monotonic() + 100,
+                    until=time.monotonic() + 1000,  # more than pytest gives this test
                     most_bytes=1,
                 )
         finally:
             signal.signal(signal.SIGINT, before)
             thread.join()
         assert accepted.is_set()
-        assert time.monotonic() - begun < 60, "the request was not given up"
 
 
 def test_no_process_waits_at_its_end_for_what_it_reads_ahead() -> None:
@@ -166,7 +167,7 @@ sys.stdin.read(1)
         try:
             with silent.accept()[0] as first, silent.accept()[0] as second:
                 assert first.recv(1) == second.recv(1) == b"G"
-                process.communicate(b"x", timeout=60)
+                process.communicate(b"x", timeout=PATIENCE_S)
         finally:
             process.kill()
             process.wait()

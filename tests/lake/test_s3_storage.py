@@ -27,6 +27,7 @@ from lakeckpt.lake.s3_signer import Signer
 from lakeckpt.lake.storage import clear_leftovers, open_storage
 from lakeckpt.testing.fault_proxy import At, FaultProxy, HttpFault, Request, Where
 from tests.lake.conftest import S3
+from tests.patience import PATIENCE_S
 
 DATA = bytes(range(256)) * 40
 QUICK = {"attempt_s": 10.0, "total_s": 60.0, "pause_s": 0.01}
@@ -156,7 +157,7 @@ def test_nothing_but_the_attempts_of_ours_reaches_the_store(s3: S3, proxy: Fault
 
 
 def test_a_large_read_is_ranges_in_flight_of_one_etag(s3: S3, moto_endpoint: str) -> None:
-    together = threading.Barrier(3, timeout=30)
+    together = threading.Barrier(3, timeout=PATIENCE_S)
     data = bytes(1 << 20) + DATA * 2000
 
     def meet(request: Request) -> None:

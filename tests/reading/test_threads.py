@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from lakeckpt.reading.threads import Threads
+from tests.patience import PATIENCE_S
 
 MAIN = """
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ begin(lambda: print("this was begun", flush=True))
 @pytest.mark.parametrize(("begin", "count"), [("threads.submit", "2"), ("in_background", "THREADS")])
 def test_what_was_not_begun_when_the_interpreter_ends_is_not_done(begin: str, count: str) -> None:
     main = MAIN.replace("{begin}", begin).replace("{count}", count)
-    ran = subprocess.run([sys.executable, "-c", main], capture_output=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", main], capture_output=True, timeout=PATIENCE_S)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
 
 

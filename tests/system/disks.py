@@ -12,6 +12,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
+
 _SHUTDOWN = 0x8004587D  # _IOR('X', 125, u32): EXT4_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN
 _WITHOUT_FLUSHING_THE_LOG = (2).to_bytes(4, "little")
 _MAKE = {
@@ -66,7 +68,7 @@ class Disk:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, env=_SYSTEM_PATH, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=_SYSTEM_PATH, capture_output=True, text=True, timeout=PATIENCE_S)
     if done.returncode:
         raise RuntimeError(
             f"{' '.join(command)} failed ({done.returncode}): {done.stderr.strip() or done.stdout.strip()}: "

@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.verify import verify
 from lakeckpt.checkpoint.waiting import SystemWaiter
 from lakeckpt.lake.local import LocalStorage
 from tests.checkpoint.agent.rig import Desk, begin, content, fill, make_arena
+from tests.patience import PATIENCE_S
 from tests.system.persist_cuts import STEPS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -55,7 +56,7 @@ def agent_under_strace(root: Path, arenas: Path, *inject: str) -> Run:
     command += [sys.executable, "-B", "-m", "tests.system.persist_cuts", str(root), str(arenas), str(theirs.fileno())]
     with ours, theirs:
         done = subprocess.run(
-            command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=120, cwd=REPOSITORY
+            command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=PATIENCE_S, cwd=REPOSITORY
         )
         theirs.close()
         said = []

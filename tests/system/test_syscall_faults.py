@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from lakeckpt.lake.local import LocalStorage
+from tests.patience import PATIENCE_S
 from tests.system.write_objects import PUTS
 
 SCRIPT = Path(__file__).with_name("write_objects.py")
@@ -47,7 +48,7 @@ def writer_under_strace(root: Path, *inject: str) -> Run:
         command += ["-e", f"inject={what}"]
     command += [sys.executable, "-B", str(SCRIPT), str(root), str(theirs.fileno())]
     with ours, theirs:
-        done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=PATIENCE_S)
         theirs.close()
         said = []
         while message := ours.recv(65536):

@@ -9,6 +9,8 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
+from tests.patience import PATIENCE_S
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
@@ -21,7 +23,6 @@ FORKS.set_forkserver_preload(
         "tests.jobs.s3_job",
     ]
 )
-PATIENCE_S = 120.0
 
 
 def run_processes(world_size: int, body: Callable[..., None], *args: Any, ends: list[int] | None = None) -> None:

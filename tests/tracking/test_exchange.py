@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lakeckpt.errors import MissingRanksError, OverlapError, TrackingError
 from lakeckpt.tracking.exchange import GlooExchange, Solo, this_node
+from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
 
 TIMEOUT = timedelta(seconds=60)
@@ -34,7 +35,7 @@ def talk(rank: int, world_size: int, folder: str, nodes: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size, timeout=TIMEOUT
     )
-    exchange = GlooExchange(timeout_s=30, node=nodes[rank].encode() * 16)
+    exchange = GlooExchange(timeout_s=PATIENCE_S, node=nodes[rank].encode() * 16)
     found: list[Any] = [(exchange.rank, exchange.world_size), exchange.combine(bytes([10 + rank]), union)]
     large = exchange.combine(bytes([rank]) * 3_000_000, union)
     found.append(large == b"".join(bytes([one]) * 3_000_000 for one in range(world_size)))
@@ -65,7 +66,7 @@ def talk_with_a_dead_rank(rank: int, world_size: int, folder: str, nodes: str, d
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size, timeout=TIMEOUT
     )
-    exchange = GlooExchange(timeout_s=30, node=nodes[rank].encode() * 16)
+    exchange = GlooExchange(timeout_s=PATIENCE_S, node=nodes[rank].encode() * 16)
     exchange.combine(b"x", union)
     if rank == dead:
         os._exit(0)

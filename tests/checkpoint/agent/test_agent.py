@@ -23,8 +23,7 @@ from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.lake.local import LocalStorage
 from tests.checkpoint.agent.rig import RUN, begin, fill, make_arena
-
-PATIENCE_S = 60.0
+from tests.patience import PATIENCE_S
 
 
 class Node:
@@ -49,7 +48,7 @@ class Node:
             arenas=str(self.arenas),
             keep=Keep(last=3),
             verify="sizes",
-            timeout_s=30.0,
+            timeout_s=PATIENCE_S,
         )
 
     def link(self, rank: int = 0, world_size: int = 1, *, linger_s: float = 0.0) -> AgentLink:

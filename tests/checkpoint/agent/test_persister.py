@@ -15,8 +15,7 @@ from lakeckpt.lake.storage import Storage
 from lakeckpt.testing.storage import Fault, FaultyStorage
 from tests.checkpoint.agent.rig import Desk, begin, content, fill, make_arena
 from tests.checkpoint.rig import EventWaiter, MemoryStorage
-
-PATIENCE_S = 30.0
+from tests.patience import PATIENCE_S
 
 
 def committed(storage: MemoryStorage) -> list[int]:

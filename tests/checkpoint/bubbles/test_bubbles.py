@@ -16,6 +16,7 @@ from lakeckpt.core.bubble_record import shares
 from lakeckpt.errors import ConfigError, StorageError
 from lakeckpt.lake.storage import open_storage
 from tests.checkpoint.rig import MemoryStorage, manager, train_step, training
+from tests.patience import PATIENCE_S
 
 
 class Loader:
@@ -69,7 +70,7 @@ def test_the_last_iterations_are_saved_beside_a_run(tmp_path: Path) -> None:
 
 def test_captures_of_a_manager_move_while_the_rank_is_idle(tmp_path: Path) -> None:
     bubbles, objects, storage = Bubbles(), training(), MemoryStorage()
-    with manager(storage, objects, capture_every=1, arenas=tmp_path, bubbles=bubbles, timeout_s=30.0) as saver:
+    with manager(storage, objects, capture_every=1, arenas=tmp_path, bubbles=bubbles, timeout_s=PATIENCE_S) as saver:
         saver.restore()
         train_step(objects)
         saver.step()

@@ -9,8 +9,7 @@ import pytest
 from lakeckpt.checkpoint.bubbles.device import DeviceGate
 from lakeckpt.core.bubble_policy import BubblePolicy, IdleWindow
 from lakeckpt.core.bubble_record import shares
-
-PATIENCE_S = 60.0
+from tests.patience import PATIENCE_S
 
 
 class Device:

@@ -10,8 +10,7 @@ import pytest
 from lakeckpt.checkpoint.bubbles.data import watch_data
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
 from lakeckpt.core.bubble_record import shares
-
-PATIENCE_S = 60.0
+from tests.patience import PATIENCE_S
 
 
 class Clock:

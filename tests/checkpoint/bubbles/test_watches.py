@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
+from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
 
 WIDTH = 8
@@ -131,7 +132,7 @@ def watch_pipelines_wait(rank: int, store: dist.Store) -> bool:
     gate.cut(0)
     step(schedule, rank, name)
     if copier is not None:
-        copier.join(60)
+        copier.join(PATIENCE_S)
     return True
 
 
@@ -158,7 +159,7 @@ def watch_data_parallel(rank: int, folder: Path) -> None:
         gate.cut(3)
         gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
         if copier is not None:
-            copier.join(60)
+            copier.join(PATIENCE_S)
         if watched:
             assert [[one.site for one in record.windows] for record in gate.records()] == [["ddp 0"]] * 3
     assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
@@ -193,7 +194,7 @@ def watch_shards(rank: int, store: dist.Store) -> None:
     for handle in handles:
         handle.remove()
     if copier is not None:
-        copier.join(60)
+        copier.join(PATIENCE_S)
 
 
 def test_pipelines_wait_where_the_gate_says_and_compute_the_same(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.core.bubble_record import shares
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
 from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps
+from tests.patience import PATIENCE_S
 
 STEPS = 40
 
@@ -44,7 +45,7 @@ def test_cuts_that_move_partly_in_bubbles_are_of_one_step(tmp_path: Path) -> Non
         for _ in range(chance.randrange(3)):
             with gate.idle(f"gap of {step}"):
                 for _ in range(chance.randrange(20)):
-                    assert gate.one_moved.acquire(timeout=60)
+                    assert gate.one_moved.acquire(timeout=PATIENCE_S)
         if step % 10 == 0:
             engine.fence()
             assert engine.wait() == step

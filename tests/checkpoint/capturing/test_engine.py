@@ -19,6 +19,7 @@ from lakeckpt.checkpoint.capturing.moves import Issued, Moves
 from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.errors import ArenaTooLarge, SaveFailed, UnsupportedValue
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of, steps_in
+from tests.patience import PATIENCE_S
 
 Made = Callable[..., CaptureEngine]
 
@@ -37,7 +38,7 @@ class HeldGate:
 
     def admit(self, size_bytes: int, urgent: threading.Event) -> None:
         if not urgent.is_set():
-            assert self.open.wait(30), "neither the test nor the fence has come"
+            assert self.open.wait(PATIENCE_S), "neither the test nor the fence has come"
         self.admitted.append(size_bytes)
 
     def hurry(self) -> None:
@@ -168,12 +169,12 @@ def test_cuts_are_left_out_while_the_capture_before_is_under_way(made: Made, fol
 
     def complete(step: int) -> None:
         entered.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
 
     engine._on_complete = complete
     engine._run, run = (lambda one: (complete(0), run(one))[1]), engine._run  # type: ignore[method-assign,func-returns-value]
     assert cut(engine, 2)
-    assert entered.wait(30)
+    assert entered.wait(PATIENCE_S)
     job.step()
     assert not cut(engine, 3), "step 2 is not complete"
     go_on.set()

@@ -27,6 +27,7 @@ from lakeckpt.checkpoint.report import CaptureWarning
 from tests.checkpoint.capturing.device import Device, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
 from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps
+from tests.patience import PATIENCE_S
 
 SLICE_BYTES = 256
 
@@ -220,7 +221,7 @@ class SlowGate:
 
     def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
         if self.random.random() < 0.5 and not urgent.is_set():
-            self.hurried.wait(60)
+            self.hurried.wait(PATIENCE_S)
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None: ...
 
