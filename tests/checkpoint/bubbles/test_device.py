@@ -85,6 +85,36 @@ def test_a_slice_moves_when_the_device_should_be_idle_not_when_the_host_says_so(
     thread.join()
 
 
+def test_whoever_asks_late_still_knows_when_the_iteration_began(gate: DeviceGate, device: Device) -> None:
+    for step in range(3):
+        iterate(gate, device, step, step * 10.0, ("gap", 4.0, 8.0))
+    device.passed = 30.0
+    iterate(gate, device, 3, 30.0)
+    device.now = 33.0  # the copier was at the capture before until now
+    urgent, admitted, thread = asking(gate)
+    while not gate._policy.foresees:
+        pass
+    assert gate._policy._foreseen == (IdleWindow(site="gap 0", kind="bubble", begin_s=34.0, end_s=38.0),)
+    urgent.set()
+    gate.hurry()
+    assert admitted.wait(PATIENCE_S)
+    thread.join()
+
+
+def test_what_cannot_be_marked_is_passed_over(gate: DeviceGate, device: Device) -> None:
+    """While a graph is captured nothing can be: an event would become a part of it."""
+    iterate(gate, device, 0, 0.0, ("gap", 4.0, 8.0))
+    mark, device.mark = device.mark, lambda: None  # type: ignore[method-assign,assignment,return-value]
+    gate.begin("forward", "free")
+    gate.end("free")
+    gate.cut(1)
+    device.mark = mark  # type: ignore[method-assign]
+    device.passed = 20.0
+    iterate(gate, device, 2, 10.0)
+    iterate(gate, device, 3, 20.0)
+    assert [(one.step, [window.site for window in one.windows]) for one in gate.records()] == [(0, ["gap 0"]), (2, [])]
+
+
 def test_before_anything_was_measured_the_fence_lets_slices_through(gate: DeviceGate, device: Device) -> None:
     iterate(gate, device, 0, 0.0)
     urgent, admitted, thread = asking(gate)

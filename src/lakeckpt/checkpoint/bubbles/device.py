@@ -34,7 +34,7 @@ class Marks(Protocol):
     """Instants on a device's line of time. `mark` is called by the training thread, the others by any."""
 
     def mark(self) -> Any:
-        """Mark the place in the device's work up to which it is queued now. Returns at once."""
+        """Mark the place in the device's work up to which it is queued now; None where it cannot. Returns at once."""
         ...
 
     def seconds(self, earlier: Any, later: Any) -> float | None:
@@ -83,7 +83,8 @@ class DeviceGate(BubbleGate):
 
     def cut(self, step: int) -> None:
         """The cut of ``step``: one iteration is over, the next begins."""
-        mark = self._marks.mark()
+        if (mark := self._marks.mark()) is None:
+            return
         begin_s = None
         if self._now is None:
             self._marks.wait(mark)
@@ -98,7 +99,8 @@ class DeviceGate(BubbleGate):
 
     def begin(self, site: str, kind: Kind = "bubble") -> None:
         """From here on in its work, the device waits at ``site``, or its link is free."""
-        mark = self._marks.mark()
+        if (mark := self._marks.mark()) is None:
+            return
         with self._changed:
             self._shut(kind, mark)
             if self._now is not None:
@@ -109,9 +111,8 @@ class DeviceGate(BubbleGate):
 
     def end(self, kind: Kind = "bubble") -> None:
         """From here on in its work, it does not."""
-        if kind not in self._open:
+        if kind not in self._open or (mark := self._marks.mark()) is None:
             return
-        mark = self._marks.mark()
         with self._changed:
             self._shut(kind, mark)
 
@@ -125,10 +126,14 @@ class DeviceGate(BubbleGate):
         """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set."""
         now = self._now
         if now is not None and not self._policy.foresees and not urgent.is_set():
+            was_there = self._marks.seconds(now.begin, now.begin) is not None
             self._marks.wait(now.begin)
             with self._changed:
                 if self._now is now:
-                    now.begin_s = self.clock()
+                    if was_there:  # since when? The iteration before says it, to which it is the end
+                        self._look_back()
+                    if not was_there or now.begin_s is None:
+                        now.begin_s = self.clock()
                     self._look_back()
                     self._policy.foresee(self._windows_from(now.begin_s))
         super().admit(size_bytes, urgent)

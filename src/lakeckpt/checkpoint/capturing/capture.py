@@ -12,10 +12,12 @@ So is one that a thread leaves in the midst of a slice, by an exception that com
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +32,8 @@ __all__ = ["Capture"]
 class Capture:
     """The capture of one cut. ``slices[n]`` are the copies of slice n that are still to be made, from ``live``.
 
-    ``filled(n)`` is called by the copier when slice n is as it shall be. ``early`` are copies that were queued already.
+    ``filled(n)`` is called by the copier when slice n is as it shall be; where the slice came from a device it is called
+    ``beside``, since a link is faster than one thread's checksums. ``early`` are copies that were queued already.
     `fence` is called by the training thread, `run` and `give_up` by the copier.
     """
 
@@ -42,6 +45,7 @@ class Capture:
         *,
         live: Sequence[torch.Tensor],
         early: Sequence[Issued] = (),
+        beside: Callable[[Callable[[], None]], Future[None]] | None = None,
         scratch_bytes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -52,6 +56,7 @@ class Capture:
         """Which of ``live`` were changed before they were sealed, as far as torch counts changes."""
         self._filled, self._slices, self._early, self._gate = filled, slices, early, gate
         self._live, self._versions = live, versions_of(live)
+        self._beside, self._filling = beside, list[Future[None]]()
         self._scratch_bytes, self._clock = scratch_bytes, clock
         self._urgent = threading.Event()
         self._changed = threading.Condition()
@@ -189,6 +194,7 @@ class Capture:
                 self._changed.wait()
             issued, self._issued = self._issued, {}
             self._intact, self._sealed = False, True
+        wait(self._filling)
         for one in issued.values():
             wait_all(one)
 
@@ -227,7 +233,11 @@ class Capture:
         """The copies of slice ``number`` are made: those slices are filled of which nothing is missing."""
         for touched in self._slices[number].touches:
             self._pending[touched] -= 1
-            if not self._pending[touched]:
+            if self._pending[touched]:
+                continue
+            if self._beside is not None and self._slices[number].is_linked:
+                self._filling.append(self._beside(functools.partial(self._filled, touched)))
+            else:
                 self._filled(touched)
 
     def _finish(self) -> bool:
@@ -241,4 +251,6 @@ class Capture:
             number, moves = self._kept.popleft()
             wait_all(moves.make())
             self._arrived(number)
+        for one in self._filling:
+            one.result()
         return self._intact

@@ -1,6 +1,7 @@
-"""Who does what must not keep training waiting?  A thread that takes jobs, one after the other.
+"""Who does what must not keep training waiting?  A thread that takes jobs one after the other, and some helpers.
 
-The first job starts it, `stop` ends and joins it. Jobs see to their own failures: one that raises would end the thread.
+The first job starts the copier, the first call of `beside` its helpers; `stop` ends and joins all. Jobs see to their
+own failures: one that raises would end the thread. What helpers raise, their futures tell.
 """
 
 from __future__ import annotations
@@ -8,16 +9,20 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 __all__ = ["Copier"]
 
+_HELPERS = 3
+
 
 class Copier:
-    """The copier of an engine. Called by one thread."""
+    """The copier of an engine. `beside` is called by the copier's own jobs, all else by one thread."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._helpers: ThreadPoolExecutor | None = None
 
     def start(self) -> None:
         """Have the thread. ``RuntimeError`` where there can be no more threads."""
@@ -31,12 +36,21 @@ class Copier:
         self.start()
         self._work.put(job)
 
+    def beside(self, call: Callable[[], None]) -> Future[None]:
+        """Have ``call`` done by a helper."""
+        if self._helpers is None:
+            self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="lakeckpt-copier-helper")
+        return self._helpers.submit(call)
+
     def stop(self) -> None:
-        """Return when all jobs are done, and the thread has ended."""
+        """Return when all jobs are done, and the threads have ended."""
         if self._thread is not None:
             self._work.put(None)
             self._thread.join()
             self._thread = None
+        if self._helpers is not None:
+            self._helpers.shutdown()
+            self._helpers = None
 
     def _run(self) -> None:
         while (job := self._work.get()) is not None:

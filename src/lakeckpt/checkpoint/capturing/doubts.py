@@ -3,10 +3,12 @@
 A tensor that changed under two captures running is taken at the cut from then on, and so is one that seemed to be still
 and was not. Where only witnesses saw a change, nobody knows what else was changed: then all is.
 
-Called by the copier; what it says is read by the training thread.
+Called by the copier, and `Doubts.moved` by its helpers; what it says is read by the training thread.
 """
 
 from __future__ import annotations
+
+import threading
 
 __all__ = ["Doubts"]
 
@@ -18,10 +20,12 @@ class Doubts:
         self.moving: frozenset[str] = frozenset()
         self.everything = False
         self._suspected: frozenset[str] = frozenset()  # by the last capture
+        self._lock = threading.Lock()
 
     def moved(self, key: str) -> None:
         """What seemed still has changed since the last capture."""
-        self.moving |= {key}
+        with self._lock:
+            self.moving |= {key}
 
     def intact(self) -> None:
         """Nothing changed under a capture."""
@@ -31,7 +35,8 @@ class Doubts:
         """These changed under the capture of ``step``, as torch counts it or as witnesses saw: what to warn of."""
         changed = counted | witnessed
         again, self._suspected = changed & self._suspected, changed
-        self.moving |= again & counted
+        with self._lock:
+            self.moving |= again & counted
         self.everything |= bool(again & witnessed)
         which = f", {min(changed)!r} among them" if changed else ""
         rest = "Call fence() before changing parameters otherwise"

@@ -259,6 +259,7 @@ class CaptureEngine:
             self._gate,
             live=list(plan.parted.late.values()),
             early=issued,
+            beside=self._copier.beside,
             scratch_bytes=self._scratch_bytes,
             clock=self._clock,
         )
