@@ -249,10 +249,7 @@ def main() -> int:
         ("way", "iteration, ms", "a save costs, ms", "spread, ms", "of an iteration"),
         [_row(way, bare, options.iterations) for way in ways],
     )
-    print(
-        f"lakeckpt completed {len(captured)} captures and left {left_out} out (the cost is that of a capture at every cut"
-    )
-    print("if none was; else give --accumulate more)")
+    print(f"lakeckpt completed {len(captured)} captures and left {left_out} out")
     if options.json is not None:
         told = {
             "on": {"torch": torch.__version__, "machine": platform.machine(), "device": _named(job.device)},

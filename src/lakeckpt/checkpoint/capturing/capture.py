@@ -32,7 +32,7 @@ __all__ = ["Capture"]
 class Capture:
     """The capture of one cut. ``slices[n]`` are the copies of slice n that are still to be made, from ``live``.
 
-    ``filled(n)`` is called by the copier when slice n is as it shall be; where the slice came from a device it is called
+    ``filled(n)`` is called by the copier when slice n is as it shall be; of one that came from a device it is called
     ``beside``, since a link is faster than one thread's checksums. ``early`` are copies that were queued already.
     `fence` is called by the training thread, `run` and `give_up` by the copier.
     """
