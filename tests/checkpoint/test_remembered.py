@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.manifest import Captured, entry_from_bytes, entry_to_by
 from lakeckpt.checkpoint.remembered import Offer, where_it_goes_on
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.verify import verify
-from lakeckpt.errors import CheckpointMismatch
+from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch
 from tests.checkpoint.rig import (
     Counter,
     EventWaiter,
@@ -170,13 +170,14 @@ def test_the_cut_that_was_committed_is_taken_from_memory_too(tmp_path: Path) -> 
 
 
 def flip(arenas: Path, text: bytes) -> None:
-    """Flip a bit in the first place in each arena where ``text`` lies."""
-    for path in arenas.glob("*.arena"):
-        whole = path.read_bytes()
-        at = whole.index(text)
+    """Flip a bit in the first place where ``text`` lies, in each arena that holds it, of one or more."""
+    wholes = {path: path.read_bytes() for path in arenas.glob("*.arena")}
+    holding = {path: whole.index(text) for path, whole in wholes.items() if text in whole}
+    assert holding
+    for path, at in holding.items():
         with path.open("r+b") as file:
             file.seek(at)
-            file.write(bytes([whole[at] ^ 1]))
+            file.write(bytes([wholes[path][at] ^ 1]))
 
 
 def weight_bytes(state: dict[str, Any]) -> bytes:
@@ -199,6 +200,36 @@ def test_memory_that_is_damaged_is_told_and_an_older_cut_is_taken(tmp_path: Path
     train(saver, found, 1)
     saver.save()
     assert rows_recorded(storage) == [20, 30]
+
+
+def test_damaged_memory_before_the_first_commit_leaves_a_fresh_start_with_nothing_changed(tmp_path: Path) -> None:
+    storage, objects = MemoryStorage(), objects_of()
+    dead = managed(storage, objects, tmp_path)
+    dead.restore()
+    train(dead, objects, 2)
+    flip(tmp_path, weight_bytes(objects))
+    with pytest.warns(DamageWarning, match=r"memory/0:2: this cut is not restored from memory"):
+        _, step, found = again(storage, tmp_path, seed=9)
+    assert step == 0 and said(found) == said(objects_of(9))
+
+
+def test_memory_that_is_damaged_as_it_is_copied_is_no_fresh_start_where_nothing_can_replace_it(tmp_path: Path) -> None:
+    storage, objects = MemoryStorage(), objects_of()
+    dead = managed(storage, objects, tmp_path)
+    dead.restore()
+    train(dead, objects, 2)
+    weight = weight_bytes(objects)
+
+    class Damages(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            if state["value"]:
+                flip(tmp_path, weight)
+
+    damaging = objects_of(9) | {"n": Damages(0)}
+    with pytest.warns(DamageWarning), pytest.raises(CheckpointDamaged, match="no checkpoint was committed") as caught:
+        managed(storage, damaging, tmp_path).restore()
+    assert "hold a mixture" in caught.value.__notes__[0] and damaging["n"].value == 0
 
 
 def test_a_checkpoint_whose_data_are_damaged_is_not_needed_where_memory_goes_on_from_it(tmp_path: Path) -> None:

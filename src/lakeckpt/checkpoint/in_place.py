@@ -3,7 +3,7 @@
 They are read straight into the memory of the live parameters, buffers and optimizer states, wherever that is contiguous
 in host memory and nobody else's; what an optimizer does not have yet becomes its own. Other memory (a GPU's, strided)
 is filled by way of a buffer, for a bounded number of bytes at a time. Then every object loads its state in the ordinary
-way, so that hooks run and what is no tensor is set: its own tensors are copied onto themselves.
+way, so that hooks run and what is no tensor is set: it is given its own tensors.
 
 Whoever calls has compared every entry (`lakeckpt.checkpoint.apply.differences`). Where bytes are found to be damaged,
 it is too late to leave the objects as they were: they hold a mixture, and the caller must load another checkpoint into
@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.apply import is_large
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.load import Loaded
 from lakeckpt.checkpoint.shards import is_sharded, local_of, offsets_of
-from lakeckpt.checkpoint.tensors import empty_for, host_bytes, spec_of
+from lakeckpt.checkpoint.tensors import empty_for, host_bytes, spec_of, tied_key
 from lakeckpt.checkpoint.tree import flatten, rebuild, references
 from lakeckpt.errors import CheckpointError, CheckpointMismatch, StorageError
 from lakeckpt.wire.codec import TensorRef
@@ -154,10 +154,20 @@ def _batches(keys: list[str], specs: Mapping[str, TensorSpec]) -> Iterator[list[
 
 
 def _load(one: Any, tree: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    if isinstance(one, torch.nn.Module):
+        tensors = _as_they_are(one, tensors)
     state = rebuild(tree, tensors, one.state_dict())
-    one.load_state_dict(state)
+    with torch.no_grad():
+        one.load_state_dict(state)
     if isinstance(one, torch.optim.Optimizer):
         _keep_dtypes(one, state)
+
+
+def _as_they_are(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``tensors``, with the parameters and buffers of ``module`` themselves among them: any other view of their memory
+    torch would copy onto itself, byte by byte."""
+    own = {tied_key(local_of(one)): one for one in chain(module.parameters(), module.buffers())}
+    return {key: own.get(tied_key(local_of(one)), one) if one.numel() else one for key, one in tensors.items()}
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:

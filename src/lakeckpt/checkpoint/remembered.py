@@ -12,12 +12,9 @@ wrong with memory, a checkpoint is taken instead. It writes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agreement import Talk
@@ -34,7 +31,6 @@ from lakeckpt.wire.skips import skips_from_wire, skips_to_wire
 
 __all__ = ["Offer", "Recalled", "Remembered", "readers_of", "where_it_goes_on"]
 
-_THREADS = 4
 _KIND, _VERSION = "recalled", (1, 0)
 
 
@@ -115,10 +111,12 @@ class Remembered:
     def _generations(self, run: str) -> Generations:
         return Generations(self._folder, identity_of(run, rank=self._rank, world_size=self._world_size))
 
-    def recall(self, run: str, which: Captured, *, recorded: int) -> Recalled:
+    def recall(self, run: str, which: Captured, *, recorded: int | None) -> Recalled:
         """Read a generation, which stays as it is until `let_go`; the log has recorded all up to step ``recorded``.
 
-        Raises `ArenaDamaged`, `WireError` and `CheckpointDamaged` where it is not what was written.
+        None: it holds no commit yet, and so nothing that could replace what is found damaged when it has been copied:
+        all of it is verified here, and once more as it is copied. Raises `ArenaDamaged`, `WireError` and
+        `CheckpointDamaged` where it is not what was written.
         """
         self.let_go()
         generations = self._generations(run)
@@ -127,6 +125,8 @@ class Remembered:
         if held is None:
             raise ArenaDamaged(f"step {which.step} of attempt {which.attempt} is not in memory any more")
         contents = contents_of(held)
+        if recorded is None:
+            contents.verify()
         every = {name: legs_from_bytes(data) for name, data in contents.documents.readers.items()}
         loaded = loaded_of(
             contents.documents.trees,
@@ -136,10 +136,10 @@ class Remembered:
             per_rank=(),
             what=f"step {which.step} in memory",
         )
-        done = which.step == recorded
+        done = which.step == (recorded or 0)
         return Recalled(
             loaded=loaded,
-            legs={name: () if done else since(legs, recorded) for name, legs in every.items()},
+            legs={name: () if done else since(legs, recorded or 0) for name, legs in every.items()},
             last={name: legs[-1].record for name, legs in every.items() if legs},
         )
 
@@ -158,13 +158,7 @@ class _InArena:
         self._contents = contents
 
     def fill(self, into: Mapping[str, memoryview]) -> None:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="lakeckpt-recall") as pool:
-            for job in [pool.submit(self._copy, key, target) for key, target in into.items()]:
-                job.result()
-
-    def _copy(self, key: str, target: memoryview) -> None:
-        if len(target):  # numpy lets go of the interpreter's lock while it copies
-            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(self._contents.tensor(key), np.uint8))
+        self._contents.fill(into)
 
     def same(self, one: str, other: str) -> bool:
         return bool(self._contents.tensor(one) == self._contents.tensor(other))

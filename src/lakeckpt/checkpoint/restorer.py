@@ -147,6 +147,8 @@ class Restorer:
                     chosen = None if chosen is None else self._apply_at_versions(chosen)
                     if chosen is None:
                         continue
+                else:
+                    self._all.do(self._refuse_mixture)
             given_up = {} if chosen is None else chosen.epochs_given_up
             begun = self._all.told_by_rank_0(partial(self._chooser.begin, told, given_up, which[1]))["begun"]
             if begun != "no":
@@ -255,7 +257,7 @@ class Restorer:
     def _recall(self, run: str, slot: int | None, captured: Captured) -> _Chosen:
         assert self._memory is not None
         manifest = None if slot is None else self._manifest(slot)
-        recalled = self._memory.recall(run, captured, recorded=0 if manifest is None else manifest.step)
+        recalled = self._memory.recall(run, captured, recorded=None if manifest is None else manifest.step)
         pins = self._compared(recalled.loaded, recalled.last, f"of step {captured.step} in memory")
         return _Chosen(
             manifest=manifest,
@@ -342,6 +344,13 @@ class Restorer:
             return None
         self._is_mixed = False
         return chosen
+
+    def _refuse_mixture(self) -> None:
+        """Nothing is restored: then nothing may have been changed."""
+        if self._is_mixed:
+            raise CheckpointDamaged(
+                "what memory held was damaged while it was restored, and no checkpoint was committed to replace it"
+            )
 
     def _load_in_place(self, loaded: Loaded) -> None:
         self._is_mixed = any(map(is_large, self._objects.values()))

@@ -77,6 +77,44 @@ def test_a_generation_is_read_as_it_was_written(arena: Arena) -> None:
         contents.verify()
 
 
+@pytest.mark.parametrize("keys", [[], list(BYTES), list(BYTES)[::-1], ["model/half"], ["model/none", "model/weight"]])
+def test_tensors_are_copied_to_where_they_belong(arena: Arena, keys: list[str]) -> None:
+    capture(arena, documents().to_bytes())
+    into = {key: bytearray(len(BYTES[key])) for key in keys}
+    with arena.hold() as held:
+        assert held is not None
+        contents_of(held).fill({key: memoryview(target) for key, target in into.items()})
+    assert into == {key: BYTES[key] for key in keys}
+
+
+def test_a_changed_byte_of_what_is_copied_is_noticed_and_one_of_another_leaf_is_nobodys(arena: Arena) -> None:
+    capture(arena, documents().to_bytes())
+    with arena.hold() as held:
+        assert held is not None
+        contents, at = contents_of(held), arena.layout.data_at(held.number)
+        place = contents.documents.table.places["model/half"]
+        held_by = range(place.start // PLAN.slice_bytes, (place.stop - 1) // PLAN.slice_bytes + 1)
+        for offset in range(arena.layout.data_bytes):
+            arena.memory[at + offset] ^= 1
+            try:
+                contents.fill({"model/half": memoryview(bytearray(len(BYTES["model/half"])))})
+                noticed = False
+            except ArenaDamaged:
+                noticed = True
+            assert noticed == (offset // PLAN.slice_bytes in held_by)
+            arena.memory[at + offset] ^= 1
+
+
+def test_an_arena_that_is_cut_short_is_damaged(arena: Arena) -> None:
+    capture(arena, documents().to_bytes())
+    with arena.hold() as held:
+        assert held is not None
+        contents = contents_of(held)
+        os.ftruncate(arena._descriptor, arena.layout.data_at(held.number))
+        with pytest.raises(ArenaDamaged, match="byte 0 of step 3 is not what was written"):
+            contents.fill({"model/weight": memoryview(bytearray(len(BYTES["model/weight"])))})
+
+
 def test_of_a_damaged_slice_only_the_tensors_in_it_are_refused(arena: Arena) -> None:
     capture(arena, documents().to_bytes())
     arena._put(arena.layout.data_at(0) + 100, b"\xee")  # of the weight, which ends at 140

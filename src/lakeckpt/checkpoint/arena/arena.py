@@ -298,6 +298,27 @@ class Held:
         at = self.arena.layout.data_at(self.number)
         return self.arena._view[at : at + self.arena.layout.data_bytes].toreadonly()
 
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Copy the data from byte ``start`` on into ``into``, not verified: see `check_leaf`. `ArenaDamaged` where there
+        is less. By system calls: nothing of the arena is mapped for it page by page, which takes as long as a copy."""
+        at, done = self.arena.layout.data_at(self.number) + start, 0
+        try:
+            while done < len(into):
+                count = os.preadv(self.arena._descriptor, [into[done:]], at + done)
+                if not count:
+                    raise self._damaged(f"byte {start + done}")
+                done += count
+        except OSError as error:
+            raise ArenaDamaged(f"the arena {self.arena.name!r} cannot be read: {error}: take a checkpoint") from error
+
+    def check_leaf(self, number: int, leaf: memoryview) -> None:
+        """Compare a copy of leaf ``number`` of the data, whole, with its checksum. `ArenaDamaged`."""
+        if (
+            leaf_digests(leaf, self.arena.layout.leaf_bytes)
+            != self.record.checksums[CHECKSUM_BYTES * number : CHECKSUM_BYTES * (number + 1)]
+        ):
+            raise self._damaged(f"leaf {number}")
+
     def slice(self, number: int) -> memoryview:
         """The bytes of slice ``number``, read-only, compared with their checksums. `ArenaDamaged`."""
         layout = self.arena.layout

@@ -9,16 +9,19 @@
     extra      name → whatever else whoever made the cut has to say of it, opaque here
 
 `Documents` writes and reads it; `contents_of` joins it with the data of a generation that is held, and gives tensors
-as memory whose checksums were compared. What was read is checked against the arena's size before anything is looked at.
+as memory whose checksums were compared, or copies them to where they belong. What was read is checked against the
+arena's size before anything is looked at.
 
-Imports without torch, and copies no tensor. Threads are started and joined inside `Contents.verify`.
+Imports without torch. Threads are started and joined inside `Contents.verify` and `Contents.fill`.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from lakeckpt.checkpoint.arena.arena import Held
@@ -33,7 +36,10 @@ __all__ = ["Contents", "Documents", "TensorPlace", "TensorTable", "contents_of"]
 
 _KIND, _VERSION = "arena-contents", (1, 0)
 _TABLE_KIND, _TABLE_VERSION = "arena-table", (1, 0)
-_VERIFY_THREADS = 4
+_VERIFY_THREADS = _COPY_THREADS = 4
+_LEAVES_AT_ONCE = 16
+_Piece = tuple[int, int, memoryview]
+"""The bytes [start, stop) of the data, and where they go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +159,45 @@ class Contents:
         with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="lakeckpt-verify") as pool:
             for job in [pool.submit(self._verify, (one,)) for one in numbers]:
                 job.result()
+
+    def fill(self, into: Mapping[str, memoryview]) -> None:
+        """Copy the tensors named into these buffers (uint8, of their sizes): leaf by leaf, several at once, each
+        verified as it comes. `ArenaDamaged`: the buffers may hold anything then.
+        """
+        places, leaf_bytes = self.documents.table.places, self.held.arena.layout.leaf_bytes
+        found = [(places[key].start, places[key].stop, target) for key, target in into.items() if len(target)]
+        by_leaf: defaultdict[int, list[_Piece]] = defaultdict(list)
+        for start, stop, target in found:
+            for one in range(start // leaf_bytes, (stop - 1) // leaf_bytes + 1):
+                by_leaf[one].append((start, stop, target))
+        leaves = sorted(by_leaf.items(), key=itemgetter(0))
+        with ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="lakeckpt-recall") as pool:
+            jobs = [
+                pool.submit(self._fill, leaves[at : at + _LEAVES_AT_ONCE])
+                for at in range(0, len(leaves), _LEAVES_AT_ONCE)
+            ]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                for job in jobs:
+                    job.cancel()
+                raise
+
+    def _fill(self, leaves: Iterable[tuple[int, list[_Piece]]]) -> None:
+        """Copy what each leaf has of some tensors, and verify it while it is in the cache."""
+        held, layout = self.held, self.held.arena.layout
+        for at_leaf, pieces in leaves:
+            low = at_leaf * layout.leaf_bytes
+            high = min(low + layout.leaf_bytes, layout.data_bytes)
+            start, stop, target = pieces[0]
+            alone = start <= low and high <= stop and len(pieces) == 1
+            leaf = target[low - start : high - start] if alone else memoryview(bytearray(high - low))
+            held.read_into(low, leaf)
+            held.check_leaf(at_leaf, leaf)
+            for start, stop, target in [] if alone else pieces:
+                at, to = max(start, low), min(stop, high)
+                target[at - start : to - start] = leaf[at - low : to - low]
 
     def _verify(self, numbers: Iterable[int]) -> None:
         for one in numbers:
