@@ -299,8 +299,8 @@ class Held:
         return self.arena._view[at : at + self.arena.layout.data_bytes].toreadonly()
 
     def read_into(self, start: int, into: memoryview) -> None:
-        """Copy the data from byte ``start`` on into ``into``, not verified: see `check_leaf`. `ArenaDamaged` where there
-        is less. By system calls: nothing of the arena is mapped for it page by page, which takes as long as a copy."""
+        """Copy the data from byte ``start`` on into ``into``, not verified: see `check_leaf`. `ArenaDamaged` where
+        there is less. By system calls: mapping the pages of an arena, one by one, takes as long as a copy of it."""
         at, done = self.arena.layout.data_at(self.number) + start, 0
         try:
             while done < len(into):
