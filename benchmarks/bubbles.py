@@ -6,10 +6,13 @@ two ranks of which one waits longer for its data; ``ddp-computing`` two of which
 bubble of its own and shows what that costs. Each rank is bound to a core, so that what it copies while it computes is
 at its own expense.
 
-Printed for each way: the median time of an iteration; its cost against none in the same round, as the mean of paired
-differences with a 95 % interval, and as their median; what the training thread spent in captures and their fences; and
-for each rank the share of bytes that moved inside of bubbles, by the times at which they were copied, not by what the
-gate meant to do. Other work on the machine makes the intervals wide: give it more ``--rounds``.
+Printed for each way: the median time of an iteration; its cost against none in the same round, the Hodges-Lehmann
+estimate of paired differences with its 95 % interval (few rounds that other work fell into do not move it), and their
+mean. Since other work makes intervals wide all the same, also what captures took of the rank's core, by processor
+time: the training thread in cuts, fences and the hooks of windows, and the copier but for the part of its slices that
+lay in bubbles, by the fastest iteration without captures. What a slice takes from others (caches, the bandwidth of
+memory) only the first shows. Then what the training thread spent in cuts and fences, by the clock; and for each rank
+the share of bytes that moved inside of bubbles, by when they were copied, not by what the gate meant to do.
 """
 
 from __future__ import annotations
@@ -24,11 +27,9 @@ import platform
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.bubble_gates import Accounted, Observed, Switch
 from benchmarks.measure import show
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
@@ -48,7 +50,6 @@ from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
 from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, save_profile
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.gate import Gate
-from lakeckpt.core.bubble_policy import Kind
 from lakeckpt.core.bubble_record import IterationRecord, shares
 from lakeckpt.lake.storage import open_storage
 
@@ -56,47 +57,7 @@ WAYS = ("none", "at once", "in bubbles")
 WORLD = 2
 STAGES = 4
 PATIENCE = timedelta(seconds=300)
-STUDENT_95 = 1.96
-"""Of the normal distribution: there are some twenty rounds or more."""
-
-
-class Observed(BubbleGate):
-    """Knows the windows, and lets everything through at once."""
-
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
-        """Return."""
-
-
-class Switch:
-    """The gate of the way whose turn it is: for what watches the training thread, and for the engine."""
-
-    clock = staticmethod(time.perf_counter)
-
-    def __init__(self) -> None:
-        self.gate: BubbleGate | None = None
-
-    def begin(self, site: str, kind: Kind = "bubble") -> None:
-        """The training thread waits."""
-        if self.gate is not None:
-            self.gate.begin(site, kind)
-
-    def end(self, kind: Kind = "bubble") -> None:
-        """It goes on."""
-        if self.gate is not None:
-            self.gate.end(kind)
-
-    def idle(self, site: str, kind: Kind = "bubble") -> AbstractContextManager[None]:
-        """It waits while the block runs."""
-        return nullcontext() if self.gate is None else self.gate.idle(site, kind)
-
-    def predict(self, site: str, length_s: float) -> None:
-        """How long a window will be."""
-        if self.gate is not None:
-            self.gate.predict(site, length_s)
-
-    def __getattr__(self, name: str) -> Any:
-        """What the engine calls; it does so only while a way with captures has its turn."""
-        return getattr(self.gate, name)
+NORMAL_95 = 1.96
 
 
 class Block(nn.Module):
@@ -190,11 +151,7 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
     job = CASES[case](rank, switch, asked)
     job.step()
     job.optimizer.step()  # makes the moments
-    gates: dict[str, BubbleGate | None] = {
-        "none": None,
-        "at once": Observed(iterations=10_000),
-        "in bubbles": BubbleGate(iterations=10_000),
-    }
+    gates: dict[str, Accounted | None] = {"none": None, "at once": Observed(), "in bubbles": Accounted()}
     engine = CaptureEngine(
         {"model": job.model, "optimizer": job.optimizer},
         ArenaIdentity(run=case.encode().ljust(16), rank=rank, world=WORLD),
@@ -207,20 +164,32 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
     engine.wait()
     seconds: dict[str, list[float]] = defaultdict(list)
     spent: dict[str, list[float]] = defaultdict(list)
+    cpu_s: dict[str, float] = defaultdict(float)
+    copier = engine._copier._thread
+    assert copier is not None and copier.ident is not None
+    of_copier = time.pthread_getcpuclockid(copier.ident)
     steps = itertools.count(1)
     orders = list(itertools.permutations(WAYS))
     for number in range(-asked.warm_up, asked.rounds):
         for way in orders[number % len(orders)]:
-            took, in_captures = turn(job, engine, switch, gates[way], steps, asked.iterations)
+            switch.cpu_s, before_s = 0.0, time.clock_gettime(of_copier)
+            took, in_captures, in_captures_cpu_s = turn(job, engine, switch, gates[way], steps, asked.iterations)
             if number >= 0:
                 seconds[way].append(took / asked.iterations)
                 spent[way] += in_captures
+                cpu_s[way] += in_captures_cpu_s + switch.cpu_s + time.clock_gettime(of_copier) - before_s
     found = {
         "size_bytes": engine.records[-1].size_bytes,
         "complete": sum(record.complete for record in engine.records),
         "left_out": engine.left_out,
         "seconds": seconds,
         "spent": spent,
+        "cpu_s": cpu_s,
+        "cpu_in_bubbles_s": {
+            way: gate.in_bubbles_s(asked.warm_up * (asked.iterations + 1))
+            for way, gate in gates.items()
+            if gate is not None
+        },
         "records": {
             way: [one.to_plain() for one in gate.records()[asked.warm_up * (asked.iterations + 1) :]]
             for way, gate in gates.items()
@@ -240,10 +209,11 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
 
 def turn(
     job: Job, engine: CaptureEngine, switch: Switch, gate: BubbleGate | None, steps: Iterator[int], iterations: int
-) -> tuple[float, list[float]]:
-    """Some iterations of one way: seconds of all, from a barrier to a barrier, and what each spent in its capture."""
+) -> tuple[float, list[float], float]:
+    """Some iterations of one way: seconds of all from a barrier to a barrier, what each spent in its cut and fence, and
+    the processor time of those."""
     switch.gate = gate
-    in_captures = []
+    in_captures, cpu_s = [], 0.0
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(iterations):
@@ -252,31 +222,33 @@ def turn(
             job.step()
             job.optimizer.step()
             continue
-        before = time.perf_counter()
+        before, cpu_before = time.perf_counter(), time.thread_time()
         step = next(steps)
         gate.cut(step)
         engine.cut(step, attempt="benchmark", cut=bytes(16), common=max(0, step - 2))
-        after = time.perf_counter()
+        after, cpu_after = time.perf_counter(), time.thread_time()
         job.step()
-        fence = time.perf_counter()
+        fence, cpu_fence = time.perf_counter(), time.thread_time()
         engine.fence()
         in_captures.append(time.perf_counter() - fence + after - before)
+        cpu_s += time.thread_time() - cpu_fence + cpu_after - cpu_before
         job.optimizer.step()
+    engine.wait()  # what is left of the last capture is its own way's, not the next one's
     dist.barrier()
     took = time.perf_counter() - begin
     if gate is not None:
         gate.cut(next(steps))
         gate.end()
-    return took, in_captures
+    return took, in_captures, cpu_s
 
 
 def main() -> None:
     """Run both cases and print the tables."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    arguments.add_argument("--rounds", type=int, default=24)
-    arguments.add_argument("--warm-up", type=int, default=2, help="rounds that do not count")
-    arguments.add_argument("--iterations", type=int, default=4, help="of each way in a round")
+    arguments.add_argument("--rounds", type=int, default=60)
+    arguments.add_argument("--warm-up", type=int, default=4, help="rounds that do not count")
+    arguments.add_argument("--iterations", type=int, default=2, help="of each way in a round")
     arguments.add_argument("--width", type=int, default=1024)
     arguments.add_argument("--rows", type=int, default=96, help="of a micro-batch")
     arguments.add_argument("--microbatches", type=int, default=4)
@@ -317,17 +289,25 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         ways[way] = {
             "seconds": mine,
             "median_s": statistics.median(mine),
+            "cost": middle_of(cost),
             "cost_mean": statistics.mean(cost),
-            "cost_median": statistics.median(cost),
-            "cost_95": STUDENT_95 * statistics.stdev(cost) / math.sqrt(len(cost)),
-            "ranks": [of_rank(rank, way, statistics.median(none)) for rank in ranks] if way != "none" else [],
+            "ranks": [of_rank(rank, way, none) for rank in ranks] if way != "none" else [],
         }
     told = {name: [rank[name] for rank in ranks] for name in ("size_bytes", "complete", "left_out")}
     return told | {"ways": ways}
 
 
-def of_rank(rank: dict[str, Any], way: str, iteration_s: float) -> dict[str, float]:
-    """Where one rank's bytes moved, and what its training thread spent."""
+def middle_of(differences: list[float]) -> tuple[float, float, float]:
+    """The Hodges-Lehmann estimate of where ``differences`` lie, and its 95 % interval by Wilcoxon's signed ranks."""
+    number = len(differences)
+    means = sorted((one + other) / 2 for one, other in itertools.combinations_with_replacement(differences, 2))
+    spread = NORMAL_95 * math.sqrt(number * (number + 1) * (2 * number + 1) / 24)
+    low = max(0, math.floor(number * (number + 1) / 4 - spread))
+    return statistics.median(means), means[low], means[-1 - low]
+
+
+def of_rank(rank: dict[str, Any], way: str, none: list[float]) -> dict[str, float]:
+    """Where one rank's bytes moved, and what captures took of its core; ``none``: iterations without, in seconds."""
     records = [IterationRecord.from_plain(one) for one in rank["records"][way]]
     found = shares(one for one in records if one.slices)
     return {
@@ -335,24 +315,27 @@ def of_rank(rank: dict[str, Any], way: str, iteration_s: float) -> dict[str, flo
         "bubble_s": found.bubble_s / max(1, found.iterations),
         "urgent_share": found.urgent_bytes / max(1, found.moved_bytes),
         "spent_s": statistics.mean(rank["spent"][way]),
-        "spent_share": statistics.mean(rank["spent"][way]) / iteration_s,
+        "spent_share": statistics.mean(rank["spent"][way]) / statistics.median(none),
+        "cpu_share": (rank["cpu_s"][way] - rank["cpu_in_bubbles_s"][way]) / len(rank["spent"][way]) / min(none),
     }
 
 
 def print_case(case: str, found: dict[str, Any]) -> None:
-    """The table."""
-    rows = []
+    """The tables."""
+    rows, shared = [], []
     for way, one in found["ways"].items():
-        cost = "" if way == "none" else f"{one['cost_mean']:+.2%} ± {one['cost_95']:.2%}"
-        median = "" if way == "none" else f"{one['cost_median']:+.2%}"
-        each = [
-            " / ".join(f"{rank[name]:.2%}" for rank in one["ranks"])
-            for name in ("spent_share", "bubble_share", "urgent_share")
-        ]
-        rows.append([way, f"{one['median_s'] * 1000:.1f} ms", cost, median, *each])
+        middle, low, high = one["cost"]
+        costs = (
+            [f"{middle:+.2%}", f"{low:+.2%} … {high:+.2%}", f"{one['cost_mean']:+.2%}"] if way != "none" else [""] * 3
+        )
+        rows.append([way, f"{one['median_s'] * 1000:.1f} ms", *costs])
+        for number, rank in enumerate(one["ranks"]):
+            names = ("cpu_share", "spent_share", "bubble_share", "urgent_share")
+            shared.append([way, str(number), *(f"{rank[name]:.2%}" for name in names)])
     sizes = " and ".join(f"{size / 1e6:.0f} MB" for size in found["size_bytes"])
-    columns = ["capture", "iteration", "cost (paired, 95 %)", "median", "in the thread", "in bubbles", "at the fence"]
-    show(f"{case}: a capture of {sizes} at every step; ranks 0 / 1", columns, rows)
+    title = f"{case}: a capture of {sizes} at every step"
+    show(title, ["capture", "iteration", "cost", "95 %", "mean"], rows)
+    show("of each rank", ["capture", "rank", "of the core", "in the thread", "in bubbles", "at the fence"], shared)
     print(f"captures complete: {found['complete']}, left out: {found['left_out']}")
 
 

@@ -169,6 +169,18 @@ def test_a_bubble_is_trusted_for_longer_where_those_ahead_do_not_hold_what_is_le
     assert rank.policy.admits_at(2, 100.0) == 100.0
 
 
+def test_where_there_is_room_slices_keep_away_from_ends_that_are_not_sure() -> None:
+    rank = Rank()
+    for length in (4.0, 4.0, 2.0, 4.0):
+        rank.iteration([(10.0, length), (10.0, 30.0)])
+    rank.policy.begin_iteration()
+    rank.policy.open("gap 0", "bubble", 100.0)
+    rank.policy.begin_capture(20)
+    assert rank.policy.admits_at(1, 101.5) == 102.0, "one of four was over then"
+    rank.policy.begin_capture(31)
+    assert rank.policy.admits_at(1, 101.5) == 101.5
+
+
 @given(st.lists(st.floats(0.2, 2.5), min_size=8, max_size=8), st.integers(1, 3))
 def test_a_rank_that_slices_hold_up_does_not_take_that_for_longer_bubbles(lengths: list[float], size: int) -> None:
     rank = Rank(hindered=True, size=size)

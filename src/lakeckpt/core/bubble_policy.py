@@ -6,8 +6,10 @@ link to the host alone). A slice is admitted into a bubble if, by `WindowHistory
 before the bubble is. What the bubbles ahead of the fence will not hold is carried into free time, and only that; what
 is left at the fence is waited for, which is not decided here.
 
-Where the bubbles ahead will not hold what is left, an open one is trusted by the median of its history instead of the
-lower quartile: a slice that outlasts it costs a part of what the same slice costs at the fence.
+How far is an open bubble trusted? As little as will do: by the lowest of three quantiles of its history (a tenth, the
+lower quartile, the median) by which the bubbles ahead hold what is left. Where there is room, slices keep away from
+ends that are not sure; where there is none, a slice that outlasts its bubble costs a part of what the same slice costs
+at the fence.
 
 On a GPU the host does not see the device wait: there the windows of an iteration are foreseen as a whole, each at its
 time (`foresee`), and a slice must lie within one.
@@ -27,7 +29,7 @@ from math import inf
 from typing import Literal
 
 from lakeckpt.core.slice_rate import SliceRate
-from lakeckpt.core.window_history import WindowHistory
+from lakeckpt.core.window_history import BOLD, CAUTIOUS, USUAL, WindowHistory
 
 __all__ = ["MOST_OF_A_SITE", "BubblePolicy", "IdleWindow", "Kind"]
 
@@ -67,6 +69,7 @@ class BubblePolicy:
         self._seen: dict[str, int] = {}
         self._passed: dict[str, Kind] = {}  # sites of this iteration, in their order
         self._previous: dict[str, Kind] = {}
+        self._ahead: dict[float, list[float]] = {}  # quantile → the lengths of the bubbles yet to come
         self._foreseen: tuple[IdleWindow, ...] = ()
         self._left_bytes = 0
         self._moving_since_s: float | None = None
@@ -78,6 +81,7 @@ class BubblePolicy:
         """The cut: an iteration ends here and the next begins. A window that is open stays one of the old iteration."""
         self._previous, self._passed = self._passed, {}
         self._foreseen = ()
+        self._ahead.clear()
         self._seen.clear()
 
     def begin_capture(self, size_bytes: int) -> None:
@@ -99,6 +103,7 @@ class BubblePolicy:
         number = self._seen[site] = min(self._seen.get(site, -1) + 1, MOST_OF_A_SITE - 1)
         name = f"{site} {number}"
         self._passed[name] = kind
+        self._ahead.clear()
         self._open[kind] = (name, at_s)
         return name
 
@@ -147,36 +152,49 @@ class BubblePolicy:
         None: not before another window opens.
         """
         need_s = self.rate.seconds(size_bytes)
+        trust = self._trust(size_bytes, at_s)
         found = [
             begin_s
             for window in self._foreseen
             if (begin_s := max(at_s, window.begin_s)) + need_s <= window.end_s
-            and (window.kind == "bubble" or self._must_carry(size_bytes, at_s))
+            and (window.kind == "bubble" or trust == BOLD)
         ]
-        if not self._open:
-            return min(found, default=None)
-        is_short = self._must_carry(size_bytes, at_s)
         for kind, (site, begin_s) in self._open.items():
-            if kind == "bubble" or is_short:
-                ready_s = self.history.ready_s(site, max(0.0, at_s - begin_s), need_s, boldly=is_short)
+            if kind == "bubble" or trust == BOLD:
+                ready_s = self.history.ready_s(site, max(0.0, at_s - begin_s), need_s, trust)
                 found.append(max(at_s, begin_s + ready_s))
         return min(found, default=None)
 
-    def capacity_bytes(self, slice_bytes: int, at_s: float) -> int:
+    def capacity_bytes(self, slice_bytes: int, at_s: float, trust: float = USUAL) -> int:
         """What the rest of the bubble that is open and the bubbles yet to come before the next cut will hold, in whole
-        slices, if the iteration is like the one before."""
+        slices, if the iteration is like the one before, by the quantile ``trust`` of their histories."""
         need_s = self.rate.seconds(slice_bytes)
         if need_s <= 0:
             return self._left_bytes
-        lengths = [self.history.expected_s(site) for site in self._ahead()]
-        lengths += [max(0.0, one.end_s - max(at_s, one.begin_s)) for one in self._foreseen if one.kind == "bubble"]
+        slices = sum(int(length_s / need_s) for length_s in self._lengths_ahead(trust))
+        for one in self._foreseen:
+            if one.kind == "bubble":
+                slices += int(max(0.0, one.end_s - max(at_s, one.begin_s)) / need_s)
         if "bubble" in self._open:
             site, begin_s = self._open["bubble"]
-            lengths.append(max(0.0, self.history.remaining_s(site, max(0.0, at_s - begin_s))))
-        return sum(int(length_s / need_s) for length_s in lengths) * slice_bytes
+            slices += int(max(0.0, self.history.remaining_s(site, max(0.0, at_s - begin_s), trust)) / need_s)
+        return slices * slice_bytes
 
-    def _ahead(self) -> list[str]:
-        return [site for site, kind in self._previous.items() if kind == "bubble" and site not in self._passed]
+    def _lengths_ahead(self, trust: float) -> list[float]:
+        """The same until another window opens."""
+        if trust not in self._ahead:
+            self._ahead[trust] = [
+                self.history.expected_s(site, trust)
+                for site, kind in self._previous.items()
+                if kind == "bubble" and site not in self._passed
+            ]
+        return self._ahead[trust]
 
-    def _must_carry(self, slice_bytes: int, at_s: float) -> bool:
-        return self._left_bytes > self.capacity_bytes(slice_bytes, at_s)
+    def _trust(self, slice_bytes: int, at_s: float) -> float:
+        """The lowest quantile by which the bubbles hold what is left; `BOLD` where not even the usual one does."""
+        if not self._open and not self._foreseen:
+            return USUAL
+        for trust in (CAUTIOUS, USUAL):
+            if self._left_bytes <= self.capacity_bytes(slice_bytes, at_s, trust):
+                return trust
+        return BOLD

@@ -20,20 +20,16 @@ class SliceRate:
     """The rate at which slices are copied on one rank."""
 
     def __init__(self) -> None:
-        self._seconds_per_byte: deque[float] = deque(maxlen=_KEEP)
+        self._last: deque[float] = deque(maxlen=_KEEP)
+        self.seconds_per_byte = 1 / _GUESS_BYTES_PER_S
+        """What a byte of the slower slices took."""
 
     def record(self, size_bytes: int, seconds: float) -> None:
         """A slice of ``size_bytes`` took ``seconds``."""
         if size_bytes > 0 and seconds >= 0:
-            self._seconds_per_byte.append(seconds / size_bytes)
-
-    @property
-    def seconds_per_byte(self) -> float:
-        """What a byte of the slower slices took."""
-        if not self._seconds_per_byte:
-            return 1 / _GUESS_BYTES_PER_S
-        ordered = sorted(self._seconds_per_byte)
-        return ordered[min(int(len(ordered) * _QUANTILE), len(ordered) - 1)]
+            self._last.append(seconds / size_bytes)
+            ordered = sorted(self._last)
+            self.seconds_per_byte = ordered[min(int(len(ordered) * _QUANTILE), len(ordered) - 1)]
 
     def seconds(self, size_bytes: int) -> float:
         """What a slice of ``size_bytes`` will take, or less."""
