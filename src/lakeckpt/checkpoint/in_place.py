@@ -166,8 +166,14 @@ def _load(one: Any, tree: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 def _as_they_are(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``tensors``, with the parameters and buffers of ``module`` themselves among them: any other view of their memory
     torch would copy onto itself, byte by byte."""
-    own = {tied_key(local_of(one)): one for one in chain(module.parameters(), module.buffers())}
-    return {key: own.get(tied_key(local_of(one)), one) if one.numel() else one for key, one in tensors.items()}
+    own = {_memory_of(one): one for one in chain(module.parameters(), module.buffers())}
+    own.pop(None, None)  # of what has no memory, all are alike
+    return {key: own.get(_memory_of(one), one) for key, one in tensors.items()}
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    same = tied_key(local_of(tensor))
+    return None if same is None else (*same, is_sharded(tensor), tuple(tensor.shape))
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
