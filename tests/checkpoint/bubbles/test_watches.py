@@ -23,7 +23,9 @@ WIDTH = 8
 STAGES = 4
 MICROBATCHES = 4
 V_SCHEDULES = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}
-SCHEDULES = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble", *sorted(V_SCHEDULES)]
+SINGLE_SCHEDULES = ["ScheduleGPipe", "Schedule1F1B"]
+LOOPED_SCHEDULES = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]
+SCHEDULES = [*SINGLE_SCHEDULES, *LOOPED_SCHEDULES, *sorted(V_SCHEDULES)]
 
 
 class Held(nn.Module):
@@ -69,17 +71,18 @@ def pipeline(rank: int, name: str, store: dist.Store | None = None) -> tuple[Any
     """A schedule of this rank's stages, and their modules; with ``store`` the last stage waits once."""
     from torch.distributed import pipelining
 
-    numbers = [rank, STAGES - 1 - rank] if name in V_SCHEDULES else [rank, rank + 2]
+    is_single = name in SINGLE_SCHEDULES
+    numbers = [rank] if is_single else [rank, STAGES - 1 - rank] if name in V_SCHEDULES else [rank, rank + 2]
     modules: list[nn.Module] = []
     for number in numbers:
         torch.manual_seed(number)
         modules.append(Held(store if number == STAGES - 1 else None))
     stages = [
-        pipelining.PipelineStage(module, number, STAGES, torch.device("cpu"))
+        pipelining.PipelineStage(module, number, 2 if is_single else STAGES, torch.device("cpu"))
         for number, module in zip(numbers, modules, strict=True)
     ]
     kind = getattr(pipelining.schedules, name)
-    return kind(stages, MICROBATCHES, loss_fn=loss_of), modules
+    return kind(stages[0] if is_single else stages, MICROBATCHES, loss_fn=loss_of), modules
 
 
 def step(schedule: Any, rank: int, name: str) -> None:
@@ -112,9 +115,11 @@ def watch_pipelines(rank: int, folder: Path) -> None:
         assert "pipeline begin 0" in sites
         predicted = watch.predicted()
         assert {f"{site} 0" for site in predicted} <= sites and all(length > 0 for length in predicted.values())
+        assert predicted, f"by its table, rank {rank} never waits in {name}"
         watch.close()
         assert not {"step", "_compute_loss"} & set(vars(schedule))
-        assert all("forward_one_chunk" not in vars(stage) for stage in schedule._stages)
+        stages = [schedule._stage] if name in SINGLE_SCHEDULES else schedule._stages
+        assert all("forward_one_chunk" not in vars(stage) for stage in stages)
     assert watch_pipelines_wait(rank, store)
     dist.destroy_process_group()
 

@@ -11,9 +11,11 @@ order in which they do things is not touched.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -166,7 +168,14 @@ class PipelineWatch:
 def tables_of(schedule: Any) -> dict[int, list[Computation]]:
     """What each rank computes in which order, by the schedule's own table; empty where it has none."""
     orders: Mapping[int, Iterable[Any]] = getattr(schedule, "pipeline_order", None) or {}
-    return {rank: list(_computations(actions)) for rank, actions in orders.items()}
+    tables = {rank: list(_computations(actions)) for rank, actions in orders.items()}
+    return {rank: _numbered(table) for rank, table in tables.items()} if hasattr(schedule, "_stage") else tables
+
+
+def _numbered(table: Iterable[Computation]) -> list[Computation]:
+    """A table of one stage, with its micro-batches as they come: torch 2.13 counts some of 1F1B's from 1."""
+    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    return [dataclasses.replace(one, microbatch=next(numbers[one.kind])) for one in table]
 
 
 def _computations(actions: Iterable[Any]) -> Iterator[Computation]:
