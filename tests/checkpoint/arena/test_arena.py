@@ -323,6 +323,14 @@ def test_an_arena_that_does_not_fit_is_refused_with_what_it_takes(folder: ArenaF
     assert folder.found() == []
 
 
+def test_a_folder_that_cannot_be_made_is_told_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ArenaError, match=r"arenas cannot lie in .*/gone/arenas': No such file"):
+        ArenaFolder(tmp_path / "gone" / "arenas").make()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArenaError, match=r"arenas cannot lie in .*/file': Not a directory"):
+        ArenaFolder(tmp_path / "file").make()
+
+
 def test_an_arena_without_data_holds_documents(folder: ArenaFolder) -> None:
     with made(folder, data_bytes=0) as arena:
         filling = arena.begin()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
+from lakeckpt.checkpoint.arena.room import available_bytes
 from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaTooLarge
 
 __all__ = ["ArenaFolder", "ArenaInfo"]
@@ -109,7 +110,7 @@ class ArenaFolder:
 
     def _opened(self, *, make: bool) -> int:
         if make:
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(OSError):  # what is wrong with what is there, opening it tells
                 os.mkdir(self.path, 0o700)
         try:
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -165,7 +166,7 @@ class ArenaFolder:
         told = os.fstatvfs(folder)
         free = told.f_bavail * told.f_frsize - int(_SPARED * told.f_blocks * told.f_frsize)
         if self.path.startswith(_SHM + "/"):
-            free = min(free, _available_bytes())
+            free = min(free, available_bytes())
         if layout.size_bytes > free:
             raise ArenaTooLarge(
                 f"an arena of {layout.generations} generations of {layout.data_bytes / 2**30:.2f} GiB takes "
@@ -177,7 +178,7 @@ class ArenaFolder:
         try:
             os.posix_fallocate(descriptor, 0, layout.size_bytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
                 raise
             raise ArenaTooLarge(
                 f"an arena of {layout.size_bytes / 2**30:.2f} GiB does not fit into {self.path!r}: {error.strerror}"
@@ -185,13 +186,3 @@ class ArenaFolder:
         block = layout.to_bytes()
         written = os.pwrite(descriptor, block, 0)
         assert written == len(block), "a few bytes into allocated memory"
-
-
-def _available_bytes() -> int:
-    """The memory that can be had without swapping, as Linux estimates it; more than anybody has where it does not."""
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    return 1 << 62
