@@ -227,6 +227,7 @@ JOB = """
         train_step(objects)
         saver.step()
         made[saver.steps_done] = weights(objects)
+        saver._background._engine.wait()  # however slow the machine is, no cut is left out
     newest = saver._background._engine.wait()  # what is captured, and not ordered
     assert newest > 8
     print((newest, made[newest]))
@@ -251,3 +252,28 @@ def test_a_trainer_that_is_killed_loses_nothing_that_was_captured(tmp_path: Path
     assert ended(agent)
     storage = LocalStorage(run)
     assert str(restored(storage)) == job.stdout.strip() and verify(storage).every_damage == ()
+
+
+def test_a_save_right_after_a_captured_cut_takes_no_second_copy_and_is_never_left_out(tmp_path: Path) -> None:
+    storage, objects = MemoryStorage(), make_with_reader()
+    copies = 0
+    with managed(storage, objects, tmp_path) as saver:
+        saver.restore()
+        background = saver._background
+        assert background is not None
+        begin = background._engine._begun
+
+        def counted(*given: Any) -> Any:
+            nonlocal copies
+            filling = begin(*given)
+            copies += filling is not None
+            return filling
+
+        background._engine._begun = counted  # type: ignore[method-assign]
+        for step in range(1, 6):
+            made = train(saver, objects, 1)
+            info = saver.save()
+            assert info is not None and info.step == step and copies == step
+        again = saver.save()  # of the same cut: it consumed nothing, and is a commit all the same
+        assert again is not None and again.step == 5 and copies == 6
+    assert restored(storage, make_with_reader) == (5, made[5])

@@ -76,7 +76,7 @@ class Background:
         self._held: dict[tuple[int, int], ExitStack] = {}
         self._saved: list[Saved] = []
         self._told: set[str] = set()
-        self._captured: int | None = None  # the last cut of which a capture began
+        self._captured: int | None = None  # the last cut of which a capture began, if it was not handed over
         self._settled = False
         self._no_arena: ArenaError | None = None
 
@@ -103,7 +103,9 @@ class Background:
         failure: Exception | None = None
         captured, legs = False, self._journal.legs(step)
         try:
-            captured = self._no_arena is None and self._capture(step, legs, must=True, patient=patient)
+            captured = self._no_arena is None and (
+                self._has_captured(step) or self._capture(step, legs, must=True, patient=patient)
+            )
         except ArenaError as error:
             failure, self._no_arena = error, None if self._settled else error
         except Exception as error:
@@ -111,6 +113,7 @@ class Background:
         if not self._settled and not self._all_have_arenas():
             return False
         self._journal.handed_over(legs, step)
+        self._captured = None
         order = Order(step=step, number=self.attempt.saves, metric=metric, documents=self._new_documents())
         self.attempt.saves += 1
         if captured:
@@ -136,6 +139,10 @@ class Background:
         """Why there is no arena."""
         return str(self._no_arena)
 
+    def _has_captured(self, step: int) -> bool:
+        """Whether the cut of ``step`` was captured as it was called, and nothing was handed over since."""
+        return self._captured == step and self._engine.wait() == step
+
     def _capture(self, step: int, legs: Mapping[str, tuple[Leg, ...]], *, must: bool, patient: bool = False) -> bool:
         states = {name: dict(one[-1].record.state) for name, one in legs.items()}
         agreed = {name: state for name, state in states.items() if not is_part(state)}
@@ -143,6 +150,8 @@ class Background:
         readers = {name: legs_to_bytes(one) for name, one in legs.items()}
         deadline_s = self._waiter.now() + self._timeout_s
         while True:
+            if must:
+                self._engine.wait()  # what is complete then makes room
             # Of several ranks, nobody knows what the others have complete.
             common = self._engine.completed if self._exchange.world_size == 1 else None
             attempt = str(self.attempt.number)

@@ -38,6 +38,7 @@ from lakeckpt.checkpoint.retention import Retention
 from lakeckpt.checkpoint.staged import StagedCut
 from lakeckpt.checkpoint.unchanged import Earlier
 from lakeckpt.checkpoint.waiting import Waiter
+from lakeckpt.checkpoint.whole_states import joined_state, state_digest
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import (
     AttemptSuperseded,
@@ -52,8 +53,7 @@ from lakeckpt.errors import (
     WireError,
 )
 from lakeckpt.lake.storage import Storage
-from lakeckpt.tracking.merge import is_part, merge_states
-from lakeckpt.wire.codec import dumps, loads
+from lakeckpt.tracking.merge import is_part
 
 __all__ = ["Attempt", "Publisher", "Settings"]
 
@@ -116,15 +116,18 @@ class Publisher:
         self._retention = Retention(storage)
         self._earlier: tuple[int | None, Earlier] = (None, Earlier())  # a slot, and this rank's part of its commit
 
-    def publish(self, save: SaveId, taken: StagedCut | Exception, talk: Talk) -> Manifest:
+    def publish(self, save: SaveId, taken: StagedCut | Exception, talk: Talk, *, again: bool = False) -> Manifest:
         """Publish a cut, or tell the other ranks why this one has none; collective. Returns what was committed.
+
+        ``again``: this rank began that before, in a process that died; the others need not have noticed.
 
         Raises `SaveFailed`, `CheckpointIncomplete` and `AttemptSuperseded`; `DisagreementError` where the ranks are not
         at one cut; what was ``taken`` where it is an error.
         """
         cut, agreement, states = self._agree(save, taken, talk)
         try:
-            part = self._persist(cut, save, agreement)
+            part = self._published(save, agreement) if again else None
+            part = self._persist(cut, save, agreement) if part is None else part
         except Exception as error:
             publish_failure(self._storage, save, self._rank, error)
             if not isinstance(error, LakeckptError):
@@ -175,7 +178,7 @@ class Publisher:
             tell = self._told() if self._rank == 0 else {}
             if isinstance(taken, StagedCut):
                 facts |= {
-                    f"state of reader {name!r}": _digest(legs[-1].record.state)
+                    f"state of reader {name!r}": state_digest(legs[-1].record.state)
                     for name, legs in taken.readers.items()
                     if not is_part(legs[-1].record.state)
                 }
@@ -196,7 +199,7 @@ class Publisher:
             texts = "; ".join(f"{name}: {text}" for name, text in failures.items())
             raise failure or kind(f"nothing was saved at step {save.step}. {texts}")
         assert isinstance(taken, StagedCut)
-        states = {name: _joined_state(legs[-1].record.state, talk) for name, legs in taken.readers.items()}
+        states = {name: joined_state(legs[-1].record.state, talk) for name, legs in taken.readers.items()}
         return taken, agreement, states
 
     def _told(self) -> dict[str, str]:
@@ -261,6 +264,17 @@ class Publisher:
             earlier=self._part_of(int(agreement.told["parent"]) if agreement.told["parent"] else None),
             intact=cut.intact,
         )
+
+    def _published(self, save: SaveId, agreement: Agreement) -> PartRecord | None:
+        """The part that this rank has published for ``save`` already, if it has: it may be committed at any moment, so
+        that it must stay as it is."""
+        try:
+            part = PartRecord.from_bytes(self._storage.read(save.part_path(self._rank)))
+        except ObjectMissing:
+            return None
+        if (part.save, part.rank, part.cut) != (save, self._rank, agreement.cut):
+            raise SaveFailed(f"{save.part_path(self._rank)}: this is a part of another cut")
+        return part
 
     def _part_of(self, parent: int | None) -> Earlier:
         """What this rank wrote for the commit that rank 0 goes on from; nothing where that cannot be read.
@@ -374,26 +388,3 @@ def _units(taken: StagedCut | Exception) -> list[Unit]:
         if item != RANDOM
     ]
     return tensors + trees
-
-
-def _joined_state(state: Mapping[str, Any], talk: Talk) -> Any:
-    """The state of the whole job, from this rank's state of a reader."""
-    if not is_part(state):
-        return state
-    every = talk.combine(
-        _packed([dict(state)]), lambda messages: _packed([one for m in messages for one in _unpacked(m)])
-    )
-    return merge_states(_unpacked(every))
-
-
-def _digest(state: Mapping[str, Any]) -> str:
-    return dumps(dict(state), kind="value", version=(1, 0))[-16:].hex()
-
-
-def _packed(states: list[dict[str, Any]]) -> bytes:
-    return dumps(states, kind="states", version=(1, 0))
-
-
-def _unpacked(data: bytes) -> list[dict[str, Any]]:
-    states: list[dict[str, Any]] = loads(data, kind="states", supported=(1, 0)).value
-    return states

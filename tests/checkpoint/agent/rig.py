@@ -92,9 +92,9 @@ class Desk:
         rank: int = 0,
         world_size: int = 1,
         settings: Settings = SETTINGS,
-        unfinished: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.outcomes: list[Outcome] = []
+        self.log: list[str] = []
         self.settled = threading.Event()  # something was reported since it was cleared
         self.persister = Persister(
             storage,
@@ -105,15 +105,15 @@ class Desk:
             settings=settings,
             waiter=waiter,
             report=self._report,
-            unfinished=unfinished,
+            log=self.log.append,
         )
 
     def _report(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         self.settled.set()
 
-    def order(self, step: int, number: int) -> None:
-        self.persister.order(Order(step=step, number=number))
+    def order(self, step: int, number: int, *, again: bool = False) -> None:
+        self.persister.order(Order(step=step, number=number, again=again))
 
     def said(self) -> list[tuple[int, str]]:
         """For each order that was answered, in order: its step, and what kind of an error it was ("" if none)."""

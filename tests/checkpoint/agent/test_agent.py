@@ -176,7 +176,7 @@ def test_trainers_that_are_killed_lose_nothing_that_was_captured_on_all_ranks(no
     assert node.committed() == [1, 5]
 
 
-def test_an_agent_that_is_killed_is_replaced_and_its_order_given_up(node: Node) -> None:
+def test_an_agent_that_is_killed_is_replaced_and_its_order_done_by_the_next(node: Node) -> None:
     begin(node.storage)
     with make_arena(node.arenas) as arena:
         fill(arena, 3)
@@ -190,10 +190,7 @@ def test_an_agent_that_is_killed_is_replaced_and_its_order_given_up(node: Node) 
         os.kill(first, signal.SIGKILL)
         assert ended(first)
         found = answer(link)
-        assert (found.step, found.kind) == (4, "save_failed") and "died" in found.text
-        assert node.pid != first
-        link.order(Order(step=4, number=2))
-        assert answer(link).slot == 2
+        assert (found.step, found.number, found.slot, found.kind) == (4, 1, 2, "") and node.pid != first
         second = node.pid
         link.close(well=True)
         assert ended(second) and node.committed() == [3, 4]
@@ -226,6 +223,43 @@ def test_sigterm_ends_it_when_what_was_ordered_is_persisted(node: Node) -> None:
         os.kill(pid, signal.SIGTERM)
         assert ended(pid) and set(node.committed()) <= {3, 4}
         link.close(well=True)
+
+
+def test_where_an_agent_died_and_none_can_be_started_saves_fail_and_training_goes_on(node: Node) -> None:
+    begin(node.storage)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 3)
+        link = node.link()
+        os.kill(node.pid, signal.SIGKILL)
+        assert ended(node.pid)
+        link._python = "/nowhere/python"
+        link.order(Order(step=3, number=0))
+        (found,) = link.outcomes()
+        assert (found.step, found.kind) == (3, "save_failed") and "cannot be started" in found.text
+        link._python = sys.executable
+        link.order(Order(step=3, number=1))
+        assert answer(link).slot == 1
+        assert "step 3: committed in slot 1" in node.log
+        pid = node.pid
+        link.close(well=True)
+        assert ended(pid)
+
+
+ELSEWHERE = """
+    import os, sys
+    from tests.checkpoint.agent.test_agent import Node
+    node = Node(sys.argv[1])
+    os.chdir("/")
+    node.link().close(well=True)
+"""
+
+
+def test_it_is_started_wherever_the_trainer_has_gone_and_whatever_its_path_says(node: Node, tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."])}
+    command = [sys.executable, "-c", textwrap.dedent(ELSEWHERE), str(tmp_path)]
+    subprocess.run(command, cwd=root, env=environment, check=True, timeout=PATIENCE_S)
+    assert ended(node.pid)
 
 
 def test_it_loads_no_torch() -> None:

@@ -10,6 +10,7 @@ from lakeckpt.checkpoint.agent.orders import Order
 from lakeckpt.checkpoint.agent.persister import chosen
 from lakeckpt.checkpoint.agent.will import WILL
 from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.parts import SaveId
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.lake.storage import Storage
 from lakeckpt.testing.storage import Fault, FaultyStorage
@@ -274,7 +275,7 @@ def test_an_order_that_only_some_trainers_gave_before_they_died_holds_nobody_up(
         assert committed(storage) == [5] and waiter.time_s < 20.0
 
 
-def test_what_an_agent_left_unfinished_is_given_up_for_all_or_found_committed(tmp_path: Path) -> None:
+def test_what_an_agent_left_unfinished_is_found_committed_or_done_by_the_next(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
     with make_arena(tmp_path) as arena:
@@ -284,12 +285,65 @@ def test_what_an_agent_left_unfinished_is_given_up_for_all_or_found_committed(tm
         first.persister.leave()
         run(first)
         fill(arena, 6)
-        second = Desk(storage, tmp_path, EventWaiter(storage), unfinished=((5, 0), (6, 1)))
-        second.order(6, 2)
+        second = Desk(storage, tmp_path, EventWaiter(storage))
+        second.order(5, 0, again=True)
+        second.order(6, 1, again=True)
         second.persister.leave()
         run(second)
-    assert second.said() == [(5, ""), (6, "save_failed"), (6, "")]
+    assert second.said() == [(5, ""), (6, "")] and [one.slot for one in second.outcomes] == [1, 2]
     assert committed(storage) == [5, 6]
+
+
+def test_what_an_agent_gave_up_before_it_died_stays_given_up(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        fill(arena, 6)
+        first = Desk(FaultyStorage(storage, fail_at={("put_new", 1): Fault.ERROR}), tmp_path, EventWaiter(storage))
+        first.order(5, 0)  # there is no such cut
+        first.persister.leave()
+        run(first)
+        storage.put(SaveId(attempt=0, step=5, number=0).failure_path(0), [b"save_left_out\nno memory"])
+        second = Desk(storage, tmp_path, EventWaiter(storage))
+        second.order(5, 0, again=True)
+        second.persister.leave()
+        run(second)
+    assert second.said() == [(5, "save_left_out")] and "no memory" in second.outcomes[0].text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize(
+    "kind", ["put", *(pytest.param(one, marks=pytest.mark.soak) for one in ("put_new", "list", "read"))]
+)
+def test_an_agent_of_several_ranks_killed_at_any_call_is_replaced_and_the_save_goes_on(
+    tmp_path: Path, kind: str, killed: int
+) -> None:
+    """The other rank's agent has not noticed anything: both commit the cut, or hear why not."""
+    for n in range(1, 100):
+        storage, folder = MemoryStorage(), tmp_path / str(n)
+        begin(storage, world_size=2)
+        faulty = FaultyStorage(storage, fail_at={(kind, n): Fault.KILL})
+        desks, waiter = ranks(storage, folder, 2, places={killed: faulty})
+        arenas = [make_arena(folder, rank, 2) for rank in range(2)]
+        for arena, desk in zip(arenas, desks, strict=True):
+            fill(arena, 5)
+            desk.order(5, 0)
+            desk.persister.leave()
+            desk.persister.start()
+        assert desks[killed].persister.join(PATIENCE_S)
+        if faulty.dead and not desks[killed].said():
+            desks[killed] = Desk(storage, folder, waiter, rank=killed, world_size=2)
+            desks[killed].order(5, 0, again=True)
+            desks[killed].persister.leave()
+            desks[killed].persister.start()
+        for desk in desks:
+            assert desk.persister.join(PATIENCE_S), f"rank {desk.persister.rank} does not end: {n}"
+            assert desk.said() == [(5, "")], (n, desk.outcomes)
+        assert committed(storage) == [5] and holds(storage, 5, 2)
+        if not faulty.dead:
+            return
+    raise AssertionError("the sweep did not come to its end")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -312,10 +366,15 @@ def test_an_agent_killed_at_any_call_of_the_store_loses_no_commit_and_leaves_no_
             assert set(committed(storage)) <= {5}
             told = dict(first.said()).get(5) == ""
             assert not told or committed(storage) == [5]
-            second = Desk(storage, folder, EventWaiter(storage), unfinished=() if told else ((5, 0),))
-            second.persister.die()
+            second = Desk(storage, folder, EventWaiter(storage))
+            if n % 2:  # the trainer lives, and orders it again; or it dies, too
+                second.order(5, 0, again=True)
+                second.persister.leave()
+            else:
+                second.persister.die()
             run(second)
             assert committed(storage) == [5] and holds(storage, 5)
+            assert n % 2 == 0 or second.said() == [(5, "")]
         if not faulty.dead:
             return
     raise AssertionError("the sweep did not come to its end")

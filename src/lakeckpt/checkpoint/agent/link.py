@@ -2,8 +2,9 @@
 
 `AgentLink` talks to the agent's process; `InnerAgent` persists in a thread of the trainer, where storage is an object
 that no other process can open: it ends with the trainer. Neither makes the trainer wait, but for `wait`, and
-`AgentLink` while it starts an agent: at the first order, and where one has died. Orders that a dead agent has left are
-given up.
+`AgentLink` while it starts an agent: as it is made, and where one has died. The orders that a dead agent has left are
+given to the next one, which goes on with them. Where none can be started any more, they have failed, and training goes
+on: the next order tries again.
 
 Imports without torch.
 """
@@ -27,20 +28,22 @@ from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.agent.server import LINGER_S, agent_paths, short_path
 from lakeckpt.checkpoint.publish import Attempt, Settings
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
-from lakeckpt.errors import AgentError
+from lakeckpt.errors import AgentError, SaveFailed, WireError
 from lakeckpt.lake.storage import Storage
 
 __all__ = ["AgentLike", "AgentLink", "InnerAgent"]
 
 _START_S = 60.0
 _START_TRIES = 3
+_SEND_S = 10.0
+"""An agent that takes no message for so long does not work: training does not wait for it."""
 
 
 class AgentLike(Protocol):
     """Whoever persists the cuts of this trainer. Called by one thread."""
 
     def order(self, order: Order, /) -> None:
-        """Hand a cut over. `AgentError` where no agent can be started."""
+        """Hand a cut over. Never raises for want of an agent: that is an outcome, too."""
         ...
 
     def outcomes(self) -> list[Outcome]:
@@ -66,26 +69,26 @@ class AgentLink:
         self._pending: dict[tuple[int, int], Order] = {}
         self._got: list[Outcome] = []
         self._connection: socket.socket | None = None
+        self._gone = False  # no agent could be started any more
         self._connect()
 
     def order(self, order: Order, /) -> None:
         """See `AgentLike`."""
         self._read_all()
-        if self._connection is None:
-            self._connect()
         self._pending[order.step, order.number] = order
         try:
-            assert self._connection is not None
-            send(self._connection, order)
+            if self._connection is not None:
+                send(self._connection, order)
+                return
         except OSError:
             self._hang_up()
-            self._connect()  # what it had is given up, this order with it
+        self._go_on()
 
     def outcomes(self) -> list[Outcome]:
         """See `AgentLike`."""
         self._read_all()
-        if self._connection is None and self._pending:
-            self._connect()
+        if self._connection is None and not self._gone:
+            self._go_on()  # also where nothing is pending: an agent is to be there if the trainer dies
             self._read_all()
         found, self._got = self._got, []
         return found
@@ -99,17 +102,22 @@ class AgentLink:
 
     def close(self, *, well: bool) -> None:
         """See `AgentLike`."""
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                if well:
-                    send(self._connection, Bye())
+        with contextlib.suppress(AgentError, OSError):
+            self._read_all()
+            if well and self._connection is None:
+                self._go_on()  # what is pending is to be persisted, and the arenas are to be removed
+            if well and self._connection is not None:
+                send(self._connection, Bye())
         self._hang_up()
 
     # --- the connection
 
     def _read_all(self) -> None:
         while self._connection is not None and select.select([self._connection], [], [], 0)[0]:
-            message = receive(self._connection)
+            try:
+                message = receive(self._connection)
+            except (WireError, OSError):
+                message = None
             if not isinstance(message, Outcome):
                 self._hang_up()
                 return
@@ -122,6 +130,19 @@ class AgentLink:
                     self._hello, last=known, parent=known, recorded=max(self._hello.recorded, message.step)
                 )
             self._got.append(message)
+
+    def _go_on(self) -> None:
+        """Have an agent go on with what is pending, after one has died; where there can be none, it has failed."""
+        try:
+            self._connect()
+            self._gone = False
+        except AgentError as error:
+            self._gone = True
+            self._got += [
+                Outcome(step=step, number=number, kind=SaveFailed.kind, text=str(error))
+                for step, number in self._pending
+            ]
+            self._pending.clear()
 
     def _hang_up(self) -> None:
         if self._connection is not None:
@@ -138,23 +159,28 @@ class AgentLink:
                 connection = poll(lambda: _connected(path), waiter=SystemWaiter(), timeout_s=_START_S)
             if connection is not None:
                 with contextlib.suppress(OSError):  # it was about to end: another one is started
-                    send(connection, replace(self._hello, unfinished=tuple(self._pending)))
+                    send(connection, self._hello)
+                    for order in self._pending.values():
+                        send(connection, replace(order, again=True))
                     self._connection = connection
                     return
+                connection.close()
         raise AgentError(f"no agent answers at {path!r} within {_START_S:g} s of being started: see {log!r}")
 
     def _start(self, log: str) -> None:
         """Start an agent; the process that is started here ends as soon as the agent runs in the background."""
         command = [
-            self._python, "-m", "lakeckpt.checkpoint.agent",
+            self._python, "-P", "-m", "lakeckpt.checkpoint.agent",
             self._hello.arenas, self._hello.run, str(self._linger_s),
         ]  # fmt: skip
+        # It imports what this process imports, wherever either of them is by now.
+        places = os.pathsep.join(dict.fromkeys(os.path.abspath(one) for one in sys.path))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         told = os.open(log, flags, 0o600)
         try:
             subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=told, stderr=told, start_new_session=True, check=True,
-                timeout=_START_S,
+                timeout=_START_S, env={**os.environ, "PYTHONPATH": places},
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
             raise AgentError(f"an agent cannot be started with {' '.join(command)}: {error}. See {log!r}") from error
@@ -165,6 +191,7 @@ class AgentLink:
 def _connected(path: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        connection.settimeout(_SEND_S)
         with short_path(path) as short:
             connection.connect(short)
     except OSError:

@@ -47,8 +47,6 @@ class Hello:
     keep: Keep
     verify: Verify
     timeout_s: float
-    unfinished: tuple[tuple[int, int], ...] = ()
-    """(step, number) of orders that an agent which died has left: they are given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +59,8 @@ class Order:
     metric: float | None = None
     documents: Mapping[str, bytes] = field(default_factory=dict)
     """path → a document that must be there before the commit, where it was not handed over before."""
+    again: bool = False
+    """An agent that has died had it: whatever of it was done is there, and it may even be committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,6 @@ def _to_plain(message: Message) -> dict[str, Any]:
         keep = message.keep
         plain["keep"] = [keep.last, keep.every, keep.best, keep.best_is]
         plain["storage_options"] = dict(message.storage_options)
-        plain["unfinished"] = [list(one) for one in message.unfinished]
     if isinstance(message, Order):
         plain["documents"] = dict(message.documents)
     plain["message"] = next(name for name, kind in _KINDS.items() if kind is type(message))
@@ -141,6 +140,7 @@ def _from_plain(value: object) -> Message:
             number=number(plain, "number"),
             metric=None if plain.get("metric") is None else taken(plain, "metric", float),
             documents=taken(plain, "documents", dict),
+            again=taken(plain, "again", bool),
         )
     if kind == "outcome":
         return Outcome(
@@ -174,7 +174,6 @@ def _hello(plain: Mapping[str, Any]) -> Hello:
         keep=Keep(last=last, every=every, best=best, best_is=best_is),
         verify=taken(plain, "verify", str),  # type: ignore[arg-type]
         timeout_s=taken(plain, "timeout_s", float),
-        unfinished=tuple((step, count) for step, count in taken(plain, "unfinished", list)),
     )
 
 

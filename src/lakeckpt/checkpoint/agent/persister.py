@@ -30,7 +30,7 @@ from lakeckpt.checkpoint.publish import Attempt, Publisher, Settings
 from lakeckpt.checkpoint.records import RecordTalk
 from lakeckpt.checkpoint.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.waiting import Waiter
-from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, SaveLeftOut, StorageError
+from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveLeftOut, StorageError
 from lakeckpt.lake.storage import Storage
 
 __all__ = ["Persister", "chosen"]
@@ -59,15 +59,20 @@ class Persister:
         settings: Settings,
         waiter: Waiter,
         report: Callable[[Outcome], None],
-        unfinished: Sequence[tuple[int, int]] = (),
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._generations = generations
         self._settings = settings
         self._waiter = waiter
         self._report = report
-        self._unfinished = unfinished
-        self._storage = RetryingStorage(storage, waiter=waiter, is_hopeless=self._is_hopeless)
+        self._log = log
+        self._storage = RetryingStorage(
+            storage,
+            waiter=waiter,
+            is_hopeless=self._is_hopeless,
+            failing=lambda error: log(f"storage fails, and is tried again: {error}"),
+        )
         self._publisher = Publisher(
             self._storage, attempt, rank=rank, world_size=world_size, settings=settings, waiter=waiter
         )
@@ -76,6 +81,7 @@ class Persister:
         self._waiting: list[Order] = []
         self._left = self._died = False
         self._superseded: AttemptSuperseded | None = None
+        self._committed: dict[SaveId, Manifest] | None = None  # by agents before this one; None: not looked for yet
         self._until_s = float("inf")
         self._thread = threading.Thread(target=self._run, name=f"lakeckpt-persister-{rank}", daemon=True)
 
@@ -122,7 +128,8 @@ class Persister:
 
     def _run(self) -> None:
         self._begin_work()
-        self._settle_unfinished()
+        with contextlib.suppress(StorageError):  # it is looked for again with the first order
+            self._look_back()
         while (taken := self._next()) is not None:
             order, left_out = taken
             for one in left_out:
@@ -131,8 +138,10 @@ class Persister:
             self._do(order)
         if self._died and not self._left and self._superseded is None:
             self._begin_work()
-            with contextlib.suppress(LakeckptError):  # there is nobody left to be told
+            try:
                 self._do_will()
+            except LakeckptError as error:  # there is nobody left to be told but the log
+                self._log(f"its last will was not done: {error.kind}: {error}")
 
     def _next(self) -> tuple[Order, tuple[Order, ...]] | None:
         with self._changed:
@@ -156,24 +165,19 @@ class Persister:
 
     # --- orders
 
-    def _settle_unfinished(self) -> None:
-        """An agent before this one died over these: they are committed, or given up for all ranks."""
-        try:
-            committed = {one.save: one for one in self._publisher.catch_up()}
-        except AttemptSuperseded as newer:
-            self._superseded, committed = newer, {}
-        except StorageError:
-            committed = {}  # it is looked for again when the next one is committed
-        for step, number in self._unfinished:
-            order = Order(step=step, number=number)
-            if (manifest := committed.get(self._save_of(order))) is not None:
-                self._tell(order, manifest, 0.0)
-                continue
-            error = self._superseded or SaveFailed(f"the agent of rank {self.rank} died while it persisted step {step}")
-            publish_failure(self._storage, self._save_of(order), self.rank, error)
-            self._tell(order, error, 0.0)
+    def _look_back(self) -> None:
+        """Find what an agent before this one has committed without telling. `StorageError`."""
+        if self._committed is None and self._superseded is None:
+            try:
+                self._committed = {one.save: one for one in self._publisher.catch_up()}
+            except AttemptSuperseded as newer:
+                self._superseded = newer
 
     def _leave_out(self, order: Order) -> None:
+        committed = (self._committed or {}).get(self._save_of(order))
+        if committed is not None:
+            self._tell(order, committed, 0.0)
+            return
         error = SaveLeftOut(f"step {order.step} was left out: a newer cut waits to be persisted")
         publish_failure(self._storage, self._save_of(order), self.rank, error)
         self._tell(order, error, 0.0)
@@ -181,19 +185,22 @@ class Persister:
     def _do(self, order: Order) -> None:
         begun_s = self._waiter.now()
         try:
+            self._look_back()
             if self._superseded is not None:
                 raise self._superseded
             save = self._save_of(order)
-            if self.rank and any(
-                info.path == save.failure_path(0) for info in self._storage.list(save.failure_path(0))
-            ):
-                raise gave_up(self._storage, save.failure_path(0), 0)
-            found: Manifest | Exception = self._publish(save, order)
+            self._refuse_given_up(save, ranks=sorted({0, self.rank} if order.again else {0} - {self.rank}))
+            found: Manifest | Exception = (self._committed or {}).get(save) or self._publish(save, order)
         except Exception as error:
             if isinstance(error, AttemptSuperseded):
                 self._superseded = error
             found = error
         self._tell(order, found, self._waiter.now() - begun_s)
+
+    def _refuse_given_up(self, save: SaveId, *, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if any(info.path == save.failure_path(rank) for info in self._storage.list(save.failure_path(rank))):
+                raise gave_up(self._storage, save.failure_path(rank), rank)
 
     def _publish(self, save: SaveId, order: Order) -> Manifest:
         talk = RecordTalk(
@@ -216,7 +223,7 @@ class Persister:
                 taken = _staged(contents_of(held), order, self._documents)
             except LakeckptError as error:
                 taken = error
-            manifest = self._publisher.publish(save, taken, talk)
+            manifest = self._publisher.publish(save, taken, talk, again=order.again)
         self._documents.clear()
         return manifest
 
@@ -233,6 +240,8 @@ class Persister:
             kind = found.kind if isinstance(found, LakeckptError) else "save_failed"
             text = str(found) if isinstance(found, LakeckptError) else repr(found)
             outcome = Outcome(step=order.step, number=order.number, took_s=took_s, kind=kind, text=text)
+        came = f"committed in slot {outcome.slot}" if outcome.slot is not None else f"{outcome.kind}: {outcome.text}"
+        self._log(f"step {order.step}: {came} ({took_s:.1f} s)")
         self._report(outcome)
 
     # --- the last will
@@ -250,7 +259,9 @@ class Persister:
             waiter=self._waiter,
             timeout_s=self._settings.timeout_s,
         )
-        if step is not None:
+        if step is None:
+            self._log("no cut of all ranks is newer than the newest commit")
+        else:
             self._do(Order(step=step, number=WILL))
 
 

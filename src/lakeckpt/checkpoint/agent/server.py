@@ -4,7 +4,8 @@ The first trainer of a run on a node starts it, in a session of its own, and it 
 its socket lies in the folder of the arenas, which is this user's alone, and a lock beside it keeps a second one away.
 It ends when all trainers have said goodbye and everything is persisted. Where trainers died, it does their last will
 and waits for them to come back for a while. After SIGTERM it finishes what was ordered. A trainer that is started anew
-finds it, or starts another one: nothing is kept in an agent that is not also in the arenas or in storage.
+finds it, or starts another one: nothing is kept in an agent that is not also in the arenas or in storage. What it does
+stands in its log.
 
 One thread for each trainer reads its messages, one for each rank persists (see ``persister``); all end with the
 process. Imports without torch.
@@ -18,8 +19,10 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Order, Outcome, receive, send
@@ -27,7 +30,7 @@ from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.publish import Attempt, Settings
-from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
+from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
 from lakeckpt.errors import LakeckptError, WireError
 from lakeckpt.lake.storage import Storage, open_storage
 
@@ -37,6 +40,8 @@ FIRST_TRAINER_S = 60.0
 """How long an agent waits for its first trainer."""
 LINGER_S = 900.0
 """How long it waits for trainers that died to come back, when their last will is done."""
+_END_S = 30.0
+"""How long a new agent waits for one that is about to end."""
 
 
 def agent_paths(folder: str, run: str) -> tuple[str, str, str]:
@@ -66,8 +71,10 @@ class Agent:
         open_place: Callable[[Hello], Storage] | None = None,
         linger_s: float = LINGER_S,
         first_trainer_s: float = FIRST_TRAINER_S,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._listener = listener
+        self._log = log
         self._waiter = SystemWaiter() if waiter is None else waiter
         self._open_place = _opened if open_place is None else open_place
         self._linger_s, self._first_trainer_s = linger_s, first_trainer_s
@@ -84,8 +91,11 @@ class Agent:
             with self._changed:
                 self._changed.wait(min(left_s, 1.0))
         self._listener.close()
+        current = _current(self._sessions)
         for session in self._sessions:
-            session.tidy()
+            if session in current or session.identity not in {one.identity for one in current}:
+                session.tidy(is_current=session in current)
+            session.close()
 
     def drain(self) -> None:
         """End when what was ordered is done; new trainers and orders are turned away."""
@@ -105,7 +115,8 @@ class Agent:
                 return 1.0
             if self._draining:
                 return 0.0
-            wait_s = self._first_trainer_s if not sessions else self._linger_s if sessions[-1].died else 0.0
+            died = any(one.died for one in _current(sessions))
+            wait_s = self._first_trainer_s if not sessions else self._linger_s if died else 0.0
             return self._idle_s + wait_s - self._waiter.now()
 
     # --- trainers
@@ -131,9 +142,8 @@ class Agent:
                 if session is None:
                     if not isinstance(message, Hello):
                         return
-                    session = _Session(message, connection, self._open_place(message), self._waiter)
-                    with self._changed:
-                        self._sessions.append(session)
+                    session = _Session(message, connection, self._open_place(message), self._waiter, self._log)
+                    self._adopt(session)
                     session.start()
                 elif isinstance(message, Order) and not self._draining:
                     session.persister.order(message)
@@ -141,6 +151,7 @@ class Agent:
                     session.leave()
                     return
         except LakeckptError as error:
+            self._log(f"a trainer cannot be served: {error.kind}: {error}")
             with contextlib.suppress(OSError):
                 send(connection, Outcome(step=0, number=0, kind=error.kind, text=str(error)))
         finally:
@@ -152,17 +163,34 @@ class Agent:
             if session is None:
                 connection.close()
 
+    def _adopt(self, session: _Session) -> None:
+        """Serve this one, too. Of those before it that have the same arenas, the ones that are done are forgotten."""
+        with self._changed:
+            over = [one for one in self._sessions if one.is_done and one.identity == session.identity]
+            self._sessions = [one for one in self._sessions if one not in over] + [session]
+        for one in over:
+            one.close()
+
 
 class _Session:
     """A trainer, and what is done for its rank."""
 
-    def __init__(self, hello: Hello, connection: socket.socket, storage: Storage, waiter: Waiter) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        connection: socket.socket,
+        storage: Storage,
+        waiter: Waiter,
+        log: Callable[[str], None],
+    ) -> None:
         self.hello = hello
+        self._name = f"rank {hello.rank} of {hello.world_size}, attempt {hello.attempt}"
+        self._write = log
         self.left = self.died = False
         self._connection = connection
         self._sending = threading.Lock()
-        identity = identity_of(hello.run, rank=hello.rank, world_size=hello.world_size)
-        self._generations = Generations(ArenaFolder(hello.arenas), identity)
+        self.identity = identity_of(hello.run, rank=hello.rank, world_size=hello.world_size)
+        self._generations = Generations(ArenaFolder(hello.arenas), self.identity)
         attempt = Attempt(
             run=hello.run,
             number=hello.attempt,
@@ -180,11 +208,12 @@ class _Session:
             settings=Settings(keep=hello.keep, verify=hello.verify, timeout_s=hello.timeout_s),
             waiter=waiter,
             report=self._report,
-            unfinished=hello.unfinished,
+            log=self._log,
         )
 
     def start(self) -> None:
         """Start to persist."""
+        self._log(f"is served, to {self.hello.uri}")
         self.persister.start()
 
     def is_alone(self) -> bool:
@@ -198,11 +227,13 @@ class _Session:
 
     def leave(self) -> None:
         """The trainer ended well, or the agent has to end."""
+        self._log("leaves")
         self.left = True
         self.persister.leave()
 
     def die(self) -> None:
         """The trainer died."""
+        self._log("is gone without a goodbye")
         self.died = True
         self.persister.die()
 
@@ -211,16 +242,31 @@ class _Session:
         """Whether there is nothing left to do for this trainer."""
         return self.persister.is_done
 
-    def tidy(self) -> None:
-        """Remove the arena where nobody needs it: all that is complete in it is in storage, and its trainer is gone."""
-        newest = max(self._generations.steps(str(self.hello.attempt)), default=0)
-        if not self.died or newest <= self.persister.recorded:
+    def tidy(self, *, is_current: bool) -> None:
+        """Remove the arena where nobody needs it: its trainer is gone, and all that is complete in it is in storage, or
+        a later attempt has gone on without it."""
+        captured = max(self._generations.steps(str(self.hello.attempt)), default=0)
+        if is_current and self.died and captured > self.persister.recorded:
+            self._log(f"its memory stays, as step {captured} is not in storage: lakeckpt doctor removes it")
+        else:
             self._generations.remove()
+
+    def close(self) -> None:
+        """Let go of the arenas."""
         self._generations.close()
+
+    def _log(self, text: str) -> None:
+        self._write(f"{self._name}: {text}")
 
     def _report(self, outcome: Outcome) -> None:
         with self._sending, contextlib.suppress(OSError):
             send(self._connection, outcome)
+
+
+def _current(sessions: Sequence[_Session]) -> list[_Session]:
+    """The last session of each rank in the newest attempt: what was before is over."""
+    newest = max((one.hello.attempt for one in sessions), default=0)
+    return list({one.identity: one for one in sessions if one.hello.attempt == newest}.values())
 
 
 def _received(connection: socket.socket) -> Message | None:
@@ -239,6 +285,11 @@ def _is_same_user(connection: socket.socket) -> bool:
     return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
 
 
+def _printed(text: str) -> None:
+    """One line of the log."""
+    print(time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime()), text, file=sys.stderr, flush=True)
+
+
 def main(folder: str, run: str, *, linger_s: float = LINGER_S) -> int:
     """Be the agent of ``run`` in the background, unless there is one. Returns in the process that called, when trainers
     can connect: 0, or 1 where it could not be."""
@@ -250,24 +301,37 @@ def main(folder: str, run: str, *, linger_s: float = LINGER_S) -> int:
     os.close(told)
     socket_path, lock_path, _ = agent_paths(folder, run)
     lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not poll(lambda: _is_locked(lock, socket_path), waiter=SystemWaiter(), timeout_s=_END_S):
         os.write(tells, b"+")
         return 0
     os.truncate(lock, 0)
     os.write(lock, b"%d" % os.getpid())
-    agent = Agent(_listener(socket_path), linger_s=linger_s)
+    agent = Agent(_listener(socket_path), linger_s=linger_s, log=_printed)
     signal.signal(signal.SIGTERM, lambda *_: agent.drain())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
     os.write(tells, b"+")
     os.close(tells)
+    _printed(f"the agent of run {run} begins, process {os.getpid()}")
     try:
         agent.serve()
     finally:
+        _printed("the agent ends")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(socket_path)
     return 0
+
+
+def _is_locked(lock: int, path: str) -> bool | None:
+    """True when the lock is ours, False where another agent serves; None while one is about to end."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            with short_path(path) as short:
+                asking.connect(short)
+            return False
+        return None
+    return True
 
 
 def _listener(path: str) -> socket.socket:
