@@ -11,7 +11,7 @@ Pure values and their documents. Imports without torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lakeckpt.checkpoint.fields import fields_of, number
@@ -41,7 +41,8 @@ class Leg:
 
 
 def since(legs: Sequence[Leg], recorded: int) -> tuple[Leg, ...]:
-    """Those of ``legs`` that no commit up to step ``recorded`` has; the last of them ends at the cut.
+    """Those of ``legs`` that no commit up to step ``recorded`` has; the last of them ends at the cut. Where a commit has
+    the cut itself, that is one leg on which nothing was consumed.
 
     `WireDamaged` where they do not follow one another from there: something was consumed that nobody recorded.
     """
@@ -51,6 +52,9 @@ def since(legs: Sequence[Leg], recorded: int) -> tuple[Leg, ...]:
         if leg.first != at:
             raise WireDamaged(f"what was consumed between the steps {at} and {leg.first} is recorded nowhere")
         at = leg.step
+    if not left and legs and legs[-1].step == recorded:
+        record = replace(legs[-1].record, stretches=(), steps=StepRecord(runs=()), skips=SkipList())
+        return (Leg(first=recorded, step=recorded, record=record),)
     if not left or (legs and legs[-1].step != at):
         raise WireDamaged(f"nothing is known of what was consumed after step {recorded}")
     return left
