@@ -41,8 +41,8 @@ class Leg:
 
 
 def since(legs: Sequence[Leg], recorded: int) -> tuple[Leg, ...]:
-    """Those of ``legs`` that no commit up to step ``recorded`` has; the last of them ends at the cut. Where a commit has
-    the cut itself, that is one leg on which nothing was consumed.
+    """Those of ``legs`` that no commit up to step ``recorded`` has; the last of them ends at the cut. Where a commit
+    has the cut itself, that is one leg on which nothing was consumed.
 
     `WireDamaged` where they do not follow one another from there: something was consumed that nobody recorded.
     """
