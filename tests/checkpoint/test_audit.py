@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Multiset
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -274,32 +275,27 @@ def test_an_endless_stream_that_began_anew_repeats_rows(table: Path) -> None:
     assert report.verdict == "violated" and report.repeated == 56
 
 
-def test_a_row_that_two_manifests_record_is_repeated_whatever_the_states_say(table: Path) -> None:
+def audited_with(table: Path, change: Callable[[Intervals], Intervals]) -> AuditReport:
+    """The audit of a history whose last manifest records other rows than its state says."""
     script = Script(table)
     script.attempt(12)
     history = read_history(script.storage)
     last = history.chain[-1]
     record = last.readers["reader"]
     (stretch,) = record.stretches
-    more = {0: stretch.consumed[0].union(Intervals.of([(5, 8)]))}
-    changed = replace(record, stretches=(replace(stretch, consumed=more),))
+    changed = replace(record, stretches=(replace(stretch, consumed={0: change(stretch.consumed[0])}),))
     chain = (*history.chain[:-1], replace(last, readers={"reader": changed}))
-    report = audit_history(replace(history, chain=chain), orders_of(script.storage, history))
+    return audit_history(replace(history, chain=chain), orders_of(script.storage, history))
+
+
+def test_a_row_that_two_manifests_record_is_repeated_whatever_the_states_say(table: Path) -> None:
+    report = audited_with(table, lambda rows: rows.union(Intervals.of([(5, 8)])))
     assert report.verdict == "violated" and report.repeated == 3
     assert any("do not" in text or "are not those" in text for text in report.every_doubt)
 
 
 def test_a_row_that_no_manifest_records_is_lost_whatever_the_states_say(table: Path) -> None:
-    script = Script(table)
-    script.attempt(12)
-    history = read_history(script.storage)
-    last = history.chain[-1]
-    record = last.readers["reader"]
-    (stretch,) = record.stretches
-    less = {0: stretch.consumed[0].difference(Intervals.of([(60, 62)]))}
-    changed = replace(record, stretches=(replace(stretch, consumed=less),))
-    chain = (*history.chain[:-1], replace(last, readers={"reader": changed}))
-    report = audit_history(replace(history, chain=chain), orders_of(script.storage, history))
+    report = audited_with(table, lambda rows: rows.difference(Intervals.of([(60, 62)])))
     assert report.verdict == "violated" and report.lost == 2
 
 

@@ -63,18 +63,6 @@ def test_every_row_counts_once_row_by_row(lake: Path, case: dict[str, Any]) -> N
     assert_exactly_once(make_of(lake, batch_size=None, **case), topologies=shapes, offsets=5, chains=3)
 
 
-@pytest.fixture(scope="module")
-def make_lake(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LakeSpec], Path]:
-    made: dict[LakeSpec, Path] = {}
-
-    def make(spec: LakeSpec) -> Path:
-        if spec not in made:
-            made[spec] = spec.write(tmp_path_factory.mktemp("lake"))
-        return made[spec]
-
-    return make
-
-
 @settings(max_examples=40)
 @given(
     spec=tables(max_columns=2),

@@ -171,18 +171,6 @@ def test_histories_print_as_the_source_that_makes_them(history: list[Attempt]) -
     assert eval(repr(history), {"Attempt": Attempt}) == history
 
 
-@pytest.fixture(scope="module")
-def make_lake(tmp_path_factory: pytest.TempPathFactory) -> Callable[[LakeSpec], Path]:
-    made: dict[LakeSpec, Path] = {}
-
-    def make(spec: LakeSpec) -> Path:
-        if spec not in made:
-            made[spec] = spec.write(tmp_path_factory.mktemp("lake"))
-        return made[spec]
-
-    return make
-
-
 @pytest.mark.soak
 @settings(max_examples=100)
 @given(

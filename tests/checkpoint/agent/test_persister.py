@@ -36,15 +36,21 @@ def run(desk: Desk) -> None:
     assert desk.persister.join(PATIENCE_S), "it does not end"
 
 
+def serve(desk: Desk, *orders: tuple[int, int]) -> None:
+    """What comes of ``orders`` (step, number) of a trainer that leaves then."""
+    for step, number in orders:
+        desk.order(step, number)
+    desk.persister.leave()
+    run(desk)
+
+
 def test_an_ordered_cut_is_committed_as_it_was_captured(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
     with make_arena(tmp_path) as arena:
         fill(arena, 5)
         desk = Desk(storage, tmp_path, EventWaiter(storage))
-        desk.order(5, 0)
-        desk.persister.leave()
-        run(desk)
+        serve(desk, (5, 0))
     assert committed(storage) == [5] and desk.said() == [(5, "")] and holds(storage, 5)
     assert desk.outcomes[0].slot == 1 and desk.persister.recorded == 5
 
@@ -56,9 +62,7 @@ def test_the_newest_of_several_orders_is_done_and_the_others_are_left_out_and_to
         desk = Desk(storage, tmp_path, EventWaiter(storage))
         for step in (1, 2, 3):
             fill(arena, step)
-            desk.order(step, step - 1)
-        desk.persister.leave()
-        run(desk)
+        serve(desk, (1, 0), (2, 1), (3, 2))
     assert committed(storage) == [3] and holds(storage, 3)
     assert desk.said() == [(1, "save_left_out"), (2, "save_left_out"), (3, "")]
     assert "left out" in desk.outcomes[0].text
@@ -76,15 +80,11 @@ def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: 
     with make_arena(tmp_path) as arena:
         fill(arena, 7)
         first = Desk(storage, tmp_path, EventWaiter(storage))
-        first.order(3, 0)
-        first.persister.leave()
-        run(first)
+        serve(first, (3, 0))
         assert first.said() == [(3, "save_left_out")]
         assert "step 3 was left out: rank 0 had not captured it" in first.outcomes[0].text
         again = Desk(storage, tmp_path, EventWaiter(storage))
-        again.order(7, 1)
-        again.persister.leave()
-        run(again)
+        serve(again, (7, 1))
     assert committed(storage) == [7]
 
 
@@ -163,9 +163,7 @@ def test_a_store_that_fails_for_a_while_is_tried_until_it_works(tmp_path: Path) 
     with make_arena(tmp_path) as arena:
         fill(arena, 5)
         desk = Desk(FaultyStorage(storage, fail_at=faults), tmp_path, waiter)
-        desk.order(5, 0)
-        desk.persister.leave()
-        run(desk)
+        serve(desk, (5, 0))
     assert committed(storage) == [5] and desk.said() == [(5, "")]
 
 
@@ -178,9 +176,7 @@ def test_a_store_that_goes_on_failing_is_reported_when_the_time_is_over(tmp_path
     with make_arena(tmp_path) as arena:
         fill(arena, 5)
         desk = Desk(FaultyStorage(storage, fail_at=faults), tmp_path, waiter)
-        desk.order(5, 0)
-        desk.persister.leave()
-        run(desk)
+        serve(desk, (5, 0))
     assert desk.said() == [(5, "save_failed")] and committed(storage) == []
     assert waiter.time_s >= 20.0
 
@@ -222,9 +218,7 @@ def test_a_cut_that_is_committed_already_is_no_last_will(tmp_path: Path) -> None
     with make_arena(tmp_path) as arena:
         fill(arena, 5)
         desk = Desk(storage, tmp_path, EventWaiter(storage))
-        desk.order(5, 0)
-        desk.persister.leave()
-        run(desk)
+        serve(desk, (5, 0))
         again = Desk(storage, tmp_path, EventWaiter(storage))
         again.persister.die()
         run(again)
@@ -281,9 +275,7 @@ def test_what_an_agent_left_unfinished_is_found_committed_or_done_by_the_next(tm
     with make_arena(tmp_path) as arena:
         fill(arena, 5)
         first = Desk(storage, tmp_path, EventWaiter(storage))
-        first.order(5, 0)
-        first.persister.leave()
-        run(first)
+        serve(first, (5, 0))
         fill(arena, 6)
         second = Desk(storage, tmp_path, EventWaiter(storage))
         second.order(5, 0, again=True)
@@ -360,9 +352,7 @@ def test_an_agent_killed_at_any_call_of_the_store_loses_no_commit_and_leaves_no_
         with make_arena(folder) as arena:
             fill(arena, 5)
             first = Desk(faulty, folder, waiter)
-            first.order(5, 0)
-            first.persister.leave()
-            run(first)
+            serve(first, (5, 0))
             assert set(committed(storage)) <= {5}
             told = dict(first.said()).get(5) == ""
             assert not told or committed(storage) == [5]
