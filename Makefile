@@ -83,7 +83,7 @@ format: $(VENV)/dev  ## let ruff put files into form
 	$(BIN)/ruff format .
 
 test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random moments
-	$(BIN)/python -m pytest -m soak -n 0 $(ARGS)
+	$(BIN)/python -m pytest -m soak -n $(JOBS) --dist worksteal $(ARGS)
 
 test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; installs Debian packages
 	tests/system/install.sh

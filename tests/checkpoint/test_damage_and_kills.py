@@ -68,7 +68,7 @@ def mutations(data: bytes, places: int) -> Iterator[bytes | None]:
     yield None
 
 
-PLACES = pytest.mark.parametrize("places", [40, pytest.param(200, marks=pytest.mark.soak)])
+PLACES = pytest.mark.parametrize("places", [40, pytest.param(120, marks=pytest.mark.soak)])
 
 
 def test_two_whole_checkpoints_restore_to_the_second() -> None:

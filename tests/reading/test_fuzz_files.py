@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 KINDS = ("pages", "pinned", "fresh")
-PATIENCE_S = 300
-"""For a case to come to an end; they take milliseconds."""
 
 
 def fuzz(kind: str, first: int, count: int) -> dict[str, int]:
@@ -51,4 +51,4 @@ def test_random_damage_ends_in_right_rows_or_an_error_of_ours(kind: str) -> None
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_damage_for_long_ends_in_right_rows_or_an_error_of_ours(kind: str) -> None:
-    fuzz(kind, 10_000, 1000)
+    fuzz(kind, 10_000, 400)

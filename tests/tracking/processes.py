@@ -15,7 +15,6 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "pytest",
-        "hypothesis",
         "torch.distributed",
         "torch._dynamo",  # two seconds, for which the first optimizer of a process asks
         "lakeckpt.checkpoint.manager",

@@ -319,12 +319,16 @@ def test_a_thousand_steps_with_a_slow_copier_and_a_reader_hold_no_mixture(tmp_pa
     optimizer = Stamper(model, lambda work: work())
     objects = {"model": model, "optimizer": optimizer}
     engine = CaptureEngine(objects, IDENTITY, folder=folder, slice_bytes=2**16, gate=SlowGate(5))
-    done, seen = threading.Event(), set[int]()
+    done, looked, seen = threading.Event(), threading.Event(), set[int]()
 
     def read() -> None:
-        with folder.open(folder.found()[0].name) as arena:
-            while not done.is_set():
-                seen.update(check_stamps(arena))
+        try:
+            with folder.open(folder.found()[0].name) as arena:
+                while not done.is_set():
+                    seen.update(check_stamps(arena))
+                    looked.set()
+        finally:
+            looked.set()
 
     reader = ThreadPoolExecutor(1)
     reading = None
@@ -332,16 +336,19 @@ def test_a_thousand_steps_with_a_slow_copier_and_a_reader_hold_no_mixture(tmp_pa
         for step in range(1, 1001):
             optimizer.step()
             model.seen.fill_(step)
-            engine.cut(step, attempt="a", cut=CUT, must=step == 1)
+            engine.cut(step, attempt="a", cut=CUT, must=step % 10 == 1)
             reading = reader.submit(read) if reading is None else reading
             model.seen.fill_(-1)
+            if step % 10 == 0 and not reading.done():  # whoever is slow, what is complete by now is looked at
+                looked.clear()
+                assert looked.wait(PATIENCE_S)
         engine.wait()
     finally:
         done.set()
     assert reading is not None
     reading.result()
-    assert len(seen) > 100
-    assert engine.left_out < 900
+    assert len(seen) > 50
+    assert engine.left_out <= 900
     assert all(record.complete for record in engine.records)
     engine.close(remove=True)
     reader.shutdown()
