@@ -645,6 +645,23 @@ def test_a_wrapper_without_hooks_is_captured_at_the_cut(made: Made, folder: Aren
     assert_same(kept_state(folder, 1), expected)
 
 
+def test_what_a_wrapped_optimizer_is_given_later_is_captured(made: Made, folder: ArenaFolder) -> None:
+    one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    inner = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+    objects = {"one": one, "other": other, "optimizer": Wrapper(inner)}
+    with pytest.warns(CaptureWarning, match="has no hooks"):
+        engine = made(objects)
+    for step in (1, 2, 3):
+        other(one(torch.randn(3, 8))).sum().backward()
+        inner.step()
+        expected = state_of(objects)
+        assert cut(engine, step, must=True)
+        engine.wait()
+        assert_same(kept_state(folder, step), expected)
+        if step == 1:
+            inner.add_param_group({"params": list(other.parameters())})
+
+
 def test_a_callback_that_fails_is_told_and_captures_go_on(made: Made) -> None:
     job, told = Job(), []
 

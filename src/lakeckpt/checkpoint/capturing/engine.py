@@ -220,7 +220,7 @@ class CaptureEngine:
                 return before
             steady = steady and all(one.changing.issuperset(one.tensors) for one in changed)
         parted = part(self._sources, self._hooks.optimizers, moving=moving)
-        if before is not None and steady:
+        if before is not None and steady and parted.parts_as(before.parted):
             # The same mapping says that nothing of it has to be made ready again.
             parted = Parted(early=parted.early, late=before.parted.late, still=before.parted.still)
         else:

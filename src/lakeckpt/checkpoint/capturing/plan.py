@@ -41,6 +41,10 @@ class Parted:
     still: frozenset[str]
     """Those late ones that nothing is known to change."""
 
+    def parts_as(self, other: Parted) -> bool:
+        """Whether the same keys are late and still: an optimizer may have been given more parameters."""
+        return self.late.keys() == other.late.keys() and self.still == other.still
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturePlan:
