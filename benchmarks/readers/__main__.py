@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.readers.measuring import exactness, prepare, resumes, speeds
-from benchmarks.readers.plan import case_of, exact_cases, speed_cases
+from benchmarks.readers.plan import exact_cases, resume_cases, speed_cases
 from benchmarks.readers.publish import publish, show
 from benchmarks.readers.registry import READERS
 from benchmarks.readers.runner import ROOT, Runner
@@ -153,8 +153,10 @@ def _measure(
         results["unprepared"] = prepare(runner, [case for case, _, _ in exact], say)
         collect("exact", exactness(runner, exact, in_time))
     if "resume" in arguments.parts:
-        table = make("tokens", arguments.scale, arguments.data, at_most=RESUME_ROWS)
-        resuming = [case_of(name, table, shuffle=True) for name in readers if READERS[name].resumes]
+        resuming = []
+        for name in arguments.tables:
+            table = make(name, arguments.scale, arguments.data, at_most=RESUME_ROWS if name == "tokens" else None)
+            resuming += resume_cases(table, readers)
         prepare(runner, resuming, say)
         collect("resume", resumes(runner, resuming, arguments.repetitions, in_time))
     if "speed" in arguments.parts:

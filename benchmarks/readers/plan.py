@@ -9,7 +9,7 @@ from benchmarks.readers.case import Case
 from benchmarks.readers.registry import READERS, Entry
 from benchmarks.readers.tables import DataSet
 
-__all__ = ["TRANSITIONS", "Topology", "case_of", "exact_cases", "speed_cases"]
+__all__ = ["TRANSITIONS", "Topology", "case_of", "exact_cases", "resume_cases", "speed_cases"]
 
 OTHER_BATCH = ("lakeckpt", "row-group", "iter-batches", "hand-written", "lance")
 """Readers that are measured with the other batch size, too."""
@@ -91,3 +91,15 @@ def exact_cases(table: DataSet, readers: Sequence[str], *, quick: bool) -> list[
     transitions = (TRANSITIONS[0], TRANSITIONS[4]) if quick else TRANSITIONS
     names = [name for name in readers if READERS[name].resumes]
     return [(case_of(name, table, shuffle=True), before, after) for before, after in transitions for name in names]
+
+
+def resume_cases(table: DataSet, readers: Sequence[str]) -> list[Case]:
+    """What is stopped at places of an epoch, shuffled: tokens by all that can go on, other tables by who converts nothing
+    and does not take minutes."""
+    return [
+        case_of(name, table, shuffle=True)
+        for name in readers
+        if (entry := READERS[name]).resumes
+        and table.name in entry.tables
+        and (table.name == "tokens" or not (entry.slow or entry.prepares))
+    ]

@@ -145,8 +145,8 @@ def grids(results: Found) -> list[Grid]:
     speeds, resumed, exact = (results.get(part, []) for part in ("speed", "resume", "exact"))
     for group in dict.fromkeys(map(key, speeds)):
         found.append(_speed_grid(*group, [one for one in speeds if key(one) == group]))
-    if resumed:
-        found.append(_resume_grid(resumed))
+    for table in dict.fromkeys(one["case"]["table"] for one in resumed):
+        found.append(_resume_grid([one for one in resumed if one["case"]["table"] == table]))
     for rows in dict.fromkeys(one["case"]["rows"] for one in exact):
         found.append(exact_grid(rows, [one for one in exact if one["case"]["rows"] == rows]))
     return found
