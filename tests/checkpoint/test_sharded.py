@@ -99,10 +99,10 @@ def first(rank: int, world_size: int, folder: str) -> None:
         return empty_for(spec)
 
     load_module.empty_for = counting  # type: ignore[attr-defined]
-    for fresh in (fsdp(2, world_size), fsdp(3, world_size)):
-        trained(fresh, 1)
-        assert CheckpointManager(f"{folder}/run", fresh).restore() == 1
-        assert states(fresh) == Path(folder, f"saved.{rank}").read_text()
+    fresh = fsdp(2, world_size)
+    trained(fresh, 1)
+    assert CheckpointManager(f"{folder}/run", fresh).restore() == 1
+    assert states(fresh) == Path(folder, f"saved.{rank}").read_text()
     assert sum(made) == 0  # the parts that a rank has now are those that it saved: they were read in place
     dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
         "pytest",
+        "hypothesis",
         "torch.distributed",
         "torch._dynamo",  # two seconds, for which the first optimizer of a process asks
         "lakeckpt.checkpoint.manager",

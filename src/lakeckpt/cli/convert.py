@@ -13,13 +13,16 @@ _KINDS = {
     "run": "a run's checkpoint",
     "lakeckpt": "a checkpoint of LakeStorageWriter",
     "dcp": "a checkpoint of torch's DCP",
+    "torch": "a file of torch.save",
     "safetensors": "safetensors",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``lakeckpt convert``."""
-    parser.add_argument("source", metavar="SOURCE", help="a run, a folder of DCP (ours or torch's), or safetensors")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a run, a folder of DCP (ours or torch's), a file of torch.save, safetensors"
+    )
     parser.add_argument("target", metavar="TARGET", help="a new folder, or a URL")
     parser.add_argument("--to", choices=["dcp", "safetensors", "lakeckpt"], required=True, help="the form to write")
     parser.add_argument("--item", metavar="NAME", help="write this part of the state alone, such as model")

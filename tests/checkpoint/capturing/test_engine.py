@@ -370,6 +370,41 @@ def test_parameters_that_move_are_followed(made: Made, folder: ArenaFolder) -> N
     assert_same(kept_state(folder, 2), state_of(job.objects))
 
 
+def _other_memory(job: Job) -> None:
+    for one in job.model.parameters():
+        one.data = one.data.clone() + 1
+
+
+def _other_type(job: Job) -> None:
+    job.model.inner.double()
+
+
+def _other_shape(job: Job) -> None:
+    job.model.inner[3].bias.data = torch.ones(9)
+
+
+def _other_moments(job: Job) -> None:
+    for state in job.optimizer.state.values():
+        state["exp_avg"].data = state["exp_avg"].data.clone() + 1
+
+
+@pytest.mark.parametrize("change", [_other_memory, _other_type, _other_shape, _other_moments])
+def test_parameters_whose_memory_was_replaced_are_captured_where_they_lie_now(
+    made: Made, folder: ArenaFolder, change: Callable[[Job], None]
+) -> None:
+    """The tensors are the same objects: ``.data`` is how ``Module.to`` moves them, and others swap weights."""
+    job = Job()
+    engine = made(job.objects)
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+    change(job)
+    expected = state_of(job.objects)
+    assert cut(engine, 2, must=True)
+    engine.wait()
+    assert_same(kept_state(folder, 2), expected)
+
+
 def test_tensors_of_all_sorts_are_stored_in_the_order_of_their_elements(made: Made, folder: ArenaFolder) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:

@@ -186,6 +186,47 @@ def test_safetensors_of_others_are_read_in_one_file_or_several(tmp_path: Path) -
         read_state(tmp_path / "many")
 
 
+def test_a_file_of_torch_save_is_read_as_it_was_saved_and_its_old_form_refused(tmp_path: Path) -> None:
+    objects = trained()
+    state = {name: one.state_dict() for name, one in objects.items()} | {"epoch": 3}
+    for name in ("a.pt", "a.pth", "pytorch_model.bin", "epoch=3.ckpt"):
+        torch.save(state, tmp_path / name)
+        assert alike(read_state(tmp_path / name), state)
+    done = convert_checkpoint(tmp_path / "a.pt", tmp_path / "weights", to="safetensors", item="model")
+    assert done.source == "torch" and alike(read_state(tmp_path / "weights"), dict(state["model"]))
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(UnsupportedValue, match=r"old\.pt: it is in the form of before torch 1\.6"):
+        read_state(tmp_path / "old.pt")
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(UnsupportedValue, match=r"list\.pt: it holds a list, not a state"):
+        read_state(tmp_path / "list.pt")
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
+    with pytest.raises(UnsupportedValue, match=r"could make a torch\.nn\.modules\.linear\.Linear"):
+        read_state(tmp_path / "module.pt")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "hub" / "pytorch_model.bin")
+    with pytest.raises(CheckpointNotFound, match=r"no \*\.safetensors, but pytorch_model\.bin: name that file"):
+        read_state(tmp_path / "hub")
+
+
+def test_a_run_may_be_called_as_files_are(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run.ckpt", trained()) as saver:
+        saver.restore()
+        saver.save()
+    assert set(read_state(tmp_path / "run.ckpt")) == set(trained())
+
+
+def test_a_record_that_claims_more_than_its_file_has_makes_no_memory(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(4)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    entry = data.rindex(b"a/data/0") - 46  # of the central directory: both sizes stand 20 bytes behind its begin
+    assert data[entry : entry + 4] == b"PK\x01\x02"
+    data[entry + 20 : entry + 28] = (2**31).to_bytes(4, "little") * 2
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="has 2147483648 bytes, more than the whole file"):
+        read_state(tmp_path / "a.pt")
+
+
 def test_nothing_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound):
         read_state(tmp_path)

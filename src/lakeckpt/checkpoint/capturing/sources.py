@@ -2,7 +2,7 @@
 
 A `Source` is one object's share: its tensors by key, and what its tree says at a cut. Taking a large state dict apart
 costs milliseconds, and at almost every cut it comes apart as before. So the sources of plain modules and optimizers
-remember what they found and `holds` compares: the same containers, holding the same tensors, at the same addresses.
+remember what they found, and `renew` compares: the same containers, holding the same tensors, at the same addresses.
 Whatever is not plain (hooks on its state dict, a state dict of its own, any other type) is taken apart at every cut.
 
 Nothing is copied here. Everything is called by the training thread, between two optimizer steps; what `document`
@@ -62,27 +62,25 @@ def _source(name: str, one: Any) -> Source:
 
 
 class _Places:
-    """Where some tensors lie."""
+    """Where some tensors lay, and as what. Whoever holds a tensor may give it other memory at any time (``.data``)."""
 
-    __slots__ = ("_addresses", "_shapes", "_strides", "_tensors")
+    __slots__ = ("_keys", "_places", "_tensors")
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = tuple(tensors)
-        self._addresses = [one.data_ptr() for one in self._tensors]
-        self._shapes = [one.shape for one in self._tensors]
-        self._strides = [one.stride() for one in self._tensors]
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._keys, self._tensors = list(tensors), tuple(tensors.values())
+        self._places = [_place(one) for one in self._tensors]
 
     def hold(self) -> bool:
         """Whether all of them lie where they lay."""
-        return (
-            [one.data_ptr() for one in self._tensors] == self._addresses
-            and [one.shape for one in self._tensors] == self._shapes
-            and [one.stride() for one in self._tensors] == self._strides
-        )
+        return [_place(one) for one in self._tensors] == self._places
+
+    def are(self, others: _Places) -> bool:
+        """Whether these were the same memory under the same keys. State dicts may give other tensors of it."""
+        return self._keys == others._keys and self._places == others._places
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class ModuleSource:
@@ -101,7 +99,7 @@ class ModuleSource:
         flat = flatten(self.name, self._module.state_dict(keep_vars=True), of_module=True)
         self._document = tree_to_bytes(flat)
         self.tensors, self._sharded = flat.tensors, flat.sharded
-        self._places = _Places(flat.tensors.values())
+        self._places = _Places(flat.tensors)
         self.changing = frozenset(key for key in flat.tensors if not isinstance(self.known_as(key), torch.nn.Parameter))
         # The memory of a rank's part is looked up anew at each cut: no container says where it lies.
         self._containers = None if flat.sharded else _containers(self._module)
@@ -114,9 +112,9 @@ class ModuleSource:
         """See `Source`."""
         if self._containers is not None and _same(self._containers) and self._places.hold():
             return False
-        before = self.tensors
+        before = self._places
         self._take()
-        return not _are(before, self.tensors)
+        return not self._places.are(before)
 
     def document(self) -> Callable[[], bytes]:
         """See `Source`."""
@@ -152,14 +150,6 @@ def _same(containers: _Containers) -> bool:
     return True
 
 
-def _are(before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> bool:
-    """Whether these are the same tensors, in the same places. State dicts may give others of the same memory."""
-    return list(before) == list(now) and all(
-        one is other or (_place(one) == _place(other) and one.dtype == other.dtype)
-        for one, other in zip(before.values(), now.values(), strict=True)
-    )
-
-
 class OptimizerSource:
     """An optimizer: its state changes in its steps; what its groups hold (learning rates), at any time."""
 
@@ -187,7 +177,7 @@ class OptimizerSource:
         flat = self._flat = flatten(self.name, optimizer.state_dict())
         self._known: dict[str, bytes] = {}
         self.tensors = flat.tensors
-        self._places = _Places(flat.tensors.values())
+        self._places = _Places(flat.tensors)
         steady = {id(value) for state in optimizer.state.values() for value in _values(state)}
         self.changing = frozenset(key for key in flat.tensors if id(self.known_as(key)) not in steady)
         self._entries, self._groups = None if flat.sharded else _entries(optimizer), _groups(optimizer)
@@ -215,14 +205,14 @@ class OptimizerSource:
                 self._groups = groups
                 self._flat = _regrouped(self._flat, [options for _, options in groups])
             return False
-        before, groups = self.tensors, self._groups
+        before, groups = self._places, self._groups
         self._take()
         same_groups = (
             groups is not None
             and self._groups is not None
             and ([params for params, _ in groups] == [params for params, _ in self._groups])
         )
-        return not (same_groups and _are(before, self.tensors))
+        return not (same_groups and self._places.are(before))
 
     def document(self) -> Callable[[], bytes]:
         """See `Source`."""
@@ -292,11 +282,12 @@ def _regrouped(flat: Flat, groups: list[dict[str, Any]]) -> Flat:
 class OtherSource:
     """Anything else that has a ``state_dict``: taken apart at every cut, and all of it may change at any time."""
 
-    __slots__ = ("_document", "_one", "changing", "name", "tensors")
+    __slots__ = ("_document", "_one", "_places", "changing", "name", "tensors")
 
     def __init__(self, name: str, one: Any) -> None:
         self.name, self._one = name, one
         self.tensors: Mapping[str, torch.Tensor] = {}
+        self._places = _Places({})
         self.changing: frozenset[str] = frozenset()
         self._document = b""
         self.renew()
@@ -308,10 +299,10 @@ class OtherSource:
     def renew(self) -> bool:
         """See `Source`."""
         flat = flatten(self.name, self._one.state_dict())
-        before, self.tensors = self.tensors, flat.tensors
+        before, self.tensors, self._places = self._places, flat.tensors, _Places(flat.tensors)
         self.changing = frozenset(flat.tensors)
         self._document = tree_to_bytes(flat)  # at once: what it holds may be the object's own
-        return not _are(before, self.tensors)
+        return not self._places.are(before)
 
     def document(self) -> Callable[[], bytes]:
         """See `Source`."""

@@ -1,9 +1,9 @@
 """How does a checkpoint of one form become one of another?  Its state is read, by whoever wrote it, and written anew.
 
 `read_state` tells by looking what lies at a place: a run of `CheckpointManager`, a checkpoint of `LakeStorageWriter`,
-one of torch's own DCP, or safetensors. `convert_checkpoint` writes what it read as any of the last three. The whole
-state is held in host memory once. Nothing is unpickled on the way in; on the way out, torch's own writer writes torch's
-own form, pickle and all.
+one of torch's own DCP, a file of ``torch.save``, or safetensors. `convert_checkpoint` writes what it read as any of
+these but the first and ``torch.save``'s. The whole state is held in host memory once. Nothing is unpickled on the way
+in; on the way out, torch's own writer writes torch's own form, pickle and all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.foreign.dcp_folder import nested, read_dcp_folder
 from lakeckpt.checkpoint.foreign.dcp_metadata import METADATA
-from lakeckpt.checkpoint.foreign.safetensors import read_safetensors, tensors_of, write_safetensors
+from lakeckpt.checkpoint.foreign.safetensors import SAFETENSORS, read_safetensors, tensors_of, write_safetensors
+from lakeckpt.checkpoint.foreign.torch_file import SUFFIXES, read_torch_file
 from lakeckpt.checkpoint.load import load
 from lakeckpt.checkpoint.log import LOG, list_slots, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
@@ -39,7 +40,6 @@ from lakeckpt.lake.storage import Storage, describe, open_storage
 __all__ = ["Converted", "Form", "convert_checkpoint", "read_state"]
 
 Form = Literal["lakeckpt", "dcp", "safetensors"]
-_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Converted:
     """What was converted."""
 
     source: str
-    """What the source was: ``"run"``, ``"lakeckpt"``, ``"dcp"`` or ``"safetensors"``."""
+    """What the source was: ``"run"``, ``"lakeckpt"``, ``"dcp"``, ``"torch"`` or ``"safetensors"``."""
     target: Form
     tensors: int
     size_bytes: int
@@ -66,9 +66,9 @@ def read_state(
     """The state that lies at ``uri``, whole, in host memory, for ``load_state_dict`` of anything.
 
     A run of `CheckpointManager` (its newest checkpoint, or that in ``slot``; what ``rank`` had; readers' states under
-    their names, random states left out), a checkpoint of `LakeStorageWriter`, a folder of torch's own DCP, or a folder
-    or file of safetensors (tensors by name). Nothing that is read is unpickled: a value that only a pickle can make is
-    refused by its name.
+    their names, random states left out), a checkpoint of `LakeStorageWriter`, a folder of torch's own DCP, a file of
+    ``torch.save`` (named ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``), or a folder or file of safetensors (tensors by
+    name). Nothing that is read is unpickled: a value that only a pickle can make is refused by its name.
 
     Raises `CheckpointNotFound`, `CheckpointDamaged`, `UnsupportedValue`, `NewerFormat`.
     """
@@ -119,19 +119,33 @@ def _read(
     uri: str | os.PathLike[str], *, slot: int | None, rank: int, storage_options: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
     place, name = os.fspath(uri), None
-    if place.endswith(_SUFFIX):
-        place, _, name = place.rpartition("/")
-        place = place or "."
+    if place.endswith((SAFETENSORS, *SUFFIXES)):
+        folder, slash, last = place.rpartition("/")
+        folder = folder or slash or "."
+        beside = open_storage(folder, storage_options=storage_options)
+        if place.endswith(SAFETENSORS) or any(one.path == last for one in beside.list(last)):  # else a folder's name
+            place, name = folder, last
     storage = open_storage(place, storage_options=storage_options)
     if name is None and storage.list(LOG):
         return "run", _state_of_run(storage, slot, rank)
     if slot is not None or rank:
         raise ConfigError(f"{describe(storage)!r} is not a run: it has no slots and no ranks to choose")
-    if name is None and storage.list(CHECKPOINT):
+    if name is not None:
+        if name.endswith(SUFFIXES):
+            return "torch", read_torch_file(storage, name)
+        return "safetensors", dict(read_safetensors(storage, name))
+    if storage.list(CHECKPOINT):
         return "lakeckpt", _state_of_lake(place, storage_options)
-    if name is None and storage.list(METADATA):
+    if storage.list(METADATA):
         return "dcp", read_dcp_folder(storage)
-    return "safetensors", dict(read_safetensors(storage, name))
+    there = [one.path for one in storage.list()]
+    if any(path.endswith(SAFETENSORS) for path in there):
+        return "safetensors", dict(read_safetensors(storage))
+    files = [path for path in there if path.endswith(SUFFIXES)]
+    raise CheckpointNotFound(
+        f"there is no checkpoint in {describe(storage)!r}: no {LOG}, no {CHECKPOINT}, no {METADATA} and no "
+        f"*{SAFETENSORS}, but {f'{files[0]}: name that file' if files else f'{len(there)} other files'}"
+    )
 
 
 def _state_of_run(storage: Storage, slot: int | None, rank: int) -> dict[str, Any]:

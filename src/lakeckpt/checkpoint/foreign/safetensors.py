@@ -23,12 +23,13 @@ from lakeckpt.checkpoint.tensors import empty_for, host_bytes, on_host, spec_of
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, SaveFailed, UnsupportedValue
 from lakeckpt.lake.storage import Storage, describe
 
-__all__ = ["FILE", "INDEX", "read_safetensors", "tensors_of", "write_safetensors"]
+__all__ = ["FILE", "INDEX", "SAFETENSORS", "read_safetensors", "tensors_of", "write_safetensors"]
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SAFETENSORS = ".safetensors"
+"""How files of safetensors are called."""
 FILE_BYTES = 5 * 10**9
-_SUFFIX = ".safetensors"
 _READ_THREADS = 4
 _SPAN_BYTES = 32 * 2**20
 _SHARDED = b'"DCP_SHARDING_INFO"'
@@ -63,11 +64,11 @@ def read_safetensors(storage: Storage, file: str | None = None) -> dict[str, tor
     Raises `CheckpointNotFound`, `CheckpointDamaged` naming the object, and `UnsupportedValue` for files that hold parts
     of tensors.
     """
-    sizes = {one.path: one.size_bytes for one in storage.list() if one.path.endswith(_SUFFIX)}
+    sizes = {one.path: one.size_bytes for one in storage.list() if one.path.endswith(SAFETENSORS)}
     if file is not None:
         sizes = {path: size for path, size in sizes.items() if path == file}
     if not sizes:
-        raise CheckpointNotFound(f"there is no {file or f'file named *{_SUFFIX}'} in {describe(storage)!r}")
+        raise CheckpointNotFound(f"there is no {file or f'file named *{SAFETENSORS}'} in {describe(storage)!r}")
     places: dict[str, _Place] = {}
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-foreign") as pool:
         for path, slabs in zip(sizes, pool.map(lambda path: _slabs(storage, path, sizes[path]), sizes), strict=True):
@@ -95,7 +96,7 @@ def _slabs(storage: Storage, path: str, size_bytes: int) -> tuple[Slab, ...]:
 def _check_index(storage: Storage, places: Mapping[str, _Place]) -> None:
     """What an index names must be there: a file that is missing would pass for fewer tensors."""
     for info in storage.list():
-        if not info.path.endswith(f"{_SUFFIX}.index.json"):
+        if not info.path.endswith(f"{SAFETENSORS}.index.json"):
             continue
         try:
             named = json.loads(read_object(storage, info.path, 0, HEAD_LIMIT_BYTES))["weight_map"]
@@ -133,7 +134,9 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             tensors[name] = leaf
     if others:
         shown = ", ".join(others[:10]) + (f" and {len(others) - 10} more" if len(others) > 10 else "")
-        raise UnsupportedValue(f"safetensors hold tensors alone, and this state holds {shown}: choose a part of it")
+        raise UnsupportedValue(
+            f"safetensors hold tensors alone, and this state holds {shown}: choose a part of it, such as item='model'"
+        )
     return tensors
 
 
@@ -165,7 +168,7 @@ def write_safetensors(
     weights: dict[str, str] = {}
     paths = []
     for number, pack in enumerate(packs, start=1):
-        paths.append(f"model-{number:05d}-of-{len(packs):05d}{_SUFFIX}")
+        paths.append(f"model-{number:05d}-of-{len(packs):05d}{SAFETENSORS}")
         _write(storage, paths[-1], pack, tensors)
         weights |= dict.fromkeys((spec.key for spec in pack), paths[-1])
     total = sum(spec.size_bytes for spec in specs.values())

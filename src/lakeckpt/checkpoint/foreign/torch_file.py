@@ -2,7 +2,7 @@
 
 The pickle is described (``pickles``), never run; the bytes of tensors are read from the archive's records, in spans,
 straight into where they go, and compared with the CRC-32 that the archive has of each: torch itself compares none. What
-is compressed, encrypted, big-endian or not as torch writes it is refused.
+is compressed, encrypted, big-endian, in the form of before torch 1.6 or not as torch writes it is refused.
 """
 
 from __future__ import annotations
@@ -10,23 +10,39 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.fetch import read_object
 from lakeckpt.checkpoint.foreign.pickles import Name, describe
 from lakeckpt.checkpoint.foreign.plain import plain
 from lakeckpt.checkpoint.tensors import empty_for
-from lakeckpt.errors import CheckpointDamaged, LakeckptError, LimitExceeded, UnsupportedValue, WireDamaged
+from lakeckpt.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    LakeckptError,
+    LimitExceeded,
+    UnsupportedValue,
+    WireDamaged,
+)
+from lakeckpt.lake.storage import Storage
+from lakeckpt.lake.storage import describe as describe_storage
 
-__all__ = ["Read", "TorchFile"]
+__all__ = ["SUFFIXES", "Read", "TorchFile", "read_torch_file"]
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""How files of ``torch.save`` are called."""
 
 Read = Callable[[int, int], bytes]
 """(start, stop) → those bytes; fewer where the object ends before."""
 
+_OLD_FORM = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+"""A pickle of torch's magic number, with which its files began before they were archives."""
 _SPAN_BYTES = 16 * 2**20
 _PICKLE_BYTES = 256 * 2**20
 _WINDOW_BYTES = 64 * 2**10
@@ -47,11 +63,31 @@ _STORAGES = {
 }
 
 
+def read_torch_file(storage: Storage, path: str) -> dict[str, Any]:
+    """The state that ``torch.save`` wrote into the object ``path``: a mapping.
+
+    Raises `CheckpointNotFound`, `CheckpointDamaged`, and `UnsupportedValue` naming what only running its pickle could
+    make.
+    """
+    sizes = {one.path: one.size_bytes for one in storage.list(path)}
+    if path not in sizes:
+        raise CheckpointNotFound(f"there is no {path} in {describe_storage(storage)!r}")
+    if read_object(storage, path, 0, len(_OLD_FORM)) == _OLD_FORM:
+        raise UnsupportedValue(
+            f"{path}: it is in the form of before torch 1.6, which cannot be read without running its pickles: where "
+            "you trust it, load it with torch and save it anew"
+        )
+    found = TorchFile(partial(read_object, storage, path), sizes[path], what=path).value()
+    if not isinstance(found, Mapping):
+        raise UnsupportedValue(f"{path}: it holds a {type(found).__name__}, not a state of several names")
+    return dict(found)
+
+
 class TorchFile:
     """A file of ``torch.save`` of ``size_bytes``, read by ``read``; ``what`` names it in messages."""
 
     def __init__(self, read: Read, size_bytes: int, *, what: str) -> None:
-        self._what = what
+        self._what, self._size_bytes = what, size_bytes
         self._storages: dict[tuple[str, str], torch.Tensor] = {}
         window = io.BufferedReader(_Window(read, size_bytes), _WINDOW_BYTES)
         try:
@@ -99,6 +135,8 @@ class TorchFile:
             or record.compress_size != record.file_size
         ):
             raise UnsupportedValue(f"{self._what}: {name} is compressed or encrypted, which torch never does")
+        if record.file_size > self._size_bytes:  # told before memory is made for it
+            raise CheckpointDamaged(f"{self._what}: {name} has {record.file_size} bytes, more than the whole file")
         return record
 
     def _fill(self, record: zipfile.ZipInfo, into: memoryview) -> None:
