@@ -94,8 +94,8 @@ def exact_cases(table: DataSet, readers: Sequence[str], *, quick: bool) -> list[
 
 
 def resume_cases(table: DataSet, readers: Sequence[str]) -> list[Case]:
-    """What is stopped at places of an epoch, shuffled: tokens by all that can go on, other tables by who converts nothing
-    and does not take minutes."""
+    """What is stopped at places of an epoch, shuffled: of tokens by all that can go on, of other tables by those of
+    them that convert nothing and take no minutes."""
     return [
         case_of(name, table, shuffle=True)
         for name in readers
