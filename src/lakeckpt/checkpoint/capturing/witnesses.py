@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.capturing.plan import CapturePlan
 __all__ = ["Witnesses"]
 
 _BYTES = 64
-_MOST = 128
+_MOST = 64
 
 
 class Witnesses:
