@@ -5,8 +5,10 @@ The server is started once per session on a free port of the loopback device, an
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 import boto3
 import pytest
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
 from lakeckpt.lake.storage import Storage, open_storage
@@ -44,16 +47,30 @@ class S3:
         return [item["Key"] for item in self.client.list_objects_v2(Bucket=self.bucket).get("Contents", [])]
 
 
+def one_at_a_time(method: Callable[..., Any]) -> Callable[..., Any]:
+    """S3 decides atomically whether a conditional write wins; moto looks first and writes then."""
+    lock = threading.Lock()
+
+    @functools.wraps(method)
+    def locked(*args: Any, **named: Any) -> Any:
+        with lock:
+            return method(*args, **named)
+
+    return locked
+
+
 @pytest.fixture(scope="session")
 def moto_endpoint() -> Iterator[str]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        yield f"http://{host}:{port}"
-    finally:
-        server.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(S3Response, "put_object", one_at_a_time(S3Response.put_object))
+        server.start()
+        try:
+            host, port = server.get_host_and_port()
+            yield f"http://{host}:{port}"
+        finally:
+            server.stop()
 
 
 @pytest.fixture
