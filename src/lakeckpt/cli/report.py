@@ -125,8 +125,8 @@ def _show(console: Console, plain: dict[str, Any], place: str, *, sites: int) ->
             _milliseconds(one["iteration_s"]),
             _milliseconds(one["bubble_s"]),
             say_bytes(one["moved_bytes"]),
-            f"[bold]{one['in_bubbles_share']:.1%}[/]",
-            *(f"{part:.1%}" for part in parts),
+            f"[bold]{one['in_bubbles_share']:.1%}[/]" if one["moved_bytes"] else "-",
+            *(f"{part:.1%}" if one["moved_bytes"] else "-" for part in parts),
         )
     console.print(table)
     for one in plain["ranks"]:

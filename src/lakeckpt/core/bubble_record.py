@@ -6,6 +6,7 @@ windows counts by its share of time. Nothing here decides or measures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ class IterationRecord:
                     for size, begin, end, urgent in slices
                 ),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"no record of an iteration: {error!r}") from None
 
 
@@ -168,7 +169,7 @@ def _whole(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if type(value) not in (int, float):
+    if type(value) not in (int, float) or not math.isfinite(value):
         raise TypeError(f"{value!r} is no number")
     return float(value)
 
