@@ -245,6 +245,21 @@ def test_where_an_agent_died_and_none_can_be_started_saves_fail_and_training_goe
         assert ended(pid)
 
 
+def test_an_agent_that_takes_no_messages_does_not_hold_training_up(node: Node) -> None:
+    begin(node.storage)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 3)
+        link, index = node.link(), os.urandom(2**23)
+        os.kill(node.pid, signal.SIGSTOP)
+        link.order(Order(step=3, number=0, documents={"index/a.lkc": index}))  # more than a socket holds
+        assert link.outcomes() == []
+        os.kill(node.pid, signal.SIGCONT)
+        assert answer(link).slot == 1 and node.storage.read("index/a.lkc") == index
+        pid = node.pid
+        link.close(well=True)
+        assert ended(pid) and node.committed() == [3]
+
+
 ELSEWHERE = """
     import os, sys
     from tests.checkpoint.agent.test_agent import Node

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import Bye, Hello, Order, Outcome, receive, send
+from lakeckpt.checkpoint.agent.orders import Bye, Hello, Order, Outcome, framed, receive
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.agent.server import LINGER_S, agent_paths, short_path
 from lakeckpt.checkpoint.publish import Attempt, Settings
@@ -35,8 +35,8 @@ __all__ = ["AgentLike", "AgentLink", "InnerAgent"]
 
 _START_S = 60.0
 _START_TRIES = 3
-_SEND_S = 10.0
-"""An agent that takes no message for so long does not work: training does not wait for it."""
+_BYE_S = 5.0
+"""How long a goodbye waits for an agent that takes no message."""
 
 
 class AgentLike(Protocol):
@@ -69,6 +69,7 @@ class AgentLink:
         self._pending: dict[tuple[int, int], Order] = {}
         self._got: list[Outcome] = []
         self._connection: socket.socket | None = None
+        self._unsent = bytearray()
         self._gone = False  # no agent could be started any more
         self._connect()
 
@@ -76,17 +77,16 @@ class AgentLink:
         """See `AgentLike`."""
         self._read_all()
         self._pending[order.step, order.number] = order
-        try:
-            if self._connection is not None:
-                send(self._connection, order)
-                return
-        except OSError:
-            self._hang_up()
-        self._go_on()
+        if self._connection is not None:
+            self._unsent += framed(order)
+            self._send()
+        if self._connection is None:
+            self._go_on()
 
     def outcomes(self) -> list[Outcome]:
         """See `AgentLike`."""
         self._read_all()
+        self._send()
         if self._connection is None and not self._gone:
             self._go_on()  # also where nothing is pending: an agent is to be there if the trainer dies
             self._read_all()
@@ -96,9 +96,15 @@ class AgentLink:
     def wait(self, timeout_s: float, /) -> bool:
         """See `AgentLike`."""
         self._read_all()
-        if self._got or self._connection is None:
-            return True
-        return bool(select.select([self._connection], [], [], timeout_s)[0])
+        waiter = SystemWaiter()
+        until_s = waiter.now() + timeout_s
+        while not self._got and (connection := self._connection) is not None:
+            left_s = max(until_s - waiter.now(), 0.0)
+            found, takes, _ = select.select([connection], [connection] if self._unsent else [], [], left_s)
+            if found or not takes:
+                return bool(found)
+            self._send()
+        return True
 
     def close(self, *, well: bool) -> None:
         """See `AgentLike`."""
@@ -107,10 +113,22 @@ class AgentLink:
             if well and self._connection is None:
                 self._go_on()  # what is pending is to be persisted, and the arenas are to be removed
             if well and self._connection is not None:
-                send(self._connection, Bye())
+                self._unsent += framed(Bye())
+                self._connection.settimeout(_BYE_S)
+                self._connection.sendall(self._unsent)
         self._hang_up()
 
     # --- the connection
+
+    def _send(self) -> None:
+        """Send as much as the agent takes now of what is to be sent: one that takes nothing holds nobody up."""
+        try:
+            while self._connection is not None and self._unsent:
+                del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._hang_up()
 
     def _read_all(self) -> None:
         while self._connection is not None and select.select([self._connection], [], [], 0)[0]:
@@ -148,6 +166,7 @@ class AgentLink:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        self._unsent.clear()
 
     def _connect(self) -> None:
         folder = self._hello.arenas
@@ -158,13 +177,13 @@ class AgentLink:
                 self._start(log)
                 connection = poll(lambda: _connected(path), waiter=SystemWaiter(), timeout_s=_START_S)
             if connection is not None:
-                with contextlib.suppress(OSError):  # it was about to end: another one is started
-                    send(connection, self._hello)
-                    for order in self._pending.values():
-                        send(connection, replace(order, again=True))
-                    self._connection = connection
-                    return
-                connection.close()
+                self._unsent += framed(self._hello)
+                for order in self._pending.values():
+                    self._unsent += framed(replace(order, again=True))
+                self._connection = connection
+                self._send()
+                if self._connection is not None:
+                    return  # else it was about to end: another one is started
         raise AgentError(f"no agent answers at {path!r} within {_START_S:g} s of being started: see {log!r}")
 
     def _start(self, log: str) -> None:
@@ -191,7 +210,6 @@ class AgentLink:
 def _connected(path: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(_SEND_S)
         with short_path(path) as short:
             connection.connect(short)
     except OSError:

@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.codec import Limits, dumps, loads
 
-__all__ = ["Bye", "Hello", "Message", "Order", "Outcome", "receive", "send"]
+__all__ = ["Bye", "Hello", "Message", "Order", "Outcome", "framed", "receive", "send"]
 
 _KIND, _VERSION = "agent", (1, 0)
 _LENGTH_BYTES = 8
@@ -87,8 +87,13 @@ _KINDS: dict[str, type[Message]] = {"hello": Hello, "order": Order, "outcome": O
 
 def send(connection: socket.socket, message: Message) -> None:
     """Send a message whole. ``OSError`` where the other side is gone."""
+    connection.sendall(framed(message))
+
+
+def framed(message: Message) -> bytes:
+    """The bytes of a message, as they are sent."""
     data = dumps(_to_plain(message), kind=_KIND, version=_VERSION, limits=_LIMITS)
-    connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
 
 
 def receive(connection: socket.socket) -> Message | None:

@@ -287,7 +287,9 @@ def _is_same_user(connection: socket.socket) -> bool:
 
 def _printed(text: str) -> None:
     """One line of the log."""
-    print(time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime()), text, file=sys.stderr, flush=True)
+    told = " ".join(text.split())
+    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime())} {told}\n")  # at once: threads do not mix
+    sys.stderr.flush()
 
 
 def main(folder: str, run: str, *, linger_s: float = LINGER_S) -> int:
