@@ -114,6 +114,31 @@ class Odd(torch.nn.Module):
         self.noted = state
 
 
+class Sundry(torch.nn.Linear):
+    """A module with buffers of many dtypes and shapes: none has elements, some have no dimension."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(2, 2)
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.bool):
+            name = str(dtype).removeprefix("torch.")
+            self.register_buffer(f"empty_{name}", torch.empty(0, 2, dtype=dtype))
+            self.register_buffer(f"scalar_{name}", torch.full((), value).to(dtype))
+            self.register_buffer(f"some_{name}", torch.full((3,), value).to(dtype))
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_tensors_without_elements_or_dimensions_are_restored_among_others(is_local: bool, tmp_path: Path) -> None:
+    storage: Any = LocalStorage(tmp_path) if is_local else MemoryStorage()
+    objects = {"model": Sundry(1.0)}
+    saver = manager(storage, objects)
+    saver.restore()
+    saver.save()
+    found = {"model": Sundry(0.0)}
+    assert said(found) != said(objects)
+    manager(storage, found).restore()
+    assert said(found) == said(objects)
+
+
 def test_tensors_that_share_memory_or_lie_strided_are_restored_too() -> None:
     storage = MemoryStorage()
     saver = manager(storage, {"model": Odd(3.0)})

@@ -50,9 +50,9 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied."""
+    """The bytes of a contiguous tensor in host memory, not copied, to be read or written."""
     if not tensor.numel():
-        return memoryview(b"")
+        return memoryview(bytearray())
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
