@@ -26,7 +26,7 @@ from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.manifest import PartRef, entry_from_bytes, entry_to_bytes
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.verify import verify
-from lakeckpt.errors import CheckpointError, LakeckptError, WireError
+from lakeckpt.errors import CheckpointError, CheckpointNotFound, LakeckptError, NewerFormat, WireError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.wire.codec import dumps, loads
 from tests.checkpoint.rig import Counter, MemoryStorage, training
@@ -213,8 +213,16 @@ def test_a_format_that_is_newer_is_refused_by_its_name_and_no_older_checkpoint_i
         "log": lambda data: storage.put(slot_path(1), [data]),
     }.items():
         put(sealed(b"\x80", kind=kind, version=(9, 0)))
-        with pytest.raises(LakeckptError, match=rf"this {kind} document has format 9\.0 .*upgrade lakeckpt"):
+        with pytest.raises(NewerFormat, match=rf"this {kind} document has format 9\.0 .*upgrade lakeckpt"):
             CheckpointManager(storage, training(seed=1) | {"n": Counter([2])}).restore()
+        with pytest.raises(NewerFormat, match=rf"this {kind} document has format 9\.0 .*upgrade lakeckpt"):
+            read_state(tmp_path)
+
+
+def test_a_slot_that_is_not_there_is_told(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(CheckpointNotFound, match="there is no slot 7 in"):
+        read_state(tmp_path, slot=7)
 
 
 def test_entries_of_the_log_are_read_as_they_were_written(tmp_path: Path) -> None:

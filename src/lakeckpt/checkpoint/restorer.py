@@ -47,6 +47,7 @@ from lakeckpt.errors import (
     ArenaError,
     AttemptSuperseded,
     CheckpointDamaged,
+    NewerFormat,
     StorageError,
     WireError,
 )
@@ -240,6 +241,8 @@ class Restorer:
     def _manifest(self, slot: int) -> Manifest:
         try:
             manifest = read_entry(self._storage, slot)
+        except NewerFormat:
+            raise
         except WireError as error:
             raise CheckpointDamaged(f"{slot_path(slot)}: {error}") from error
         if not isinstance(manifest, Manifest):

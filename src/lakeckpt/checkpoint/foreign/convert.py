@@ -34,7 +34,14 @@ from lakeckpt.checkpoint.log import LOG, list_slots, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.tensors import empty_for
 from lakeckpt.checkpoint.tree import rebuild
-from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, WireError
+from lakeckpt.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ConfigError,
+    NewerFormat,
+    ObjectMissing,
+    WireError,
+)
 from lakeckpt.lake.storage import Storage, describe, open_storage
 
 __all__ = ["Converted", "Form", "convert_checkpoint", "read_state"]
@@ -164,6 +171,10 @@ def _manifest(storage: Storage, slot: int | None) -> Manifest:
     for at in reversed(list_slots(storage)) if slot is None else [slot]:
         try:
             entry = read_entry(storage, at)
+        except NewerFormat:
+            raise
+        except ObjectMissing:
+            raise CheckpointNotFound(f"there is no slot {at} in {describe(storage)!r}") from None
         except WireError as error:
             raise CheckpointDamaged(f"slot {at} of {describe(storage)!r}: {error}: choose an older one") from error
         if isinstance(entry, Manifest):
