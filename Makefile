@@ -87,7 +87,7 @@ test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random mom
 
 test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; installs Debian packages
 	tests/system/install.sh
-	$(BIN)/python -m pytest -m system -n 0 $(ARGS)
+	$(BIN)/python -m pytest -m system -n $(JOBS) --dist worksteal $(ARGS)
 
 gpu-check: $(VENV)/dev  ## captures on a CUDA device: their order, then what a capture at every step costs (needs a GPU)
 	$(BIN)/python -m pytest -m gpu -n 0 tests/gpu $(ARGS)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -167,6 +168,39 @@ def test_ranks_save_behind_training_without_waiting_for_one_another(tmp_path: Pa
 
     results = good(run_ranks(world_size, body))
     assert steps_of(storage)[-1] == 7 and restored(storage) == (7, results[0])
+
+
+def test_a_save_that_is_left_out_for_a_newer_one_is_no_failure(tmp_path: Path) -> None:
+    storage, objects = MemoryStorage(), training()
+    go_on, begun = [threading.Event() for _ in range(3)], threading.Event()
+
+    def before(method: str, path: str) -> None:
+        for step in (1, 2, 3):
+            if method == "put" and path.startswith("parts/") and f"{step:012d}-" in path:
+                begun.set()
+                assert go_on[step - 1].wait(PATIENCE_S)
+
+    with managed(FaultyStorage(storage, before=before), objects, tmp_path, persist_every=1) as saver:
+        saver.restore()
+        background = saver._background
+        assert background is not None
+        for steps in (1, 2):  # the first is taken before there are others
+            train(saver, objects, steps)
+            background._engine.wait()
+            saver._heard(background)  # as the next step does
+            assert begun.wait(PATIENCE_S)
+        try:
+            for given, event in zip((3, 2), go_on, strict=False):  # 1 is committed, 2 left out: each is heard alone
+                assert len(background._given) == given
+                event.set()
+                while len(background._given) == given:
+                    assert background._agent.wait(PATIENCE_S)
+                    saver._heard(background)
+        finally:
+            for event in go_on:
+                event.set()
+        saver.wait()
+    assert steps_of(storage) == [1, 3]
 
 
 def test_where_an_arena_does_not_fit_on_one_rank_all_save_synchronously(
