@@ -21,6 +21,7 @@ from lakeckpt.errors import LakeckptError
 from lakeckpt.testing.fault_proxy import At, FaultProxy, HttpFault, Request, Where
 from tests.jobs.s3_job import ROWS, counted, train
 from tests.lake.conftest import moto_endpoint
+from tests.patience import PATIENCE_S
 from tests.tracking.processes import FORKS
 
 __all__ = ["moto_endpoint"]
@@ -43,7 +44,7 @@ class Place:
         return f"s3://{self.bucket}/{uuid.uuid4().hex}"
 
     def options(self, proxy: FaultProxy) -> dict[str, Any]:
-        quick = {"attempt_s": 2.0, "total_s": 30.0, "pause_s": 0.01}
+        quick = {"attempt_s": 30.0, "total_s": PATIENCE_S, "pause_s": 0.01}
         return {"key": "k", "secret": "s-s-s-s", "region": "us-east-1", "endpoint": proxy.url, **quick}
 
 

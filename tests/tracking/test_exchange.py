@@ -17,7 +17,7 @@ from lakeckpt.tracking.exchange import GlooExchange, Solo, this_node
 from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=PATIENCE_S)
 
 
 def union(messages: Sequence[bytes]) -> bytes:
