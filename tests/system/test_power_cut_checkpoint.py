@@ -20,7 +20,7 @@ from tests.system.cutting import CuttingCalls, PowerCut
 from tests.system.disks import Disk
 
 STEPS = 2
-CUTS = 25
+CUTS = 100
 """Right after a save returned, where a single one loses what was not synced."""
 
 
@@ -129,7 +129,7 @@ def test_a_cut_at_every_system_call_leaves_a_whole_checkpoint_and_none_committed
     print(f"{disk.kind}: {len(outcomes)} cuts during {STEPS} saves: every committed checkpoint came back whole")
 
 
-def test_many_cuts_right_after_a_save_returned_lose_no_checkpoint(disk: Disk) -> None:
+def test_a_hundred_cuts_right_after_a_save_returned_lose_no_checkpoint(disk: Disk) -> None:
     assert [cut_and_restore(disk, cut_at=0) for _ in range(CUTS)] == [("", STEPS)] * CUTS
 
 
@@ -141,7 +141,9 @@ def test_the_same_with_fsync_left_out_loses_checkpoints(disk: Disk, leave_out: s
     assert all(lost)
 
 
-def test_many_cuts_right_after_a_save_behind_training_returned_lose_no_checkpoint(disk: Disk, tmp_path: Path) -> None:
+def test_a_hundred_cuts_right_after_a_save_behind_training_returned_lose_no_checkpoint(
+    disk: Disk, tmp_path: Path
+) -> None:
     outcomes = [cut_and_restore(disk, cut_at=0, arenas=tmp_path / f"arenas-{n}") for n in range(CUTS)]
     assert outcomes == [("", STEPS)] * CUTS
 
