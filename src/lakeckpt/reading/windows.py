@@ -103,6 +103,8 @@ class WindowDecoder:
 
     def decode(self, layout: EpochLayout, window: Window) -> DecodedWindow:
         """Return the rows of ``window``, in memory of their own. Raises as `RowGroupDecoder.decode`, save damage."""
+        # Arrow's allocator keeps what windows that were let go of had, for sizes that may not come again.
+        pa.default_memory_pool().release_unused()
         # One row group may keep one thread busy alone; of several, the next window is not to take the threads.
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             found = self._fragments(layout, window)
