@@ -204,6 +204,18 @@ def test_what_goes_on_where_a_lane_was_announced_last_is_found_without_looking_f
     assert ids.tolist() == np.concatenate([other.read([step])["id"] for step in steps[::-1]][::-1]).tolist()
 
 
+def test_what_goes_on_where_another_epoch_stopped_is_of_its_own_epoch(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[8]])
+    spec = OrderSpec(seed=7, shuffle=True, window=1)
+    layouts = [EpochLayout.build(table.index.group_rows, spec, epoch, 1) for epoch in range(2)]
+    reader, _ = spied(table, spec, 1)
+    steps = [(layouts[0], 0, 4), (layouts[1], 4, 8), (layouts[0], 4, 8)]
+    waiting = [reader.announce([step]) for step in steps]
+    found = [reader.take(announced)[0]["id"].tolist() for announced in waiting]
+    assert found == [ids_at(table, *step) for step in steps]
+    assert found[1] != found[2]
+
+
 def test_a_limit_of_memory_holds_back_what_is_not_needed_yet(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[100] * 8])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 4)
