@@ -17,7 +17,7 @@ from lakeckpt.errors import CheckpointNotFound
 from tests.checkpoint.scripts import Script
 from tests.patience import PATIENCE_S
 
-COMMANDS = ("plan", "digest", "inspect", "verify", "explain", "report", "audit")
+COMMANDS = ("plan", "digest", "inspect", "verify", "explain", "report", "doctor", "audit")
 
 
 def arguments(command: str, lake: Path) -> list[str]:
@@ -25,6 +25,8 @@ def arguments(command: str, lake: Path) -> list[str]:
         return [command, str(lake)]
     if command == "digest":
         return [command, str(lake), "--into", str(lake.parent / "digested")]
+    if command == "doctor":
+        return [command, "--arenas", str(lake.parent / "arenas")]
     run = [command, str(lake.parent / "good")]
     return [*run, "--step", "3"] if command == "explain" else run
 

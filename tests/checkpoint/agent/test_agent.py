@@ -16,7 +16,7 @@ import pytest
 
 from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.orders import Hello, Order, Outcome
-from lakeckpt.checkpoint.agent.server import agent_paths
+from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
@@ -55,13 +55,17 @@ class Node:
         return AgentLink(self.hello(rank, world_size), linger_s=linger_s)
 
     @property
+    def place(self) -> AgentPlace:
+        return AgentPlace.of(str(self.arenas), RUN)
+
+    @property
     def pid(self) -> int:
         """The agent's process."""
-        return int(Path(agent_paths(str(self.arenas), RUN)[1]).read_text())
+        return int(Path(self.place.lock).read_text())
 
     @property
     def log(self) -> str:
-        return Path(agent_paths(str(self.arenas), RUN)[2]).read_text()
+        return Path(self.place.log).read_text()
 
     def committed(self) -> list[int]:
         """The steps of the history; all of it is whole."""
@@ -111,7 +115,7 @@ def test_it_commits_what_is_ordered_and_ends_with_its_trainer_leaving_nothing(no
     link.close(well=True)
     assert ended(pid) and node.committed() == [3]
     assert node.storage.read("index/a.lkc") == b"an index"
-    assert ArenaFolder(node.arenas).found() == [] and not os.path.exists(agent_paths(str(node.arenas), RUN)[0])
+    assert ArenaFolder(node.arenas).found() == [] and not os.path.exists(node.place.socket)
 
 
 def test_what_was_ordered_is_persisted_though_the_trainer_has_said_goodbye(node: Node) -> None:

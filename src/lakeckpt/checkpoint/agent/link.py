@@ -25,7 +25,8 @@ from typing import Protocol
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.orders import Bye, Hello, Order, Outcome, framed, receive
 from lakeckpt.checkpoint.agent.persister import Persister
-from lakeckpt.checkpoint.agent.server import LINGER_S, agent_paths, short_path
+from lakeckpt.checkpoint.agent.place import AgentPlace
+from lakeckpt.checkpoint.agent.server import LINGER_S
 from lakeckpt.checkpoint.publish import Attempt, Settings
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
 from lakeckpt.errors import AgentError, SaveFailed, WireError
@@ -169,13 +170,12 @@ class AgentLink:
         self._unsent.clear()
 
     def _connect(self) -> None:
-        folder = self._hello.arenas
-        path, _, log = agent_paths(folder, self._hello.run)
+        place = AgentPlace.of(self._hello.arenas, self._hello.run)
         for _ in range(_START_TRIES):
-            connection = _connected(path)
+            connection = place.connected()
             if connection is None:
-                self._start(log)
-                connection = poll(lambda: _connected(path), waiter=SystemWaiter(), timeout_s=_START_S)
+                self._start(place.log)
+                connection = poll(place.connected, waiter=SystemWaiter(), timeout_s=_START_S)
             if connection is not None:
                 self._unsent += framed(self._hello)
                 for order in self._pending.values():
@@ -184,7 +184,9 @@ class AgentLink:
                 self._send()
                 if self._connection is not None:
                     return  # else it was about to end: another one is started
-        raise AgentError(f"no agent answers at {path!r} within {_START_S:g} s of being started: see {log!r}")
+        raise AgentError(
+            f"no agent answers at {place.socket!r} within {_START_S:g} s of being started: see {place.log!r}"
+        )
 
     def _start(self, log: str) -> None:
         """Start an agent; the process that is started here ends as soon as the agent runs in the background."""
@@ -205,17 +207,6 @@ class AgentLink:
             raise AgentError(f"an agent cannot be started with {' '.join(command)}: {error}. See {log!r}") from error
         finally:
             os.close(told)
-
-
-def _connected(path: str) -> socket.socket | None:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with short_path(path) as short:
-            connection.connect(short)
-    except OSError:
-        connection.close()
-        return None
-    return connection
 
 
 class InnerAgent:

@@ -14,7 +14,6 @@ process. Imports without torch.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -22,19 +21,19 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Order, Outcome, receive, send
 from lakeckpt.checkpoint.agent.persister import Persister
+from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.publish import Attempt, Settings
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
 from lakeckpt.errors import LakeckptError, WireError
 from lakeckpt.lake.storage import Storage, open_storage
 
-__all__ = ["FIRST_TRAINER_S", "LINGER_S", "Agent", "agent_paths", "main", "short_path"]
+__all__ = ["FIRST_TRAINER_S", "LINGER_S", "Agent", "main"]
 
 FIRST_TRAINER_S = 60.0
 """How long an agent waits for its first trainer."""
@@ -42,22 +41,6 @@ LINGER_S = 900.0
 """How long it waits for trainers that died to come back, when their last will is done."""
 _END_S = 30.0
 """How long a new agent waits for one that is about to end."""
-
-
-def agent_paths(folder: str, run: str) -> tuple[str, str, str]:
-    """Where an agent of ``run`` has its socket, its lock (which holds its process id) and its log."""
-    base = os.path.join(folder, short_digest(run.encode()).hex())
-    return f"{base}.socket", f"{base}.lock", f"{base}.log"
-
-
-@contextlib.contextmanager
-def short_path(path: str) -> Iterator[str]:
-    """Another path to what is, or shall be, at ``path``, that is not too long for a socket's address."""
-    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
-    finally:
-        os.close(folder)
 
 
 class Agent:
@@ -301,14 +284,14 @@ def main(folder: str, run: str, *, linger_s: float = LINGER_S) -> int:
         return 0 if os.read(told, 1) else 1
     os.setsid()
     os.close(told)
-    socket_path, lock_path, _ = agent_paths(folder, run)
-    lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    if not poll(lambda: _is_locked(lock, socket_path), waiter=SystemWaiter(), timeout_s=_END_S):
+    place = AgentPlace.of(folder, run)
+    lock = poll(lambda: _lock(place), waiter=SystemWaiter(), timeout_s=_END_S)
+    if not lock:
         os.write(tells, b"+")
         return 0
     os.truncate(lock, 0)
     os.write(lock, b"%d" % os.getpid())
-    agent = Agent(_listener(socket_path), linger_s=linger_s, log=_printed)
+    agent = Agent(place.listener(), linger_s=linger_s, log=_printed)
     signal.signal(signal.SIGTERM, lambda *_: agent.drain())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
     os.write(tells, b"+")
@@ -319,29 +302,15 @@ def main(folder: str, run: str, *, linger_s: float = LINGER_S) -> int:
     finally:
         _printed("the agent ends")
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(socket_path)
+            os.unlink(place.socket)
     return 0
 
 
-def _is_locked(lock: int, path: str) -> bool | None:
-    """True when the lock is ours, False where another agent serves; None while one is about to end."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-            with short_path(path) as short:
-                asking.connect(short)
-            return False
-        return None
-    return True
-
-
-def _listener(path: str) -> socket.socket:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with short_path(path) as short:
-        listener.bind(short)
-    os.chmod(path, 0o600)
-    listener.listen(64)
-    return listener
+def _lock(place: AgentPlace) -> int | None:
+    """The lock, held until the process ends; 0 where another agent serves, None while one is about to end."""
+    if (lock := place.take()) is not None:
+        return lock
+    if (connection := place.connected()) is not None:
+        connection.close()
+        return 0
+    return None

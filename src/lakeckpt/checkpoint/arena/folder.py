@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -69,7 +70,9 @@ class ArenaFolder:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(name, flags, 0o600, dir_fd=folder)
             try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # it is no damaged one: see `_told`
                 self._fill(descriptor, layout)
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
                 return Arena(descriptor, name, writes=True)
             except BaseException:
                 os.unlink(name, dir_fd=folder)
@@ -86,7 +89,7 @@ class ArenaFolder:
             os.close(folder)
 
     def found(self) -> list[ArenaInfo]:
-        """All arenas here, those that cannot be read among them, by name."""
+        """All arenas here, those that cannot be read among them, by name. Not those that are being made."""
         try:
             folder = self._opened(make=False)
         except FileNotFoundError:
@@ -158,7 +161,22 @@ class ArenaFolder:
         except FileNotFoundError:
             return None
         except ArenaError as error:
+            if self._is_being_made(name, folder):
+                return None
             return ArenaInfo(name=name, size_bytes=size_bytes, problem=str(error))
+
+    def _is_being_made(self, name: str, folder: int) -> bool:
+        try:
+            descriptor = self._file(name, folder, writes=False)
+        except (ArenaError, FileNotFoundError):
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
     # --- making one
 

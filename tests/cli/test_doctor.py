@@ -1,0 +1,172 @@
+"""doctor says what runs keep on a node, and reclaims what nobody uses, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
+from lakeckpt.checkpoint.agent.place import AgentPlace
+from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.ledger import read_history
+from tests.checkpoint.agent.rig import RUN, fill, make_arena
+from tests.checkpoint.scripts import Script
+
+Ask = Callable[..., tuple[int, Any]]
+Show = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def arenas(tmp_path: Path) -> Path:
+    return tmp_path / "arenas"
+
+
+@pytest.fixture
+def left(arenas: Path) -> str:
+    """The name of an arena with the steps 3 and 4, whose trainer has ended, beside the files of its agent."""
+    with make_arena(arenas) as arena:
+        fill(arena, 3)
+        fill(arena, 4)
+    place = AgentPlace.of(str(arenas), RUN)
+    for path in (place.log, place.lock, place.socket):
+        Path(path).write_text("17")
+    return arena.name
+
+
+@pytest.fixture
+def filled(arenas: Path) -> Iterator[Arena]:
+    """An arena whose trainer lives."""
+    with make_arena(arenas, rank=1, world_size=2) as arena:
+        fill(arena, 5)
+        yield arena
+
+
+@pytest.fixture
+def agent(arenas: Path) -> Iterator[int]:
+    """An agent that serves the run: the process that holds its lock."""
+    arenas.mkdir(mode=0o700, exist_ok=True)
+    lock = AgentPlace.of(str(arenas), RUN).take()
+    assert lock is not None
+    os.truncate(lock, 0)
+    os.write(lock, b"4711")
+    yield 4711
+    os.close(lock)
+
+
+def test_a_node_on_which_nothing_is_kept_is_clean(arenas: Path, ask: Ask, show: Show) -> None:
+    assert ask("doctor", "--arenas", arenas) == (
+        0, {"folder": str(arenas), "runs": [], "left_bytes": 0, "reclaimed": []}
+    )  # fmt: skip
+    status, told = show("doctor", "--arenas", arenas)
+    assert status == 0 and "CLEAN" in told and not arenas.exists()
+
+
+def test_what_is_left_of_a_run_is_found_and_reclaimed_only_when_asked(
+    arenas: Path, left: str, ask: Ask, show: Show
+) -> None:
+    status, plain = ask("doctor", "--arenas", arenas)
+    (run,) = plain["runs"]
+    (arena,) = run["arenas"]
+    assert (status, run["agent"], run["agent_files"]) == (1, None, 3)
+    assert (arena["name"], arena["steps"], arena["use"]) == (left, [4, 3], "left")
+    assert plain["left_bytes"] == arena["size_bytes"] == (arenas / left).stat().st_size
+    status, told = show("doctor", "--arenas", arenas)
+    assert status == 1 and "left" in told and "--reclaim" in told and (arenas / left).exists()
+    status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
+    assert (status, plain["reclaimed"]) == (0, [left])
+    assert list(arenas.iterdir()) == []
+    assert ask("doctor", "--arenas", arenas)[0] == 0
+
+
+def test_an_arena_that_a_trainer_fills_stays(arenas: Path, left: str, filled: Arena, ask: Ask, show: Show) -> None:
+    assert "filled" in show("doctor", "--arenas", arenas)[1]
+    status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
+    assert (status, plain["reclaimed"]) == (0, [left])
+    assert (arenas / filled.name).exists() and Path(AgentPlace.of(str(arenas), RUN).log).exists()
+
+
+def test_arenas_that_an_agent_keeps_stay(arenas: Path, left: str, agent: int, ask: Ask, show: Show) -> None:
+    status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
+    (run,) = plain["runs"]
+    assert (status, run["agent"], run["arenas"][0]["use"], plain["reclaimed"]) == (0, agent, "kept by its agent", [])
+    assert (arenas / left).exists()
+    status, told = show("doctor", "--arenas", arenas)
+    assert status == 0 and str(agent) in told and "kept by its agent" in told
+
+
+def test_what_came_into_use_after_it_was_looked_at_stays(arenas: Path, left: str) -> None:
+    folder = ArenaFolder(arenas)
+    (looked_at,) = kept_in(folder)
+    lock = AgentPlace.of(str(arenas), RUN).take()
+    assert lock is not None and reclaim(folder, looked_at) == []
+    os.close(lock)
+    with folder.open(left, writes=True):
+        assert reclaim(folder, looked_at) == []
+        assert Path(AgentPlace.of(str(arenas), RUN).lock).exists()
+    assert [info.name for info in reclaim(folder, looked_at)] == [left]
+
+
+def test_whoever_waited_for_a_lock_that_was_removed_takes_the_new_one(arenas: Path) -> None:
+    arenas.mkdir(mode=0o700)
+    place = AgentPlace.of(str(arenas), RUN)
+    first = place.take()
+    assert first is not None and place.take() is None
+    place.remove()
+    second = place.take()
+    assert second is not None and place.take() is None, "two agents of one run"
+    os.close(second)
+    os.close(first)
+
+
+def test_a_damaged_arena_is_named_and_reclaimed(arenas: Path, left: str, ask: Ask, show: Show) -> None:
+    os.truncate(arenas / left, 1000)
+    link = arenas / f"{'0' * 32}.arena"
+    link.symlink_to("/etc/hostname")
+    status, told = show("doctor", "--arenas", arenas)
+    assert status == 1 and told.count("✗") == 2 and "damaged" in told
+    status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
+    assert status == 0 and sorted(plain["reclaimed"]) == sorted([left, link.name])
+    assert not link.is_symlink() and Path("/etc/hostname").exists()
+
+
+def test_an_arena_that_is_being_made_is_not_taken_for_a_damaged_one(
+    arenas: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    whole = ArenaFolder._fill
+
+    def looked_at_meanwhile(folder: ArenaFolder, descriptor: int, *rest: Any) -> None:
+        found.append(folder.found())
+        whole(folder, descriptor, *rest)
+
+    monkeypatch.setattr(ArenaFolder, "_fill", looked_at_meanwhile)
+    make_arena(arenas).close()
+    assert found == [[]] and len(ArenaFolder(arenas).found()) == 1
+
+
+def test_a_run_that_is_named_is_told_with_what_of_it_is_in_storage(
+    arenas: Path, left: str, good_run: Script, lake: Path, tmp_path: Path, ask: Ask, show: Show
+) -> None:
+    history = read_history(good_run.storage)
+    assert history.run is not None and history.tip is not None
+    place = AgentPlace.of(str(arenas), history.run)
+    Path(place.log).write_text("the agent ends")
+    status, plain = ask("doctor", "--arenas", arenas, lake.parent / "good", "--reclaim")
+    (run,) = plain["runs"]
+    assert (status, run["in_storage"], run["agent_files"]) == (0, history.tip.step, 1)
+    assert not Path(place.log).exists() and (arenas / left).exists(), "only what was named"
+    (tmp_path / "empty").mkdir()
+    status, plain = ask("doctor", "--arenas", arenas, tmp_path / "empty")
+    assert status == 2 and "there is no run at" in plain["error"]["message"]
+
+
+def test_a_folder_that_others_can_open_is_refused(arenas: Path, ask: Ask) -> None:
+    arenas.mkdir(mode=0o755)
+    arenas.chmod(0o755)
+    status, plain = ask("doctor", "--arenas", arenas)
+    assert status == 2 and "must be this user's alone" in plain["error"]["message"]
