@@ -157,7 +157,7 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
         ArenaIdentity(run=case.encode().ljust(16), rank=rank, world=WORLD),
         folder=ArenaFolder(Path(folder) / "arenas"),
         gate=cast(Gate, switch),
-        slice_bytes=asked.slice_mib * 2**20,
+        slice_bytes=None if asked.slice_mib is None else asked.slice_mib * 2**20,
     )
     switch.gate = Observed()
     engine.cut(0, attempt="benchmark", cut=bytes(16), must=True)
@@ -252,7 +252,7 @@ def main() -> None:
     arguments.add_argument("--width", type=int, default=1024)
     arguments.add_argument("--rows", type=int, default=96, help="of a micro-batch")
     arguments.add_argument("--microbatches", type=int, default=4)
-    arguments.add_argument("--slice-mib", type=int, default=4)
+    arguments.add_argument("--slice-mib", type=int, help="default: as captures choose it by the size of the state")
     arguments.add_argument("--anywhere", action="store_true", help="ranks are not bound to a core each")
     arguments.add_argument("--slow-s", type=float, default=0.15, help="what rank 1 waits for its data: ddp")
     arguments.add_argument("--more", type=float, default=1.25, help="what rank 1 computes of rank 0: ddp-computing")

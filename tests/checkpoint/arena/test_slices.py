@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.arena.slices import plan_slices
+from lakeckpt.checkpoint.arena.slices import LINK_SLICE_BYTES, fitting_slice_bytes, plan_slices
 from lakeckpt.checkpoint.digests import LEAF_BYTES
 from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
 
@@ -39,7 +39,7 @@ def test_large_tensors_begin_at_pages() -> None:
 
 def test_the_largest_tensors_begin_at_leaves_of_digests_and_little_is_lost() -> None:
     sizes = {"a": 100, "b": 8 * LEAF_BYTES + 1, "c": 4 * LEAF_BYTES, "d": 4 * LEAF_BYTES + 1, "e": 9 * LEAF_BYTES}
-    plan = plan_slices(sizes)
+    plan = plan_slices(sizes, slice_bytes=16 * LEAF_BYTES)
     assert [plan.places[key][0] % LEAF_BYTES for key in "bce"] == [0, 0, 0]
     assert plan.places["d"][0] % PAGE_BYTES == 0
     assert plan.data_bytes < 1.13 * sum(sizes.values())
@@ -61,3 +61,11 @@ def test_plans_of_other_sizes_names_or_slices_have_other_digests() -> None:
 def test_slices_of_an_odd_size_are_refused(slice_bytes: int) -> None:
     with pytest.raises(ValueError, match="positive multiple of 64"):
         plan_slices({"a": 1}, slice_bytes=slice_bytes)
+
+
+@given(st.integers(0, 2**42), st.sampled_from([LEAF_BYTES, LINK_SLICE_BYTES]))
+def test_slices_are_many_wherever_they_can_be_and_whole_leaves_always(size_bytes: int, least: int) -> None:
+    found = fitting_slice_bytes(size_bytes, least=least)
+    assert least <= found <= 16 * LEAF_BYTES and found % LEAF_BYTES == 0
+    assert found == least or size_bytes >= 256 * found
+    assert found == 16 * LEAF_BYTES or size_bytes < 512 * found

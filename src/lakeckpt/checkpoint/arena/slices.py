@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 from lakeckpt.checkpoint.digests import LEAF_BYTES, short_digest
 from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
 
-__all__ = ["DEFAULT_SLICE_BYTES", "Piece", "SlicePlan", "aligned", "plan_slices"]
+__all__ = ["LINK_SLICE_BYTES", "Piece", "SlicePlan", "aligned", "fitting_slice_bytes", "plan_slices"]
 
-DEFAULT_SLICE_BYTES = 16 * 2**20
+LINK_SLICE_BYTES = 4 * 2**20
+"""Less at once, and the way of a device into host memory is not made use of."""
+_MOST_SLICE_BYTES = 16 * 2**20
+_FEW = 256
 _ALIGNMENT = 64
 _LEAVES_FROM_BYTES = 8 * LEAF_BYTES
 
@@ -61,7 +64,23 @@ class SlicePlan:
         return number * self.slice_bytes, min((number + 1) * self.slice_bytes, self.data_bytes)
 
 
-def plan_slices(sizes: Mapping[str, int], *, slice_bytes: int = DEFAULT_SLICE_BYTES) -> SlicePlan:
+def fitting_slice_bytes(size_bytes: int, *, least: int = LEAF_BYTES) -> int:
+    """How large slices should be where ``size_bytes`` are to be copied: a power of two that makes 256 of them or more,
+    from ``least`` (a leaf of digests at the least) to 16 MiB.
+
+    Where a bubble ends, most of a slice lies outside of it. So what counts is not how large slices are, but how many
+    they are: with 256 of them, the ends of five bubbles cost less than two in a hundred bytes.
+
+    >>> [fitting_slice_bytes(size) >> 20 for size in (10**6, 300 * 2**20, 2_400_000_000, 10**11)]
+    [1, 1, 8, 16]
+    """
+    found = _MOST_SLICE_BYTES
+    while found > max(least, LEAF_BYTES) and size_bytes < _FEW * found:
+        found //= 2
+    return found
+
+
+def plan_slices(sizes: Mapping[str, int], *, slice_bytes: int) -> SlicePlan:
     """The plan for tensors of ``sizes`` (key → bytes); ``slice_bytes`` is a positive multiple of 64.
 
     >>> plan = plan_slices({"weight": 100, "bias": 8}, slice_bytes=64)

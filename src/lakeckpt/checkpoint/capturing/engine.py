@@ -28,7 +28,6 @@ import xxhash
 from lakeckpt.checkpoint.arena.arena import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
-from lakeckpt.checkpoint.arena.slices import DEFAULT_SLICE_BYTES
 from lakeckpt.checkpoint.capturing.capture import Capture
 from lakeckpt.checkpoint.capturing.copier import Copier
 from lakeckpt.checkpoint.capturing.doubts import Doubts
@@ -64,6 +63,7 @@ class CaptureEngine:
         step: optimizer steps done when the history goes on: later generations of an earlier process are forgotten.
         gate: admits slices.
         on_complete: called with the step of each generation that became complete, by the copier.
+        slice_bytes: how large slices are; default: what fits the size of the state.
         scratch_bytes: how much memory of a device may hold what was not copied off it when its update came.
         links: for devices other than CUDA's.
 
@@ -79,7 +79,7 @@ class CaptureEngine:
         step: int = 0,
         gate: Gate | None = None,
         on_complete: Callable[[int], None] | None = None,
-        slice_bytes: int = DEFAULT_SLICE_BYTES,
+        slice_bytes: int | None = None,
         scratch_bytes: int = _DEFAULT_SCRATCH_BYTES,
         generations: int = 3,
         links: Mapping[torch.device, Link] | None = None,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from lakeckpt.checkpoint.arena.contents import TensorPlace, TensorTable
-from lakeckpt.checkpoint.arena.slices import DEFAULT_SLICE_BYTES, SlicePlan, aligned, plan_slices
+from lakeckpt.checkpoint.arena.slices import LINK_SLICE_BYTES, SlicePlan, aligned, fitting_slice_bytes, plan_slices
 from lakeckpt.checkpoint.capturing.sources import Source
 from lakeckpt.checkpoint.tensors import spec_of
 
@@ -87,10 +87,11 @@ def _together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(sorted(tensors.items(), key=lambda one: (str(one[1].device), one[1].nbytes > _SMALL_BYTES)))
 
 
-def plan_capture(
-    parted: Parted, *, before: CapturePlan | None = None, slice_bytes: int = DEFAULT_SLICE_BYTES
-) -> CapturePlan:
-    """Plan for ``parted``. The early zone keeps the size that it had ``before`` where what is early fits into it."""
+def plan_capture(parted: Parted, *, before: CapturePlan | None = None, slice_bytes: int | None = None) -> CapturePlan:
+    """Plan for ``parted``. The early zone keeps the size that it had ``before`` where what is early fits into it.
+
+    ``slice_bytes``: None for what fits the size of the state (`fitting_slice_bytes`).
+    """
     same_late = before is not None and before.parted.late is parted.late
     specs = {key: spec_of(key, tensor) for key, tensor in parted.early.items()}
     if before is not None and same_late:
@@ -107,7 +108,7 @@ def plan_capture(
         slices = before.slices
     else:
         sizes = {_EARLY: early_bytes, **{key: specs[key].size_bytes for key in parted.late}}
-        slices = plan_slices(sizes, slice_bytes=slice_bytes)
+        slices = plan_slices(sizes, slice_bytes=slice_bytes or _fitting(sizes, parted))
     places = {key: TensorPlace(spec=specs[key], start=starts[key]) for key in parted.early}
     places |= {key: TensorPlace(spec=specs[key], start=slices.places[key][0]) for key in parted.late}
     same = before is not None and before.table.places == places
@@ -116,6 +117,13 @@ def plan_capture(
     return CapturePlan(
         parted=parted, slices=slices, early_bytes=early_bytes, early=starts, table=table, late_bytes=late_bytes
     )
+
+
+def _fitting(sizes: Mapping[str, int], parted: Parted) -> int:
+    """For ``sizes``; larger where something of it comes from a device."""
+    linked = any(one.device.type != "cpu" for one in parted.late.values())
+    every = sum(sizes.values())
+    return fitting_slice_bytes(every, least=LINK_SLICE_BYTES) if linked else fitting_slice_bytes(every)
 
 
 def _with_room(size_bytes: int) -> int:
