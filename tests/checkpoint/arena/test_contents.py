@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lakeckpt.checkpoint.arena.arena import Arena
@@ -77,32 +78,47 @@ def test_a_generation_is_read_as_it_was_written(arena: Arena) -> None:
         contents.verify()
 
 
+def memory(size_bytes: int, offset: int) -> memoryview:
+    """Zeros, the first of which lies ``offset`` bytes behind the begin of a page."""
+    made = np.zeros(size_bytes + 4096, np.uint8)
+    first = (offset - made.ctypes.data) % 4096
+    return made[first : first + size_bytes].data
+
+
+@pytest.mark.parametrize("offset", [0, 1, 63, 64, 2048, 4095])
 @pytest.mark.parametrize("keys", [[], list(BYTES), list(BYTES)[::-1], ["model/half"], ["model/none", "model/weight"]])
-def test_tensors_are_copied_to_where_they_belong(arena: Arena, keys: list[str]) -> None:
+def test_tensors_are_copied_to_where_they_belong(arena: Arena, keys: list[str], offset: int) -> None:
     capture(arena, documents().to_bytes())
-    into = {key: bytearray(len(BYTES[key])) for key in keys}
+    into = {key: memory(len(BYTES[key]), offset) for key in keys}
     with arena.hold() as held:
         assert held is not None
-        contents_of(held).fill({key: memoryview(target) for key, target in into.items()})
-    assert into == {key: BYTES[key] for key in keys}
+        contents_of(held).fill(into)
+    assert {key: bytes(target) for key, target in into.items()} == {key: BYTES[key] for key in keys}
 
 
-def test_a_changed_byte_of_what_is_copied_is_noticed_and_one_of_another_leaf_is_nobodys(arena: Arena) -> None:
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_changed_byte_of_what_is_copied_is_noticed_and_one_of_another_leaf_is_nobodys(
+    arena: Arena, offset: int
+) -> None:
     capture(arena, documents().to_bytes())
+    into = memory(len(BYTES["model/half"]), offset)
     with arena.hold() as held:
         assert held is not None
         contents, at = contents_of(held), arena.layout.data_at(held.number)
         place = contents.documents.table.places["model/half"]
         held_by = range(place.start // PLAN.slice_bytes, (place.stop - 1) // PLAN.slice_bytes + 1)
-        for offset in range(arena.layout.data_bytes):
-            arena.memory[at + offset] ^= 1
+        for byte in range(arena.layout.data_bytes):
+            arena.memory[at + byte] ^= 1
             try:
-                contents.fill({"model/half": memoryview(bytearray(len(BYTES["model/half"])))})
+                contents.fill({"model/half": into})
                 noticed = False
             except ArenaDamaged:
                 noticed = True
-            assert noticed == (offset // PLAN.slice_bytes in held_by)
-            arena.memory[at + offset] ^= 1
+            assert noticed == (byte // PLAN.slice_bytes in held_by)
+            with pytest.raises(ArenaDamaged):
+                contents.verify()
+            arena.memory[at + byte] ^= 1
+        contents.verify()
 
 
 def test_an_arena_that_is_cut_short_is_damaged(arena: Arena) -> None:
@@ -125,7 +141,7 @@ def test_of_a_damaged_slice_only_the_tensors_in_it_are_refused(arena: Arena) -> 
             contents.tensor("model/weight")
         assert bytes(contents.tensor("optimizer/step")) == BYTES["optimizer/step"]
         assert bytes(contents.tensor("model/none")) == b""
-        with pytest.raises(ArenaDamaged, match="slice 1 of step 3"):
+        with pytest.raises(ArenaDamaged, match="leaf 1 of step 3"):
             contents.verify()
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import threading
@@ -25,7 +24,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 import xxhash
 
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES, SUPERBLOCK_BYTES, ArenaLayout, GenerationRecord
@@ -36,7 +34,7 @@ from lakeckpt.errors import ArenaDamaged, ArenaInUse, WireError
 __all__ = ["Arena", "Filling", "Held"]
 
 _SEQUENCE_BYTES = 8
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_READ, MADV_POPULATE_WRITE, Linux 5.14
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the interpreter's lock, those of `mmap` do not
 
 
@@ -304,19 +302,19 @@ class Held:
         """Copy the data from byte ``start`` on into ``into``, not verified: see `check_leaf`. `ArenaDamaged` where
         there is less. Other threads run meanwhile.
 
-        All pages are asked for at once: found missing one by one as they are copied, or copied by a system call (in
-        pieces of a page as well), it takes twice as long.
+        A system call copies them, not the mapping: having its pages mapped, and taken away at the end, takes as long as
+        the copy. Data that is truncated meanwhile is damage, too, not the end of the process.
         """
-        arena, at = self.arena, self.arena.layout.data_at(self.number) + start
-        stop = min(at - start + arena.layout.data_bytes, os.fstat(arena._descriptor).st_size)
-        if at + len(into) > stop:
-            raise self._damaged(f"byte {max(0, stop - at + start)}")
-        found = np.frombuffer(arena._view, np.uint8)[at : at + len(into)]
-        first = at % mmap.PAGESIZE
-        place = ctypes.c_void_p(found.ctypes.data - first), ctypes.c_size_t(first + len(into))
-        if _libc.madvise(*place, _POPULATE_READ) and (code := ctypes.get_errno()) != errno.EINVAL:  # an older Linux
-            raise ArenaDamaged(f"the arena {arena.name!r} cannot be read: {os.strerror(code)}: take a checkpoint")
-        np.copyto(np.frombuffer(into, np.uint8), found)
+        layout = self.arena.layout
+        at, done = layout.data_at(self.number) + start, 0
+        room = min(len(into), layout.data_bytes - start)
+        try:
+            while done < room and (count := os.preadv(self.arena._descriptor, [into[done:room]], at + done)):
+                done += count
+        except OSError as error:
+            raise ArenaDamaged(f"the arena {self.arena.name!r} cannot be read: {error}: take a checkpoint") from error
+        if done < len(into):
+            raise self._damaged(f"byte {start + done}")
 
     def check_leaf(self, number: int, leaf: memoryview) -> None:
         """Compare a copy of leaf ``number`` of the data, whole, with its checksum. `ArenaDamaged`."""

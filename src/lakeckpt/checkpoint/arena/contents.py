@@ -17,12 +17,15 @@ Imports without torch. Threads are started and joined inside `Contents.verify` a
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
+
+import numpy as np
 
 from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES
@@ -36,10 +39,40 @@ __all__ = ["Contents", "Documents", "TensorPlace", "TensorTable", "contents_of"]
 
 _KIND, _VERSION = "arena-contents", (1, 0)
 _TABLE_KIND, _TABLE_VERSION = "arena-table", (1, 0)
-_VERIFY_THREADS = _COPY_THREADS = 4
+_MOST_THREADS = 8
 _LEAVES_AT_ONCE = 16
-_Piece = tuple[int, int, memoryview]
-"""The bytes [start, stop) of the data, and where they go."""
+_PAGE = 4096
+_TOO_CLOSE = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Bytes of the data, from ``start`` on, and where they go."""
+
+    start: int
+    target: memoryview
+    straight: bool = field(init=False)
+    """Whether a system call copies them there at full speed. Processors of AMD take three times as long (for ``rep
+    movsb``, which the system copies with) where a byte goes to less than 64 bytes behind where it comes from, counted
+    in a page. Tensors and what an arena holds lie at multiples of 64 bytes: it takes a view into a buffer of one's own.
+    """
+
+    def __post_init__(self) -> None:
+        address = np.frombuffer(self.target, np.uint8).ctypes.data
+        object.__setattr__(self, "straight", not 0 < (address - self.start) % _PAGE < _TOO_CLOSE)
+
+    @property
+    def stop(self) -> int:
+        """Behind its last byte."""
+        return self.start + len(self.target)
+
+    def takes(self, low: int, high: int) -> bool:
+        """Whether bytes [low, high) of the data are to be copied straight there."""
+        return self.straight and self.start <= low and high <= self.stop
+
+
+_Leaf = tuple[int, list[_Piece]]
+"""The number of a leaf, and the tensors that have something of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,50 +187,40 @@ class Contents:
         return known | dict(zip(rest, digest_all(list(rest.values())), strict=True))
 
     def verify(self) -> None:
-        """Compare all slices with their checksums, in several threads. `ArenaDamaged`."""
-        numbers = range(self.held.arena.layout.num_slices)
-        with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="lakeckpt-verify") as pool:
-            for job in [pool.submit(self._verify, (one,)) for one in numbers]:
-                job.result()
+        """Compare all data with their checksums, in several threads. `ArenaDamaged`."""
+        _on_threads(self._fill, [(one, []) for one in range(self.held.arena.layout.num_leaves)])
 
     def fill(self, into: Mapping[str, memoryview]) -> None:
         """Copy the tensors named into these buffers (uint8, of their sizes): leaf by leaf, several at once, each
         verified as it comes. `ArenaDamaged`: the buffers may hold anything then.
         """
         places, leaf_bytes = self.documents.table.places, self.held.arena.layout.leaf_bytes
-        found = [(places[key].start, places[key].stop, target) for key, target in into.items() if len(target)]
         by_leaf: defaultdict[int, list[_Piece]] = defaultdict(list)
-        for start, stop, target in found:
-            for one in range(start // leaf_bytes, (stop - 1) // leaf_bytes + 1):
-                by_leaf[one].append((start, stop, target))
-        leaves = sorted(by_leaf.items(), key=itemgetter(0))
-        with ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="lakeckpt-recall") as pool:
-            jobs = [
-                pool.submit(self._fill, leaves[at : at + _LEAVES_AT_ONCE])
-                for at in range(0, len(leaves), _LEAVES_AT_ONCE)
-            ]
-            try:
-                for job in jobs:
-                    job.result()
-            except BaseException:
-                for job in jobs:
-                    job.cancel()
-                raise
+        for key, target in into.items():
+            if len(target):
+                piece = _Piece(places[key].start, target)
+                for one in range(piece.start // leaf_bytes, (piece.stop - 1) // leaf_bytes + 1):
+                    by_leaf[one].append(piece)
+        _on_threads(self._fill, sorted(by_leaf.items(), key=itemgetter(0)))
 
-    def _fill(self, leaves: Iterable[tuple[int, list[_Piece]]]) -> None:
-        """Copy what each leaf has of some tensors, and verify it while it is in the cache."""
+    def _fill(self, leaves: Sequence[_Leaf]) -> None:
+        """Copy what each leaf has of some tensors (perhaps of none), and verify it while it is in the cache."""
         held, layout = self.held, self.held.arena.layout
+        aside: memoryview | None = None
         for at_leaf, pieces in leaves:
             low = at_leaf * layout.leaf_bytes
             high = min(low + layout.leaf_bytes, layout.data_bytes)
-            start, stop, target = pieces[0]
-            alone = start <= low and high <= stop and len(pieces) == 1
-            leaf = target[low - start : high - start] if alone else memoryview(bytearray(high - low))
+            if len(pieces) == 1 and pieces[0].takes(low, high):
+                leaf = pieces[0].target[low - pieces[0].start : high - pieces[0].start]
+                pieces = []
+            else:
+                aside = _aside(layout.leaf_bytes) if aside is None else aside
+                leaf = aside[: high - low]
             held.read_into(low, leaf)
             held.check_leaf(at_leaf, leaf)
-            for start, stop, target in [] if alone else pieces:
-                at, to = max(start, low), min(stop, high)
-                target[at - start : to - start] = leaf[at - low : to - low]
+            for one in pieces:
+                at, to = max(one.start, low), min(one.stop, high)
+                one.target[at - one.start : to - one.start] = leaf[at - low : to - low]
 
     def _verify(self, numbers: Iterable[int]) -> None:
         for one in numbers:
@@ -231,6 +254,27 @@ def _place(row: Any) -> TensorPlace:
         raise WireDamaged(f"a shape consists of integers, got {shape!r:.80}")
     spec = TensorSpec(key=taken(plain, "key", str), dtype=taken(plain, "dtype", str), shape=shape)
     return TensorPlace(spec=spec, start=number(plain, "start"))
+
+
+def _aside(size_bytes: int) -> memoryview:
+    """Memory for a leaf, neither whose bytes nor where they go on to lie close to it in a page: see `_Piece`."""
+    made = np.empty(size_bytes + _PAGE, np.uint8)
+    first = (_PAGE // 2 - made.ctypes.data) % _PAGE
+    return made[first : first + size_bytes].data
+
+
+def _on_threads(work: Callable[[Sequence[_Leaf]], None], leaves: Sequence[_Leaf]) -> None:
+    """Do ``work`` for all leaves, some at a time, on several threads. What it raises is raised, and the rest left."""
+    threads = max(2, min(_MOST_THREADS, os.cpu_count() or 1))
+    with ThreadPoolExecutor(threads, thread_name_prefix="lakeckpt-recall") as pool:
+        jobs = [pool.submit(work, leaves[at : at + _LEAVES_AT_ONCE]) for at in range(0, len(leaves), _LEAVES_AT_ONCE)]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            raise
 
 
 def _named(plain: Mapping[str, object], name: str) -> Mapping[str, bytes]:
