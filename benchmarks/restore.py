@@ -1,7 +1,8 @@
 """How fast does a state come back?  ``python -m benchmarks.restore [--mebibytes N] [--place FOLDER] [--json FILE]``
 
 A model and its AdamW (2.4 GB of parameters and moments) are restored into where they live: from the arena in memory
-beside bare copies of the same bytes, then from a local disk beside bare reads of the same bytes into the same tensors
+beside bare copies of the same bytes (as it is, and before anything was committed: then all is verified before the
+first byte is changed), then from a local disk beside bare reads of the same bytes into the same tensors
 (in 1, 2 and 4 threads), ``torch.load`` with and without ``mmap``, safetensors, and ``dcp.load``. What is ours is the
 whole of a restore: the log read, all compared, every byte verified, the states loaded, the next attempt begun. A last
 row restores into a new optimizer, whose memory was never touched.
@@ -26,7 +27,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -47,8 +47,7 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.agent.generations import identity_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
-from lakeckpt.checkpoint.log import put_entry
-from lakeckpt.checkpoint.manifest import Begin
+from lakeckpt.checkpoint.log import put_entry, read_entry
 from lakeckpt.checkpoint.restorer import Restorer
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.tracking.exchange import Solo
@@ -131,21 +130,26 @@ class Case:
 @contextlib.contextmanager
 def in_memory(job: Job, place: Path, arenas: Path) -> Iterator[list[Case]]:
     """Ways to restore a generation of an arena, and to copy as many bytes."""
-    run = uuid.uuid4().hex
-    storage, folder = LocalStorage(place / "memory"), ArenaFolder(arenas)
-    entry = Begin(run=run, slot=0, restored=None, world_size=1, library="", created_s=0.0, write_id=uuid.uuid4().hex)
-    put_entry(storage, entry)
-    identity = identity_of(run, rank=0, world_size=1)
-    engine = CaptureEngine(job.objects, identity, folder=folder, generations=2)
+    committed, new, folder = LocalStorage(place / "committed"), LocalStorage(place / "new"), ArenaFolder(arenas)
+    with CheckpointManager(place / "committed", job.objects, persist_every=1) as manager:
+        manager.restore()
+        manager.step()
+    begin = read_entry(committed, 0)
+    put_entry(new, begin)  # the same job, as its log would be before its first commit
+    engine = CaptureEngine(job.objects, identity_of(begin.run, rank=0, world_size=1), folder=folder, generations=2)
     try:
-        engine.cut(1, attempt="0", cut=bytes(16), must=True)
+        engine.cut(2, attempt="0", cut=bytes(16), must=True)
         engine.wait()
         source = {name: view_of(one).copy() for name, one in job.tensors.items()}
         copies = [
             Case(name=f"bare copy, {threads} threads", run=partial(copied, job, source, threads), bare=True)
             for threads in (1, 2, 4)
         ]
-        yield [Case(name="lakeckpt, from the arena", run=partial(ours, job.objects, storage, folder)), *copies]
+        yield [
+            Case(name="lakeckpt, from the arena", run=partial(ours, job.objects, committed, folder)),
+            Case(name="the same, uncommitted", run=partial(ours, job.objects, new, folder)),
+            *copies,
+        ]
     finally:
         engine.close(remove=True)
 

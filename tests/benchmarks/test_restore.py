@@ -22,8 +22,8 @@ def test_every_way_restores_every_byte(tmp_path: Path) -> None:
         path = tmp_path / "told.json"
         assert restore.main(["--quick", "--place", str(tmp_path), "--arenas", str(arenas), "--json", str(path)]) == 0
     found = json.loads(path.read_text())
-    assert [len(one["warm_s"]) for one in found["cases"]] == [1] * 13
-    assert {"lakeckpt, from the arena", "lakeckpt", "bare read, 2 threads", "dcp.load"} <= {
+    assert [len(one["warm_s"]) for one in found["cases"]] == [1] * 14
+    assert {"lakeckpt, from the arena", "the same, uncommitted", "lakeckpt", "bare read, 2 threads", "dcp.load"} <= {
         one["name"] for one in found["cases"]
     }
     assert set(tmp_path.iterdir()) == {arenas, path} and not any(arenas.iterdir())
