@@ -191,6 +191,26 @@ def test_an_error_of_a_transform_reaches_the_loop_with_the_state_intact(lake: Pa
     assert sorted(flat(got) + flat(resumed)) == list(range(ROWS))
 
 
+def has_no_more(batch: Batch) -> Batch:
+    return batch if 20 not in batch["id"] else next(iter(()))
+
+
+def begins_with_nothing(worker: int) -> None:
+    next(iter(()))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_transform_whose_own_iterator_is_at_its_end_does_not_end_the_epoch(lake: Path, num_workers: int) -> None:
+    for rows in ({}, {"batch_size": None, "block_size": 4}):
+        loader = loader_of(lake, shuffle=False, transform=has_no_more, num_workers=num_workers, **rows)
+        got, error = until_error(loader)
+        assert isinstance(error, RuntimeError) and "StopIteration" in str(error), rows
+        assert flat(got) == list(range(20)) and loader.epoch == 0
+    if num_workers:
+        _, error = until_error(loader_of(lake, num_workers=1, loader={"worker_init_fn": begins_with_nothing}))
+        assert isinstance(error, RuntimeError) and "StopIteration" in str(error)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_null_is_named_from_workers_too(tmp_path: Path, num_workers: int) -> None:
     folder = LakeSpec(columns=("int32",), null_every=3).write(tmp_path / "lake")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
+import socket
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lakeckpt import Batch
-from lakeckpt.data.worker_process import FORMS
+from lakeckpt.data.channel import Channel
+from lakeckpt.data.slots import SlotMemory
+from lakeckpt.data.worker_process import FORMS, WorkerSetup, _Worker
 from lakeckpt.data.workers import Order, Workers
-from lakeckpt.errors import StateUnavailable
+from lakeckpt.errors import StateUnavailable, WorkerTimeout
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import ROWS, flat, loader_of, same
 
@@ -73,3 +80,49 @@ def test_no_more_is_dealt_than_workers_have_room_for_and_what_they_may_deliver(t
     assert not workers.deal(order, assignments, 1000) and len(order) == 400
     assert (first.told, second.told) == (200, 200)
     workers.close()
+
+
+def test_the_loop_never_waits_for_a_worker_to_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lakeckpt.data.worker_handle.STOP_S", 0.05)
+    folder = LakeSpec(files=((20_000,),)).write(tmp_path / "lake")
+    loader = loader_of(folder, batch_size=1)
+    progress = loader.dataset._progress
+    progress.settle(1, 1)
+    workers = Workers(loader.dataset, num_workers=1, base_seed=0, ahead=1, timeout_s=0.2)
+    (worker,) = workers._all
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    order: Order = deque()
+    for _ in range(4):
+        worker.has_room = True
+        workers.deal(order, progress.assignments(0), 4096)
+        workers.permit(at_once=True)  # in all, more than a socket holds
+        order.clear()
+    with pytest.raises(WorkerTimeout):
+        next(workers.read(progress.assignments(0)))
+
+
+def test_what_a_worker_has_room_for_is_told_anew_in_each_iteration(lake: Path) -> None:
+    dataset = loader_of(lake).dataset
+    memory, descriptor = SlotMemory.make()
+    setup = WorkerSetup(
+        worker=0,
+        workers=1,
+        base_seed=0,
+        dataset=dataset,
+        worker_init_fn=None,
+        memory_bytes=memory.size_bytes,
+        parent=os.getpid(),
+    )
+    main, end = map(Channel, socket.socketpair())
+    worker = _Worker(end, descriptor, setup)
+    has_no_room = SimpleNamespace(has_room=False, clear=lambda: None)
+    worker._source = has_no_room  # type: ignore[assignment]
+    for iteration in range(2):
+        worker._hear((iteration, [], 1, 1, [], 4))
+        worker._send()
+        worker._send()
+        assert pickle.loads(main.receive(0) or pickle.dumps(None)) == (iteration, [], False, 0.0)
+        assert main.receive(0) is None, "once"
+    for channel in (main, end):
+        channel.close()
+    os.close(descriptor)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils.data import get_worker_info
 
 from lakeckpt import Batch
 from lakeckpt.data.workers import AHEAD_BYTES, Workers
-from lakeckpt.errors import WorkerDied, WorkerTimeout
+from lakeckpt.errors import StateUnavailable, WorkerDied, WorkerTimeout
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import ROWS, flat, ids, loader_of, same, some, until_error
 
@@ -288,14 +289,27 @@ def dies_at_20(batch: Batch) -> Batch:
     return batch
 
 
+def dies_of_40_at_20(batch: Batch) -> Batch:
+    if (batch["id"] == 20).any():
+        os.kill(os.getpid(), 40)  # one that has no name
+    return batch
+
+
 def exits_at_20(batch: Batch) -> Batch:
     if (batch["id"] == 20).any():
         sys.exit(3)
     return batch
 
 
-@pytest.mark.parametrize(("transform", "how"), [(dies_at_20, "SIGKILL"), (exits_at_20, "exit code 3")])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("transform", "how", "persistent"),
+    [
+        (dies_at_20, "SIGKILL", False),
+        (dies_at_20, "SIGKILL", True),
+        (dies_of_40_at_20, "signal 40", False),
+        (exits_at_20, "exit code 3", True),
+    ],
+)
 def test_a_worker_that_dies_is_named_and_nothing_is_lost(
     lake: Path, transform: Any, how: str, persistent: bool
 ) -> None:
@@ -344,6 +358,37 @@ def test_an_iterator_that_is_let_go_of_takes_its_workers_with_it(lake: Path) -> 
     del lasting
     gc.collect()
     assert set(multiprocessing.active_children()) <= before and len(ids(kept)) == 2
+
+
+def ends_well(work: Callable[[], bool]) -> bool:
+    """Whether ``work`` is true in a process that is forked now."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_fork_of_the_main_process_takes_nothing_from_its_workers(lake: Path, persistent: bool) -> None:
+    options = {"persistent_workers": persistent, "multiprocessing_context": "fork"}
+    loader = loader_of(lake, num_workers=1, loader=options)
+    iterator = iter(loader)
+    found = [next(iterator)]
+
+    def goes_on() -> bool:
+        with pytest.raises(StateUnavailable, match="iterate the loader itself"):
+            next(iterator)
+        return True
+
+    assert ends_well(goes_on)
+    assert ends_well(lambda: len(flat(loader)) == ROWS - len(found[0]["id"])), "with workers of its own"
+    assert sorted(flat([*found, *iterator])) == list(range(ROWS))
+    loader.start()
+    assert ends_well(lambda: len(flat(loader)) == ROWS)
+    assert sorted(flat(loader)) == list(range(ROWS))
 
 
 def ends(pid: int) -> bool:

@@ -7,6 +7,7 @@ iterator raises is raised to the loop, in its place.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -43,7 +44,7 @@ class Beside(Iterator[T], Generic[T]):
             name="lakeckpt-pin",
             daemon=True,  # the finalizer ends it; where that cannot run, nothing must wait for it
         )
-        self._finalizer = weakref.finalize(self, _end, self._shared, thread)
+        self._finalizer = weakref.finalize(self, _end, self._shared, thread, os.getpid())
         self._thread = thread
         thread.start()
 
@@ -84,7 +85,9 @@ def _run(found: Iterator[Any], shared: _Shared, prepare: Callable[[], None]) -> 
         shared.changed.notify()
 
 
-def _end(shared: _Shared, thread: threading.Thread) -> None:
+def _end(shared: _Shared, thread: threading.Thread, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a copy in a process that was forked: it has no such thread, and the lock may be held for ever
     with shared.changed:
         shared.given_up.set()
         shared.items.clear()

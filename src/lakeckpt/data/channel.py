@@ -1,9 +1,10 @@
 """How do the main process and a worker talk?  Messages over a pair of sockets, until one of the two is gone.
 
-A message is bytes, and small: micro-batches themselves lie in a slot memory. Whoever waits to send reads meanwhile,
-so that two who send to each other never wait for ever. That the other process is gone shows by a descriptor of it
-(pidfd) even where strangers have inherited the socket by a fork; where the system has no such descriptors, every few
-seconds.
+A message is bytes, and small: micro-batches themselves lie in a slot memory. Nobody waits to send: what the socket does
+not take (the other one is busy for long) goes later, with the next message or while one is waited for. That the other
+process is gone shows by a descriptor of it (pidfd) even where strangers have inherited the socket by a fork; where the
+system has no such descriptors, every few seconds. A process that is forked has none of the channels: messages are for
+one reader.
 
 It starts no thread, and never interprets a message.
 """
@@ -16,6 +17,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -25,6 +27,8 @@ _HEAD = struct.Struct("<Q")
 _LOOK_EVERY_S = 5.0
 _ERRORS = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
+_CHANNELS: weakref.WeakSet[Channel] = weakref.WeakSet()
+
 
 class PeerGone(Exception):
     """The other process is gone, or has closed its end."""
@@ -33,36 +37,36 @@ class PeerGone(Exception):
 class Channel:
     """One end. For one thread at a time."""
 
-    def __init__(self, end: socket.socket, peer: int, is_alive: Callable[[], bool]) -> None:
-        """``end`` is the channel's from now on; ``peer`` is the process at the other, asked after by ``is_alive``."""
+    def __init__(self, end: socket.socket) -> None:
+        """``end`` is the channel's from now on."""
         end.setblocking(False)
-        self._end, self._is_alive = end, is_alive
+        self._end = end
+        self._is_alive: Callable[[], bool] = lambda: True
         self._received = bytearray()
+        self._unsent = bytearray()
         self._messages: deque[bytes] = deque()
         self._over = False
         self._peer: int | None = None
-        try:
-            self._peer = os.pidfd_open(peer)
-        except (AttributeError, OSError):
-            pass
         self._polls: dict[int, select.poll] = {}
         """By the events that are waited for."""
         self._woken: socket.socket | None = None
         self._waker: socket.socket | None = None
+        _CHANNELS.add(self)
+
+    def attend(self, peer: int, is_alive: Callable[[], bool]) -> None:
+        """Notice when ``peer``, the process at the other end, is gone; where need be, by asking ``is_alive``."""
+        self._is_alive = is_alive
+        with contextlib.suppress(AttributeError, OSError):  # a system without, or it is gone already
+            self._peer = os.pidfd_open(peer)
+        self._polls.clear()
 
     def send(self, message: bytes) -> None:
-        """Send ``message``; PeerGone where nobody will read it."""
-        left = memoryview(_HEAD.pack(len(message)) + message)
-        while left:
-            try:
-                left = left[self._end.send(left, socket.MSG_NOSIGNAL) :]
-            except BlockingIOError:
-                if self._wait(select.POLLOUT | select.POLLIN, None) & select.POLLIN:
-                    self._read()
-                if self._over:  # the socket may not show it: a forked worker has the other end itself
-                    raise PeerGone from None
-            except OSError as error:
-                raise PeerGone from error
+        """Send ``message``, now or later, without waiting; PeerGone where it shows that nobody will read it."""
+        self._unsent += _HEAD.pack(len(message)) + message
+        try:
+            self._send_more()
+        except OSError as error:
+            raise PeerGone from error
 
     def receive(self, timeout_s: float | None) -> bytes | None:
         """Return the next message; None where there is none within ``timeout_s`` (None: it waits for ever), or where
@@ -75,9 +79,14 @@ class Channel:
             if self._over:
                 raise PeerGone
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._wait(select.POLLIN, left):
+            found = self._wait(select.POLLIN | (select.POLLOUT if self._unsent else 0), left)
+            if not found:
                 return None
-            self._read()
+            if found & select.POLLOUT:
+                with contextlib.suppress(OSError):  # what it had sent comes first; then the end shows
+                    self._send_more()
+            if found & select.POLLIN:
+                self._read()
         return self._messages.popleft()
 
     def waker(self) -> Callable[[], None]:
@@ -96,7 +105,7 @@ class Channel:
     def close(self, last: bytes | None = None) -> None:
         """Let go of both descriptors, which the other end sees; ``last`` is sent if that needs no waiting."""
         self._over = True
-        if last is not None:
+        if last is not None and not self._unsent:  # else it would be taken for a part of another message
             with contextlib.suppress(OSError):
                 self._end.send(_HEAD.pack(len(last)) + last, socket.MSG_NOSIGNAL)
         for end in (self._end, self._woken, self._waker):
@@ -105,6 +114,14 @@ class Channel:
         if self._peer is not None:
             os.close(self._peer)
             self._peer = None
+
+    def _send_more(self) -> None:
+        while self._unsent:
+            try:
+                sent = self._end.send(self._unsent, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            del self._unsent[:sent]
 
     def _read(self) -> None:
         try:
@@ -134,7 +151,7 @@ class Channel:
             poll.register(own, events)
             if self._peer is not None:
                 poll.register(self._peer, select.POLLIN)
-            if self._woken is not None and events == select.POLLIN:  # who sends is not to be woken
+            if self._woken is not None:
                 poll.register(self._woken, select.POLLIN)
         if timeout_s == 0 and not poll.poll(0):  # asked after each micro-batch
             return 0
@@ -153,3 +170,12 @@ class Channel:
                 return select.POLLIN
             if deadline is not None and time.monotonic() >= deadline:
                 return 0
+
+
+def _close_all() -> None:
+    for channel in tuple(_CHANNELS):
+        channel.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)

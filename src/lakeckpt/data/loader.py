@@ -9,6 +9,7 @@ Worker processes are started, watched and joined by `lakeckpt.data.workers`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ from lakeckpt.data.skip_warning import warn_of_skips
 from lakeckpt.data.source import items_of
 from lakeckpt.data.versions import Fit, Pinned
 from lakeckpt.data.workers import Workers
-from lakeckpt.errors import ConfigError
+from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.lake.filters import RowFilter
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.selection import RowSelection
@@ -101,7 +102,8 @@ class LakeLoader(DataLoader[Any]):
         self._own_generator = torch.Generator() if generator is None else None
         self._ahead = prefetch_factor
         self._workers: Workers | None = None
-        self._workers_generation = 0
+        self._workers_started = 0, 0
+        """At which version of the table, and by which process."""
         self._early: tuple[Any, Iterator[tuple[Receipt, Any]]] | None = None
 
     # --- what is asked
@@ -180,7 +182,7 @@ class LakeLoader(DataLoader[Any]):
         return self._place(), self._found(assignments, self._base_seed(rank))
 
     def _place(self) -> Any:
-        return self._progress.state, self._progress.skips, self.topology, self.dataset._source.generation
+        return self._progress.state, self._progress.skips, self.topology, self.dataset._source.generation, os.getpid()
 
     def _base_seed(self, rank: int) -> int:
         """The seed of this iteration's workers, drawn as torch draws it."""
@@ -204,7 +206,7 @@ class LakeLoader(DataLoader[Any]):
         """Workers for one iteration, or those that live on and read the version of the table at hand."""
         generation = self.dataset._source.generation
         if self._workers is not None:
-            if not self._workers.closed and self._workers_generation == generation:
+            if not self._workers.closed and self._workers_started == (generation, os.getpid()):
                 return self._workers
             self._workers.close()
             self._workers = None
@@ -220,14 +222,14 @@ class LakeLoader(DataLoader[Any]):
             pins=self.pin_memory and torch.accelerator.is_available(),
         )
         if self.persistent_workers:
-            self._workers, self._workers_generation = workers, generation
+            self._workers, self._workers_started = workers, (generation, os.getpid())
         return workers
 
     def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]]) -> Iterator[Any]:
         progress = self._progress
         # Checked before anything is taken: with persistent workers a newer iterator goes on with them.
         progress.check(iteration)
-        skip = progress.state.row
+        skip, process = progress.state.row, os.getpid()
         while (pulled := next(found, None)) is not None:
             receipt, batch = pulled
             for item, mine in items_of(batch, receipt, self._row_wise, skip):
@@ -238,6 +240,11 @@ class LakeLoader(DataLoader[Any]):
                 yield item
             skip = 0
             progress.check(iteration)
+            if self.num_workers and os.getpid() != process:
+                raise StateUnavailable(
+                    f"this iterator's worker processes answer to process {process}, of which this one is a fork: "
+                    "iterate the loader itself here, iter(loader)"
+                )
         progress.finish()
 
     def _settle(self) -> None:

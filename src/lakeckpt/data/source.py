@@ -174,10 +174,15 @@ class BatchSource:
             result = self._transform(batch, TransformContext(seed=self._spec.seed, receipt=receipt, row=row))
         except Exception as error:
             which = f"row {row} of " if row is not None else ""
-            error.add_note(
+            where = (
                 f"in the transform of {which}micro-batch {receipt.micro_batch} (epoch {receipt.epoch}, step "
                 f"{receipt.step} of rank {receipt.rank})"
             )
+            if isinstance(error, StopIteration):  # it would end the loop as the end of the rows does
+                raise RuntimeError(
+                    f"StopIteration was raised {where}: an iterator there has no more to give"
+                ) from error
+            error.add_note(where)
             raise
         if type(result) is dict:
             return Batch(result, receipt)

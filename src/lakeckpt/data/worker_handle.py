@@ -59,6 +59,7 @@ class WorkerHandle:
 def start_worker(context: Any, setup: WorkerSetup, memory: SlotMemory, descriptor: int) -> WorkerHandle:
     """Start a worker process, and hand it ``descriptor``, which is that of ``memory``."""
     mine, theirs = socket.socketpair()
+    channel = Channel(mine)  # by now, so that a forked worker has no end of it that would keep it open
     try:
         process = context.Process(
             target=work, args=(theirs, setup), daemon=True, name=f"lakeckpt-worker-{setup.worker}"
@@ -68,11 +69,11 @@ def start_worker(context: Any, setup: WorkerSetup, memory: SlotMemory, descripto
         with forking_a_worker():
             process.start()
     except BaseException:
-        mine.close()
+        channel.close()
         raise
     finally:
         theirs.close()
-    channel = Channel(mine, process.pid, process.is_alive)
+    channel.attend(process.pid, process.is_alive)
     return WorkerHandle(number=setup.worker, process=process, channel=channel, memory=memory)
 
 
@@ -117,7 +118,8 @@ def died(worker: WorkerHandle, assignment: Assignment) -> WorkerDied:
     if code is None:
         how = "without closing its books"
     elif code < 0:
-        how = f"killed by {signal.Signals(-code).name}"
+        named = {one.value for one in signal.Signals}
+        how = f"killed by {signal.Signals(-code).name if -code in named else f'signal {-code}'}"
     hint = " (out of memory? the kernel's log says so)" if code == -signal.SIGKILL else ""
     return WorkerDied(
         f"worker {worker.number} (process {process.pid}) ended, {how}{hint}, while {doing(assignment)}. What "

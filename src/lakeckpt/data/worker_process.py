@@ -80,7 +80,8 @@ def work(end: socket.socket, setup: WorkerSetup) -> None:
     _, descriptors, _, _ = socket.recv_fds(end, 1, 1)
     assert descriptors, "it was sent before this process was started"
     parent = parent_process()
-    channel = Channel(end, setup.parent, lambda: parent is None or parent.is_alive())
+    channel = Channel(end)
+    channel.attend(setup.parent, lambda: parent is None or parent.is_alive())
     try:
         _Worker(channel, descriptors[0], setup).run()
     except PeerGone:
@@ -188,8 +189,8 @@ class _Worker:
         try:
             receipt, value = self._source.take(assignment)
             packed = pack(value, receipt)
-            number, form = self._form(packed)
             offset = self._written(packed)
+            number, form = self._form(packed)  # last: what is known here has to arrive there
             self._delivered_bytes += packed.size_bytes
             return number, form, offset, packed.size_bytes, packed.sizes, receipt.skips
         except Exception as error:
@@ -223,8 +224,10 @@ class _Worker:
         if isinstance(error, LakeckptError) and _crosses(error):
             return (error,)
         where = f"in DataLoader worker process {self._setup.worker}"
+        # By its own name, that would end the loop as the end of the rows does.
+        kind = RuntimeError if isinstance(error, StopIteration) else type(error)
         wrapped: Any = ExceptionWrapper(  # type: ignore[no-untyped-call]
-            (type(error), error, error.__traceback__), where=where
+            (kind, error, error.__traceback__), where=where
         )
         if not _crosses(wrapped):
             wrapped.exc_type = RuntimeError  # its own class cannot be found, or made, by the main process

@@ -312,8 +312,12 @@ class _Results(Iterator[tuple[Receipt, Any]]):
     def __init__(self, workers: Workers, assignments: Iterator[Assignment], iteration: int) -> None:
         self._workers, self._assignments, self._iteration = workers, assignments, iteration
         self._order: Order = deque()
-        workers.deal(self._order, assignments, _EACH_TIME)
-        workers.permit(at_once=True)
+        try:
+            workers.deal(self._order, assignments, _EACH_TIME)
+            workers.permit(at_once=True)
+        except BaseException:
+            workers.close()
+            raise
 
     def __next__(self) -> tuple[Receipt, Any]:
         workers = self._workers
