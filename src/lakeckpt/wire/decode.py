@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from lakeckpt.errors import LimitExceeded, UnsupportedValue, WireDamaged
+from lakeckpt.wire.collector import collector_waits
 from lakeckpt.wire.dtypes import dtype_from, values_are_valid
 from lakeckpt.wire.keys import Keys
 from lakeckpt.wire.values import INT_MAX, INT_MIN, Limits, Tag, TensorRef
@@ -42,7 +43,8 @@ def decode_payload(payload: memoryview, *, what: str, limits: Limits) -> Any:
     """The value of ``payload``, all of it. Raises `WireDamaged`, `UnsupportedValue` and `LimitExceeded`."""
     decoder = _Decoder(payload, what, limits)
     try:
-        value = decoder.value(limits.depth)
+        with collector_waits():
+            value = decoder.value(limits.depth)
     except RecursionError:
         raise LimitExceeded(f"{what}: nested too deep for what is left of the stack") from None
     if decoder.at != len(payload):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import pickle
 import pickletools
 import sys
@@ -124,7 +125,8 @@ def test_pickles_made_to_explode_are_refused_in_little_memory(name: str) -> None
 
 CONTAINERS = {
     "tuples": b")" + b"\x85" * 300,
-    "tuples above marks": b"(" * 300 + b"t" * 300,
+    "tuples above marks": b"(" * 257,
+    "tuples above marks that are made": b"(" * 200 + b")" + b"\x85" * 100 + b"t" * 200,
     "lists": b"]" * 300 + b"a" * 299,
     "dicts": b"}K\x01" * 300 + b"}" + b"s" * 300,
     "arguments": b"cbuiltins\nlist\n" * 300 + b")" + b"R\x85" * 300,
@@ -138,6 +140,28 @@ CONTAINERS = {
 def test_what_is_too_deep_is_refused_when_it_is_put_there_not_at_the_end(name: str) -> None:
     with pytest.raises(LimitExceeded, match="more than 256 containers"):
         describe(b"\x80\x04" + CONTAINERS[name])  # it has no end: read so far, it would be damaged
+
+
+def test_the_collector_does_not_look_at_all_that_the_process_holds_while_a_pickle_is_described() -> None:
+    seen: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        seen.append(phase)
+
+    gc.callbacks.append(note)
+    opened = b"\x80\x04" + b"]\x94" * 50_000
+    for data, error in [(opened + b"a" * 300, LimitExceeded), (opened, WireDamaged), (b"(" * 50_000, LimitExceeded)]:
+        with pytest.raises(error):
+            describe(data)
+        assert gc.isenabled()
+    gc.callbacks.remove(note)
+    gc.disable()
+    try:
+        describe(b"N.")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert len(seen) < 20, "a collection for every few hundred lists, each of which may look at everything"
 
 
 def pairs(keys: list[Any]) -> bytes:

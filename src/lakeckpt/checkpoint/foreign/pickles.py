@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from lakeckpt.errors import LimitExceeded, UnsupportedValue, WireDamaged
+from lakeckpt.wire.collector import collector_waits
 from lakeckpt.wire.keys import Keys
 
 __all__ = ["DEEPEST", "Call", "Name", "Persistent", "describe"]
@@ -84,11 +85,12 @@ def describe(data: bytes) -> Any:
     machine, stream = _Machine(), io.BytesIO(data)
     read = stream.read
     try:
-        while code := read(1):
-            reader, act = _OPCODES[code]
-            act(machine, None if reader is None else reader(stream))
-            if code == b".":
-                return machine.top()
+        with collector_waits():
+            while code := read(1):
+                reader, act = _OPCODES[code]
+                act(machine, None if reader is None else reader(stream))
+                if code == b".":
+                    return machine.top()
     except (WireDamaged, UnsupportedValue, LimitExceeded):
         raise
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, AttributeError) as error:
@@ -111,7 +113,7 @@ class _Machine:
     def push(self, value: Any, depth: int = 0) -> None:
         """A value with ``depth`` containers inside one another."""
         if depth > _DEEPEST_HERE:
-            raise LimitExceeded(f"this pickle puts more than {_DEEPEST_HERE} containers into one another")
+            raise _too_deep()
         self.stack.append(value)
         self.depths.append(depth)
 
@@ -135,6 +137,8 @@ class _Machine:
         return found, depth
 
     def mark(self) -> None:
+        if len(self.below) >= _DEEPEST_HERE:  # whatever is made of what is above them lies inside one another
+            raise _too_deep()
         self.below.append((self.stack, self.depths))
         self.stack, self.depths = [], []
 
@@ -143,6 +147,10 @@ class _Machine:
         found, depth = self.stack, max(self.depths, default=0)
         self.stack, self.depths = self.below.pop()
         return found, depth
+
+
+def _too_deep() -> LimitExceeded:
+    return LimitExceeded(f"this pickle puts more than {_DEEPEST_HERE} containers into one another")
 
 
 def _name(machine: _Machine, module: object, name: object) -> None:
