@@ -35,10 +35,8 @@ class Generations:
         """The generation of ``step`` that ``attempt`` captured, kept from being written while the block runs; None
         where there is none. An earlier attempt may have left another one of the same step."""
         for arena in list(self._found().values()):
-            if all((record.step, record.attempt) != (step, attempt) for record in arena.complete()):
-                continue
-            with arena.hold(step) as held:
-                if held is not None and held.record.attempt == attempt:
+            with arena.hold(step, attempt=attempt) as held:
+                if held is not None:
                     yield held
                     return
         yield None

@@ -100,13 +100,14 @@ class Arena:
         return sorted(found, key=lambda record: (record.step, record.sequence), reverse=True)
 
     @contextmanager
-    def hold(self, step: int | None = None) -> Iterator[Held | None]:
+    def hold(self, step: int | None = None, *, attempt: str | None = None) -> Iterator[Held | None]:
         """The complete generation of ``step`` (None: the newest), kept from being written while the block runs.
 
-        None where there is no such generation.
+        None where there is no such generation. ``attempt``: whose it is to be, since an attempt that went on from a
+        step in memory may capture that step again.
         """
         for number, record in sorted(self._records(), key=lambda one: one[1].step, reverse=True):
-            if step is not None and record.step != step:
+            if step not in (None, record.step) or attempt not in (None, record.attempt):
                 continue
             if not self._hold(number):
                 continue  # it is being begun
