@@ -36,7 +36,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readers", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small tables, one repetition: does everything run?")
     parser.add_argument("--scale", type=float, help="of the data sets (1: 8 M, 400 k, 20 k rows; default 0.5)")
-    parser.add_argument("--repetitions", type=int, help="default 4")
+    parser.add_argument("--repetitions", type=int, help="default 3")
     parser.add_argument("--seconds", type=float, help="to read for after the first batch; default 1")
     parser.add_argument("--readers", nargs="+", choices=list(READERS), default=list(READERS), metavar="READER")
     parser.add_argument("--tables", nargs="+", choices=SPEED_TABLES)
@@ -50,7 +50,7 @@ def _arguments() -> argparse.Namespace:
     whole = all((found.environments / name).exists() for name in ENVIRONMENTS)  # else it is not what is published
     defaults: dict[str, tuple[Any, Any]] = {
         "scale": (0.02, 0.5),
-        "repetitions": (1, 4),
+        "repetitions": (1, 3),
         "seconds": (0.5, 1.0),
         "tables": (["tabular", "tokens"], list(SPEED_TABLES)),
         "parts": (["speed", "exact"], list(PARTS)),

@@ -4,7 +4,7 @@ Three parts, each yielding plain dicts for the JSON file, which later repetition
 keeps what it had measured:
 
 * `speeds`: every repetition runs every case once, one after the other, so that what disturbs the machine for a while
-  falls on all. Memory is watched in the first repetition only.
+  falls on all. Memory is watched in the first repetition only. Whoever was far behind in it is not run again.
 * `resumes`: one pass saves the state at 50 % and at 90 % of the epoch; fresh processes then measure the time from
   making the loader to its first batch: at 0 %, 50 % and 90 %.
 * `exactness`: a job is stopped in mid-epoch and goes on from its state, on the same ranks and workers and on others;
@@ -23,11 +23,14 @@ from benchmarks.readers.counting import count
 from benchmarks.readers.plan import Topology
 from benchmarks.readers.registry import READERS
 from benchmarks.readers.runner import Failed, Runner
+from benchmarks.readers.summary import median_rate
 
-__all__ = ["exactness", "prepare", "resumes", "speeds"]
+__all__ = ["exactness", "far_behind", "prepare", "resumes", "speeds"]
 
 Say = Callable[[str], None]
 Found = dict[str, Any]
+BEHIND = 5
+"""Who is slower than the fastest by this factor is measured once: no repetition would change what the table says."""
 PLACES = ("50", "90")
 """Percent of an epoch at which a state is saved to time resuming."""
 
@@ -47,12 +50,13 @@ def prepare(runner: Runner, cases: Sequence[Case], say: Say) -> list[Found]:
 
 
 def speeds(runner: Runner, cases: Sequence[Case], repetitions: int, seconds: float, say: Say) -> Iterator[Found]:
-    """Measure all ``cases``, interleaved. Slow readers sit out every other repetition, and who failed twice all."""
+    """Measure all ``cases``, interleaved; after the first repetition those that are not `far_behind`, and as long as
+    they have not failed twice."""
     found: list[Found] = [{"case": asdict(case), "runs": [], "failures": []} for case in cases]
     yield from found
     for repetition in range(repetitions):
         for number, (case, one) in enumerate(zip(cases, found, strict=True)):
-            if len(one["failures"]) > 1 or (READERS[case.reader].slow and repetition % 2 == 0 and repetitions > 1):
+            if len(one["failures"]) > 1 or (repetition and far_behind(one, found)):
                 continue
             say(f"speed {repetition + 1}/{repetitions}, {number + 1}/{len(cases)}: {case.name}")
             try:
@@ -60,6 +64,14 @@ def speeds(runner: Runner, cases: Sequence[Case], repetitions: int, seconds: flo
             except Failed as error:
                 one["failures"].append(str(error))
                 say(f"    failed: {error}")
+
+
+def far_behind(one: Found, found: Sequence[Found]) -> bool:
+    """Whether what was measured of a case is less than a `BEHIND` part of the fastest on the same batches."""
+    case, mine = one["case"], median_rate(one)
+    others = [each for each in found if all(each["case"][key] == case[key] for key in ("table", "batch_size"))]
+    best = max((median_rate(each) or 0 for each in others), default=0)
+    return mine is not None and mine < best / BEHIND
 
 
 def resumes(runner: Runner, cases: Sequence[Case], repetitions: int, say: Say) -> Iterator[Found]:

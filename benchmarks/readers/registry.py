@@ -32,7 +32,9 @@ class Entry:
     no_fork: bool = False
     """The package may not be imported before a fork."""
     slow: bool = False
-    """It works row by row: measured in every second repetition, to save time for the others."""
+    """It works row by row: timed to resume on the smallest data set only."""
+    cleans_up: bool = False
+    """What it starts or shares is removed as the interpreter ends, and by nothing else."""
     prepares: bool = False
     """Something has to be made once of a data set: an index, a copy in the reader's own format."""
     resumes: bool = False
@@ -92,11 +94,11 @@ READERS: dict[str, Entry] = {
     ),
     "grain": Entry(
         label="grain", place="grain_parquet:Grain", package="grain", kind="parquet", no_fork=True,
-        resumes=True, slow=True,
+        resumes=True, slow=True, cleans_up=True,
     ),
     "ray": Entry(
         label="Ray Data", place="ray_data:Ray", package="ray", kind="parquet", no_fork=True, workers=(2,),
-        why="always in the processes of its cluster; no state inside of an epoch",
+        cleans_up=True, why="always in the processes of its cluster; no state inside of an epoch",
     ),
     "petastorm": Entry(
         label="petastorm", place="petastorm_reader:Petastorm", package="petastorm", kind="parquet",
@@ -109,7 +111,7 @@ READERS: dict[str, Entry] = {
     ),
     "mosaic": Entry(
         label="MosaicML streaming, MDS", place="mosaic:Mosaic", package="mosaicml-streaming", kind="converted",
-        environment="older", prepares=True, resumes=True, slow=True, rows_at_most=200_000,
+        environment="older", prepares=True, resumes=True, slow=True, cleans_up=True, rows_at_most=200_000,
     ),
     "lance": Entry(
         label="Lance", place="lance_format:Lance", package="pylance", kind="converted", prepares=True,

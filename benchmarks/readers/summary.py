@@ -43,6 +43,8 @@ def _short(value: float) -> str:
 
 def _rate(one: Found) -> str:
     rates = [run["rows_per_s"] for run in one["runs"]]
+    if len(rates) == 1:
+        return f"{_short(rates[0])} (once)"
     return f"{_short(statistics.median(rates))} ({_short(min(rates))} … {_short(max(rates))})"
 
 

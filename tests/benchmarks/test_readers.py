@@ -17,7 +17,7 @@ import torch
 from benchmarks.readers.arrow import tensors
 from benchmarks.readers.case import Case
 from benchmarks.readers.counting import Count, count
-from benchmarks.readers.measuring import exactness
+from benchmarks.readers.measuring import exactness, far_behind, speeds
 from benchmarks.readers.plan import Topology, case_of
 from benchmarks.readers.process import resume, save, speed
 from benchmarks.readers.reader import Batch, Ragged
@@ -115,6 +115,28 @@ def test_the_speed_is_of_what_comes_after_the_first_batch_and_goes_on_over_epoch
     assert found["whole_epochs"] == 1 and found["lost_in_whole_epochs"] == found["repeated"] == 0
     assert found["first_batch_s"] == 1.0 and found["seconds"] == 30.0
     assert found["rows_per_s"] == pytest.approx((found["rows"] - 50) / 30.0)
+
+
+class Told:
+    """A runner that tells rates, and remembers which cases it ran."""
+
+    def __init__(self, rates: dict[str, float]) -> None:
+        self.rates, self.ran = rates, list[str]()
+
+    def one(self, task: Any, case: Case, *, memory: bool) -> dict[str, Any]:
+        self.ran.append(case.reader)
+        return {"rows_per_s": self.rates[case.reader]}
+
+
+def test_who_is_far_behind_on_the_same_batches_is_measured_once() -> None:
+    runner = Told({"lakeckpt": 100.0, "lance": 20.0, "grain": 19.9})
+    cases = [replace(CASE, reader=name) for name in runner.rates]
+    cases.append(replace(CASE, reader="grain", batch_size=8))
+    found = list(speeds(runner, cases, 3, 1.0, lambda text: None))  # type: ignore[arg-type]
+    assert [len(one["runs"]) for one in found] == [3, 3, 1, 3]
+    assert runner.ran == ["lakeckpt", "lance", "grain", "grain", *2 * ["lakeckpt", "lance", "grain"]]
+    failed = {"case": found[2]["case"], "runs": []}
+    assert not far_behind(failed, [failed, *found]), "who failed may try again"
 
 
 def test_the_speed_of_a_reader_that_loses_rows_is_told_with_what_it_lost() -> None:
