@@ -6,6 +6,9 @@ agent runs) beside bare writes of the same bytes with fsync (buffered, and past 
 in GB/s, and each as a part of the fastest bare write.
 
 Limit: persisting is at least 0.8 of the fastest bare write.
+
+``--touched`` shows instead what saves of one embedding write when some of its rows changed since the last one: bytes of
+files of tensors, and seconds of `CheckpointManager.save`, beside `torch.save` and fsync of all of it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.log import put_entry
+from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.manifest import Begin
 from lakeckpt.checkpoint.publish import Attempt, Settings
 from lakeckpt.checkpoint.waiting import SystemWaiter
@@ -43,6 +47,7 @@ from lakeckpt.lake.local import LocalStorage
 
 TENSORS = 24
 BLOCK = 64 * 2**20
+WIDTH = 128
 
 
 class State:
@@ -113,8 +118,8 @@ def ours(place: Path, generations: Generations, run: str) -> None:
     assert said[0].slot == 1, said
 
 
-def torch_saved(place: Path, state: State) -> None:
-    torch.save(state.tensors, place / "state.pt")
+def torch_saved(place: Path, tensors: dict[str, torch.Tensor]) -> None:
+    torch.save(tensors, place / "state.pt")
     _sync(place / "state.pt")
     _sync(place)
 
@@ -125,6 +130,41 @@ def safetensors_saved(place: Path, state: State) -> None:
     _sync(place)
 
 
+def touched(place: Path, size_bytes: int) -> None:
+    """What is written of an embedding of which some rows changed."""
+    table = torch.nn.Embedding(size_bytes // 4 // WIDTH, WIDTH)
+    rows, whole = table.num_embeddings, table.weight.nbytes
+    changes = {
+        "all of it, for the first time": range(0),
+        "nothing": range(0),
+        "one row": range(rows // 2, rows // 2 + 1),
+        "the last 1 % of its rows": range(rows - rows // 100, rows),
+        "64 rows at random": torch.randint(rows, (64,)).tolist(),
+        "1 % of its rows at random": torch.randint(rows, (rows // 100,)).tolist(),
+    }
+    storage, found, known = LocalStorage(place / "run"), [], set[str]()
+    saver = CheckpointManager(storage, {"model": table}, persist_every=10**9, keep=3)
+    saver.restore()
+    for what, change in changes.items():
+        with torch.no_grad():
+            for row in change:
+                table.weight[row] += 1
+        saver.step()
+        begin_s = time.perf_counter()
+        saver.save()
+        took_s = time.perf_counter() - begin_s
+        new = {info.path: info.size_bytes for info in storage.list("objects") if info.path not in known}
+        known |= new.keys()
+        wrote = sum(new.values())
+        found.append((what, f"{wrote / 2**20:.1f}", f"{wrote / whole:.3f}", f"{took_s:.2f}"))
+    begin_s = time.perf_counter()
+    torch_saved(place, {"weight": table.weight.detach()})
+    found.append(
+        ("torch.save + fsync, all of it", f"{whole / 2**20:.1f}", "1.000", f"{time.perf_counter() - begin_s:.2f}")
+    )
+    show(f"an embedding of {whole / 2**20:.0f} MiB", ("changed", "MiB written", "of all", "seconds"), found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mebibytes", type=int, default=1024)
@@ -133,7 +173,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", default=None)
     parser.add_argument("--quick", action="store_true", help="bare direct writes only, to compare with")
+    parser.add_argument("--touched", action="store_true", help="what is written of an embedding that changed in part")
     given = parser.parse_args()
+    if given.touched:
+        with tempfile.TemporaryDirectory(prefix="lakeckpt-bench-", dir=given.place) as name:
+            touched(Path(name), given.mebibytes * 2**20)
+        return 0
     state, run = State(given.mebibytes * 2**20), uuid.uuid4().hex
     arenas = Path(tempfile.mkdtemp(prefix="lakeckpt-bench-", dir=given.arenas or "/dev/shm"))
     place = Path(tempfile.mkdtemp(prefix="lakeckpt-bench-", dir=given.place))
@@ -153,7 +198,7 @@ def main() -> int:
             for direct in (False, True):
                 name = f"bare write, {'direct' if direct else 'buffered'}, {threads} threads"
                 cases[name] = lambda at, t=threads, d=direct: bare(at, data, threads=t, direct=d)  # type: ignore[misc]
-        cases["torch.save + fsync"] = lambda at: torch_saved(at, state)
+        cases["torch.save + fsync"] = lambda at: torch_saved(at, state.tensors)
         cases["safetensors + fsync"] = lambda at: safetensors_saved(at, state)
         cases["dcp.save"] = lambda at: dcp.save({"model": state.tensors}, checkpoint_id=at / "dcp", no_dist=True)
         if given.quick:

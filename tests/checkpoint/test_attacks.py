@@ -72,16 +72,14 @@ def saved(folder: Path) -> LocalStorage:
     return LocalStorage(folder)
 
 
-def reseal(
-    storage: LocalStorage, change: Callable[[dict[str, Any]], object], *, version: tuple[int, int] = (1, 0)
-) -> None:
+def reseal(storage: LocalStorage, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the part of the checkpoint, and let the manifest vouch for it: every checksum is right."""
     manifest = read_history(storage).tip
     assert manifest is not None
     path = manifest.parts[0].path
-    plain = loads(storage.read(path), kind="part", supported=(2, 0)).value
+    plain = loads(storage.read(path), kind="part", supported=(3, 0)).value
     change(plain)
-    put_part(storage, dumps(plain, kind="part", version=version))
+    put_part(storage, dumps(plain, kind="part", version=(3, 0)))
 
 
 def put_part(storage: LocalStorage, data: bytes) -> None:
@@ -104,7 +102,7 @@ def change_entry(**fields: Any) -> Callable[[LocalStorage], None]:
 
 
 def row(name: str, at: int, value: Any) -> Callable[[LocalStorage], None]:
-    return lambda storage: reseal(storage, lambda plain: plain[name][0].__setitem__(at, value), version=(2, 0))
+    return lambda storage: reseal(storage, lambda plain: plain[name][0].__setitem__(at, value))
 
 
 def attacks() -> Iterator[tuple[str, Callable[[LocalStorage], None]]]:

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from lakeckpt.checkpoint.commit import await_commit, collect_parts, publish_failure, verify_objects
-from lakeckpt.checkpoint.digests import content_digest, short_digest
+from lakeckpt.checkpoint.digests import LEAF_BYTES, content_digest, leaf_digests, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.log import put_entry
 from lakeckpt.checkpoint.parts import PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.persist import OwnedTensor, persist
+from lakeckpt.checkpoint.staged import StagedTensor
 from lakeckpt.errors import AttemptSuperseded, CheckpointIncomplete, SaveFailed
 from tests.checkpoint.rig import EventWaiter, MemoryStorage
 from tests.checkpoint.test_log import begin, manifest
@@ -23,7 +24,8 @@ EXPECTED = {rank: frozenset({("tensor:m/w", content_digest(DATA)), ("tree:m", b"
 
 
 def write(storage: MemoryStorage, rank: int, *, save: SaveId = SAVE, data: memoryview = DATA) -> PartRecord:
-    tensor = OwnedTensor(spec=SPEC, data=data, digest=content_digest(data), ranks=((rank, rank + 1),))
+    staged = StagedTensor(spec=SPEC, data=data, leaves=leaf_digests(data, LEAF_BYTES))
+    tensor = OwnedTensor(staged=staged, ranks=((rank, rank + 1),))
     tree = TreeRecord(item="m", document=b"d", digest=short_digest(b"d"), ranks=((rank, rank + 1),))
     return persist(storage, run="r", save=save, rank=rank, world_size=2, cut=b"c", tensors=[tensor], trees=[tree])
 

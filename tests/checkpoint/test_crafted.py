@@ -10,12 +10,13 @@ import msgpack
 import pytest
 
 from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.manifest import PartRef, entry_to_bytes
-from lakeckpt.checkpoint.parts import PartRecord
+from lakeckpt.checkpoint.parts import FileRecord, PartRecord, SaveId, TensorRecord
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.errors import CheckpointDamaged, LakeckptError, WireError
+from lakeckpt.errors import CheckpointDamaged, LakeckptError, WireDamaged, WireError
 from lakeckpt.wire.codec import dumps, loads
 from tests.checkpoint.rig import Counter, MemoryStorage, manager, training
 
@@ -32,14 +33,14 @@ def saved() -> MemoryStorage:
 
 def plain_part(storage: MemoryStorage) -> dict[str, Any]:
     (path,) = (name for name in storage.objects if name.startswith("parts/"))
-    value: dict[str, Any] = loads(storage.objects[path], kind="part", supported=(2, 0)).value
+    value: dict[str, Any] = loads(storage.objects[path], kind="part", supported=(3, 0)).value
     return value
 
 
 def reseal(storage: MemoryStorage, plain: dict[str, Any]) -> None:
     """Put a changed part in place, with a manifest that vouches for it: every checksum is right."""
     manifest = read_history(storage).tip
-    data = dumps(plain, kind="part", version=(2, 0))
+    data = dumps(plain, kind="part", version=(3, 0))
     path = manifest.parts[0].path
     storage.objects[path] = data
     ref = PartRef(rank=0, path=path, size_bytes=len(data), digest=short_digest(data))
@@ -53,7 +54,23 @@ def set_row(name: str, at: int, value: Any, row: int = 0) -> Any:
     return change
 
 
+def set_place(file: int) -> Any:
+    """The first slab of a tensor in another file, which need not be there."""
+
+    def change(plain: dict[str, Any]) -> None:
+        plain["tensors"][0][4][0][0] = file
+
+    return change
+
+
+def in_two_slabs(plain: dict[str, Any]) -> None:
+    """A tensor of 2^40 bytes that is said to lie in the one slab of another one."""
+    key, _, _, _, ((file, digest),), ranks = plain["tensors"][0]
+    plain["tensors"].append([f"{key}~", "uint8", [2**40], digest, [[file, digest]] * 4, ranks])
+
+
 CHANGES = [
+    in_two_slabs,
     set_row("files", 0, "../outside.safetensors"),
     set_row("files", 0, "/etc/passwd"),
     set_row("files", 0, "objects/../../outside"),
@@ -69,8 +86,20 @@ CHANGES = [
     set_row("tensors", 2, [2**40, 2**40]),
     set_row("tensors", 2, [-1]),
     set_row("tensors", 2, ["8", "8"]),
-    set_row("tensors", 4, 7),
-    set_row("tensors", 4, -1),
+    set_row("tensors", 4, 0),
+    set_row("tensors", 4, []),
+    set_row("tensors", 4, [[0]]),
+    set_row("tensors", 4, [["0", bytes(16)]]),
+    set_row("tensors", 4, [[0, bytes(16)]]),
+    set_row("tensors", 4, [[0, b"short"]]),
+    set_place(7),
+    set_place(-1),
+    lambda plain: plain["tensors"][0].__setitem__(4, plain["tensors"][0][4] * 2),
+    lambda plain: plain.update(slab_bytes=0),
+    lambda plain: plain.update(slab_bytes=5),
+    lambda plain: plain.update(slab_bytes=2**20 + 1),
+    lambda plain: plain.update(slab_bytes=2**63),
+    lambda plain: plain.pop("slab_bytes"),
     set_row("tensors", 5, [[5, 2]]),
     set_row("tensors", 5, [[0, 2**40]]),
     set_row("tensors", 5, [[0, 1], [0, 1]]),
@@ -116,6 +145,22 @@ def test_a_crafted_part_whose_checksums_are_right_is_refused(number: int) -> Non
     assert all(path.startswith(("log/", "parts/00", "objects/00")) for path in touched)
 
 
+def test_two_things_of_one_name_in_a_file_are_refused() -> None:
+    digest = bytes(16)
+    file = FileRecord(path="objects/x", size_bytes=2**22, head_digest=digest, digest=digest)
+    large, small = (
+        TensorSpec(key=key, dtype="uint8", shape=(size,)) for key, size in (("x", 2**20 + 1), ("x::slab 1", 1))
+    )
+    records = [
+        TensorRecord.of(spec, digest, [(0, digest)] * count, ((0, 1),), slab_bytes=2**20)
+        for spec, count in ((large, 2), (small, 1))
+    ]
+    save = SaveId(attempt=0, step=0, number=0)
+    for some in (records, records[:1] * 2):
+        with pytest.raises(WireDamaged, match="one name for two things"):
+            PartRecord(run="r", save=save, rank=0, world_size=1, cut=b"", files=(file,), tensors=tuple(some), trees=())
+
+
 def test_the_part_unchanged_is_taken() -> None:
     storage = saved()
     reseal(storage, plain_part(storage))
@@ -148,6 +193,6 @@ def test_a_valid_part_that_is_not_the_one_that_was_committed_is_refused() -> Non
     plain = plain_part(storage)
     plain["trees"] = list(reversed(plain["trees"]))
     path = read_history(storage).tip.parts[0].path
-    storage.objects[path] = dumps(plain, kind="part", version=(2, 0))
+    storage.objects[path] = dumps(plain, kind="part", version=(3, 0))
     with pytest.warns(DamageWarning, match="not what slot 1 committed"), pytest.raises(CheckpointDamaged):
         manager(storage, training() | {"n": Counter()}).restore()

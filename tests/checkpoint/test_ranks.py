@@ -357,7 +357,7 @@ def test_damage_that_one_rank_sees_is_agreed_on() -> None:
     save_again(storage, 2)
     mine = [part for part in parts_of(storage) if part.rank == 1][-1]
     own = next(one for one in mine.tensors if one.spec.key == "model/1.running_mean")
-    path = mine.files[own.file].path
+    path = mine.files[own.slabs[0].file].path
     assert path not in first
     storage.objects[path] = storage.objects[path][:-1]
     with pytest.warns(UserWarning, match="on rank|not whole"):

@@ -14,11 +14,20 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from lakeckpt.checkpoint import fetch, persist
-from lakeckpt.checkpoint.digests import PIECE_BYTES, ContentDigest, content_digest, digest_all
+from lakeckpt.checkpoint.digests import (
+    LEAF_BYTES,
+    PIECE_BYTES,
+    ContentDigest,
+    content_digest,
+    digest_of_pieces,
+    leaf_digests,
+    leaves_of_all,
+)
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fetch import fetch_file
 from lakeckpt.checkpoint.parts import PartRecord, SaveId
 from lakeckpt.checkpoint.persist import OwnedTensor
+from lakeckpt.checkpoint.staged import StagedTensor
 from lakeckpt.checkpoint.tensor_file import layout, parse_head
 from lakeckpt.checkpoint.tensors import empty_for, host_bytes, on_host, spec_of
 from lakeckpt.errors import CheckpointDamaged, StorageError, UnsupportedValue
@@ -46,7 +55,8 @@ def write(storage: MemoryStorage, tensors: dict[str, torch.Tensor]) -> PartRecor
     owned = []
     for key, tensor in tensors.items():
         data = host_bytes(on_host(tensor))
-        owned.append(OwnedTensor(spec=spec_of(key, tensor), data=data, digest=content_digest(data), ranks=((0, 1),)))
+        staged = StagedTensor(spec=spec_of(key, tensor), data=data, leaves=leaf_digests(data, LEAF_BYTES))
+        owned.append(OwnedTensor(staged=staged, ranks=((0, 1),)))
     return persist.persist(storage, run="r", save=SAVE, rank=0, world_size=1, cut=b"c", tensors=owned, trees=[])
 
 
@@ -225,8 +235,9 @@ def test_a_digest_does_not_depend_on_how_the_bytes_come(data: bytes, cuts: list[
 
 def test_digests_on_threads_are_those_of_each_alone() -> None:
     contents = [memoryview(bytes([n]) * (PIECE_BYTES // 2 * n)) for n in range(4)]
-    assert digest_all(contents, threads=3) == [content_digest(content) for content in contents]
-    assert len(set(digest_all(contents, threads=1))) == 4
+    found = leaves_of_all(contents, threads=3)
+    assert [digest_of_pieces([leaves]) for leaves in found] == [content_digest(content) for content in contents]
+    assert found == leaves_of_all(contents, threads=1) and len(set(found)) == 4
 
 
 def test_larger_elements_come_first_so_that_all_are_aligned() -> None:

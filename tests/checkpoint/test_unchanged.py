@@ -12,6 +12,7 @@ from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.parts import FileRecord, PartRecord, SaveId, TensorRecord
 from lakeckpt.checkpoint.report import DamageWarning
+from lakeckpt.checkpoint.slabs import SLAB_BYTES
 from lakeckpt.checkpoint.unchanged import Earlier
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import CheckpointIncomplete, SaveFailed
@@ -174,7 +175,13 @@ def part_of(*sizes: int) -> PartRecord:
     digest = bytes(16)
     file = FileRecord(path=save.object_path(0, 0, digest), size_bytes=sum(sizes), head_digest=digest, digest=digest)
     tensors = tuple(
-        TensorRecord(spec=TensorSpec(key=str(n), dtype="uint8", shape=(size,)), digest=digest, file=0, ranks=((0, 1),))
+        TensorRecord.of(
+            TensorSpec(key=str(n), dtype="uint8", shape=(size,)),
+            digest,
+            [(0, digest)],
+            ((0, 1),),
+            slab_bytes=SLAB_BYTES,
+        )
         for n, size in enumerate(sizes)
     )
     return PartRecord(run="r", save=save, rank=0, world_size=1, cut=b"c", files=(file,), tensors=tensors, trees=())

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lakeckpt.checkpoint.digests import digest_all, short_digest
+from lakeckpt.checkpoint.digests import leaves_of_all, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.staged import Staged, StagedTensor, StagedTree
@@ -59,10 +59,10 @@ def stage(captured: Captured, *, copy: bool = False) -> Staged:
     tensors = {key: tensor for flat in captured.items for key, tensor in flat.tensors.items()}
     hosts = {key: _own(tensor) if copy else on_host(tensor) for key, tensor in tensors.items()}
     views = {key: host_bytes(tensor) for key, tensor in hosts.items()}
-    digests = digest_all(list(views.values()))
+    leaves = leaves_of_all(list(views.values()))
     staged = {
-        key: StagedTensor(spec=captured.specs[key], data=view, digest=digest)
-        for (key, view), digest in zip(views.items(), digests, strict=True)
+        key: StagedTensor(spec=captured.specs[key], data=view, leaves=one)
+        for (key, view), one in zip(views.items(), leaves, strict=True)
     }
     trees = {
         item: StagedTree(item=item, document=document, digest=short_digest(document))

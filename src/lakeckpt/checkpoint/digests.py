@@ -3,8 +3,8 @@
 The digest of a content is XXH3-128 over the XXH3-128 digests of its leaves of 1 MiB (the last may be shorter; an empty
 content has one empty leaf), with other seeds for leaves and whole. It runs at the speed of memory, so that digesting
 costs less than writing; and leaves are what an arena has a checksum of, so that what was captured is digested already.
-In parts of version 1 it was BLAKE2b-128 over leaves of 16 MiB. Threads are started and joined inside `digest_all`: both
-let go of the interpreter's lock. Digests notice accidents and tell replicas apart; they are no signatures.
+In parts of version 1 it was BLAKE2b-128 over leaves of 16 MiB. Threads are started and joined inside `leaves_of_all`:
+both let go of the interpreter's lock. Digests notice accidents and tell replicas apart; they are no signatures.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = [
     "Algorithm",
     "ContentDigest",
     "content_digest",
-    "digest_all",
     "digest_of_pieces",
     "leaf_digests",
+    "leaves_of_all",
     "piece_digest",
     "short_digest",
 ]
@@ -142,18 +142,19 @@ def digest_of_pieces(pieces: Sequence[bytes], algorithm: Algorithm = CURRENT) ->
     return digest
 
 
-def digest_all(contents: Sequence[memoryview], *, threads: int | None = None) -> list[bytes]:
-    """The digests of ``contents``, in their order, on ``threads`` threads (by default as many as help)."""
+def leaves_of_all(contents: Sequence[memoryview], *, threads: int | None = None) -> list[bytes]:
+    """What `leaf_digests` says of each of ``contents``, in their order, on ``threads`` threads (by default as many as
+    help)."""
     threads = min(os.cpu_count() or 1, _MOST_THREADS) if threads is None else threads
     if threads == 1 or sum(len(content) for content in contents) < _ALONE_BYTES:
-        return [content_digest(content) for content in contents]
+        return [leaf_digests(content, LEAF_BYTES) for content in contents]
     with ThreadPoolExecutor(threads, thread_name_prefix="lakeckpt-digest") as pool:
         # Every content by its pieces: one that is larger than all others together keeps all threads busy, too.
         jobs = [
             [
-                pool.submit(piece_digest, content[at : at + PIECE_BYTES])
+                pool.submit(leaf_digests, content[at : at + PIECE_BYTES], LEAF_BYTES)
                 for at in range(0, max(len(content), 1), PIECE_BYTES)
             ]
             for content in contents
         ]
-        return [digest_of_pieces([job.result() for job in pieces]) for pieces in jobs]
+        return [b"".join(job.result() for job in pieces) for pieces in jobs]

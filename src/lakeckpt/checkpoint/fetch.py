@@ -1,7 +1,7 @@
 """Are the bytes of a checkpoint what was written?  Reads records and files of tensors, and verifies every byte.
 
-A file of tensors is read in spans, head first: size, head and every tensor's digest must be those of the part's record,
-wherever the bytes go (into the caller's buffers, or nowhere). Of a file that an earlier save wrote, the tensors that
+A file of tensors is read in spans, head first: size, head and every slab's digest must be those of the part's record,
+wherever the bytes go (into the caller's buffers, or nowhere). Of a file that an earlier save wrote, the slabs that
 the part has no use for are passed over. What is missing, cut short, longer or altered is `CheckpointDamaged`, with the
 path; so is a read error of the medium (EIO). Any other failure of the store is no damage and goes through as it is:
 falling back to an older checkpoint because of a network error would lose work silently.
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lakeckpt.checkpoint.digests import ContentDigest, short_digest
 from lakeckpt.checkpoint.manifest import Manifest, PartRef
-from lakeckpt.checkpoint.parts import PartRecord, TensorRecord, file_digest
+from lakeckpt.checkpoint.parts import PartRecord, SlabRecord, TensorRecord, file_digest
 from lakeckpt.checkpoint.tensor_file import FileLayout, parse_head, read_head_length
 from lakeckpt.errors import CheckpointDamaged, LimitExceeded, ObjectMissing, StorageError, UnsupportedValue, WireDamaged
 from lakeckpt.lake.storage import Storage
@@ -61,7 +61,6 @@ def fetch_file(storage: Storage, part: PartRecord, index: int, *, into: Mapping[
     Buffers may hold anything when `CheckpointDamaged` is raised.
     """
     file = part.files[index]
-    records = {tensor.spec.key: tensor for tensor in part.tensors if tensor.file == index}
     stream = _Stream(storage, file.path, file.size_bytes)
     head = _head(stream, file.path)
     if short_digest(head) != file.head_digest:
@@ -69,31 +68,35 @@ def fetch_file(storage: Storage, part: PartRecord, index: int, *, into: Mapping[
     found = parse_head(head, path=file.path, size_bytes=file.size_bytes)
     digests = []
     some = part.is_earlier(file)
-    for size_bytes, record in match_slabs(found, records, file.path, some=some):
-        if record is None:
+    for size_bytes, place in match_slabs(found, part.slabs_in(index), file.path, some=some):
+        if place is None:
             stream.skip(size_bytes)
             continue
+        record, slab = place
         digest = ContentDigest(record.algorithm)
-        target, at = into.get(record.spec.key), 0
-        for run in stream.runs(record.spec.size_bytes):
+        target, at = into.get(record.spec.key), slab.start
+        for run in stream.runs(size_bytes):
             digest.update(run)
             if target is not None:
                 target[at : at + len(run)] = run
             at += len(run)
-        if digest.digest() != record.digest:
-            raise CheckpointDamaged(f"{file.path}: the bytes of tensor {record.spec.key!r} are not what was written")
-        digests.append(record.digest)
+        if digest.digest() != slab.digest:
+            raise CheckpointDamaged(f"{file.path}: the bytes of tensor {slab.spec.key!r} are not what was written")
+        digests.append(slab.digest)
     stream.finish()
     if len(digests) == len(found.slabs) and file_digest(file.head_digest, digests) != file.digest:
         raise CheckpointDamaged(f"{file.path}: its tensors are not in the order that was written")
 
 
+_Place = tuple[TensorRecord, SlabRecord]
+
+
 def match_slabs(
-    found: FileLayout, records: Mapping[str, TensorRecord], path: str, *, some: bool
-) -> Sequence[tuple[int, TensorRecord | None]]:
+    found: FileLayout, records: Mapping[str, _Place], path: str, *, some: bool
+) -> Sequence[tuple[int, _Place | None]]:
     """The size and the record of each slab, in the order of their bytes; refused where head and record differ.
 
-    ``some``: the part has a use for some of the tensors only; the others have no record.
+    ``some``: the part has a use for some of the slabs only; the others have no record.
     """
     held = {slab.key for slab in found.slabs}
     if not records.keys() <= held or (held != records.keys() and not some):
@@ -101,7 +104,7 @@ def match_slabs(
     for slab in found.slabs:
         if slab.key not in records:
             continue
-        spec = records[slab.key].spec
+        spec = records[slab.key][1].spec
         if (slab.code, slab.shape) != (spec.code, spec.stored_shape):
             raise CheckpointDamaged(f"{path}: tensor {slab.key!r} is {slab.code} {slab.shape}, not as its record says")
     return [(slab.stop - slab.start, records.get(slab.key)) for slab in found.slabs]

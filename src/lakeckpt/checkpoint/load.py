@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.fields import Ranks
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import PartRecord, TensorRecord, TreeRecord
 from lakeckpt.checkpoint.random_states import RANDOM, check_random
-from lakeckpt.checkpoint.ranged import StoredTensor, open_files, read_tensors
+from lakeckpt.checkpoint.ranged import StoredSlab, open_files, read_slabs
 from lakeckpt.checkpoint.shards import Whole, is_part_key, wholes_of
 from lakeckpt.checkpoint.tensors import empty_for
 from lakeckpt.checkpoint.tree import references, tree_from_bytes
@@ -95,24 +95,33 @@ class Loaded:
 
 
 _Where = tuple[PartRecord, int]
+"""A part, and which of its files."""
 
 
 class _Stored:
     """Tensors in the files of a checkpoint, which are opened when something of them is wanted."""
 
-    __slots__ = ("_found", "_storage", "_wanted")
+    __slots__ = ("_found", "_opened", "_storage", "_wanted")
 
     def __init__(
-        self, storage: Storage, found: Iterable[StoredTensor], wanted: Mapping[str, tuple[TensorRecord, _Where]]
+        self, storage: Storage, found: Iterable[StoredSlab], wanted: Mapping[str, tuple[TensorRecord, PartRecord]]
     ):
         self._storage, self._wanted = storage, wanted
-        self._found = {id(one.record): one for one in found}
+        self._found: defaultdict[int, list[StoredSlab]] = defaultdict(list)
+        self._opened: set[str] = set()
+        self._take(found)
+
+    def _take(self, found: Iterable[StoredSlab]) -> None:
+        for one in found:
+            self._found[id(one.tensor)].append(one)
+            self._opened.add(one.path)
 
     def fill(self, into: Mapping[str, memoryview]) -> None:
-        records = [self._wanted[key] for key in into]
-        files = {part.files[at].path: (part, at) for record, (part, at) in records if id(record) not in self._found}
-        self._found |= {id(one.record): one for one in open_files(self._storage, files.values())}
-        read_tensors(self._storage, [self._found[id(record)] for record, _ in records], into)
+        wanted = [self._wanted[key] for key in into]
+        places = [(part, slab.file) for record, part in wanted for slab in record.slabs]
+        files: dict[str, _Where] = {part.files[at].path: (part, at) for part, at in places}
+        self._take(open_files(self._storage, [where for path, where in files.items() if path not in self._opened]))
+        read_slabs(self._storage, [one for record, _ in wanted for one in self._found[id(record)]], into)
 
     def same(self, one: str, other: str) -> bool:
         return self._wanted[one][0].digest == self._wanted[other][0].digest
@@ -133,11 +142,11 @@ def load(storage: Storage, manifest: Manifest, *, rank: int, world_size: int) ->
     needed, spare = _shares(parts, records, min(world_size, manifest.world_size), rank, world_size)
     files = {part.files[index].path: (part, index) for part, index, _ in (*needed, *spare)}
     stored = open_files(storage, files.values())
-    unneeded = {id(record) for *_, some in spare for record in some}
-    read_tensors(storage, [one for one in stored if id(one.record) in unneeded], {})
+    unneeded = {(part.files[index].path, id(record)) for part, index, some in spare for record in some}
+    read_slabs(storage, [one for one in stored if (one.path, id(one.tensor)) in unneeded], {})
     documents = {item: record.document for item, record in _trees_of(parts, source).items()}
     wanted = {
-        record.spec.key: (record, (part, record.file))
+        record.spec.key: (record, part)
         for part in parts
         for record in part.tensors
         if records.get(record.spec.key) is record
@@ -228,7 +237,7 @@ def _tree(item: str, document: bytes) -> Any:
 
 
 _Share = list[tuple[PartRecord, int, list[TensorRecord]]]
-"""Files, by part and number, and the tensors in them."""
+"""Files, by part and number, and the tensors of which something is in them."""
 
 
 def _shares(
@@ -245,7 +254,8 @@ def _shares(
     for part in parts:
         by_file: defaultdict[int, list[TensorRecord]] = defaultdict(list)
         for record in part.tensors:
-            by_file[record.file].append(record)
+            for index in {slab.file for slab in record.slabs}:
+                by_file[index].append(record)
         for index in range(len(part.files)):
             plain = [record for record in by_file[index] if not is_part_key(record.spec.key)]
             some = [record for record in plain if id(record) in mine]

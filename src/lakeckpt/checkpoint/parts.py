@@ -2,22 +2,23 @@
 
 A part lists the units of which its rank took care: it wrote them, now or, where they are unchanged, in an earlier save,
 whose files it refers to. A unit is a tensor, or the tree of an item (its state without the tensors, as a document),
-with the ranks whose state it is: replicas that agree are written once, by one of them. A tensor's bytes are covered by
-its own digest, the head of its file by another; the record itself by its checksum and, in the manifest, its digest: no
-byte of a checkpoint is uncovered.
+with the ranks whose state it is: replicas that agree are written once, by one of them. A large tensor lies in slabs, in
+as many files as it may be (``slabs``). A tensor's bytes are covered by its own digest and those of its slabs, the head
+of a file by another; the record itself by its checksum and, in the manifest, its digest: no byte is uncovered.
 
 Imports without torch, and never reads or writes by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lakeckpt.checkpoint.digests import CURRENT, DIGEST_BYTES, Algorithm, short_digest
+from lakeckpt.checkpoint.digests import CURRENT, DIGEST_BYTES, LEAF_BYTES, Algorithm, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fields import Ranks, confined, fields_of, number, ranks_of, taken
+from lakeckpt.checkpoint.slabs import SLAB_BYTES, slab_specs
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.codec import dumps, loads
@@ -31,6 +32,7 @@ __all__ = [
     "FileRecord",
     "PartRecord",
     "SaveId",
+    "SlabRecord",
     "TensorRecord",
     "TreeRecord",
     "file_digest",
@@ -44,7 +46,10 @@ PART_MARK = "::at "
 """In the key of a tensor that is a part of a larger one: behind the larger one's key, before where it begins."""
 _KIND = "part"
 # 1.1: "skips"; 2.0: contents digested by XXH3, files of earlier saves, of which it may need some only; parts of tensors
-_VERSION = (2, 0)
+# 3.0: large tensors in slabs
+_VERSION = (3, 0)
+_UNCUT_BYTES = 2**62
+"""The size of slabs before version 3: no tensor was cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,20 +96,67 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlabRecord:
+    """What of a tensor lies in a file: all of it, or a run of its elements."""
+
+    spec: TensorSpec
+    """What the file says of it."""
+    start: int
+    """The byte of the tensor at which it begins."""
+    digest: bytes
+    """Of its bytes: `lakeckpt.checkpoint.digests.content_digest`."""
+    file: int
+    """Which of the part's files holds it."""
+
+    def __post_init__(self) -> None:
+        _check_digests(self.digest)
+
+    @property
+    def stop(self) -> int:
+        """Behind its last byte, in the tensor."""
+        return self.start + self.spec.size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
     """A tensor: what it is, where it lies, and whose state it is."""
 
     spec: TensorSpec
     digest: bytes
     """Of its bytes: `lakeckpt.checkpoint.digests.content_digest`."""
-    file: int
-    """Which of the part's files holds it."""
+    slabs: tuple[SlabRecord, ...]
+    """In the order of its bytes: what `lakeckpt.checkpoint.slabs.slab_specs` makes of it."""
     ranks: Ranks
     algorithm: Algorithm = CURRENT
-    """How ``digest`` was made: the same for all tensors of a part."""
+    """How digests were made: the same for all tensors of a part."""
 
     def __post_init__(self) -> None:
         _check_digests(self.digest)
+        if len(self.slabs) == 1 and self.slabs[0].digest != self.digest:
+            raise WireDamaged(f"tensor {self.spec.key!r} and the whole of it have different digests")
+
+    @classmethod
+    def of(
+        cls,
+        spec: TensorSpec,
+        digest: bytes,
+        places: Sequence[tuple[int, bytes]],
+        ranks: Ranks,
+        *,
+        slab_bytes: int,
+        algorithm: Algorithm = CURRENT,
+    ) -> TensorRecord:
+        """The record of a tensor whose slabs of ``slab_bytes`` lie in these files, and have these digests.
+
+        `WireDamaged` where it has not as many slabs.
+        """
+        if len(places) != max(1, -(-spec.size_bytes // slab_bytes)):  # before anything is made of a size that is a lie
+            raise WireDamaged(f"tensor {spec.key!r} of {spec.size_bytes} bytes is said to lie in {len(places)} slabs")
+        slabs = tuple(
+            SlabRecord(spec=one, start=number * slab_bytes, digest=found, file=file)
+            for number, (one, (file, found)) in enumerate(zip(slab_specs(spec, slab_bytes), places, strict=True))
+        )
+        return cls(spec=spec, digest=digest, slabs=slabs, ranks=ranks, algorithm=algorithm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +185,19 @@ class PartRecord:
     files: tuple[FileRecord, ...]
     tensors: tuple[TensorRecord, ...]
     trees: tuple[TreeRecord, ...]
+    slab_bytes: int = SLAB_BYTES
+    """How its tensors are cut."""
     skips: Mapping[str, SkipList] = field(default_factory=dict)
     """reader → what this rank had to skip of it, where it had to."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise WireDamaged(f"a part of rank {self.rank} of {self.world_size}")
-        if any(not 0 <= tensor.file < len(self.files) for tensor in self.tensors):
+        if any(not 0 <= slab.file < len(self.files) for tensor in self.tensors for slab in tensor.slabs):
             raise WireDamaged(f"the part of rank {self.rank} places a tensor in a file that it does not have")
+        names = [(slab.file, slab.spec.key) for tensor in self.tensors for slab in tensor.slabs]
+        if len(set(names)) != len(names):
+            raise WireDamaged(f"the part of rank {self.rank} has one name for two things in a file")
 
     def to_bytes(self) -> bytes:
         """The part as a document."""
@@ -153,8 +210,16 @@ class PartRecord:
             "world_size": self.world_size,
             "cut": self.cut,
             "files": [[file.path, file.size_bytes, file.head_digest, file.digest] for file in self.files],
+            "slab_bytes": self.slab_bytes,
             "tensors": [
-                [one.spec.key, one.spec.dtype, list(one.spec.shape), one.digest, one.file, _lists(one.ranks)]
+                [
+                    one.spec.key,
+                    one.spec.dtype,
+                    list(one.spec.shape),
+                    one.digest,
+                    [[slab.file, slab.digest] for slab in one.slabs],
+                    _lists(one.ranks),
+                ]
                 for one in self.tensors
             ],
             "trees": [[one.item, one.document, one.digest, _lists(one.ranks)] for one in self.trees],
@@ -168,12 +233,20 @@ class PartRecord:
         """Whether an earlier save wrote ``file``: it may hold tensors that this part has no use for."""
         return not file.path.startswith(f"{OBJECTS}/{self.save.folder}/")
 
+    def slabs_in(self, index: int) -> dict[str, tuple[TensorRecord, SlabRecord]]:
+        """name in the file → what of which tensor is meant to lie in the ``index``-th of its files."""
+        return {slab.spec.key: (one, slab) for one in self.tensors for slab in one.slabs if slab.file == index}
+
     @classmethod
     def from_bytes(cls, data: bytes) -> PartRecord:
         """The part that `to_bytes` made ``data`` of; `WireError` where it is none."""
         document = loads(data, kind=_KIND, supported=_VERSION)
         plain = fields_of(document.value, "a part")
         algorithm: Algorithm = CURRENT if document.version[0] >= 2 else "blake2b"
+        has_slabs = document.version[0] >= 3
+        slab_bytes = number(plain, "slab_bytes", least=1) if has_slabs else _UNCUT_BYTES
+        if slab_bytes % LEAF_BYTES:
+            raise WireDamaged(f"slabs of {slab_bytes} bytes are no whole leaves of {LEAF_BYTES}")
         save = SaveId(attempt=number(plain, "attempt"), step=number(plain, "step"), number=number(plain, "number"))
         return cls(
             run=taken(plain, "run", str),
@@ -183,8 +256,10 @@ class PartRecord:
             cut=taken(plain, "cut", bytes),
             files=tuple(_file(row) for row in _rows(plain, "files", (str, int, bytes, bytes))),
             tensors=tuple(
-                _tensor(row, algorithm) for row in _rows(plain, "tensors", (str, str, list, bytes, int, list))
+                _tensor(row, algorithm, slab_bytes)
+                for row in _rows(plain, "tensors", (str, str, list, bytes, list if has_slabs else int, list))
             ),
+            slab_bytes=slab_bytes,
             trees=tuple(
                 TreeRecord(item=item, document=document, digest=digest, ranks=ranks_of(ranks))
                 for item, document, digest, ranks in _rows(plain, "trees", (str, bytes, bytes, list))
@@ -216,12 +291,17 @@ def _file(row: list[Any]) -> FileRecord:
     return FileRecord(path=confined(path, below=OBJECTS), size_bytes=size_bytes, head_digest=head_digest, digest=digest)
 
 
-def _tensor(row: list[Any], algorithm: Algorithm) -> TensorRecord:
-    key, dtype, shape, digest, file, ranks = row
+def _tensor(row: list[Any], algorithm: Algorithm, slab_bytes: int) -> TensorRecord:
+    key, dtype, shape, digest, found, ranks = row
     if not all(type(size) is int for size in shape):
         raise WireDamaged(f"tensor {key!r} has the shape {shape!r:.80}")
     spec = TensorSpec(key=key, dtype=dtype, shape=tuple(shape))
-    return TensorRecord(spec=spec, digest=digest, file=file, ranks=ranks_of(ranks), algorithm=algorithm)
+    places = found if type(found) is list else [[found, digest]]
+    if not all(type(one) is list and [*map(type, one)] == [int, bytes] for one in places):
+        raise WireDamaged(f"tensor {key!r} is said to lie at {places!r:.80}")
+    return TensorRecord.of(
+        spec, digest, [(file, one) for file, one in places], ranks_of(ranks), slab_bytes=slab_bytes, algorithm=algorithm
+    )
 
 
 def _lists(ranks: Ranks) -> list[list[int]]:

@@ -238,7 +238,7 @@ class Publisher:
     def _persist(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> PartRecord:
         share, staged = agreement.share(self._rank), cut.staged
         tensors = [
-            OwnedTensor(spec=one.spec, data=one.data, digest=one.digest, ranks=share[f"tensor:{key}", one.digest])
+            OwnedTensor(staged=one, ranks=share[f"tensor:{key}", one.digest])
             for key, one in sorted(staged.tensors.items())
             if (f"tensor:{key}", one.digest) in share
         ]

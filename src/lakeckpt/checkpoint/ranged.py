@@ -1,8 +1,8 @@
 """How do the tensors of a checkpoint come straight to where they belong?  In ranges, several at once, each verified.
 
-A file's head and size are looked at first, and say where its tensors lie. Then large tensors are read piece by piece
+A file's head and size are looked at first, and say where its slabs lie. Then large ones are read piece by piece
 (the pieces of their digests), small ones together, by several threads, into the memory that the caller names: there is
-no copy of a file or of the state in between. A tensor without a place is verified all the same. What is missing, cut,
+no copy of a file or of the state in between. A slab without a place is verified all the same. What is missing, cut,
 longer or altered is `CheckpointDamaged` with the object's path; the memory named may hold anything then.
 
 Imports without torch. Threads are started and joined inside each call.
@@ -18,39 +18,45 @@ from itertools import pairwise
 
 from lakeckpt.checkpoint.digests import PIECE_BYTES, content_digest, digest_of_pieces, piece_digest, short_digest
 from lakeckpt.checkpoint.fetch import match_slabs, read_object
-from lakeckpt.checkpoint.parts import PartRecord, TensorRecord, file_digest
+from lakeckpt.checkpoint.parts import PartRecord, SlabRecord, TensorRecord, file_digest
 from lakeckpt.checkpoint.tensor_file import parse_head, read_head_length
 from lakeckpt.errors import CheckpointDamaged, ObjectMissing, StorageError
 from lakeckpt.lake.storage import Storage
 
-__all__ = ["StoredTensor", "open_files", "read_tensors"]
+__all__ = ["StoredSlab", "open_files", "read_slabs"]
 
 _THREADS = 8
 _HEAD_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """A tensor of a part, and the byte of its object at which it begins."""
+class StoredSlab:
+    """A slab of a part, and the byte of its object at which it begins."""
 
-    record: TensorRecord
+    tensor: TensorRecord
+    slab: SlabRecord
     path: str
     start: int
 
     @property
     def stop(self) -> int:
         """Behind its last byte."""
-        return self.start + self.record.spec.size_bytes
+        return self.start + self.slab.spec.size_bytes
+
+    def target(self, into: Mapping[str, memoryview]) -> memoryview | None:
+        """Where it goes, of the memory of the whole tensor; None where nobody wants that."""
+        whole = into.get(self.tensor.spec.key)
+        return None if whole is None else whole[self.slab.start : self.slab.stop]
 
 
-def open_files(storage: Storage, files: Iterable[tuple[PartRecord, int]]) -> list[StoredTensor]:
-    """Where the tensors of ``files`` (a part and the number of one of its files) lie. Verifies heads and sizes."""
+def open_files(storage: Storage, files: Iterable[tuple[PartRecord, int]]) -> list[StoredSlab]:
+    """Where the slabs of ``files`` (a part and the number of one of its files) lie. Verifies heads and sizes."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="lakeckpt-open") as pool:
         jobs = [pool.submit(_open_file, storage, part, index) for part, index in files]
         return [one for job in jobs for one in job.result()]
 
 
-def _open_file(storage: Storage, part: PartRecord, index: int) -> list[StoredTensor]:
+def _open_file(storage: Storage, part: PartRecord, index: int) -> list[StoredSlab]:
     file = part.files[index]
     first = read_object(storage, file.path, 0, min(_HEAD_BYTES, file.size_bytes))
     length = read_head_length(first, path=file.path)
@@ -64,23 +70,22 @@ def _open_file(storage: Storage, part: PartRecord, index: int) -> list[StoredTen
     # The last byte must be there, and none behind it.
     if len(read_object(storage, file.path, file.size_bytes - 1, file.size_bytes + 1)) != 1:
         raise CheckpointDamaged(f"{file.path}: it does not have the {file.size_bytes} bytes that were written")
-    records = {tensor.spec.key: tensor for tensor in part.tensors if tensor.file == index}
     layout = parse_head(head, path=file.path, size_bytes=file.size_bytes)
-    found = match_slabs(layout, records, file.path, some=part.is_earlier(file))
-    digests = [record.digest for _, record in found if record is not None]
+    found = match_slabs(layout, part.slabs_in(index), file.path, some=part.is_earlier(file))
+    digests = [place[1].digest for _, place in found if place is not None]
     if len(digests) == len(layout.slabs) and file_digest(file.head_digest, digests) != file.digest:
         raise CheckpointDamaged(f"{file.path}: its tensors are not in the order that was written")
     return [
-        StoredTensor(record=record, path=file.path, start=slab.start)
-        for slab, (_, record) in zip(layout.slabs, found, strict=True)
-        if record is not None
+        StoredSlab(tensor=place[0], slab=place[1], path=file.path, start=slab.start)
+        for slab, (_, place) in zip(layout.slabs, found, strict=True)
+        if place is not None
     ]
 
 
-def read_tensors(storage: Storage, tensors: Sequence[StoredTensor], into: Mapping[str, memoryview]) -> None:
-    """Read and verify ``tensors``; each whose key is named in ``into`` goes to that memory (uint8, of its size)."""
+def read_slabs(storage: Storage, slabs: Sequence[StoredSlab], into: Mapping[str, memoryview]) -> None:
+    """Read and verify ``slabs``; each goes to its place in the memory (uint8) that ``into`` names for its tensor."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="lakeckpt-read") as pool:
-        jobs = [pool.submit(work) for work in _works(storage, tensors, into)]
+        jobs = [pool.submit(work) for work in _works(storage, slabs, into)]
         try:
             pieces = [job.result() for job in jobs]
         except BaseException:
@@ -90,18 +95,18 @@ def read_tensors(storage: Storage, tensors: Sequence[StoredTensor], into: Mappin
     found: dict[int, list[bytes]] = {}
     for number, digest in filter(None, pieces):
         found.setdefault(number, []).append(digest)
-    for one in tensors:
-        if id(one) in found and digest_of_pieces(found[id(one)], one.record.algorithm) != one.record.digest:
+    for one in slabs:
+        if id(one) in found and digest_of_pieces(found[id(one)], one.tensor.algorithm) != one.slab.digest:
             raise _altered(one)
 
 
 _Piece = tuple[int, bytes] | None
 _Work = Callable[[], _Piece]
-"""Reads something; returns which tensor it read the next piece of and that piece's digest, or None: it was verified."""
+"""Reads something; returns which slab it read the next piece of and that piece's digest, or None: it was verified."""
 
 
-def _works(storage: Storage, tensors: Sequence[StoredTensor], into: Mapping[str, memoryview]) -> Iterator[_Work]:
-    for run in _runs(tensors):
+def _works(storage: Storage, slabs: Sequence[StoredSlab], into: Mapping[str, memoryview]) -> Iterator[_Work]:
+    for run in _runs(slabs):
         if len(run) > 1 or run[0].stop - run[0].start <= PIECE_BYTES:
             yield lambda run=run: _read_run(storage, run, into)  # type: ignore[misc]
             continue
@@ -111,9 +116,9 @@ def _works(storage: Storage, tensors: Sequence[StoredTensor], into: Mapping[str,
             yield lambda one=one, at=at, stop=stop: _read_piece(storage, one, at, stop, into)  # type: ignore[misc]
 
 
-def _runs(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
-    """Tensors that lie one behind the other, together no longer than a piece; a larger one is alone."""
-    ordered = sorted(tensors, key=lambda one: (one.path, one.start, one.stop))
+def _runs(slabs: Sequence[StoredSlab]) -> Iterator[list[StoredSlab]]:
+    """Slabs that lie one behind the other, together no longer than a piece; a larger one is alone."""
+    ordered = sorted(slabs, key=lambda one: (one.path, one.start, one.stop))
     run = ordered[:1]
     for before, one in pairwise(ordered):
         if one.path == before.path and one.start == before.stop and one.stop - run[0].start <= PIECE_BYTES:
@@ -125,23 +130,23 @@ def _runs(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
         yield run
 
 
-def _read_run(storage: Storage, run: list[StoredTensor], into: Mapping[str, memoryview]) -> None:
+def _read_run(storage: Storage, run: list[StoredSlab], into: Mapping[str, memoryview]) -> None:
     path, start, stop = run[0].path, run[0].start, run[-1].stop
-    alone = into.get(run[0].record.spec.key) if len(run) == 1 else None
+    alone = run[0].target(into) if len(run) == 1 else None
     data = _read(storage, path, start, stop, alone)
     for one in run:
         view = data[one.start - start : one.stop - start]
-        if content_digest(view, one.record.algorithm) != one.record.digest:
+        if content_digest(view, one.tensor.algorithm) != one.slab.digest:
             raise _altered(one)
-        target = into.get(one.record.spec.key)
-        if target is not None and target is not alone:
+        target = one.target(into)
+        if target is not None and alone is None:
             target[:] = view
 
 
-def _read_piece(storage: Storage, one: StoredTensor, at: int, stop: int, into: Mapping[str, memoryview]) -> _Piece:
-    target = into.get(one.record.spec.key)
+def _read_piece(storage: Storage, one: StoredSlab, at: int, stop: int, into: Mapping[str, memoryview]) -> _Piece:
+    target = one.target(into)
     part = None if target is None else target[at - one.start : stop - one.start]
-    return id(one), piece_digest(_read(storage, one.path, at, stop, part), one.record.algorithm)
+    return id(one), piece_digest(_read(storage, one.path, at, stop, part), one.tensor.algorithm)
 
 
 def _read(storage: Storage, path: str, start: int, stop: int, target: memoryview | None) -> memoryview:
@@ -170,5 +175,5 @@ def _read(storage: Storage, path: str, start: int, stop: int, target: memoryview
     return view
 
 
-def _altered(one: StoredTensor) -> CheckpointDamaged:
-    return CheckpointDamaged(f"{one.path}: the bytes of tensor {one.record.spec.key!r} are not what was written")
+def _altered(one: StoredSlab) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{one.path}: the bytes of tensor {one.slab.spec.key!r} are not what was written")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from lakeckpt.checkpoint.digests import digest_of_pieces
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.journal import Leg
 
@@ -20,7 +21,13 @@ class StagedTensor:
 
     spec: TensorSpec
     data: memoryview
-    digest: bytes
+    leaves: bytes = field(repr=False)
+    """The digests of its leaves: `lakeckpt.checkpoint.digests.leaf_digests`."""
+    digest: bytes = field(init=False)
+    """Of its content: `lakeckpt.checkpoint.digests.content_digest`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", digest_of_pieces([self.leaves]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

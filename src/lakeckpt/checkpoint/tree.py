@@ -19,6 +19,7 @@ import torch
 
 from lakeckpt.checkpoint.names import canonical_names
 from lakeckpt.checkpoint.shards import is_part_key, is_sharded, local_of, offsets_of, part_key
+from lakeckpt.checkpoint.slabs import is_slab_key
 from lakeckpt.checkpoint.tensors import spec_of, tied_key
 from lakeckpt.errors import CheckpointDamaged, LimitExceeded
 from lakeckpt.wire.codec import TensorRef, dumps, dumps_map, loads, payload_of
@@ -103,7 +104,8 @@ class _Walk:
         if same is not None and same in self.tied:
             return TensorRef(key=self.tied[same])
         key = path
-        while key in self.tensors or key in self.sharded or is_part_key(key):  # 0 and "0" may both be keys of one dict
+        # 0 and "0" may both be keys of one dict.
+        while key in self.tensors or key in self.sharded or is_part_key(key) or is_slab_key(key):
             key += "~"
         if is_sharded(tensor):
             self.sharded[key] = tensor

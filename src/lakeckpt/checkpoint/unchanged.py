@@ -1,8 +1,8 @@
-"""What of a rank's share lies in storage already?  Tensors whose content is that of the part before are referred to.
+"""What of a rank's share lies in storage already?  Slabs whose content is that of the part before are referred to.
 
 A part names files by their path, and a file that an earlier save wrote serves as well as one of its own: nothing in
-storage ever changes. So the tensors of frozen layers, of buffers and of tables that no step touched are not written
-again. A file stays as long as one kept checkpoint refers to it, wherever its other tensors are: to bound what that
+storage ever changes. So frozen layers, buffers, and those slabs of a table that no step touched are not written
+again. A file stays as long as one kept checkpoint refers to it, wherever its other slabs are: to bound what that
 costs, a file is referred to only while at least half of its bytes are needed; what is left of the others is written
 anew, apart from what changed, and will be referred to from then on.
 
@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.parts import FileRecord, PartRecord
 __all__ = ["Earlier", "Wanted"]
 
 Wanted = tuple[TensorSpec, bytes]
-"""What a tensor is, and the digest of its content."""
+"""What a slab is, and the digest of its content."""
 
 _LEAST_LIVE = 0.5
 """The part of a file's bytes that must still be referred to."""
@@ -31,7 +31,7 @@ _LEAST_LIVE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Earlier:
-    """The files of the last committed part of a rank, and which tensors lie in them."""
+    """The files of the last committed part of a rank, and which slabs lie in them."""
 
     files: tuple[FileRecord, ...] = ()
     places: Mapping[Wanted, int] = field(default_factory=dict)
@@ -40,13 +40,14 @@ class Earlier:
     @classmethod
     def of(cls, part: PartRecord) -> Earlier:
         """What ``part``, which was committed, holds."""
-        places = {(one.spec, one.digest): one.file for one in part.tensors if one.algorithm == CURRENT}
+        known = [one for one in part.tensors if one.algorithm == CURRENT]
+        places = {(slab.spec, slab.digest): slab.file for one in known for slab in one.slabs}
         return cls(files=part.files, places=places)
 
     def found(self, wanted: Iterable[Wanted]) -> dict[Wanted, FileRecord]:
         """Those of ``wanted`` that need not be written, with the file that holds each.
 
-        Tensors without bytes are written anew: that costs nothing, and keeps no file.
+        Slabs without bytes are written anew: that costs nothing, and keeps no file.
         """
         by_file: defaultdict[int, list[Wanted]] = defaultdict(list)
         for one in wanted:

@@ -267,9 +267,9 @@ class Persister:
 
 def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) -> StagedCut:
     """A generation with the digests of its capture. It is verified while it is written."""
-    data, digests = contents.held.data, contents.digests()
+    data, leaves = contents.held.data, contents.leaves()
     tensors = {
-        key: StagedTensor(spec=one.spec, data=data[one.start : one.stop], digest=digests[key])
+        key: StagedTensor(spec=one.spec, data=data[one.start : one.stop], leaves=leaves[key])
         for key, one in contents.documents.table.places.items()
     }
     trees = {

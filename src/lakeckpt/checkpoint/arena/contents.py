@@ -29,7 +29,7 @@ import numpy as np
 
 from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES
-from lakeckpt.checkpoint.digests import LEAF_BYTES, digest_all, digest_of_pieces, leaf_digests
+from lakeckpt.checkpoint.digests import LEAF_BYTES, leaf_digests, leaves_of_all
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fields import fields_of, number, taken
 from lakeckpt.errors import ArenaDamaged, WireDamaged, WireError
@@ -166,8 +166,8 @@ class Contents:
             self._verify(range(place.start // slice_bytes, (place.stop - 1) // slice_bytes + 1))
         return self.held.data[place.start : place.stop]
 
-    def digests(self) -> dict[str, bytes]:
-        """key → the digest of each tensor's content (`lakeckpt.checkpoint.digests.content_digest`), as of the capture.
+    def leaves(self) -> dict[str, bytes]:
+        """key → the digests of each tensor's leaves (`lakeckpt.checkpoint.digests.leaf_digests`), as of the capture.
 
         The checksums of the memory are taken for those that lie at whole leaves; only the others are read, on several
         threads. Nothing is verified: see `verify`.
@@ -183,8 +183,8 @@ class Contents:
             pieces = [self.held.record.checksums[first : first + CHECKSUM_BYTES * leaves]]
             if one.spec.size_bytes % LEAF_BYTES:  # its last leaf is shorter than the one of the memory
                 pieces.append(leaf_digests(data[one.start + leaves * LEAF_BYTES : one.stop], LEAF_BYTES))
-            known[key] = digest_of_pieces(pieces)
-        return known | dict(zip(rest, digest_all(list(rest.values())), strict=True))
+            known[key] = b"".join(pieces)
+        return known | dict(zip(rest, leaves_of_all(list(rest.values())), strict=True))
 
     def verify(self) -> None:
         """Compare all data with their checksums, in several threads. `ArenaDamaged`."""
