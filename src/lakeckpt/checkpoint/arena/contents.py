@@ -12,7 +12,7 @@
 as memory whose checksums were compared, or copies them to where they belong. What was read is checked against the
 arena's size before anything is looked at.
 
-Imports without torch. Threads are started and joined inside `Contents.verify` and `Contents.fill`.
+Imports without torch. Threads are started and joined inside the calls that verify and `Contents.fill`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ __all__ = ["Contents", "Documents", "TensorPlace", "TensorTable", "contents_of"]
 _KIND, _VERSION = "arena-contents", (1, 0)
 _TABLE_KIND, _TABLE_VERSION = "arena-table", (1, 0)
 _MOST_THREADS = 8
+_VERIFY_THREADS = 4
 _LEAVES_AT_ONCE = 16
 _PAGE = 4096
 _TOO_CLOSE = 64
@@ -189,6 +190,13 @@ class Contents:
     def verify(self) -> None:
         """Compare all data with their checksums, in several threads. `ArenaDamaged`."""
         _on_threads(self._fill, [(one, []) for one in range(self.held.arena.layout.num_leaves)])
+
+    def verify_mapped(self) -> None:
+        """The same where the memory lies mapped, for who reads it there anyway: nothing is copied for it, which takes
+        half the time. `ArenaDamaged`."""
+        with ThreadPoolExecutor(_VERIFY_THREADS, thread_name_prefix="lakeckpt-verify") as pool:
+            for job in [pool.submit(self._verify, (one,)) for one in range(self.held.arena.layout.num_slices)]:
+                job.result()
 
     def fill(self, into: Mapping[str, memoryview]) -> None:
         """Copy the tensors named into these buffers (uint8, of their sizes): leaf by leaf, several at once, each
