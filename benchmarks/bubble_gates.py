@@ -5,21 +5,38 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.core.bubble_policy import Kind
-from lakeckpt.core.bubble_record import shares
+from lakeckpt.core.bubble_policy import BubblePolicy, Kind
+from lakeckpt.core.bubble_record import MovedSlice, shares
+
+
+class _Looks(BubblePolicy):
+    """Knows what processor time each look at it took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[tuple[float, float, float]] = []
+
+    def admits_at(self, size_bytes: int, at_s: float) -> float | None:
+        """See `BubblePolicy`."""
+        before_s = time.thread_time()
+        found = super().admits_at(size_bytes, at_s)
+        self.spans.append((at_s, time.perf_counter(), time.thread_time() - before_s))
+        return found
 
 
 class Accounted(BubbleGate):
-    """Knows what processor time each slice took."""
+    """Knows what processor time each slice took, and each look at the policy."""
 
     def __init__(self) -> None:
-        super().__init__(iterations=100_000)
-        self.cpu_s: dict[tuple[float, float], float] = {}
+        self._looks = _Looks()
+        super().__init__(iterations=100_000, policy=self._looks)
+        self._spans: list[tuple[float, float, float]] = []  # begin, end, processor time of slices
         self._since_s = 0.0
 
     def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
@@ -33,16 +50,29 @@ class Accounted(BubbleGate):
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """See `BubbleGate`."""
-        self.cpu_s[begin_s, end_s] = time.thread_time() - self._since_s
+        self._spans.append((begin_s, end_s, time.thread_time() - self._since_s))
         super().moved(size_bytes, begin_s, end_s)
 
-    def in_bubbles_s(self, warm_up: int) -> float:
-        """The processor time of slices that lay in bubbles, each by its share, from iteration ``warm_up`` on."""
+    def rest(self) -> None:
+        """The iteration is over, and the next one is another gate's: to the policy, the next of its own follows it."""
+        with self._changed:
+            self._keep(self._policy.close("bubble", self.clock()))
+            self._records.append(self._record(self.clock()))
+            self._step = None
+
+    def in_bubbles_s(self, step: int) -> float:
+        """The processor time that lay in bubbles, of each slice and look by its share, from iteration ``step`` on."""
+        spans = sorted([*self._spans, *self._looks.spans])
         found = 0.0
-        for record in self.records()[warm_up:]:
-            for one in record.slices:
-                alone = dataclasses.replace(record, slices=(one,))
-                found += self.cpu_s.get((one.begin_s, one.end_s), 0.0) * shares([alone]).bubble_share
+        for record in self.records():
+            if record.step < step:
+                continue
+            mine = spans[bisect_left(spans, (record.begin_s,)) : bisect_left(spans, (record.end_s,))]
+            took = [
+                MovedSlice(size_bytes=round(1e9 * cpu_s), begin_s=begin_s, end_s=max(begin_s, end_s))
+                for begin_s, end_s, cpu_s in mine
+            ]
+            found += shares([dataclasses.replace(record, slices=tuple(took))]).bubble_bytes / 1e9
         return found
 
 

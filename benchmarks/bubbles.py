@@ -1,18 +1,20 @@
 """What does a capture at every step cost, at once and in bubbles?  A pipeline and a DDP job on two single-thread ranks.
 
-Three ways take turns, some iterations each, in one run: no capture; captures that copy at once; captures that are let
-through in bubbles. ``pipeline`` is an interleaved 1F1B of four stages (torch.distributed.pipelining, gloo); ``ddp`` are
-two ranks of which one waits longer for its data; ``ddp-computing`` two of which one computes longer, which has no
-bubble of its own and shows what that costs. Each rank is bound to a core, so that what it copies while it computes is
-at its own expense.
+Iterations take turns in one run: one without a capture and one whose capture is let through in bubbles, in either
+order; every few rounds also one whose capture copies at once. ``pipeline`` is an interleaved 1F1B of four stages
+(torch.distributed.pipelining, gloo); ``ddp`` are two ranks of which one waits longer for its data; ``ddp-computing``
+two of which one computes longer, which has no bubble of its own and shows what that costs. Each rank is bound to a
+core, so that what it copies while it computes is at its own expense.
 
-Printed for each way: the median time of an iteration; its cost against none in the same round, the Hodges-Lehmann
-estimate of paired differences with its 95 % interval (few rounds that other work fell into do not move it), and their
-mean. Since other work makes intervals wide all the same, also what captures took of the rank's core, by processor
-time: the training thread in cuts, fences and the hooks of windows, and the copier but for the part of its slices that
-lay in bubbles, by the fastest iteration without captures. What a slice takes from others (caches, the bandwidth of
-memory) only the first shows. Then what the training thread spent in cuts and fences, by the clock; and for each rank
-the share of bytes that moved inside of bubbles, by when they were copied, not by what the gate meant to do.
+Printed for each way: the median time of an iteration, to the very end of its capture; its cost against the iteration
+without in the same round, the Hodges-Lehmann estimate of paired differences of logarithms with its 95 % interval (the
+few rounds that other work fell into do not move it, and noise does not push it up, as it does ratios), and their mean.
+Since other work makes intervals wide all the same, also what captures took of the rank's core, by processor time: the
+training thread in cuts, fences and the hooks of windows, and the copier but for the part of its slices and of its looks
+at the policy that lay in bubbles, by the fastest iteration without captures. What a slice takes from others (caches,
+the bandwidth of memory) only the first shows. Then what the training thread spent in cuts and fences, by the clock; and
+for each rank the share of bytes that moved inside of bubbles, by when they were copied, not by what the gate meant to
+do: of the rounds that count, and of all from the very first iteration, of which nothing was known.
 """
 
 from __future__ import annotations
@@ -26,27 +28,22 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks.bubble_gates import Accounted, Observed, Switch
+from benchmarks.bubble_jobs import CASES, WORLD, Job
 from benchmarks.measure import show
+from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
-from lakeckpt.checkpoint.bubbles.data import watch_data
-from lakeckpt.checkpoint.bubbles.ddp import watch_ddp
-from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
 from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, save_profile
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.gate import Gate
@@ -54,88 +51,8 @@ from lakeckpt.core.bubble_record import IterationRecord, shares
 from lakeckpt.lake.storage import open_storage
 
 WAYS = ("none", "at once", "in bubbles")
-WORLD = 2
-STAGES = 4
 PATIENCE = timedelta(seconds=300)
 NORMAL_95 = 1.96
-
-
-class Block(nn.Module):
-    """A residual block of two large layers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Same shape."""
-        return value + self.down(torch.relu(self.up(self.norm(value))))
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One rank's training: ``step`` goes forward and backward, the optimizer follows."""
-
-    step: Callable[[], None]
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-
-def pipeline(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
-    """Stages ``rank`` and ``rank + 2`` of four."""
-    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
-
-    numbers = (rank, rank + WORLD)
-    modules = [Block(asked.width) for _ in numbers]
-    stages = [
-        PipelineStage(module, number, STAGES, torch.device("cpu"))
-        for number, module in zip(numbers, modules, strict=True)
-    ]
-    schedule = ScheduleInterleaved1F1B(stages, asked.microbatches, loss_fn=nn.functional.mse_loss)
-    watch_schedule(switch, schedule)
-    rows = torch.randn(asked.rows * asked.microbatches, asked.width)
-    first, last = ([rows], {}) if rank == 0 else ([], {"target": rows, "losses": []})
-    model = nn.ModuleList(modules)
-    return Job(lambda: schedule.step(*first, **last), model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-
-
-def data_parallel(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
-    """Two blocks each; rank 1 waits ``--slow-s`` for its data in each iteration."""
-    return _data_parallel(switch, asked, rows=asked.rows, wait_s=asked.slow_s if rank == 1 else 0)
-
-
-def data_parallel_computing(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
-    """Two blocks each; rank 1 has ``--more`` times the rows, and never waits."""
-    return _data_parallel(switch, asked, rows=int(asked.rows * (asked.more if rank == 1 else 1)), wait_s=0)
-
-
-def _data_parallel(switch: Any, asked: argparse.Namespace, *, rows: int, wait_s: float) -> Job:
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = DistributedDataParallel(nn.Sequential(Block(asked.width), Block(asked.width)))
-    watch_ddp(switch, model)
-    batch = torch.randn(rows * asked.microbatches, asked.width)
-
-    def slow() -> Iterator[torch.Tensor]:
-        while True:
-            time.sleep(wait_s)
-            yield batch
-
-    source = watch_data(cast(BubbleGate, switch), slow())
-
-    def step() -> None:
-        batch = next(source)
-        nn.functional.mse_loss(model(batch), batch).backward()
-
-    return Job(step, model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-
-
-CASES: dict[str, Callable[[int, Any, argparse.Namespace], Job]] = {
-    "pipeline": pipeline,
-    "ddp": data_parallel,
-    "ddp-computing": data_parallel_computing,
-}
 
 
 def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> None:
@@ -162,22 +79,25 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
     switch.gate = Observed()
     engine.cut(0, attempt="benchmark", cut=bytes(16), must=True)
     engine.wait()
-    seconds: dict[str, list[float]] = defaultdict(list)
+    seconds: dict[str, dict[int, float]] = defaultdict(dict)
     spent: dict[str, list[float]] = defaultdict(list)
     cpu_s: dict[str, float] = defaultdict(float)
     copier = engine._copier._thread
     assert copier is not None and copier.ident is not None
     of_copier = time.pthread_getcpuclockid(copier.ident)
     steps = itertools.count(1)
-    orders = list(itertools.permutations(WAYS))
+    counts_from = 0
     for number in range(-asked.warm_up, asked.rounds):
-        for way in orders[number % len(orders)]:
+        if number == 0:
+            counts_from = next(steps)
+        for way in ways_of_round(number, asked.at_once_every):
             switch.cpu_s, before_s = 0.0, time.clock_gettime(of_copier)
-            took, in_captures, in_captures_cpu_s = turn(job, engine, switch, gates[way], steps, asked.iterations)
+            took, in_captures, in_captures_cpu_s = turn(job, engine, switch, gates[way], steps)
             if number >= 0:
-                seconds[way].append(took / asked.iterations)
+                seconds[way][number] = took
                 spent[way] += in_captures
                 cpu_s[way] += in_captures_cpu_s + switch.cpu_s + time.clock_gettime(of_copier) - before_s
+    told = {way: gate for way, gate in gates.items() if gate is not None}
     found = {
         "size_bytes": engine.records[-1].size_bytes,
         "complete": sum(record.complete for record in engine.records),
@@ -185,20 +105,13 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
         "seconds": seconds,
         "spent": spent,
         "cpu_s": cpu_s,
-        "cpu_in_bubbles_s": {
-            way: gate.in_bubbles_s(asked.warm_up * (asked.iterations + 1))
-            for way, gate in gates.items()
-            if gate is not None
-        },
-        "records": {
-            way: [one.to_plain() for one in gate.records()[asked.warm_up * (asked.iterations + 1) :]]
-            for way, gate in gates.items()
-            if gate is not None
-        },
+        "cpu_in_bubbles_s": {way: gate.in_bubbles_s(counts_from) for way, gate in told.items()},
+        "counts_from": counts_from,
+        "records": {way: [one.to_plain() for one in gate.records()] for way, gate in told.items()},
     }
     Path(f"{folder}/{case}-{rank}.json").write_text(json.dumps(found))
-    if asked.profile is not None and gates["in bubbles"] is not None:
-        records = tuple(one for one in gates["in bubbles"].records() if one.slices)[-64:]
+    if asked.profile is not None:
+        records = told["in bubbles"].records()[-64:]
         epoch_s = time.time() - time.perf_counter()
         profile = BubbleProfile(attempt=0, rank=rank, world_size=WORLD, epoch_s=epoch_s, records=records)
         save_profile(open_storage(asked.profile / case), profile)
@@ -207,64 +120,70 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
     dist.destroy_process_group()
 
 
+def ways_of_round(number: int, at_once_every: int) -> tuple[str, ...]:
+    """The ways that a round goes through, in the order of their turns."""
+    ways = ("none", "in bubbles") if number % 2 else ("in bubbles", "none")
+    if number % at_once_every:
+        return ways
+    return (*ways, "at once") if number // at_once_every % 2 else ("at once", *ways)
+
+
 def turn(
-    job: Job, engine: CaptureEngine, switch: Switch, gate: BubbleGate | None, steps: Iterator[int], iterations: int
+    job: Job, engine: CaptureEngine, switch: Switch, gate: Accounted | None, steps: Iterator[int]
 ) -> tuple[float, list[float], float]:
-    """Some iterations of one way: seconds of all from a barrier to a barrier, what each spent in its cut and fence, and
-    the processor time of those."""
+    """An iteration of one way: its seconds from a barrier to a barrier, what it spent in its cut and fence, and the
+    processor time of those."""
     switch.gate = gate
-    in_captures, cpu_s = [], 0.0
     dist.barrier()
     begin = time.perf_counter()
-    for _ in range(iterations):
-        job.optimizer.zero_grad()
-        if gate is None:
-            job.step()
-            job.optimizer.step()
-            continue
-        before, cpu_before = time.perf_counter(), time.thread_time()
-        step = next(steps)
-        gate.cut(step)
-        engine.cut(step, attempt="benchmark", cut=bytes(16), common=max(0, step - 2))
-        after, cpu_after = time.perf_counter(), time.thread_time()
+    job.optimizer.zero_grad()
+    if gate is None:
         job.step()
-        fence, cpu_fence = time.perf_counter(), time.thread_time()
-        engine.fence()
-        in_captures.append(time.perf_counter() - fence + after - before)
-        cpu_s += time.thread_time() - cpu_fence + cpu_after - cpu_before
         job.optimizer.step()
-    engine.wait()  # what is left of the last capture is its own way's, not the next one's
+        dist.barrier()
+        return time.perf_counter() - begin, [], 0.0
+    before, cpu_before = time.perf_counter(), time.thread_time()
+    step = next(steps)
+    gate.cut(step)
+    engine.cut(step, attempt="benchmark", cut=bytes(16), common=max(0, step - 2))
+    after, cpu_after = time.perf_counter(), time.thread_time()
+    job.step()
+    fence, cpu_fence = time.perf_counter(), time.thread_time()
+    engine.fence()
+    fenced, cpu_fenced = time.perf_counter(), time.thread_time()
+    job.optimizer.step()
+    engine.wait()  # what is left of a capture is its own iteration's, not the next one's
     dist.barrier()
     took = time.perf_counter() - begin
-    if gate is not None:
-        gate.cut(next(steps))
-        gate.end()
-    return took, in_captures, cpu_s
+    gate.rest()
+    return took, [fenced - fence + after - before], cpu_fenced - cpu_fence + cpu_after - cpu_before
 
 
 def main() -> None:
     """Run both cases and print the tables."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    arguments.add_argument("--rounds", type=int, default=60)
-    arguments.add_argument("--warm-up", type=int, default=4, help="rounds that do not count")
-    arguments.add_argument("--iterations", type=int, default=2, help="of each way in a round")
+    arguments.add_argument("--rounds", type=int, default=90)
+    arguments.add_argument("--warm-up", type=int, default=8, help="rounds that do not count")
+    arguments.add_argument("--at-once-every", type=int, default=4, help="of so many rounds one copies at once, too")
     arguments.add_argument("--width", type=int, default=1024)
-    arguments.add_argument("--rows", type=int, default=96, help="of a micro-batch")
+    arguments.add_argument("--rows", type=int, default=64, help="of a micro-batch")
     arguments.add_argument("--microbatches", type=int, default=4)
     arguments.add_argument("--slice-mib", type=int, help="default: as captures choose it by the size of the state")
     arguments.add_argument("--anywhere", action="store_true", help="ranks are not bound to a core each")
-    arguments.add_argument("--slow-s", type=float, default=0.15, help="what rank 1 waits for its data: ddp")
+    arguments.add_argument("--slow-s", type=float, default=0.24, help="what rank 1 waits for its data: ddp")
     arguments.add_argument("--more", type=float, default=1.25, help="what rank 1 computes of rank 0: ddp-computing")
     arguments.add_argument("--json", type=Path, help="write what was measured to this file")
     arguments.add_argument("--profile", type=Path, help="write profiles to this folder: lakeckpt report FOLDER/CASE")
     asked = arguments.parse_args()
     written: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
     context = multiprocessing.get_context("spawn")
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(prefix="lakeckpt-bubbles-", dir=memory) as folder:
+    with place_for_a_run("bubbles", under=MEMORY) as folder:
         for case in asked.cases:
-            ranks = [context.Process(target=run_rank, args=(rank, folder, case, asked)) for rank in range(WORLD)]
+            ranks = [
+                context.Process(target=run_rank, args=(rank, str(folder), case, asked), daemon=True)
+                for rank in range(WORLD)
+            ]
             for rank in ranks:
                 rank.start()
             for rank in ranks:
@@ -285,13 +204,13 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     ways: dict[str, Any] = {}
     for way in WAYS:
         mine = ranks[0]["seconds"][way]
-        cost = [one / other - 1 for one, other in zip(mine, none, strict=True)]
+        cost = [math.log(one / none[number]) for number, one in mine.items()]
         ways[way] = {
             "seconds": mine,
-            "median_s": statistics.median(mine),
-            "cost": middle_of(cost),
-            "cost_mean": statistics.mean(cost),
-            "ranks": [of_rank(rank, way, none) for rank in ranks] if way != "none" else [],
+            "median_s": statistics.median(mine.values()),
+            "cost": [math.expm1(one) for one in middle_of(cost)],
+            "cost_mean": math.expm1(statistics.mean(cost)),
+            "ranks": [of_rank(rank, way, list(none.values())) for rank in ranks] if way != "none" else [],
         }
     told = {name: [rank[name] for rank in ranks] for name in ("size_bytes", "complete", "left_out")}
     return told | {"ways": ways}
@@ -309,9 +228,10 @@ def middle_of(differences: list[float]) -> tuple[float, float, float]:
 def of_rank(rank: dict[str, Any], way: str, none: list[float]) -> dict[str, float]:
     """Where one rank's bytes moved, and what captures took of its core; ``none``: iterations without, in seconds."""
     records = [IterationRecord.from_plain(one) for one in rank["records"][way]]
-    found = shares(one for one in records if one.slices)
+    found = shares(one for one in records if one.step >= rank["counts_from"])
     return {
         "bubble_share": found.bubble_share,
+        "bubble_share_of_all": shares(records).bubble_share,
         "bubble_s": found.bubble_s / max(1, found.iterations),
         "urgent_share": found.urgent_bytes / max(1, found.moved_bytes),
         "spent_s": statistics.mean(rank["spent"][way]),
@@ -330,12 +250,13 @@ def print_case(case: str, found: dict[str, Any]) -> None:
         )
         rows.append([way, f"{one['median_s'] * 1000:.1f} ms", *costs])
         for number, rank in enumerate(one["ranks"]):
-            names = ("cpu_share", "spent_share", "bubble_share", "urgent_share")
+            names = ("cpu_share", "spent_share", "bubble_share", "bubble_share_of_all", "urgent_share")
             shared.append([way, str(number), *(f"{rank[name]:.2%}" for name in names)])
     sizes = " and ".join(f"{size / 1e6:.0f} MB" for size in found["size_bytes"])
     title = f"{case}: a capture of {sizes} at every step"
     show(title, ["capture", "iteration", "cost", "95 %", "mean"], rows)
-    show("of each rank", ["capture", "rank", "of the core", "in the thread", "in bubbles", "at the fence"], shared)
+    columns = ["capture", "rank", "of the core", "in the thread", "in bubbles", "from the first", "at the fence"]
+    show("of each rank", columns, shared)
     print(f"captures complete: {found['complete']}, left out: {found['left_out']}")
 
 

@@ -22,7 +22,6 @@ import platform
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks.measure import show
+from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
@@ -222,9 +222,8 @@ def main() -> int:
     job = Job(options.device, quick=options.quick, accumulate=options.accumulate)
     job.iterate(contextlib.nullcontext)
     on_gpu = job.device.type == "cuda"
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        ours, engine = _ours(job, ArenaFolder(f"/dev/shm/lakeckpt-gpu-{folder.name}"))
+    with place_for_a_run("gpu") as folder, place_for_a_run("gpu", under=MEMORY) as arenas:
+        ours, engine = _ours(job, ArenaFolder(arenas))
         bare = Way(name="no saving")
         ways = [bare, ours, _torch_save(job, folder), _async_save(job, "async_save", folder / "a", pinned=False)]
         if on_gpu:
@@ -242,7 +241,6 @@ def main() -> int:
             left_out = engine.left_out
         finally:
             engine.close(remove=True)
-            shutil.rmtree(f"/dev/shm/lakeckpt-gpu-{folder.name}", ignore_errors=True)
     parameters = sum(one.numel() for one in job.model.parameters())
     show(
         f"a GPT of {parameters / 1e6:.0f} M parameters with AdamW: {12 * parameters / 1e9:.2f} GB to save",

@@ -14,13 +14,13 @@ files of tensors, and seconds of `CheckpointManager.save`, beside `torch.save` a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import os
 import shutil
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -32,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from benchmarks.measure import show
+from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
@@ -180,8 +181,9 @@ def main() -> int:
             touched(Path(name), given.mebibytes * 2**20)
         return 0
     state, run = State(given.mebibytes * 2**20), uuid.uuid4().hex
-    arenas = Path(tempfile.mkdtemp(prefix="lakeckpt-bench-", dir=given.arenas or "/dev/shm"))
-    place = Path(tempfile.mkdtemp(prefix="lakeckpt-bench-", dir=given.place))
+    places = contextlib.ExitStack()
+    arenas = places.enter_context(place_for_a_run("persist", under=given.arenas or MEMORY))
+    place = places.enter_context(place_for_a_run("persist", under=given.place))
     engine = CaptureEngine(
         {"model": state}, identity_of(run, rank=0, world_size=1), folder=ArenaFolder(arenas), generations=2
     )
@@ -207,8 +209,7 @@ def main() -> int:
     finally:
         generations.close()
         engine.close(remove=True)
-        shutil.rmtree(arenas, ignore_errors=True)
-        shutil.rmtree(place, ignore_errors=True)
+        places.close()
     return told(rates, state.size_bytes, given.json)
 
 

@@ -21,10 +21,8 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +41,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from benchmarks.measure import show
+from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.agent.generations import identity_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
@@ -348,8 +347,9 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     job = Job((8 if given.quick else given.mebibytes) * 2**20)
     rounds = 1 if given.quick else given.rounds
-    arenas = Path(tempfile.mkdtemp(prefix="lakeckpt-bench-", dir=given.arenas or "/dev/shm"))
-    place = Path(tempfile.mkdtemp(prefix="lakeckpt-bench-", dir=given.place))
+    places = contextlib.ExitStack()
+    arenas = places.enter_context(place_for_a_run("restore", under=given.arenas or MEMORY))
+    place = places.enter_context(place_for_a_run("restore", under=given.place))
     try:
         with in_memory(job, place, arenas) as memory:
             measure(memory, rounds, cold=False)
@@ -358,8 +358,7 @@ def main(arguments: list[str] | None = None) -> int:
         measure(disk, rounds, cold=True)
         check(job, disk)
     finally:
-        shutil.rmtree(arenas, ignore_errors=True)
-        shutil.rmtree(place, ignore_errors=True)
+        places.close()
     size = f"{job.size_bytes / 1e9:.2f} GB"
     ratios = {
         "memory": told(f"{size} from memory", memory, job.size_bytes, lambda case: case.warm_s),

@@ -6,8 +6,8 @@ spends in the call that saves, and what it waits for before it may update: nothi
 which all do elsewhere, is not in it. All ways of saving take turns in one process; medians, and the spread.
 
 ``async_save`` of torch.distributed.checkpoint runs as it comes, with a stager that is kept (its memory is touched
-once), with one that keeps it in shared memory, and with ``--process`` in a process of its own. A second table compares
-restoring from the arena (every slice verified, then copied into the parameters) with a bare copy of the same bytes.
+once), with one that keeps it in shared memory, and with ``--process`` in a process of its own. What restoring from the
+arena takes, `benchmarks.restore` tells.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import platform
 import shutil
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -33,7 +31,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.measure import show
-from lakeckpt.checkpoint.arena.contents import contents_of
+from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
@@ -114,11 +112,11 @@ def _async_save(job: Job, name: str, folder: Path, **options: Any) -> Way:
     return Way(name=name, save=save, settle=settle)
 
 
-def _ways(job: Job, folder: Path, *, process: bool) -> tuple[list[Way], CaptureEngine]:
+def _ways(job: Job, folder: Path, arenas: ArenaFolder, *, process: bool) -> tuple[list[Way], CaptureEngine]:
     def stager(*, shared: bool) -> DefaultStager:
         return DefaultStager(StagingOptions(False, shared, False, False))
 
-    ours, engine = _lakeckpt(job, ArenaFolder(f"/dev/shm/lakeckpt-stall-{folder.name}"))
+    ours, engine = _lakeckpt(job, arenas)
     ways = [
         ours,
         _async_save(job, "async_save", folder / "a", no_dist=True),
@@ -150,30 +148,6 @@ def _turn(job: Job, way: Way, step: int, *, counts: bool) -> None:
         way.iterations_s.append(end - begin)
 
 
-def _restoring(job: Job, engine: CaptureEngine, repetitions: int) -> tuple[list[float], list[float]]:
-    """Seconds of restoring the newest generation into tensors of its shapes, and of copying the same bytes."""
-    arena = engine._store.arena
-    assert arena is not None
-    ours, bare = [], []
-    with arena.hold() as held:
-        assert held is not None
-        keys = list(contents_of(held).specs)
-        into = [np.ones(one.size_bytes, np.uint8) for one in contents_of(held).specs.values()]
-        source = np.frombuffer(held.data, np.uint8)
-        target = np.ones_like(source)
-        for _ in range(repetitions):
-            begin = time.perf_counter()
-            contents = contents_of(held)
-            contents.verify()
-            for key, to in zip(keys, into, strict=True):
-                np.copyto(to, np.frombuffer(contents.tensor(key), np.uint8))
-            ours.append(time.perf_counter() - begin)
-            begin = time.perf_counter()
-            np.copyto(target, source)
-            bare.append(time.perf_counter() - begin)
-    return ours, bare
-
-
 def _row(way: Way, best_s: float) -> list[str]:
     stall_s = statistics.median(way.stalls_s)
     return [
@@ -198,38 +172,25 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="torch")
     repetitions = 2 if options.quick else options.repetitions
     job = Job(int(1e6 if options.quick else options.params), 0.1 if options.quick else options.compute_s)
-    with tempfile.TemporaryDirectory() as name:
-        ways, engine = _ways(job, Path(name), process=options.process)
+    with place_for_a_run("stall") as folder, place_for_a_run("stall", under=MEMORY) as arenas:
+        ways, engine = _ways(job, folder, ArenaFolder(arenas), process=options.process)
         try:
             for step in range(1, repetitions + 2):
                 for way in ways:
                     _turn(job, way, 100 * step + ways.index(way), counts=step > 1)
-            restored, copied = _restoring(job, engine, repetitions)
         finally:
             engine.close(remove=True)
-            shutil.rmtree(engine._store._folder.path, ignore_errors=True)
     best_s = min(statistics.median(way.stalls_s) for way in ways[1:])
     show(
         f"a save of {job.state_bytes / 1e9:.2f} GB: how long training stands still",
         ("way", "stall, ms", "spread, ms", "to the best async_save", "iteration, s"),
         [_row(way, best_s) for way in ways],
     )
-    ratio = statistics.median(bare / ours for ours, bare in zip(restored, copied, strict=True))
-    show(
-        "restoring from the arena",
-        ("what", "s", "to a copy"),
-        [
-            ["verified and copied into parameters", f"{statistics.median(restored):.3f}", f"{ratio:.2f}"],
-            ["a bare copy", f"{statistics.median(copied):.3f}", "1.00"],
-        ],
-    )
     if options.json is not None:
         told = {
             "on": {"torch": torch.__version__, "machine": platform.machine(), "system": platform.system()},
             "state_bytes": job.state_bytes,
             "ways": [{"name": w.name, "stalls_s": w.stalls_s, "iterations_s": w.iterations_s} for w in ways],
-            "restored_s": restored,
-            "copied_s": copied,
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(told, indent=1))

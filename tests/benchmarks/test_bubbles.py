@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bubbles import WAYS, middle_of, summary
+from benchmarks.bubbles import WAYS, middle_of, summary, ways_of_round
 from lakeckpt.core.bubble_policy import IdleWindow
 from lakeckpt.core.bubble_record import IterationRecord, MovedSlice
 
@@ -26,27 +26,31 @@ def rank(**seconds: list[float]) -> dict[str, Any]:
             MovedSlice(size_bytes=100, begin_s=1.5, end_s=1.6, urgent=True),
         ),
     )
-    between = IterationRecord(step=2, begin_s=2.0, end_s=9.0, windows=(), slices=())
+    first = IterationRecord(
+        step=0, begin_s=-1.0, end_s=0.0, windows=(), slices=(MovedSlice(size_bytes=200, begin_s=-0.5, end_s=-0.4),)
+    )
     return {
         "size_bytes": 400,
         "complete": 4,
         "left_out": 0,
-        "seconds": dict(zip(WAYS, seconds.values(), strict=True)),
+        "seconds": {way: dict(enumerate(one)) for way, one in zip(WAYS, seconds.values(), strict=True)},
         "spent": {way: [0.01, 0.03] for way in WAYS[1:]},
         "cpu_s": dict.fromkeys(WAYS[1:], 0.5),
         "cpu_in_bubbles_s": dict.fromkeys(WAYS[1:], 0.4),
-        "records": {way: [record.to_plain(), between.to_plain()] for way in WAYS[1:]},
+        "counts_from": 1,
+        "records": {way: [first.to_plain(), record.to_plain()] for way in WAYS[1:]},
     }
 
 
-def test_costs_are_of_pairs_and_shares_of_iterations_with_a_capture() -> None:
+def test_costs_are_of_pairs_and_shares_of_rounds_that_count() -> None:
     ways = summary([rank(none=[1.0, 4.0], once=[1.1, 4.8], bubbles=[1.0, 4.0])] * 2)["ways"]
-    assert ways["at once"]["cost_mean"] == pytest.approx(0.15)
-    assert ways["at once"]["cost"] == pytest.approx((0.15, 0.1, 0.2))
-    assert ways["in bubbles"]["cost"] == (0.0, 0.0, 0.0)
+    assert ways["at once"]["cost_mean"] == pytest.approx((1.1 * 1.2) ** 0.5 - 1)
+    assert ways["at once"]["cost"] == pytest.approx([(1.1 * 1.2) ** 0.5 - 1, 0.1, 0.2])
+    assert ways["in bubbles"]["cost"] == [0.0, 0.0, 0.0]
     (one, other) = ways["in bubbles"]["ranks"]
     assert one == other
     assert (one["bubble_share"], one["urgent_share"], one["bubble_s"]) == (0.75, 0.25, 1.0)
+    assert one["bubble_share_of_all"] == 0.5
     assert one["spent_share"] == pytest.approx(0.02 / 2.5)
     assert one["cpu_share"] == pytest.approx(0.1 / 2 / 1.0)
 
@@ -62,7 +66,7 @@ def test_few_rounds_that_other_work_fell_into_do_not_move_the_estimate_and_small
 
 @pytest.mark.soak
 def test_every_case_runs_and_accounts_for_every_cut(tmp_path: Path) -> None:
-    options = ["--width", "64", "--rows", "4", "--rounds", "2", "--warm-up", "1", "--slow-s", "0.01"]
+    options = ["--width", "64", "--rows", "4", "--rounds", "4", "--warm-up", "1", "--slow-s", "0.01"]
     written = tmp_path / "bubbles.json"
     command = [sys.executable, "-m", "benchmarks.bubbles", *options, "--json", str(written)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=Path(__file__).parents[2])
@@ -73,5 +77,12 @@ def test_every_case_runs_and_accounts_for_every_cut(tmp_path: Path) -> None:
             assert all(rank["cpu_share"] > 0 for rank in cases[case]["ways"][way]["ranks"])
         # Iterations of a model this small can be over before the capture of the last one is: then a cut is left out.
         complete, left_out = cases[case]["complete"], cases[case]["left_out"]
-        assert [one + other for one, other in zip(complete, left_out, strict=True)] == [13, 13]
+        assert [one + other for one, other in zip(complete, left_out, strict=True)] == [7, 7]  # the first, 5 and 1
         assert min(complete) > 1
+
+
+def test_ways_follow_each_other_in_either_order_and_some_rounds_copy_at_once() -> None:
+    rounds = [ways_of_round(number, 4) for number in range(-8, 16)]
+    assert {one[:2] for one in rounds if len(one) == 2} == {("none", "in bubbles"), ("in bubbles", "none")}
+    assert [len(one) for one in rounds] == [3, 2, 2, 2] * 6
+    assert {one.index("at once") for one in rounds if len(one) == 3} == {0, 2}
