@@ -177,8 +177,8 @@ def main() -> int:
     parser.add_argument("--touched", action="store_true", help="what is written of an embedding that changed in part")
     given = parser.parse_args()
     if given.touched:
-        with tempfile.TemporaryDirectory(prefix="lakeckpt-bench-", dir=given.place) as name:
-            touched(Path(name), given.mebibytes * 2**20)
+        with place_for_a_run("persist", under=given.place) as folder:
+            touched(folder, given.mebibytes * 2**20)
         return 0
     state, run = State(given.mebibytes * 2**20), uuid.uuid4().hex
     places = contextlib.ExitStack()
