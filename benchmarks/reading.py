@@ -166,8 +166,11 @@ def written(kind: Kind, folder: Path, share: float) -> list[Path]:
 def _interleaved(cases: dict[str, Callable[[], Iterable[Any]]], rows: int, repetitions: int) -> list[Measured]:
     walls: dict[str, list[float]] = {name: [] for name in cases}
     used: dict[str, list[float]] = {name: [] for name in cases}
+    names = list(cases)
     for repetition in range(repetitions + 1):
-        for name, case in cases.items():
+        for place in range(len(names)):
+            name = names[(place + repetition) % len(names)]  # what one case leaves in caches and pools, all inherit
+            case = cases[name]
             begin, before = time.perf_counter(), time.process_time()
             assert _drain(case()) == rows, name
             if repetition:  # the first one warms up

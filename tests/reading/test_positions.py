@@ -22,7 +22,7 @@ from lakeckpt.reading import arrays
 from lakeckpt.reading.convert import convert
 from lakeckpt.reading.decode import RowGroupDecoder
 from lakeckpt.reading.parts import Served, parts_of
-from lakeckpt.reading.positions import PositionReader
+from lakeckpt.reading.positions import PositionReader, windows_held_of
 from lakeckpt.reading.ragged import to_pylist
 from tests.reading.cases import columns, write_ids
 
@@ -84,7 +84,7 @@ def test_any_spans_in_any_order_are_the_rows_that_the_model_says_and_nobody_else
                 columns["text"].values[...] = ord("?")
             else:
                 delivered.append((columns, expected))
-            assert reader.windows_held <= 2 * max_windows
+            assert reader.windows_held <= windows_held_of(max_windows)
         for columns, expected in delivered:
             assert {name: column.tolist() for name, column in columns.items()} == expected
 
@@ -101,7 +101,7 @@ def test_windows_are_decoded_once_while_lanes_advance_and_let_go_when_served(
         seen: list[int] = []
         for step in lane_steps(layout, batch):
             seen += reader.read([step])["id"].tolist()
-            assert reader.windows_held <= 2 * lanes
+            assert reader.windows_held <= windows_held_of(lanes)
         assert sorted(seen) == list(range(table.num_rows))
         bounds = layout.lane_bounds.tolist()
         windows = sum(len(layout.windows(a, b)) for a, b in itertools.pairwise(bounds))
@@ -142,14 +142,17 @@ def test_a_window_entered_in_its_middle_is_decoded_once_and_alone(tmp_path: Path
     assert sorted(decoded) == sorted((f.group, f.start, f.stop) for f in second)
 
 
-def test_no_more_windows_are_held_than_twice_those_that_are_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lanes", "most"), [(1, 3), (2, 4), (3, 6)])
+def test_as_many_windows_are_read_ahead_as_are_open_and_two_at_least(tmp_path: Path, lanes: int, most: int) -> None:
     table = write_ids(tmp_path, [[3] * 12])
-    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 3)
-    reader, _ = spied(table, ORDERED, 3)
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, lanes)
+    reader, _ = spied(table, ORDERED, lanes)
+    held = []
     waiting = [reader.announce([step]) for step in lane_steps(layout, 1)]
     for announced in waiting:
-        assert reader.windows_held <= 6
+        held.append(reader.windows_held)
         reader.take(announced)
+    assert max(held) == most
     assert reader.windows_decoded == 12
 
 
@@ -157,11 +160,11 @@ def test_windows_that_are_announced_are_decoded_before_they_are_taken_in_that_or
     table = write_ids(tmp_path, [[3, 3, 3, 3]])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
     reader, _ = spied(table, ORDERED, 1)
-    first, second, third = (reader.announce([(layout, start, start + 3)]) for start in (0, 3, 6))
-    assert (reader.windows_held, reader.has_room) == (2, False)
+    first, *others = (reader.announce([(layout, start, start + 3)]) for start in (0, 3, 6, 9))
+    assert (reader.windows_held, reader.has_room) == (3, False)
     assert reader.take(first)[0]["id"].tolist() == [0, 1, 2]
-    assert reader.windows_held == 2
-    assert [reader.take(announced)[0]["id"].tolist() for announced in (second, third)] == [[3, 4, 5], [6, 7, 8]]
+    assert reader.windows_held == 3
+    assert [reader.take(one)[0]["id"].tolist() for one in others] == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert (reader.windows_held, reader.has_room) == (0, True)
 
 
@@ -232,12 +235,12 @@ def test_a_limit_of_memory_holds_back_what_is_not_needed_yet(tmp_path: Path) -> 
 
 
 def test_the_window_unused_for_longest_makes_room(tmp_path: Path) -> None:
-    table = write_ids(tmp_path, [[3, 3, 3]])
+    table = write_ids(tmp_path, [[3, 3, 3, 3]])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
     reader, decoded = spied(table, ORDERED, 1)
-    for start in (0, 3, 1, 6, 2, 4):  # windows 0, 1, 0, 2 (drops 1), 0 (served: let go), 1 (again)
+    for start in (0, 3, 6, 1, 9, 2, 4):  # windows 0, 1, 2, 0, 3 (drops 1), 0 (served: let go), 1 (again)
         reader.read([(layout, start, start + 1)])
-    assert [group for group, _, _ in decoded] == [0, 1, 2, 1]
+    assert [group for group, _, _ in decoded] == [0, 1, 2, 3, 1]
 
 
 def test_two_lanes_of_a_recut_advance_in_one_window_that_is_decoded_once(tmp_path: Path) -> None:

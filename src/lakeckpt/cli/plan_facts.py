@@ -2,7 +2,8 @@
 
 *Stored* bytes are those of the asked columns on disk, *decoded* ones an estimate of what they take in memory (exact for
 fixed-width columns; text that is stored by dictionary can take more); see `lakeckpt.cli.plan_columns`. Per rank, every
-lane has one window open at a time, and one that is read ahead (`memory_limit_bytes` lowers that). Reads nothing.
+lane has one window open at a time, and one or two that are read ahead (`memory_limit_bytes` lowers that). It reads
+nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lakeckpt.core.plan import Plan, fit_lanes, start
 from lakeckpt.core.state import MAX_LANES, Identity
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table import Table
+from lakeckpt.reading.positions import windows_held_of
 
 __all__ = ["PlanFacts", "Topology", "plan_facts"]
 
@@ -100,8 +102,8 @@ class PlanFacts:
     windows_open: int
     """Per rank, at once."""
     windows_held: int
-    """Per rank, at once: those that are open, as many that are read ahead, and one in each process that reads, of which
-    the loop holds the last micro-batch."""
+    """Per rank, at once: those that are open, those read ahead (as many, two at least in each process that reads), and
+    one in each of these processes, of which the loop holds the last micro-batch."""
     window_bytes: int
     """Decoded, on average."""
     memory_bytes: int
@@ -134,7 +136,8 @@ def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology, kept: Kept 
     cut = len(np.unique(np.searchsorted(layout.begins, inside, side="right")))
     windows = _window_bytes(sizes.decoded[layout.order], window, lanes)
     opened = lanes // topology.world_size
-    held = 2 * opened + max(1, topology.workers)
+    processes = max(1, topology.workers)
+    held = sum(windows_held_of(len(range(process, opened, processes))) + 1 for process in range(min(processes, opened)))
     mean, most = (float(windows.mean()), float(windows.max())) if len(windows) else (0.0, 0.0)
     facts = PlanFacts(
         table=table.uri,

@@ -80,9 +80,10 @@ class LakeDataset(IterableDataset[Any]):
             ``"raise"``, or ``"next_epoch"``: give the rest of it up (`lakeckpt audit` says so) and begin the next one.
         storage_options: passed to the store, where ``table`` is not a `lakeckpt.Table`.
         progress: called as ``progress(row groups done, row groups)`` while the rows that a filter keeps are counted.
-        memory_limit_bytes: what windows read ahead may take together with open ones, in each process (None: as much as
-            the open ones), and what loader workers delivered and the loop holds (None: 32 MiB each). What is needed at
-            once is decoded whatever the limit. A quarter is for bytes fetched ahead from a store (at most 256 MiB).
+        memory_limit_bytes: what windows read ahead may take together with open ones, in each process (None: as many are
+            read ahead as are open, two at least), and what loader workers delivered and the loop holds (None: 32 MiB
+            each). What is needed at once is decoded whatever the limit. A quarter is for bytes fetched ahead from a
+            store (at most 256 MiB).
 
     Raises ConfigError and SchemaError for arguments that cannot be; nothing is read before the first iteration (or
     before `selection` is asked for, or a state).

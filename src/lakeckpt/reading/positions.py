@@ -41,7 +41,15 @@ from lakeckpt.reading.skipping import Skipper
 from lakeckpt.reading.threads import Threads, usual_threads
 from lakeckpt.reading.windows import DecodedWindow, WindowDecoder
 
-__all__ = ["Announced", "NullFound", "PositionReader"]
+__all__ = ["Announced", "NullFound", "PositionReader", "windows_held_of"]
+
+
+def windows_held_of(lanes: int) -> int:
+    """How many windows a process that reads so many lanes may hold: one of each, and as many read ahead, two at least.
+
+    With one alone, a lane's next window is decoded in one thread while this one is consumed, and the other waits.
+    """
+    return lanes + max(lanes, 2)
 
 
 class NullFound(Exception):
@@ -79,9 +87,9 @@ Announced = list[tuple[_Slot, int, int]]
 class PositionReader:
     """Reads rows of ``table`` by their positions in the order that ``spec`` makes of it. For one thread.
 
-    ``max_windows``: how many windows are open at once, as many as lanes are read in turn. Up to twice as many are held:
-    those and as many that were announced; with ``memory_limit_bytes``, of these only what fits. Windows that are needed
-    now are always decoded. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``columns`` as for
+    ``max_windows``: how many windows are open at once, as many as lanes are read in turn. Up to `windows_held_of` it
+    are held: those, and others that were announced; with ``memory_limit_bytes``, of these only what fits. Windows that
+    are needed now are always decoded. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``columns`` as for
     `RowGroupDecoder`. ``threads`` decode. Without a ``skipper``, damage is raised.
     """
 
@@ -107,7 +115,7 @@ class PositionReader:
         self._nulls = nulls
         self._make = make
         self._skipper = skipper
-        self._max_windows = max_windows
+        self._max_windows, self._most_held = max_windows, windows_held_of(max_windows)
         self._limit = memory_limit_bytes
         self._threads = Threads(usual_threads() if threads is None else threads)
         self._new_decoder = partial(RowGroupDecoder, table, columns) if new_decoder is None else new_decoder
@@ -199,7 +207,7 @@ class PositionReader:
             return found, ()
         skips: list[Skip] = []
         cuts = [self._cut(slot, start, stop, skips, alone=len(announced) == 1) for slot, start, stop in announced]
-        if len(self._slots) > 2 * self._max_windows:
+        if len(self._slots) > self._most_held:
             self._trim()
         if len(cuts) == 1:
             return cuts[0], tuple(skips)
@@ -283,7 +291,7 @@ class PositionReader:
         held = [one for one in self._slots.values() if one.future is not None]
         if not held:
             return True
-        if len(held) >= 2 * self._max_windows:
+        if len(held) >= self._most_held:
             return False
         if self._limit is None:
             return True
@@ -304,7 +312,7 @@ class PositionReader:
         """Let go of what was decoded since it was needed, beyond what is allowed, and nothing needs any more."""
         held = [one for one in self._by_use() if one.future is not None]
         idle = [one for one in held if not one.waiting]
-        for one in idle[: max(0, len(held) - 2 * self._max_windows)]:
+        for one in idle[: max(0, len(held) - self._most_held)]:
             self._let_go(one)
 
     def _begin(self, slot: _Slot) -> None:

@@ -103,8 +103,6 @@ class WindowDecoder:
 
     def decode(self, layout: EpochLayout, window: Window) -> DecodedWindow:
         """Return the rows of ``window``, in memory of their own. Raises as `RowGroupDecoder.decode`, save damage."""
-        # Arrow's allocator keeps what windows that were let go of had, for sizes that may not come again.
-        pa.default_memory_pool().release_unused()
         # One row group may keep one thread busy alone; of several, the next window is not to take the threads.
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             found = self._fragments(layout, window)
@@ -136,8 +134,9 @@ class WindowDecoder:
         return DecodedWindow(columns=columns, table=None, size_bytes=size, came=came, gaps=gaps, damage=damage)
 
     def close(self) -> None:
-        """Close the files that are open; a later `decode` opens them again."""
+        """Close the files that are open, and give back what Arrow keeps; a later `decode` opens and asks again."""
         self._decoder.close()
+        pa.default_memory_pool().release_unused()
 
     def _fragments(self, layout: EpochLayout, window: Window) -> list[pa.Table | DataFileDamaged | None]:
         """The fragments of a window, or what is wrong with them; None for those that are known to be skipped."""
