@@ -89,8 +89,8 @@ class PositionReader:
 
     ``max_windows``: how many windows are open at once, as many as lanes are read in turn. Up to `windows_held_of` it
     are held: those, and others that were announced; with ``memory_limit_bytes``, of these only what fits. Windows that
-    are needed now are always decoded. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``columns`` as for
-    `RowGroupDecoder`. ``threads`` decode. Without a ``skipper``, damage is raised.
+    are needed now are always decoded. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``columns`` as
+    for `RowGroupDecoder`. ``threads`` decode. Without a ``skipper``, damage is raised.
     """
 
     def __init__(
