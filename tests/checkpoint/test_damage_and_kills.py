@@ -16,9 +16,11 @@ from lakeckpt import open_table
 from lakeckpt.checkpoint.fetch import fetch_part
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.errors import CheckpointDamaged, SaveFailed
+from lakeckpt.checkpoint.verify import verify
+from lakeckpt.errors import CheckpointDamaged, NewerFormat, SaveFailed
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
+from lakeckpt.wire.codec import dumps
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager, train_step, training
 
 
@@ -194,6 +196,13 @@ def test_a_damaged_index_is_told_and_written_anew(tmp_path: Path) -> None:
         with pytest.warns(DamageWarning, match="index/"):
             again.restore()
         assert storage.objects[path] == whole
+    # What a newer lakeckpt wrote is no damage, and not for us to write over.
+    storage.objects[path] = newer = dumps({}, kind="table-index", version=(9, 0))
+    with pytest.warns(DamageWarning, match=r"format 9\.0 .*upgrade"):
+        manager(storage, {"reader": TableReader()}).restore()
+    assert storage.objects[path] == newer
+    with pytest.raises(NewerFormat, match=r"format 9\.0 .*upgrade"):
+        verify(storage)
 
 
 def life(storage: Any, folder_is_fresh: bool) -> Iterator[int]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lakeckpt.checkpoint.keep import Keep, kept_of
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import slot_path
+from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.retention import Retention
 from lakeckpt.checkpoint.verify import VerifyReport, verify
 from lakeckpt.errors import AttemptSuperseded, ConfigError, SaveFailed
@@ -198,6 +199,68 @@ def test_a_checkpoint_that_a_rule_keeps_is_missed() -> None:
         (file,) = (path for path in storage.objects if path.startswith("objects/") and f"{step:012d}-" in path)
         storage.delete(file)
         assert statuses(verify(storage))[step] == status
+
+
+def lost(storage: MemoryStorage, step: int) -> dict[int, str]:
+    """What is found where all data of that step are lost; they are there again then."""
+    gone = {name: data for name, data in storage.objects.items() if f"/{step:012d}-" in name}
+    assert gone
+    for name in gone:
+        storage.delete(name)
+    found = statuses(verify(storage))
+    storage.objects |= gone
+    return found
+
+
+def test_a_checkpoint_of_which_all_is_lost_is_missed_where_every_rule_since_keeps_it() -> None:
+    storage = MemoryStorage()
+    run(storage, 5, keep=2, value=TENSOR)
+    assert statuses(verify(storage)) == dict.fromkeys([1, 2, 3], "removed") | dict.fromkeys([4, 5], "intact")
+    assert lost(storage, 4)[4] == "damaged" and lost(storage, 5)[5] == "damaged"
+    run(storage, 1, keep=9, value=TENSOR)  # what an earlier rule let go is not missed by a later one
+    assert statuses(verify(storage)) == dict.fromkeys([1, 2, 3], "removed") | dict.fromkeys([4, 5, 6], "intact")
+    assert lost(storage, 4)[4] == "damaged"
+    run(storage, 1, keep=1, value=TENSOR)
+    assert statuses(verify(storage)) == dict.fromkeys(range(1, 7), "removed") | {7: "intact"}
+
+
+def test_what_a_branch_had_removed_before_it_was_given_up_is_not_missed() -> None:
+    storage = MemoryStorage()
+    run(storage, 3, keep=2, value=TENSOR)
+    run(storage, 1, keep=2, value=TENSOR)  # its commit removes step 2
+    (file,) = (path for path in storage.objects if path.startswith("objects/") and "000000000004-" in path)
+    storage.delete(file)
+    saver = manager(storage, {"n": Counter([TENSOR])}, keep=2)
+    with pytest.warns(DamageWarning):
+        assert saver.restore() == 3
+    assert [one.step for one in read_history(storage).chain] == [1, 2, 3]
+    assert statuses(verify(storage)) == {1: "removed", 2: "removed", 3: "intact", 4: "removed"}
+
+
+class Going(MemoryStorage):
+    """The run goes on when ``at`` is read."""
+
+    def __init__(self, objects: dict[str, bytes], at: str) -> None:
+        super().__init__()
+        self.objects, self.at = dict(objects), at
+
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        if path == self.at:
+            self.at = ""
+            run(self, 2, keep=2, value=TENSOR)
+        return super().read(path, start, stop, etag=etag)
+
+
+def test_what_a_run_that_goes_on_removes_meanwhile_is_not_missed() -> None:
+    storage = MemoryStorage()
+    run(storage, 3, keep=2, value=TENSOR)
+    (part,) = (path for path in storage.objects if path.startswith("parts/") and "000000000002-" in path)
+    report = verify(Going(storage.objects, part))
+    assert report.every_damage == () and statuses(report) == {1: "removed", 2: "removed", 3: "removed"}
+    going = Going(storage.objects, part)
+    going.objects[part] += b"x"
+    going.delete = lambda path: None  # type: ignore[method-assign]
+    assert statuses(verify(going))[2] == "damaged"
 
 
 @pytest.mark.parametrize(

@@ -201,13 +201,39 @@ def test_verify_names_every_file_that_is_not_as_it_was_written(
     assert ask("verify", run_copy)[0] == 0
 
 
-def test_verify_wants_the_newest_checkpoint_to_be_there(run_copy: Path, ask: Ask, show: Show) -> None:
-    for folder in ("parts", "objects"):
-        shutil.rmtree(run_copy / folder, ignore_errors=True)
-    status, plain = ask("verify", run_copy)
-    assert status == 1 and [one["status"] for one in plain["checkpoints"]].count("damaged") == 1
+def test_verify_wants_the_checkpoints_to_be_there_that_the_rule_keeps(run_copy: Path, ask: Ask, show: Show) -> None:
     status, told = show("verify", run_copy)
-    assert status == 1 and "DAMAGED" in told and "the object is missing" in told
+    assert status == 0
+    kept = [one for one in ask("verify", run_copy)[1]["checkpoints"] if one["status"] == "intact"]
+    tip = read_history(open_storage(run_copy)).tip
+    assert tip is not None
+    for folder in ("parts", "objects"):
+        shutil.rmtree(run_copy / folder / tip.save.folder)
+    status, told = show("verify", run_copy)
+    assert status == 1 and f"the newest checkpoint that is intact: step {kept[-2]['step']} (slot" in told
+    for folder in ("parts", "objects"):
+        shutil.rmtree(run_copy / folder)
+    status, plain = ask("verify", run_copy)
+    found = [one["slot"] for one in plain["checkpoints"] if one["status"] == "damaged"]
+    assert status == 1 and found == [one["slot"] for one in kept] and len(kept) == 3
+    status, told = show("verify", run_copy)
+    assert status == 1 and "DAMAGED" in told and "the object is missing" in told and "restore() refuses" in told
+
+
+def test_verify_says_what_a_lost_end_of_the_log_looks_like(run_copy: Path, ask: Ask, show: Show) -> None:
+    tip = read_history(open_storage(run_copy)).tip
+    assert tip is not None
+    entry = run_copy / "log" / f"{tip.slot:010d}.lkc"
+    entry.write_bytes(entry.read_bytes()[:-1])
+    status, told = show("verify", run_copy)
+    assert status == 1 and "1 object of the run" in told and "before the next save" in told
+    assert "of checkpoints whose entries of the log are damaged" in told
+    entry.unlink()
+    status, plain = ask("verify", run_copy)
+    assert status == 1, "what it had leave to remove is missed"
+    assert plain["leftover_step"] == tip.step and plain["leftover_files"]
+    status, told = show("verify", run_copy)
+    assert f"They reach to step {tip.step}, behind the newest checkpoint" in told
 
 
 def test_verify_wants_the_index_of_the_table_that_was_read(run_copy: Path, tmp_path: Path, ask: Ask) -> None:

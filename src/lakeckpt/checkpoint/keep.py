@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from lakeckpt.errors import ConfigError
 
-__all__ = ["Keep", "Ranked", "checked_metric", "kept_of"]
+__all__ = ["Commit", "Keep", "Ranked", "checked_metric", "kept_ever_since", "kept_of"]
 
 
 class Ranked(Protocol):
@@ -85,6 +85,34 @@ def kept_of(chain: Sequence[Ranked], keep: Keep) -> frozenset[int]:
     sign = 1.0 if keep.best_is == "lowest" else -1.0
     rated = [(sign * one.metric, -one.slot) for one in chain if one.metric is not None and not isnan(one.metric)]
     return frozenset(kept | {-slot for _, slot in sorted(rated)[: keep.best]})
+
+
+class Commit(Ranked, Protocol):
+    """What was committed, from which it went on, and under which rule (None: it was not recorded then)."""
+
+    @property
+    def parent(self) -> int | None:
+        """The slot of the commit before."""
+        ...
+
+    @property
+    def keep(self) -> Keep | None:
+        """What was removed behind it."""
+        ...
+
+
+def kept_ever_since(commits: Sequence[Commit], tip: int) -> frozenset[int]:
+    """The slots of the history that ends with ``tip`` whose data none of ``commits`` (all of a log, in its order) had
+    leave to remove: each removed what its rule did not keep of its own history, branches given up later included."""
+    by_slot = {one.slot: one for one in commits}
+    kept: dict[int, frozenset[int]] = {}
+    for one in commits:
+        before = kept.get(one.parent, frozenset()) if one.parent is not None else frozenset()
+        chain = [*(by_slot[slot] for slot in sorted(before)), one]
+        kept[one.slot] = frozenset({one.slot}) if one.keep is None else kept_of(chain, one.keep)
+    return frozenset(
+        slot for slot in kept.get(tip, ()) if all(slot in some for other, some in kept.items() if other > slot)
+    )
 
 
 def checked_metric(metric: object) -> float | None:

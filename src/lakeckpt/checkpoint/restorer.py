@@ -377,7 +377,7 @@ class Restorer:
 
     def _check_indexes(self, readers: Mapping[str, ReaderRecord]) -> None:
         """Verify the saved footer indexes and row selections; a damaged one is written anew if the live reader still
-        has the same."""
+        has the same, but not one that cannot be read, or that a newer lakeckpt wrote."""
         if self._exchange.rank:
             return
         for name, reader in readers.items():
@@ -386,8 +386,8 @@ class Restorer:
             live = documents_of(self._objects[name])
             try:
                 damaged = index_damage(self._storage, [reader])
-            except StorageError as error:
-                damaged = [Damage(path=index_path(reader.index), reason=str(error))]
+            except (NewerFormat, StorageError) as error:
+                damaged, live = [Damage(path=index_path(reader.index), reason=str(error))], {}
             # Told, not raised: the state has been applied on all ranks, and training does without this index.
             for damage in damaged:
                 self._chooser.report(damage)

@@ -1,15 +1,17 @@
 """Are all bytes of a run as they were written?  Every checksum of every checkpoint that still has its data.
 
 The log (each entry against its checksum), the footer indexes, and for each checkpoint its parts and all their files,
-read to the last byte. A checkpoint of which nothing is left was removed by retention, and so was one that it need not
-keep and of which a file is missing (retention may have been killed half-way); the newest one of the history must be
-there. What is found is listed, nothing is changed.
+read to the last byte. A checkpoint that a commit since had leave to remove (by the rule in it) counts as removed where
+a file of it is missing: retention may have been killed half-way. What no commit had leave to remove, the newest one of
+the history among it, must be there. A run may go on meanwhile: what is missing is looked for once more where something
+has been committed. What is found is listed, nothing is changed.
 
 A few threads read; they are started and joined by `verify`. Imports without torch.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,12 +19,12 @@ from typing import Literal
 
 from lakeckpt.checkpoint.audit import identities_of, read_run, tables_of
 from lakeckpt.checkpoint.fetch import fetch_file, fetch_part, read_object
-from lakeckpt.checkpoint.keep import kept_of
+from lakeckpt.checkpoint.keep import kept_ever_since
 from lakeckpt.checkpoint.ledger import INDEX, History, index_path, selection_path
-from lakeckpt.checkpoint.log import Damage
+from lakeckpt.checkpoint.log import LOG, Damage, slot_path
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.parts import OBJECTS, PARTS, PartRecord
-from lakeckpt.errors import CheckpointDamaged, WireError
+from lakeckpt.errors import CheckpointDamaged, NewerFormat, WireError
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.storage import Storage
@@ -30,6 +32,7 @@ from lakeckpt.lake.storage import Storage
 __all__ = ["CheckedCheckpoint", "Kept", "VerifyReport", "index_damage", "verify"]
 
 _THREADS = 4
+_SAVE = re.compile(r"(?:parts|objects)/(?P<save>[0-9]{10}/[0-9]{12}-[0-9]{6})", re.ASCII)
 Progress = Callable[[int, int], None]
 
 
@@ -42,7 +45,7 @@ class CheckedCheckpoint:
     attempt: int
     in_history: bool
     status: Literal["intact", "damaged", "removed"]
-    """Removed: nothing of its data is left, or what retention had no need to keep is not all there any more."""
+    """Removed: not all of it is there, and retention had leave to remove it."""
     files: int
     size_bytes: int
     """Of what is there."""
@@ -73,8 +76,21 @@ class VerifyReport:
     """Of the log and of the indexes."""
     indexes: int
     leftover_files: int
-    """Files that no checkpoint names: of saves that were never committed. The next save removes them."""
+    """Files of no checkpoint that the log tells of: of saves that were never committed. The next save removes them."""
     leftover_bytes: int
+    leftover_step: int | None
+    """The newest step of which there are such files behind the newest checkpoint: of a save that is under way, or was
+    cut off before its commit, or whose entry of the log is lost."""
+
+    @property
+    def log_damage(self) -> tuple[Damage, ...]:
+        """Of the log: what its damaged entries named cannot be told."""
+        return tuple(one for one in self.damage if one.path.startswith(LOG))
+
+    @property
+    def restorable(self) -> CheckedCheckpoint | None:
+        """The newest checkpoint that is intact: what a restore from storage goes on from."""
+        return next((one for one in reversed(self.checkpoints) if one.status == "intact"), None)
 
     @property
     def every_damage(self) -> tuple[Damage, ...]:
@@ -96,31 +112,40 @@ class VerifyReport:
             "damage": [{"path": one.path, "reason": one.reason} for one in self.every_damage],
             "leftover_files": self.leftover_files,
             "leftover_bytes": self.leftover_bytes,
+            "leftover_step": self.leftover_step,
         }
 
 
 def verify(storage: Storage, *, progress: Progress | None = None) -> VerifyReport:
     """Read and verify all that is left of the run at ``storage``; ``progress(bytes done, bytes)`` as it goes on.
 
-    Raises `CheckpointNotFound` where there is no run, `NewerFormat` for a log of a newer version, and `StorageError`
-    where the store fails (which is no damage).
+    Raises `CheckpointNotFound` where there is no run, `NewerFormat` for a document of a newer version, and
+    `StorageError` where the store fails (which is no damage).
     """
-    history = read_run(storage)
-    kept = Kept(storage)
+    history, kept = read_run(storage), Kept(storage)
     manifests = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
     meter = _Meter(progress, sum(kept.of(one)[1] for one in manifests))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="lakeckpt-verify") as pool:
-        checked = tuple(_Checked(storage, history, manifest, kept, meter).check(pool) for manifest in manifests)
-    indexes = {one.index for manifest in manifests for one in manifest.readers.values() if one.index is not None}
-    wrong = index_damage(storage, [one for manifest in manifests for one in manifest.readers.values()])
+        run = _Run(storage, history, kept, pool)
+        checked = [run.check(manifest, meter) for manifest in manifests]
+        while any(one.damage for one in checked):
+            later = read_run(storage)
+            if _tip_of(later) == _tip_of(run.history):
+                break  # nobody removes anything: it is missing
+            run = _Run(storage, later, Kept(storage), pool)
+            pairs = zip(manifests, checked, strict=True)
+            checked = [run.check(manifest, _Meter(None, 0)) if one.damage else one for manifest, one in pairs]
+    readers = [one for manifest in manifests for one in manifest.readers.values()]
+    wrong = index_damage(storage, readers)
     leftover_files, leftover_bytes = kept.besides(manifests)
     return VerifyReport(
         run=history.run or "",
-        checkpoints=checked,
+        checkpoints=tuple(checked),
         damage=(*history.damaged, *wrong),
-        indexes=len(indexes),
+        indexes=len({one.index for one in readers if one.index is not None}),
         leftover_files=leftover_files,
         leftover_bytes=leftover_bytes,
+        leftover_step=kept.step_behind(manifests, history.tip),
     )
 
 
@@ -146,8 +171,18 @@ class Kept:
 
     def besides(self, manifests: Iterable[Manifest]) -> tuple[int, int]:
         """How many files, and bytes, are of no checkpoint of ``manifests``."""
-        named = {_folder(kind, manifest) for manifest in manifests for kind in (PARTS, OBJECTS)}
-        return self._sum(self._folders.keys() - named)
+        return self._sum(self._others(manifests))
+
+    def step_behind(self, manifests: Iterable[Manifest], tip: Manifest | None) -> int | None:
+        """The newest step of those, where it is of a later save than that of ``tip``."""
+        saves = (_SAVE.fullmatch(folder) for folder in self._others(manifests))
+        newest = max((save["save"] for save in saves if save is not None), default="")
+        if newest <= ("" if tip is None else tip.save.folder):
+            return None
+        return int(newest.rpartition("/")[2].partition("-")[0])
+
+    def _others(self, manifests: Iterable[Manifest]) -> set[str]:
+        return self._folders.keys() - {_folder(kind, manifest) for manifest in manifests for kind in (PARTS, OBJECTS)}
 
     def _sum(self, folders: Iterable[str]) -> tuple[int, int]:
         found = [self._folders.get(folder, (0, 0)) for folder in folders]
@@ -159,7 +194,7 @@ def _folder(kind: str, manifest: Manifest) -> str:
 
 
 def index_damage(storage: Storage, records: Sequence[ReaderRecord]) -> list[Damage]:
-    """What is wrong with the footer indexes and row selections that the records of readers name."""
+    """What is wrong with the footer indexes and row selections that the records of readers name. `NewerFormat`."""
     named: dict[str, tuple[str, Callable[[bytes], TableIndex | RowSelection]]] = {
         index_path(digest): (digest, TableIndex.loads) for digest in tables_of(records)
     }
@@ -175,6 +210,8 @@ def _document_damage(
 ) -> Iterator[Damage]:
     try:
         found = read(read_object(storage, path)).digest
+    except NewerFormat:
+        raise
     except (CheckpointDamaged, WireError) as error:
         yield Damage(path=path, reason=str(error).removeprefix(f"{path}: "))
         return
@@ -197,59 +234,59 @@ class _Meter:
             self._progress(self._done, self._total)
 
 
-class _Checked:
-    """The check of one checkpoint."""
+def _tip_of(history: History) -> int | None:
+    return None if history.tip is None else history.tip.slot
 
-    def __init__(self, storage: Storage, history: History, manifest: Manifest, kept: Kept, meter: _Meter) -> None:
+
+class _Run:
+    """A run as it was read, whose checkpoints are checked."""
+
+    def __init__(self, storage: Storage, history: History, kept: Kept, pool: ThreadPoolExecutor) -> None:
+        self.history = history
         self._storage = storage
-        self._history = history
-        self._manifest = manifest
         self._kept = kept
-        self._meter = meter
+        self._pool = pool
+        self._chain = {one.slot for one in history.chain}
+        commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
+        tip = _tip_of(history)
+        kept_since = frozenset[int]() if tip is None else kept_ever_since(commits, tip)
+        # What an entry had leave to remove that cannot be read any more, nobody knows.
+        told = {slot for slot in kept_since if all(one.path < slot_path(slot) for one in history.damaged)}
+        self._must_stay = told if tip is None else {*told, tip}
 
-    def check(self, pool: ThreadPoolExecutor) -> CheckedCheckpoint:
-        manifest, tip = self._manifest, self._history.tip
+    def check(self, manifest: Manifest, meter: _Meter) -> CheckedCheckpoint:
+        """The check of one checkpoint."""
         files, size_bytes = self._kept.of(manifest)
-        is_tip = tip is not None and tip.slot == manifest.slot
-        removed = not files and not is_tip
-        damage = [] if removed else list(self._damage(pool))
-        if damage and self._may_go():
+        must_stay = manifest.slot in self._must_stay
+        removed = not files and not must_stay
+        damage = [] if removed else list(self._damage(manifest, meter))
+        if damage and not must_stay:
             there = [one for one in damage if self._kept.holds(one.path)]
             removed, damage = not there, there
         return CheckedCheckpoint(
             slot=manifest.slot,
             step=manifest.step,
             attempt=manifest.attempt,
-            in_history=any(one.slot == manifest.slot for one in self._history.chain),
+            in_history=manifest.slot in self._chain,
             status="removed" if removed else "damaged" if damage else "intact",
             files=files,
             size_bytes=size_bytes,
             damage=tuple(damage),
         )
 
-    def _may_go(self) -> bool:
-        """Whether retention had leave to remove it, and may have been killed half-way."""
-        tip = self._history.tip
-        if tip is None or tip.keep is None:
-            return False
-        chain = self._history.chain
-        if self._manifest.slot in {one.slot for one in chain[-tip.keep.last :]}:
-            return False  # whatever else the rule keeps of what is there
-        return self._manifest.slot not in kept_of([one for one in chain if self._kept.of(one)[0]], tip.keep)
-
-    def _damage(self, pool: ThreadPoolExecutor) -> Iterator[Damage]:
+    def _damage(self, manifest: Manifest, meter: _Meter) -> Iterator[Damage]:
         jobs: list[tuple[PartRecord, int]] = []
-        for ref in self._manifest.parts:
+        for ref in manifest.parts:
             try:
-                part = fetch_part(self._storage, self._manifest, ref)
+                part = fetch_part(self._storage, manifest, ref)
             except CheckpointDamaged as error:
                 yield _as_damage(ref.path, error)
                 continue
-            self._meter.add(ref.size_bytes)
+            meter.add(ref.size_bytes)
             jobs += [(part, index) for index in range(len(part.files))]
-        for (part, index), found in zip(jobs, pool.map(self._file_damage, jobs), strict=True):
+        for (part, index), found in zip(jobs, self._pool.map(self._file_damage, jobs), strict=True):
             if not part.is_earlier(part.files[index]):
-                self._meter.add(part.files[index].size_bytes)
+                meter.add(part.files[index].size_bytes)
             if found is not None:
                 yield found
 

@@ -62,15 +62,40 @@ def _show(console: Console, report: VerifyReport, place: str) -> None:
             )
         console.print(table)
     if report.leftover_files:
-        left = f"{say_many(report.leftover_files, 'file')} ({say_bytes(report.leftover_bytes)})"
-        console.print(f"{left} of saves that were never committed; the next save removes them", style="dim")
+        console.print(_left(report), style="dim")
     console.print()
     for damage in report.every_damage:
         console.print("[bold red]✗[/] ", end="")
         console.print(str(damage), markup=False)
     size = sum(one.size_bytes for one in there)
     if report.every_damage:
-        console.print(f"[bold red]DAMAGED[/]  {len(report.every_damage):,} of what was written is not as it was")
+        console.print(f"[bold red]DAMAGED[/]  {say_many(len(report.every_damage), 'object')} of the run: see above")
+        console.print(_advice(report))
     else:
         what = f"{say_many(report.indexes, 'table index', 'table indexes')} and {say_many(len(there), 'checkpoint')}"
         console.print(f"[bold green]INTACT[/]  the log, {what} ({say_bytes(size)}): every checksum holds")
+
+
+def _left(report: VerifyReport) -> str:
+    """What lies there that no checkpoint names."""
+    left = f"{say_many(report.leftover_files, 'file')} ({say_bytes(report.leftover_bytes)})"
+    if report.log_damage:
+        return f"{left} of checkpoints whose entries of the log are damaged, or of saves that were never committed"
+    text = f"{left} of saves that were never committed; the next save removes them"
+    if report.leftover_step is None:
+        return text
+    return (
+        f"{text}. They reach to step {report.leftover_step:,}, behind the newest checkpoint: such a save is under way, "
+        "was cut off, or its entry at the end of the log is lost"
+    )
+
+
+def _advice(report: VerifyReport) -> str:
+    """What to do about damage."""
+    back = "Put what is named back from a copy, if there is one."
+    if report.log_damage:
+        back += " Do it before the next save, which removes data that no entry names."
+    one = report.restorable
+    if one is None:
+        return f"{back} No checkpoint is intact: restore() refuses, and starts nothing anew."
+    return f"{back} restore() goes on from the newest checkpoint that is intact: step {one.step:,} (slot {one.slot})."
