@@ -34,13 +34,14 @@ from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, SaveLeftOut, StorageError, WireError
+from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, SaveLeftOut, WireError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, describe, open_storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.readers import TrackedReader
 
 if TYPE_CHECKING:
+    from lakeckpt.checkpoint.bubbles.keeper import ProfileKeeper
     from lakeckpt.checkpoint.bubbles.watch import Bubbles
 
 __all__ = ["CheckpointManager"]
@@ -62,7 +63,7 @@ class CheckpointManager:
             several ranks) of memory. None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         bubbles: where this rank is idle (`lakeckpt.Bubbles`): captures then move while it waits. What the last
-            iterations were like is written beside the checkpoints at the close, for ``lakeckpt report``.
+            iterations were like is written beside the checkpoints once a minute, for ``lakeckpt report``.
         policy: instead of both, an object that says when to save (`lakeckpt.checkpoint.policy.Policy`).
         keep: which checkpoints keep their data: so many of the newest (int), or what a `lakeckpt.Keep` says. The record
             of all of them stays.
@@ -117,6 +118,7 @@ class CheckpointManager:
         self._captures = _captures(capture_every, self._exchange, self._waiter)
         self._arenas = None if self._captures is None else ArenaFolder(arenas)
         self._bubbles = bubbles
+        self._keeper: ProfileKeeper | None = None
         self._background: Background | None = None
         self._settings = Settings(keep=rule, verify=verify, timeout_s=timeout_s)
         self._warn_only = (on_save_failure or ("raise" if capture_every is None else "warn")) == "warn"
@@ -194,6 +196,8 @@ class CheckpointManager:
                 waiter=self._waiter,
                 gate=None if self._bubbles is None else self._bubbles.gate,
             )
+        if self._bubbles is not None:
+            self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, rank=rank, world_size=world_size)
         for schedule in filter(None, (self._schedule, self._captures)):
             schedule.start(step)
         return step
@@ -264,8 +268,8 @@ class CheckpointManager:
             try:
                 if self._background is not None:
                     self._background.close(well=well)
-                if self._bubbles is not None:
-                    self._save_profile(self._bubbles)
+                if self._keeper is not None:
+                    self._keeper.end()
             finally:
                 self._exchange.close()
 
@@ -334,15 +338,6 @@ class CheckpointManager:
         if failure is not None and (newest is None or wanted not in (None, newest.step)):
             raise failure
         return newest
-
-    def _save_profile(self, bubbles: Bubbles) -> None:
-        if self._report is None:
-            return
-        rank, world_size = self._exchange.rank, self._exchange.world_size
-        try:
-            bubbles.save(self._storage, attempt=self._report.attempt, rank=rank, world_size=world_size)
-        except StorageError as error:
-            warnings.warn(f"where rank {rank} was idle could not be written: {error}", SaveWarning, stacklevel=4)
 
     def _place(self) -> Place:
         """Where the run lies, as an agent can open it."""

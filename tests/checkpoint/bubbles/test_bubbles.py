@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from lakeckpt.checkpoint.bubbles import watch
+from lakeckpt.checkpoint.bubbles.keeper import ProfileKeeper
 from lakeckpt.checkpoint.bubbles.profile import BUBBLES, read_profiles
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
 from lakeckpt.checkpoint.report import SaveWarning
@@ -101,6 +105,35 @@ def test_a_profile_that_cannot_be_written_does_not_end_a_job() -> None:
     saver.restore()
     with pytest.warns(SaveWarning, match="no more"):
         saver.close()
+
+
+def test_what_a_run_that_goes_on_was_like_is_written_again_and_again_until_it_ends() -> None:
+    written: list[int] = []
+    thrice = threading.Event()
+
+    def write() -> None:
+        written.append(threading.get_ident())
+        if len(written) == 2:
+            raise StorageError("this time it cannot be")
+        if len(written) == 3:
+            thrice.set()
+
+    keeper = ProfileKeeper(write, "rank 0", first_s=0.0, every_s=0.0)
+    keeper.begin()
+    assert thrice.wait(PATIENCE_S)
+    keeper.end()
+    assert written[-1] == threading.get_ident() and written[0] != written[-1]
+    assert not keeper._thread.is_alive()
+
+
+def test_a_profile_of_a_run_that_was_not_closed_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "ProfileKeeper", partial(ProfileKeeper, first_s=0.0))
+    bubbles, storage = Bubbles(), MemoryStorage()
+    saver = manager(storage, training(), bubbles=bubbles)
+    saver.restore()
+    with storage.changed:
+        assert storage.changed.wait_for(lambda: any(path.startswith(BUBBLES) for path in storage.objects), PATIENCE_S)
+    saver.close()
 
 
 def test_a_cpu_is_what_is_watched_unless_a_gpu_is_named() -> None:

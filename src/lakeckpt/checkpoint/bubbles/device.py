@@ -17,6 +17,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol
 
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
@@ -73,6 +74,7 @@ class DeviceGate(BubbleGate):
 
     def __init__(self, marks: Marks, *, clock: Callable[[], float] = time.perf_counter, **how: Any) -> None:
         super().__init__(clock=clock, **how)
+        self._border_s = inf  # where windows begin and end is known later: slices are kept one by one
         self._marks = marks
         self._now: _Iteration | None = None
         self._over: deque[_Iteration] = deque()

@@ -24,6 +24,8 @@ __all__ = ["BubbleGate"]
 _KEEP_ITERATIONS = 64
 _MOST = 4096
 """Windows and slices of one iteration: a loop that never cuts must not fill the memory."""
+_CLOSE = 0.5
+"""Of a slice's time: what comes so soon after the one before it follows it closely."""
 _LOOK_AGAIN_S = 0.1
 
 
@@ -51,6 +53,7 @@ class BubbleGate:
         self._begin_s = 0.0
         self._windows: list[IdleWindow] = []
         self._slices: list[MovedSlice] = []
+        self._border_s = 0.0  # when a window last began or ended
         self._urgent = False
         self._asked = False
 
@@ -71,13 +74,15 @@ class BubbleGate:
             now = self.clock()
             self._keep(self._policy.close(kind, now))
             self._policy.open(site, kind, now)
+            self._border_s = now
             if self._asked:
                 self._changed.notify()
 
     def end(self, kind: Kind = "bubble") -> None:
         """The rank goes on. Nothing where it did not wait."""
         with self._changed:
-            self._keep(self._policy.close(kind, self.clock()))
+            self._border_s = self.clock()
+            self._keep(self._policy.close(kind, self._border_s))
 
     @contextmanager
     def idle(self, site: str, kind: Kind = "bubble") -> Iterator[None]:
@@ -143,8 +148,19 @@ class BubbleGate:
             self._windows.append(window)
 
     def _keep_slice(self, size_bytes: int, begin_s: float, end_s: float, *, urgent: bool) -> None:
+        """Slices that follow each other closely, with no begin or end of a window since the first, are kept as one:
+        what lay within a window is the same."""
+        end_s = max(begin_s, end_s)
+        last = self._slices[-1] if self._slices else None
+        if (
+            last is not None
+            and last.urgent == urgent
+            and last.begin_s >= self._border_s
+            and 0 <= begin_s - last.end_s <= _CLOSE * (end_s - begin_s)
+        ):
+            size_bytes, begin_s = size_bytes + last.size_bytes, last.begin_s
+            self._slices.pop()
         if len(self._slices) < _MOST:
-            end_s = max(begin_s, end_s)
             self._slices.append(MovedSlice(size_bytes=size_bytes, begin_s=begin_s, end_s=end_s, urgent=urgent))
 
     def _record(self, now: float) -> IterationRecord:

@@ -6,6 +6,7 @@ is told by ``with bubbles.idle("what"):``. All of it belongs to the thread that 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from lakeckpt.checkpoint.bubbles.ddp import watch_ddp
 from lakeckpt.checkpoint.bubbles.device import DeviceGate
 from lakeckpt.checkpoint.bubbles.fsdp import watch_forward, watch_fsdp
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
+from lakeckpt.checkpoint.bubbles.keeper import ProfileKeeper
 from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
 from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, save_profile
 from lakeckpt.errors import ConfigError
@@ -78,6 +80,13 @@ class Bubbles:
         records = self.gate.records()
         profile = BubbleProfile(attempt=attempt, rank=rank, world_size=world_size, epoch_s=epoch_s, records=records)
         save_profile(storage, profile)
+
+    def kept(self, storage: Storage, *, attempt: int, rank: int, world_size: int) -> ProfileKeeper:
+        """Do so once a minute from now on, until it is told to end."""
+        save = functools.partial(self.save, storage, attempt=attempt, rank=rank, world_size=world_size)
+        keeper = ProfileKeeper(save, f"rank {rank}")
+        keeper.begin()
+        return keeper
 
     def _watch_module(self, module: torch.nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
