@@ -12,7 +12,7 @@ Never touches storage and never holds the tensors: see ``persist`` and ``fetch``
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ HEAD_LIMIT_BYTES = 100_000_000
 """The longest head that safetensors readers accept."""
 
 _METADATA = "__metadata__"
+_BITS: Mapping[str, int] = {code: 8 * size_bytes for code, size_bytes in CODE_BYTES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +54,24 @@ class FileLayout:
         return self.slabs[-1].stop if self.slabs else len(self.head)
 
 
-def layout(specs: Iterable[TensorSpec]) -> FileLayout:
-    """The layout of a file that holds ``specs``. Keys must be distinct, and not ``__metadata__``."""
+def _described(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:
+    return spec.code, spec.stored_shape
+
+
+def layout(
+    specs: Iterable[TensorSpec], *, described: Callable[[TensorSpec], tuple[str, tuple[int, ...]]] = _described
+) -> FileLayout:
+    """The layout of a file that holds ``specs``. Keys must be distinct, and not ``__metadata__``.
+
+    ``described`` says the code and the shape in the file, where they are others than in our own files.
+    """
     ordered = sorted(specs, key=_rank)
     entries: dict[str, Any] = {_METADATA: {"format": "pt", "lakeckpt": "1"}}
     at = 0
     for spec in ordered:
         assert spec.key not in entries, f"{spec.key!r} twice in one file"
-        entries[spec.key] = {
-            "dtype": spec.code,
-            "shape": list(spec.stored_shape),
-            "data_offsets": [at, at + spec.size_bytes],
-        }
+        code, shape = described(spec)
+        entries[spec.key] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + spec.size_bytes]}
         at += spec.size_bytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     has_large = any(spec.size_bytes >= STRAIGHT_BYTES for spec in ordered)
@@ -73,7 +80,8 @@ def layout(specs: Iterable[TensorSpec]) -> FileLayout:
     slabs, start = [], len(head)
     for spec in ordered:
         stop = start + spec.size_bytes
-        slabs.append(Slab(key=spec.key, code=spec.code, shape=spec.stored_shape, start=start, stop=stop))
+        code, shape = described(spec)
+        slabs.append(Slab(key=spec.key, code=code, shape=shape, start=start, stop=stop))
         start = stop
     return FileLayout(head=head, slabs=tuple(slabs))
 
@@ -95,8 +103,9 @@ def read_head_length(first: bytes, *, path: str) -> int:
     return 8 + length
 
 
-def parse_head(head: bytes, *, path: str, size_bytes: int) -> FileLayout:
-    """The layout that ``head`` (length included) describes, for a file of ``size_bytes``.
+def parse_head(head: bytes, *, path: str, size_bytes: int, bits: Mapping[str, int] = _BITS) -> FileLayout:
+    """The layout that ``head`` (length included) describes, for a file of ``size_bytes``; ``bits``: of an element of
+    each code that may be there (by default, of those that we write).
 
     Raises `CheckpointDamaged` for anything but a JSON object of known dtypes and sizes whose slabs tile the rest of the
     file without gap or overlap; duplicate names and deep nesting are refused, too.
@@ -111,7 +120,8 @@ def parse_head(head: bytes, *, path: str, size_bytes: int) -> FileLayout:
         raise CheckpointDamaged(f"{path}: its head is a JSON {type(entries).__name__}, not an object")
     entries.pop(_METADATA, None)
     slabs = sorted(
-        (_slab(key, entry, len(head), path) for key, entry in entries.items()), key=lambda slab: (slab.start, slab.stop)
+        (_slab(key, entry, len(head), path, bits) for key, entry in entries.items()),
+        key=lambda slab: (slab.start, slab.stop),
     )
     at = len(head)
     for slab in slabs:
@@ -130,16 +140,17 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _slab(key: str, entry: object, head_bytes: int, path: str) -> Slab:
+def _slab(key: str, entry: object, head_bytes: int, path: str, bits: Mapping[str, int]) -> Slab:
     if not isinstance(entry, Mapping) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointDamaged(f"{path}: tensor {key!r} is not described by dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or not isinstance(code, str):
         raise CheckpointDamaged(f"{path}: tensor {key!r} has a malformed description")
-    if code not in CODE_BYTES:
-        raise CheckpointDamaged(f"{path}: tensor {key!r} has the dtype {code!r}, which lakeckpt never writes")
+    if code not in bits:
+        whose = "which lakeckpt never writes" if bits is _BITS else "which this lakeckpt does not know"
+        raise CheckpointDamaged(f"{path}: tensor {key!r} has the dtype {code!r:.40}, {whose}")
     start, stop = offsets
-    if stop - start != prod(shape) * CODE_BYTES[code]:
+    if 8 * (stop - start) != prod(shape) * bits[code]:
         raise CheckpointDamaged(f"{path}: tensor {key!r} has {stop - start} bytes, not those of {code} {shape}")
     return Slab(key=key, code=code, shape=tuple(shape), start=head_bytes + start, stop=head_bytes + stop)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -169,6 +170,54 @@ def test_a_run_becomes_what_others_read(tmp_path: Path, capsys: pytest.CaptureFi
         convert_checkpoint(tmp_path / "run", tmp_path / "st", to="safetensors", item="model")
     with pytest.raises(ConfigError, match=r"no 'weights' in this checkpoint: it holds .*model"):
         convert_checkpoint(tmp_path / "run", tmp_path / "st2", to="safetensors", item="weights")
+
+
+NARROW = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"]
+
+
+def test_every_dtype_that_safetensors_and_torch_have_is_read_and_written(tmp_path: Path) -> None:
+    raw = torch.arange(96, dtype=torch.uint8)
+    names = [*NARROW, "uint16", "uint32", "uint64", "int8", "bfloat16", "float16", "complex64"]
+    tensors = {name: raw.clone().view(getattr(torch, name)).reshape(2, -1) for name in names if hasattr(torch, name)}
+    tensors |= {"none": torch.empty(0, 2, dtype=torch.complex64), "scalar": torch.tensor(1j, dtype=torch.complex64)}
+    (tmp_path / "theirs").mkdir()
+    save_file(tensors, tmp_path / "theirs" / "x.safetensors")
+    assert plain_bytes(tensors) == plain_bytes(read_state(tmp_path / "theirs"))
+    write_safetensors(open_storage(tmp_path / "ours"), tensors)
+    with safe_open(tmp_path / "ours" / "model.safetensors", "pt") as file:
+        assert plain_bytes(tensors) == plain_bytes({key: file.get_tensor(key) for key in tensors})
+
+
+def plain_bytes(tensors: Any) -> dict[str, Any]:
+    """dtype, shape, bytes: the narrow ones cannot be compared."""
+    return {
+        key: (str(one.dtype), tuple(one.shape), one.reshape(-1).view(torch.uint8).tolist() if one.numel() else [])
+        for key, one in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]},
+            r"'a' is F6_E2M3 \[4\]: torch .* has no such dtype",
+        ),
+        (
+            {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]},
+            r"'a' is F4 \[2, 3\]: torch has pairs of them alone",
+        ),
+        ({"dtype": "F4", "shape": [3], "data_offsets": [0, 2]}, r"'a' has 2 bytes, not those of F4 \[3\]"),
+        ({"dtype": "C128", "shape": [1], "data_offsets": [0, 16]}, r"'C128', which this lakeckpt does not know"),
+    ],
+)
+def test_a_dtype_that_torch_does_not_have_is_refused_by_its_name(
+    tmp_path: Path, entry: dict[str, Any], message: str
+) -> None:
+    head = json.dumps({"a": entry}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(entry["data_offsets"][1]))
+    with pytest.raises((UnsupportedValue, CheckpointDamaged), match=message):
+        read_state(tmp_path / "x.safetensors")
 
 
 def test_safetensors_of_others_are_read_in_one_file_or_several(tmp_path: Path) -> None:

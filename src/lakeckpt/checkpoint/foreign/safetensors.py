@@ -49,7 +49,20 @@ _DTYPES = {
     "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+    "C64": "complex64",
 }
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_BITS = {
+    **{code: 8 * TensorSpec(key="", dtype=dtype, shape=()).size_bytes for code, dtype in _DTYPES.items()},
+    "F4": 4,  # torch has two of them in an element, along the last dimension
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+"""Of an element, of every code that safetensors have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +103,14 @@ def _slabs(storage: Storage, path: str, size_bytes: int) -> tuple[Slab, ...]:
         raise UnsupportedValue(
             f"{path}: it holds parts of tensors (written by DCP on several ranks): consolidate it first"
         )
-    return parse_head(head, path=path, size_bytes=size_bytes).slabs
+    slabs = parse_head(head, path=path, size_bytes=size_bytes, bits=_BITS).slabs
+    for slab in slabs:
+        what = f"{path}: tensor {slab.key!r} is {slab.code} {list(slab.shape)}"
+        if slab.code not in _DTYPES or not hasattr(torch, _DTYPES[slab.code]):
+            raise UnsupportedValue(f"{what}: torch {torch.__version__} has no such dtype")
+        if slab.code == "F4" and (not slab.shape or slab.shape[-1] % 2):
+            raise UnsupportedValue(f"{what}: torch has pairs of them alone, along the last dimension")
+    return slabs
 
 
 def _check_index(storage: Storage, places: Mapping[str, _Place]) -> None:
@@ -111,7 +131,8 @@ def _check_index(storage: Storage, places: Mapping[str, _Place]) -> None:
 
 def _tensor(storage: Storage, place: _Place) -> torch.Tensor:
     slab = place.slab
-    tensor, view = empty_for(TensorSpec(key=slab.key, dtype=_DTYPES[slab.code], shape=slab.shape))
+    shape = slab.shape if slab.code != "F4" else (*slab.shape[:-1], slab.shape[-1] // 2)
+    tensor, view = empty_for(TensorSpec(key=slab.key, dtype=_DTYPES[slab.code], shape=shape))
     for at in range(0, len(view), _SPAN_BYTES):
         stop = min(at + _SPAN_BYTES, len(view))
         data = read_object(storage, place.path, slab.start + at, slab.start + stop)
@@ -160,7 +181,7 @@ def write_safetensors(
     """
     specs = {key: spec_of(key, tensor) for key, tensor in tensors.items()}
     for spec in specs.values():
-        if _DTYPES.get(spec.code) != spec.dtype:
+        if spec.dtype not in _CODES or (_CODES[spec.dtype] == "F4" and not spec.shape):
             raise UnsupportedValue(f"tensor {spec.key!r}: safetensors have no {spec.dtype}: convert it first")
     packs = list(_packed(specs, file_bytes))
     if len(packs) == 1:
@@ -177,6 +198,12 @@ def write_safetensors(
     return [*paths, INDEX]
 
 
+def _described(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:
+    """The code and shape that safetensors have for it, where ours may be others."""
+    code = _CODES[spec.dtype]
+    return code, spec.shape if code != "F4" else (*spec.shape[:-1], 2 * spec.shape[-1])
+
+
 def _packed(specs: Mapping[str, TensorSpec], file_bytes: int) -> Iterator[list[TensorSpec]]:
     pack: list[TensorSpec] = []
     for spec in specs.values():
@@ -188,7 +215,7 @@ def _packed(specs: Mapping[str, TensorSpec], file_bytes: int) -> Iterator[list[T
 
 
 def _write(storage: Storage, path: str, pack: list[TensorSpec], tensors: Mapping[str, torch.Tensor]) -> str:
-    plan = layout(pack)
+    plan = layout(pack, described=_described)
     hosts = [on_host(tensors[slab.key]) for slab in plan.slabs]
     written = storage.put(path, [plan.head, *(host_bytes(host) for host in hosts)])
     if written != plan.size_bytes:
