@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.tensor_file import parse_head, read_head_length
 from lakeckpt.errors import CheckpointDamaged, ObjectMissing, StorageError
 from lakeckpt.lake.storage import Storage
 
-__all__ = ["StoredSlab", "open_files", "read_slabs"]
+__all__ = ["StoredSlab", "open_files", "read_range", "read_slabs"]
 
 _THREADS = 8
 _HEAD_BYTES = 4096
@@ -133,7 +133,7 @@ def _runs(slabs: Sequence[StoredSlab]) -> Iterator[list[StoredSlab]]:
 def _read_run(storage: Storage, run: list[StoredSlab], into: Mapping[str, memoryview]) -> None:
     path, start, stop = run[0].path, run[0].start, run[-1].stop
     alone = run[0].target(into) if len(run) == 1 else None
-    data = _read(storage, path, start, stop, alone)
+    data = read_range(storage, path, start, stop, alone)
     for one in run:
         view = data[one.start - start : one.stop - start]
         if content_digest(view, one.tensor.algorithm) != one.slab.digest:
@@ -146,10 +146,10 @@ def _read_run(storage: Storage, run: list[StoredSlab], into: Mapping[str, memory
 def _read_piece(storage: Storage, one: StoredSlab, at: int, stop: int, into: Mapping[str, memoryview]) -> _Piece:
     target = one.target(into)
     part = None if target is None else target[at - one.start : stop - one.start]
-    return id(one), piece_digest(_read(storage, one.path, at, stop, part), one.tensor.algorithm)
+    return id(one), piece_digest(read_range(storage, one.path, at, stop, part), one.tensor.algorithm)
 
 
-def _read(storage: Storage, path: str, start: int, stop: int, target: memoryview | None) -> memoryview:
+def read_range(storage: Storage, path: str, start: int, stop: int, target: memoryview | None) -> memoryview:
     """Bytes of an object, read into ``target`` where one is given (and where the store can: else copied there)."""
     if start == stop:
         return memoryview(b"")

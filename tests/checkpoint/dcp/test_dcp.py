@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import random
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from lakeckpt.errors import (
     SaveFailed,
     UnsupportedValue,
 )
-from lakeckpt.wire.codec import dumps
+from lakeckpt.wire.codec import dumps, loads
 from tests.tracking.processes import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -253,6 +254,32 @@ def test_a_document_made_to_attack_is_refused(
     with pytest.raises(LakeckptError):
         read_all({"a": torch.zeros(1)}, tmp_path)
     assert not Path("evil-was-here").exists()
+
+
+def test_a_chunk_is_held_once_while_it_is_read(tmp_path: Path) -> None:
+    state = {"w": torch.arange(4 * 2**20, dtype=torch.float32)}
+    save(state, tmp_path)
+    found = {"w": torch.zeros_like(state["w"])}
+    read_all(found, tmp_path)  # once for what is imported
+    found["w"].zero_()
+    tracemalloc.start()  # which knows of bytes, and not of torch's memory: that of the one copy
+    try:
+        read_all(found, tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < state["w"].nbytes / 4
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(found["w"], state["w"])
+
+
+def test_a_chunk_said_to_be_larger_than_its_file_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    save({"w": torch.zeros(4)}, tmp_path)
+    value = loads((tmp_path / CHECKPOINT).read_bytes(), kind="dcp-checkpoint", supported=(1, 0)).value
+    value["tensors"] = {"w": ["float32", [2**50], [[[0], [2**50]]]]}
+    (row,) = (row for row in value["stored"] if row[0] == "w")
+    row[4] = 2**52
+    (tmp_path / CHECKPOINT).write_bytes(dumps(value, kind="dcp-checkpoint", version=(1, 0)))
+    with pytest.raises(CheckpointDamaged, match="behind the end of data/"):
+        read_all({"w": torch.zeros(1).expand(2**50)}, tmp_path)
 
 
 def test_a_folder_without_a_checkpoint_says_what_is_there_instead(tmp_path: Path) -> None:

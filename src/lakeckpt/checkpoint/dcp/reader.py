@@ -26,6 +26,7 @@ from lakeckpt.checkpoint.dcp.planners import LakeLoadPlanner
 from lakeckpt.checkpoint.digests import content_digest, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fetch import read_object
+from lakeckpt.checkpoint.ranged import read_range
 from lakeckpt.checkpoint.tensors import empty_for
 from lakeckpt.errors import (
     CheckpointDamaged,
@@ -95,8 +96,13 @@ class LakeStorageReader(StorageReader):
             by_chunk.setdefault(item.storage_index, []).append(item)
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-dcp") as pool:
             self._check_files(pool, by_chunk)
-            for job in [pool.submit(self._fill, index, items, planner) for index, items in by_chunk.items()]:
-                job.result()
+            jobs = [pool.submit(self._fill, index, items, planner) for index, items in by_chunk.items()]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -127,15 +133,17 @@ class LakeStorageReader(StorageReader):
         stored: Stored | None = self._metadata.storage_data.stored.get(index)
         if stored is None:
             raise CheckpointDamaged(f"{CHECKPOINT} names no bytes of {index.fqn!r} at {index.offset}")
-        data = read_object(self._place.get(), stored.path, stored.start, stored.start + stored.size_bytes)
-        if len(data) != stored.size_bytes or content_digest(data, "blake2b") != stored.digest:
-            raise CheckpointDamaged(f"{stored.path}: the bytes of {index.fqn!r} are not what was written")
-        chunk: torch.Tensor | None = None
-        for item in items:
-            if item.type == LoadItemType.BYTE_IO:
+        if items[0].type == LoadItemType.BYTE_IO:
+            data = self._verified(index, stored, None)
+            for item in items:
                 planner.load_bytes(item, io.BytesIO(data))
-                continue
-            chunk = self._tensor(index, data) if chunk is None else chunk
+            return
+        file = self._metadata.storage_data.files.get(stored.path)
+        if file is None or stored.start + stored.size_bytes > file.size_bytes:  # before memory of that size is taken
+            raise CheckpointDamaged(f"{CHECKPOINT} says that {index.fqn!r} lies behind the end of {stored.path}")
+        chunk, view = self._empty(index, stored)
+        self._verified(index, stored, view)
+        for item in items:
             wanted = narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
             if target.size() != wanted.size():
@@ -145,18 +153,24 @@ class LakeStorageReader(StorageReader):
             target.copy_(wanted)
             planner.commit_tensor(item, target)
 
-    def _tensor(self, index: MetadataIndex, data: bytes) -> torch.Tensor:
+    def _verified(self, index: MetadataIndex, stored: Stored, into: memoryview | None) -> memoryview:
+        """The bytes of a chunk, in ``into`` where that is given: then they are nowhere else."""
+        data = read_range(self._place.get(), stored.path, stored.start, stored.start + stored.size_bytes, into)
+        if content_digest(data, "blake2b") != stored.digest:
+            raise CheckpointDamaged(f"{stored.path}: the bytes of {index.fqn!r} are not what was written")
+        return data
+
+    def _empty(self, index: MetadataIndex, stored: Stored) -> tuple[torch.Tensor, memoryview]:
         assert self._metadata is not None
         told = self._metadata.state_dict_metadata[index.fqn]
         sizes = next(tuple(one.sizes) for one in told.chunks if one.offsets == index.offset)  # type: ignore[union-attr]
         dtype = str(told.properties.dtype).removeprefix("torch.")  # type: ignore[union-attr]
-        tensor, view = empty_for(TensorSpec(key=index.fqn, dtype=dtype, shape=sizes))
-        if len(view) != len(data):
+        spec = TensorSpec(key=index.fqn, dtype=dtype, shape=sizes)
+        if spec.size_bytes != stored.size_bytes:
             raise CheckpointDamaged(
-                f"{index.fqn!r}: a chunk of {sizes} has {len(view)} bytes, and {len(data)} are stored"
+                f"{index.fqn!r}: a chunk of {sizes} has {spec.size_bytes} bytes, and {stored.size_bytes} are stored"
             )
-        view[:] = data
-        return tensor
+        return empty_for(spec)
 
 
 def _nothing_in(storage: Storage) -> str:
