@@ -170,6 +170,42 @@ def test_a_rank_that_did_not_hear_of_a_commit_refers_to_nothing_that_is_gone() -
     assert verify(storage).every_damage == () and read_history(storage).tip.step == 5
 
 
+def test_files_of_an_old_world_stay_while_a_new_one_refers_to_them_and_every_rank_gets_its_own() -> None:
+    """4 ranks, then 2, 3 and 1: tensors of all ranks, of one rank alone, changed and unchanged."""
+    storage, kept = MemoryStorage(), 2
+
+    def body(rank: int, exchange: Any) -> list[str]:
+        own, all_ = Counter(), Counter()
+        objects = {"own": own, "all": all_}
+        saver = manager(storage, objects, keep=kept, exchange=exchange, waiter=EventWaiter(storage), timeout_s=5)
+        first = saver.restore()
+        if first:
+            old = rank % world_before
+            assert own.value["born"].tolist() == born[old] and own.value["live"][0] == 100 * old + first
+            assert all_.value["live"][0] == first and all_.value["still"].tolist() == [7.0] * BIG
+        else:
+            own.value = {"born": torch.full((BIG,), float(rank))}
+        mine = own.value["born"]
+        for step in range(first + 1, first + 4):
+            own.value = {"born": mine, "live": torch.full((BIG,), 100.0 * rank + step)}
+            all_.value = {"still": torch.full((BIG,), 7.0), "live": torch.full((BIG,), float(step))}
+            saver.step()
+            saver.save()
+            exchange.combine(b"", lambda all_of: b"")  # retention has run
+            if rank == 0:
+                statuses = [one.status for one in verify(storage).checkpoints]
+                assert statuses[-kept:] == ["intact"] * min(kept, len(statuses))
+                assert set(statuses[:-kept]) <= {"removed"}
+            exchange.combine(b"", lambda all_of: b"")
+        return list(mine.tolist())
+
+    world_before, born = 0, {}
+    for world_size in (4, 2, 3, 1):
+        found = good(run_ranks(world_size, body))
+        world_before, born = world_size, dict(enumerate(found))
+    assert sum(files(storage).values()) < 2 * 2 * 4 * 4 * BIG * 1.2
+
+
 def part_of(*sizes: int) -> PartRecord:
     save = SaveId(attempt=0, step=1, number=0)
     digest = bytes(16)

@@ -32,6 +32,7 @@ from lakeckpt.checkpoint.foreign.torch_file import SUFFIXES, read_torch_file
 from lakeckpt.checkpoint.load import load
 from lakeckpt.checkpoint.log import LOG, list_slots, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.parts import PARTS
 from lakeckpt.checkpoint.tensors import empty_for
 from lakeckpt.checkpoint.tree import rebuild
 from lakeckpt.errors import (
@@ -47,6 +48,8 @@ from lakeckpt.lake.storage import Storage, describe, open_storage
 __all__ = ["Converted", "Form", "convert_checkpoint", "read_state"]
 
 Form = Literal["lakeckpt", "dcp", "safetensors"]
+
+_MOST_TRIES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +159,26 @@ def _read(
 
 
 def _state_of_run(storage: Storage, slot: int | None, rank: int) -> dict[str, Any]:
-    manifest = _manifest(storage, slot)
+    """The state in ``slot``, or the newest one; a newer one where the run goes on and removes what was begun with."""
+    for _ in range(_MOST_TRIES):
+        manifest = _manifest(storage, slot)
+        try:
+            return _state_in(storage, manifest, rank)
+        except CheckpointDamaged as error:
+            if slot is None and _manifest(storage, None).slot != manifest.slot:
+                continue
+            if not storage.list(f"{PARTS}/{manifest.save.folder}"):
+                raise CheckpointNotFound(
+                    f"nothing is left of the checkpoint in slot {manifest.slot} of {describe(storage)!r} but its "
+                    "record: its data were removed behind newer ones. Choose a newer slot, and keep more (keep=)"
+                ) from error
+            raise
+    raise CheckpointNotFound(
+        f"{describe(storage)!r} removes its checkpoints faster than they are read: keep more (keep=)"
+    )
+
+
+def _state_in(storage: Storage, manifest: Manifest, rank: int) -> dict[str, Any]:
     if not 0 <= rank < manifest.world_size:
         raise ConfigError(
             f"the checkpoint in slot {manifest.slot} has ranks 0 to {manifest.world_size - 1}, not {rank}"

@@ -1,0 +1,92 @@
+"""Whoever reads a checkpoint while the run goes on and removes it: a newer one, or a typed error; never a mixture."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lakeckpt.checkpoint.foreign.convert import _state_of_run as state_of_run
+from lakeckpt.checkpoint.report import DamageWarning
+from lakeckpt.checkpoint.verify import verify
+from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound
+from tests.checkpoint.rig import Counter, MemoryStorage, manager
+
+
+class Read(MemoryStorage):
+    """What somebody else sees of a storage, in which something happens before the ``at``-th read of a file or part."""
+
+    def __init__(self, inner: MemoryStorage, at: int, happens: Callable[[], None]) -> None:
+        super().__init__()
+        self.objects, self.changed = inner.objects, inner.changed
+        self.left, self.happens = at, happens
+
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        if path.startswith(("objects/", "parts/")):
+            self.left -= 1
+            if self.left == 0:
+                self.happens()
+        return super().read(path, start, stop)
+
+
+def run(storage: MemoryStorage) -> Callable[[], None]:
+    """A run of one step, that keeps one checkpoint; what is returned makes two more."""
+    counter = Counter()
+    saver = manager(storage, {"n": counter}, keep=1)
+    saver.restore()
+    done = 0
+
+    def go_on(steps: int = 2) -> None:
+        nonlocal done
+        for _ in range(steps):
+            done += 1
+            counter.value = {name: torch.full((5000,), float(done)) for name in "abc"}
+            saver.step()
+            saver.save()
+
+    go_on(1)
+    return go_on
+
+
+def alike(value: Any) -> float:
+    (found,) = {float(x) for one in value.values() for x in one}
+    return found
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_a_restore_takes_the_newer_checkpoint_where_the_one_that_it_reads_is_removed(at: int) -> None:
+    storage = MemoryStorage()
+    counter = Counter({name: torch.zeros(5000) for name in "abc"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamageWarning)
+        step = manager(Read(storage, at, run(storage)), {"n": counter}).restore()
+    assert step in (1, 3) and alike(counter.value) == step
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_what_was_removed_while_it_was_verified_is_no_damage(at: int) -> None:
+    storage = MemoryStorage()
+    report = verify(Read(storage, at, run(storage)))
+    assert report.exit_status == 0, report
+    assert report.checkpoints[0].status in ("removed", "intact")
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_a_state_that_is_read_beside_the_run_is_of_one_checkpoint(at: int) -> None:
+    storage = MemoryStorage()
+    assert alike(state_of_run(Read(storage, at, run(storage)), None, 0)["n"]["value"]) in (1.0, 3.0)
+    storage = MemoryStorage()
+    go_on = run(storage)
+    beside = Read(storage, at, go_on)
+    told = ""
+    try:
+        assert alike(state_of_run(beside, 1, 0)["n"]["value"]) == 1.0
+    except (CheckpointDamaged, CheckpointNotFound) as error:
+        told = str(error)
+    assert not told or "slot 1" in told or "000000000001-000000/" in told  # by its name
+    go_on()
+    with pytest.raises(CheckpointNotFound, match=r"nothing is left of the checkpoint in slot 1 .*keep="):
+        state_of_run(storage, 1, 0)
