@@ -234,6 +234,16 @@ def test_a_limit_of_memory_holds_back_what_is_not_needed_yet(tmp_path: Path) -> 
         assert len(decoded) == 8
 
 
+@pytest.mark.parametrize("limit", [1, 1000, None])
+def test_no_lane_makes_room_for_another_whatever_the_limit_of_memory(tmp_path: Path, limit: int | None) -> None:
+    table = write_ids(tmp_path, [[20] * 12])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 4)
+    reader, decoded = spied(table, ORDERED, 4, memory_limit_bytes=limit)
+    ids = [reader.read([step])["id"] for step in lane_steps(layout, 4)]
+    assert sorted(np.concatenate(ids).tolist()) == list(range(240))
+    assert len(decoded) == 12 and reader.windows_held == 0
+
+
 def test_the_window_unused_for_longest_makes_room(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[3, 3, 3, 3]])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)

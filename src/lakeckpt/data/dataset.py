@@ -82,8 +82,8 @@ class LakeDataset(IterableDataset[Any]):
         progress: called as ``progress(row groups done, row groups)`` while the rows that a filter keeps are counted.
         memory_limit_bytes: what windows read ahead may take together with open ones, in each process (None: as many are
             read ahead as are open, two at least), and what loader workers delivered and the loop holds (None: 32 MiB
-            each). What is needed at once is decoded whatever the limit. A quarter is for bytes fetched ahead from a
-            store (at most 256 MiB).
+            each). The window that each lane is in is held whatever the limit: fewer lanes or a smaller
+            ``shuffle_window`` take less. A quarter is for bytes fetched ahead from a store (at most 256 MiB).
 
     Raises ConfigError and SchemaError for arguments that cannot be; nothing is read before the first iteration (or
     before `selection` is asked for, or a state).

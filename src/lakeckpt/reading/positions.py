@@ -89,8 +89,9 @@ class PositionReader:
 
     ``max_windows``: how many windows are open at once, as many as lanes are read in turn. Up to `windows_held_of` it
     are held: those, and others that were announced; with ``memory_limit_bytes``, of these only what fits. Windows that
-    are needed now are always decoded. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``columns`` as
-    for `RowGroupDecoder`. ``threads`` decode. Without a ``skipper``, damage is raised.
+    are needed now are always decoded, and those that are open are kept. ``nulls`` as for `convert`; None: rows are
+    given as Arrow tables. ``columns`` as for `RowGroupDecoder`. ``threads`` decode. Without a ``skipper``, damage is
+    raised.
     """
 
     def __init__(
@@ -272,8 +273,7 @@ class PositionReader:
     def _make_room(self, slot: _Slot, *, spared: int) -> bool:
         """Whether ``slot`` may be decoded beside what is held, once what nothing announced needs was let go of.
 
-        As many as are open at once are ``spared`` where it is only to be read ahead: a lane's next part may not be
-        announced yet.
+        As many as are open at once are ``spared``: a lane's next part may not be announced yet.
         """
         while not self._fits(slot):
             entered = [one for one in self._by_use() if one.served.size and one.future is not None]
@@ -328,7 +328,8 @@ class PositionReader:
         """The window of ``slot``, waited for. What cannot be read now is tried again when it is asked for again."""
         if slot.future is None:
             self._deferred.remove(slot)
-            self._make_room(slot, spared=0)
+            # Were the other lanes' windows to make room, each would be decoded again for its next micro-batch.
+            self._make_room(slot, spared=self._max_windows - 1)
             self._begin(slot)
         assert slot.future is not None
         try:
