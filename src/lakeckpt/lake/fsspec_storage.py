@@ -30,7 +30,6 @@ import fsspec
 import fsspec.asyn
 
 from lakeckpt.errors import (
-    ConditionalPutUnsupported,
     ConfigError,
     ObjectChanged,
     ObjectExists,
@@ -42,7 +41,16 @@ from lakeckpt.lake.chunks import CallersError, guarded, take_up_to, unwrapping
 from lakeckpt.lake.credentials import Secrets
 from lakeckpt.lake.deadlines import Deadlines
 from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, is_temporary
-from lakeckpt.lake.storage import Buffer, ObjectInfo, check_key, check_prefix, redact_uri, split_uri
+from lakeckpt.lake.storage import (
+    Buffer,
+    ObjectInfo,
+    check_key,
+    check_prefix,
+    check_range,
+    no_conditional_put,
+    redact_uri,
+    split_uri,
+)
 
 __all__ = ["FsspecStorage"]
 
@@ -111,9 +119,7 @@ class FsspecStorage:
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         check_key(path)
-        if start < 0 or (stop is not None and stop < 0):
-            raise StorageError(f"cannot read bytes [{start}, {stop}) of {path!r}: bounds must not be negative")
-        if stop is not None and stop <= start:
+        if not check_range(path, start, stop):
             return b""
         with self._explaining("read", path):
             data = self._read(path, start, stop)
@@ -241,7 +247,7 @@ class FsspecStorage:
             pipe = getattr(filesystem, "_pipe_file", filesystem.pipe_file)
             known = self._scheme == "memory" or self._scheme in _CONDITIONAL
             if not known or "mode" not in inspect.signature(pipe).parameters:
-                raise self._unsupported("fsspec has no conditional put for it")
+                raise no_conditional_put(self.name, "fsspec has no conditional put for it")
         if self._scheme != "memory":
             self._prove_conditional_put()
         self._conditional = True
@@ -255,20 +261,14 @@ class FsspecStorage:
                 self._create(probe, b"2")
             except FileExistsError:
                 return
-            raise self._unsupported("it replaced an object that a conditional put must not touch")
+            raise no_conditional_put(self.name, "it replaced an object that a conditional put must not touch")
         except StorageError as error:
             if "NotImplemented" in str(error):
-                raise self._unsupported("it does not implement conditional puts") from error
+                raise no_conditional_put(self.name, "it does not implement conditional puts") from error
             raise
         finally:
             with contextlib.suppress(StorageError):
                 self.delete(probe)
-
-    def _unsupported(self, why: str) -> ConditionalPutUnsupported:
-        return ConditionalPutUnsupported(
-            f"{self.name} cannot put an object only where there is none ({why}), so two writers could both commit: "
-            "keep the run on S3 (or a store that honours If-None-Match), or on a local or shared file system"
-        )
 
     # -- the filesystem --------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from lakeckpt.lake.chunks import guarded, unwrapping
 from lakeckpt.lake.direct import Blocks
 from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, Folders, TryAnew
 from lakeckpt.lake.oscalls import OsCalls
-from lakeckpt.lake.storage import Buffer, ObjectInfo, check_key, check_prefix
+from lakeckpt.lake.storage import Buffer, ObjectInfo, check_key, check_prefix, check_range
 
 __all__ = ["LocalStorage"]
 
@@ -84,8 +84,7 @@ class LocalStorage:
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         parts = check_key(path)
-        if start < 0 or (stop is not None and stop < 0):
-            raise StorageError(f"cannot read bytes [{start}, {stop}) of {path!r}: bounds must not be negative")
+        check_range(path, start, stop)
         with self._explaining("read", path), self._folders.inside(parts[:-1]) as folder:
             descriptor = self._folders.open_object(parts[-1], folder, path)
             try:

@@ -29,7 +29,6 @@ from typing import Any
 from urllib.parse import unquote
 
 from lakeckpt.errors import (
-    ConditionalPutUnsupported,
     ConfigError,
     ObjectChanged,
     ObjectExists,
@@ -42,7 +41,16 @@ from lakeckpt.lake.deadlines import Retrier
 from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, is_temporary
 from lakeckpt.lake.s3_client import Page, Refused, S3Client, Upload
 from lakeckpt.lake.s3_options import S3Options
-from lakeckpt.lake.storage import Buffer, ObjectInfo, check_key, check_prefix, redact_uri, split_uri
+from lakeckpt.lake.storage import (
+    Buffer,
+    ObjectInfo,
+    check_key,
+    check_prefix,
+    check_range,
+    no_conditional_put,
+    redact_uri,
+    split_uri,
+)
 
 __all__ = ["S3Storage"]
 
@@ -118,9 +126,7 @@ class S3Storage:
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         check_key(path)
-        if start < 0 or (stop is not None and stop < 0):
-            raise StorageError(f"cannot read bytes [{start}, {stop}) of {path!r}: bounds must not be negative")
-        if stop is not None and stop <= start:
+        if not check_range(path, start, stop):
             return b""
         with self._explaining("read", path) as what:
             for tries_left in reversed(range(_READ_TRIES)):
@@ -287,21 +293,15 @@ class S3Storage:
                         self._open().put(what, self._root + path, [memoryview(data)], new=True)
                 except Refused as refused:
                     if refused.status == 501 or refused.code == "NotImplemented":
-                        raise self._unsupported("it does not implement conditional puts") from None
+                        raise no_conditional_put(self.name, "it does not implement conditional puts") from None
                     if refused.status != 412:
                         raise
                     self._conditional = True
                     return
-            raise self._unsupported("it replaced an object that a conditional put must not touch")
+            raise no_conditional_put(self.name, "it replaced an object that a conditional put must not touch")
         finally:
             with contextlib.suppress(StorageError):
                 self.delete(path)
-
-    def _unsupported(self, why: str) -> ConditionalPutUnsupported:
-        return ConditionalPutUnsupported(
-            f"{self.name} cannot put an object only where there is none ({why}), so two writers could both commit: "
-            "keep the run on a store that honours If-None-Match, or on a local or shared file system"
-        )
 
     # -- the client ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import unquote
 
-from lakeckpt.errors import ConfigError, StorageError
+from lakeckpt.errors import ConditionalPutUnsupported, ConfigError, StorageError
 
 __all__ = [
     "Buffer",
@@ -25,8 +25,10 @@ __all__ = [
     "Storage",
     "check_key",
     "check_prefix",
+    "check_range",
     "clear_leftovers",
     "describe",
+    "no_conditional_put",
     "open_storage",
     "redact_uri",
     "split_uri",
@@ -105,6 +107,21 @@ class Storage(Protocol):
     def delete(self, path: str) -> None:
         """Remove an object; it is no error if there is none."""
         ...
+
+
+def check_range(path: str, start: int, stop: int | None) -> bool:
+    """Whether bytes [start, stop) of an object may hold any. `StorageError` where a bound is negative."""
+    if start < 0 or (stop is not None and stop < 0):
+        raise StorageError(f"cannot read bytes [{start}, {stop}) of {path!r}: bounds must not be negative")
+    return stop is None or start < stop
+
+
+def no_conditional_put(name: str, why: str) -> ConditionalPutUnsupported:
+    """The error for a store that replaces what a conditional put must not touch, or that nobody can ask not to."""
+    return ConditionalPutUnsupported(
+        f"{name} cannot put an object only where there is none ({why}), so two writers could both commit: keep the "
+        "run on S3 (or a store that honours If-None-Match), or on a local or shared file system"
+    )
 
 
 def check_key(path: str) -> tuple[str, ...]:
