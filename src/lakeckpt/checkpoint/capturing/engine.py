@@ -31,6 +31,7 @@ from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capturing.capture import Capture
 from lakeckpt.checkpoint.capturing.copier import Copier
 from lakeckpt.checkpoint.capturing.doubts import Doubts
+from lakeckpt.checkpoint.capturing.graphs import before_graphs, refuses_within_a_graph
 from lakeckpt.checkpoint.capturing.hooks import UpdateHooks
 from lakeckpt.checkpoint.capturing.job import CaptureRecord, Facts, Job
 from lakeckpt.checkpoint.capturing.links import CudaLink, Link
@@ -97,6 +98,7 @@ class CaptureEngine:
         self._store = ArenaStore(
             ArenaFolder() if folder is None else folder, identity, step=step, generations=generations
         )
+        self._forget_graphs = before_graphs(self._rest) if links or torch.cuda.is_available() else (lambda: None)
         self._hooks = UpdateHooks(self._objects, self.fence, self._void)
         self._sources: list[Source] | None = None
         self._plan: CapturePlan | None = None
@@ -143,6 +145,9 @@ class CaptureEngine:
         """
         begin_s = self._clock()
         self._settle()
+        if refuses_within_a_graph(step):
+            self.left_out += 1
+            return False
         self.fence()
         trusted = self._hooks.trusted()
         plan = self._renewed()
@@ -188,15 +193,20 @@ class CaptureEngine:
 
     def close(self, *, remove: bool = False) -> None:
         """Finish the capture under way, and let go of everything. ``remove``: of the arena as well, the run is over."""
-        if self._closed:
-            return
-        self._closed = True
-        if os.getpid() != self._process:
+        if self._closed or os.getpid() != self._process:
             return  # a forked child has no copier, and the arena is its parent's
+        self._closed = True
         self.fence()
         self._copier.stop()
         self._hooks.remove()
+        self._forget_graphs()
         self._store.close(remove=remove)
+
+    def _rest(self) -> None:
+        """A CUDA graph is about to be captured: nothing is under way when this returns."""
+        if os.getpid() == self._process:
+            self.fence()
+            self._idle()
 
     def _void(self) -> None:
         job = self._current
