@@ -99,6 +99,13 @@ def test_what_is_one_object_stays_one_and_arrays_are_writable() -> None:
     assert found["deep"].left[0] == 7 and found["table"].receipt is RECEIPT
 
 
+def test_what_holds_itself_crosses_as_one_object() -> None:
+    value: list[Any] = [NUMBERS, {"n": 1}]
+    value[1]["whole"] = value
+    found = crossed(value)
+    assert found[1]["whole"] is found and torch.equal(found[0], NUMBERS)
+
+
 def test_a_form_is_the_same_from_one_micro_batch_to_the_next() -> None:
     def form(rows: int) -> Any:
         ragged = Ragged(values=torch.zeros(rows * 3), offsets=torch.arange(rows + 1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,32 @@ def test_columns_without_an_order_or_names_are_refused(lake: Path, columns: Any)
 def test_a_name_alone_is_no_list_of_changes_to_accept(lake: Path) -> None:
     with pytest.raises(ConfigError, match=r"write \['table'\]"):
         dataset_of(lake, accept_changes="table")
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ({"batch_size": 32}, r"LakeDataset\(…, batch_size=…\)"),
+        ({"shuffle": True}, r"LakeDataset\(…, shuffle=True\)"),
+        ({"drop_last": True}, 'tail="drop"'),
+        ({"collate_fn": list}, "transform"),
+    ],
+)
+def test_an_argument_of_a_dataloader_that_the_dataset_has_is_refused_with_its_place(
+    lake: Path, argument: Any, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LakeLoader(dataset_of(lake), **argument)
+    with pytest.raises(TypeError, match="no argument 'num_worker'"):
+        LakeLoader(dataset_of(lake), num_worker=2)  # type: ignore[arg-type]
+    assert not set(argument) & set(inspect.signature(LakeLoader).parameters), "who asks what it takes is not told so"
+
+
+def test_what_spawned_workers_cannot_get_is_told_with_what_to_do(lake: Path) -> None:
+    loader = LakeLoader(dataset_of(lake, transform=lambda batch: batch), num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises((AttributeError, pickle.PicklingError)) as raised:
+        iter(loader)
+    assert "top of a module" in raised.value.__notes__[0]
 
 
 def test_a_group_without_torch_distributed_is_refused(lake: Path) -> None:

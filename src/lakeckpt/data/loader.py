@@ -9,9 +9,10 @@ Worker processes are started, watched and joined by `lakeckpt.data.workers`.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch.utils.data import DataLoader
@@ -36,6 +37,18 @@ from lakeckpt.lake.selection import RowSelection
 from lakeckpt.lake.table import Table
 
 __all__ = ["LakeLoader"]
+
+_ELSEWHERE = {
+    "batch_size": "the dataset makes the micro-batches: LakeDataset(…, batch_size=…)",
+    "shuffle": "the dataset has the order: LakeDataset(…, shuffle=True)",
+    "sampler": "the dataset has the order, and each rank's share of it: LakeDataset(…, shuffle=True)",
+    "batch_sampler": "the dataset has the order, and each rank's share of it: LakeDataset(…, shuffle=True)",
+    "drop_last": 'the dataset has the ends: LakeDataset(…, tail="drop")',
+    "collate_fn": "micro-batches come whole: what is to be made of one is LakeDataset(…, transform=…)",
+    "pin_memory_device": "pin_memory=True pins for the accelerator at hand",
+    "in_order": "the order of rows never depends on workers",
+}
+"""Where the arguments of a DataLoader went that a LakeLoader does not have."""
 
 
 class LakeLoader(DataLoader[Any]):
@@ -77,7 +90,12 @@ class LakeLoader(DataLoader[Any]):
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
         generator: torch.Generator | None = None,
+        **others: Never,
     ) -> None:
+        for name in others:
+            if name not in _ELSEWHERE:
+                raise TypeError(f"LakeLoader has no argument {name!r}")
+            raise ConfigError(f"LakeLoader has no {name}=: {_ELSEWHERE[name]}")
         if not isinstance(dataset, LakeDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
         num_workers = whole("num_workers", num_workers)
@@ -323,3 +341,12 @@ class LakeLoader(DataLoader[Any]):
     def next_epoch(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state of the start of the epoch after that of ``state``, at the version at hand."""
         return self._progress.following(ReaderState.from_plain(state)).to_plain()
+
+
+def _without_others(init: Any) -> inspect.Signature:
+    """The arguments that there are: frameworks that make a loader anew give it whatever its signature names."""
+    found = inspect.signature(init)
+    return found.replace(parameters=[one for one in found.parameters.values() if one.kind is not one.VAR_KEYWORD])
+
+
+LakeLoader.__init__.__signature__ = _without_others(LakeLoader.__init__)  # type: ignore[attr-defined]

@@ -58,7 +58,12 @@ class Packed:
 def pack(value: Any, receipt: Receipt) -> Packed:
     """Take ``value`` apart; ``receipt`` is known at the other end. Raises what pickling raises."""
     packing = _Packing(receipt)
-    structure = packing.structure(value)
+    try:
+        structure = packing.structure(value)
+    except RecursionError:  # it holds itself, which pickling knows how to tell
+        packing = _Packing(receipt)
+        packing.objects.append(value)
+        structure = (_OBJECT, 0)
     if packing.objects:
         packing.pickle_objects()
     return Packed((structure, tuple(packing.kinds)), packing.sizes, packing.leaves, packing.holds)

@@ -68,8 +68,13 @@ def start_worker(context: Any, setup: WorkerSetup, memory: SlotMemory, descripto
         socket.send_fds(mine, [b"a"], [descriptor])
         with forking_a_worker():
             process.start()
-    except BaseException:
+    except BaseException as error:
         channel.close()
+        if isinstance(error, (AttributeError, TypeError, pickle.PicklingError)):
+            error.add_note(
+                f"while worker {setup.worker} was started: what is not forked gets the dataset, its transform and "
+                "worker_init_fn pickled, so functions must stand at the top of a module"
+            )
         raise
     finally:
         theirs.close()
