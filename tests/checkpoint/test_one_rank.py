@@ -14,6 +14,7 @@ import torch
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import list_slots
+from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
     AttemptSuperseded,
@@ -401,6 +402,30 @@ def test_an_object_that_refuses_is_named_and_the_others_go_back() -> None:
     with pytest.raises(CheckpointMismatch, match="'b' refused"):
         manager(storage, live).restore()
     assert str(fingerprint(live)) == before
+
+
+def test_an_object_that_does_not_go_back_is_named() -> None:
+    class Once(Counter):
+        loads = 0
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.loads += 1
+            if self.loads > 1:
+                raise RuntimeError("only once")
+            super().load_state_dict(state)
+
+    class Stubborn(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise RuntimeError("no")
+
+    storage = saved_place(training() | {"a": Counter(1), "b": Counter(1), "c": Counter(1)})
+    live = training() | {"a": Counter(2), "b": Once(2), "c": Stubborn(2)}
+    with (
+        pytest.warns(DamageWarning, match=r"'b' does not take back .*only once.*Make it anew"),
+        pytest.raises(CheckpointMismatch, match="'c' refused"),
+    ):
+        manager(storage, live).restore()
+    assert (live["a"].value, live["b"].value) == (2, 1)
 
 
 def test_moments_keep_their_dtype_where_it_is_not_the_parameters() -> None:

@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import read_log
 from lakeckpt.checkpoint.manifest import Captured, entry_from_bytes, entry_to_bytes
-from lakeckpt.checkpoint.remembered import Offer, where_it_goes_on
+from lakeckpt.checkpoint.remembered import Offer, Remembered, where_it_goes_on
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch
@@ -256,6 +256,21 @@ def test_a_job_that_does_not_capture_does_not_look_at_memory(tmp_path: Path) -> 
     dead, (second, _, _) = killed_at_5(storage, tmp_path)
     objects = objects_of(3)
     assert manager(storage, objects).restore() == 2 and said(objects) == second and dead.steps_done == 5
+
+
+def test_memory_that_cannot_be_looked_at_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemoryStorage()
+    dead, (second, _, _) = killed_at_5(storage, tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("no")
+
+    objects = objects_of(3)
+    monkeypatch.setattr(Remembered, "found", refuse)
+    saver = managed(storage, objects, tmp_path)
+    with pytest.warns(DamageWarning, match="rank 0 cannot look at .* older one: no"):
+        assert saver.restore() == 2
+    assert said(objects) == second and dead.steps_done == 5
 
 
 def test_memory_of_another_model_is_not_restored_and_the_checkpoint_says_what_does_not_fit(tmp_path: Path) -> None:

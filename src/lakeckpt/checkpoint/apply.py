@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
@@ -20,6 +21,7 @@ import torch
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.load import Loaded
 from lakeckpt.checkpoint.manifest import ReaderRecord
+from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.tensors import spec_of
 from lakeckpt.checkpoint.tree import flatten, rebuild, references
 from lakeckpt.core.skips import SkipList
@@ -33,6 +35,7 @@ _SHAPED_AS_PARAMETER = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"}
 )
 _MOST_LINES = 40
+_STUCK = "{!r} does not take back the state that it had before the restore: {!r}. Make it anew before it is used"
 
 
 def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> list[str]:
@@ -139,36 +142,40 @@ def is_large(one: object) -> bool:
 def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> Callable[[], None]:
     """Load the state into readers and small objects: all but modules and optimizers; returns what undoes it.
 
-    Raises `CheckpointDamaged`, and `CheckpointMismatch` naming the object that refused; all are then as they were.
+    Raises `CheckpointDamaged`, and `CheckpointMismatch` naming the object that refused; all are then as they were (a
+    `DamageWarning` names one that refuses to go back).
     """
     small = [name for name, one in objects.items() if name not in readers and not is_large(one)]
     tensors = loaded.read({key for name in small for key in references(loaded.trees[name])})
-    undo: list[Callable[[], None]] = []
+    undo: list[tuple[str, Callable[[], None]]] = []
 
-    def go_back() -> None:
-        for step in reversed(undo):
-            with contextlib.suppress(Exception):  # the one that refused may refuse again
+    def go_back(refused: str | None = None) -> None:
+        for name, step in reversed(undo):
+            try:
                 step()
+            except Exception as error:
+                if name != refused:  # that one is told already
+                    warnings.warn(_STUCK.format(name, error), DamageWarning, stacklevel=4)
 
     for name in [*small, *readers]:
         one = objects[name]
         try:
             if name in readers:
-                undo.append(_undo(one, one.state_dict()))
+                undo.append((name, _undo(one, one.state_dict())))
                 if isinstance(one, SkippingReader):
-                    undo.append(partial(one.load_skipped, one.skipped()))
+                    undo.append((name, partial(one.load_skipped, one.skipped())))
                 one.load_state_dict(dict(readers[name].state))
                 _load_skipped(one, readers[name].skips)
                 _start(one)
             else:
                 live = one.state_dict()
-                undo.append(_undo(one, copy.deepcopy(live)))
+                undo.append((name, _undo(one, copy.deepcopy(live))))
                 one.load_state_dict(rebuild(loaded.trees[name], tensors, live))
         except StateError:
-            go_back()
+            go_back(name)
             raise
         except Exception as error:
-            go_back()
+            go_back(name)
             raise CheckpointMismatch(f"{name!r} refused its state from the checkpoint: {error!r}") from error
     return go_back
 

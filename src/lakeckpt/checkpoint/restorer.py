@@ -91,6 +91,9 @@ class _Chosen:
         return {name: int(self.readers[name].state["epoch"]) for name in self.pins.given_up}
 
 
+_UNSEEN = (
+    "rank {} cannot look at what its node's memory holds, so all ranks restore a checkpoint, perhaps an older one: {}"
+)
 _Which = tuple[int | None, Captured | None]
 """The slot of a checkpoint (None: none yet), and the cut in memory that goes on from it, if that is restored."""
 
@@ -163,8 +166,10 @@ class Restorer:
             return None
         mine: set[Captured] = set()
         if self._memory is not None:
-            with contextlib.suppress(ArenaError, OSError):
+            try:
                 mine = self._memory.found(told["run"], Offer.from_text(told["offer"])) - self._forgotten
+            except (ArenaError, OSError) as error:
+                warnings.warn(_UNSEEN.format(self._exchange.rank, error), DamageWarning, stacklevel=6)
         said = everyone(self._exchange, {"memory": " ".join(sorted(one.to_text() for one in mine))}).facts["memory"]
         common = set.intersection(*({Captured.from_text(one) for one in text.split()} for text in said))
         return max(common, key=lambda one: (one.step, one.attempt), default=None)
@@ -376,12 +381,10 @@ class Restorer:
         return True
 
     def _check_indexes(self, readers: Mapping[str, ReaderRecord]) -> None:
-        """Verify the saved footer indexes and row selections; a damaged one is written anew if the live reader still
-        has the same, but not one that cannot be read, or that a newer lakeckpt wrote."""
-        if self._exchange.rank:
-            return
+        """Verify the saved footer indexes and row selections; what is damaged is written anew from the live reader, not
+        what cannot be read, or a newer lakeckpt wrote."""
         for name, reader in readers.items():
-            if reader.index is None:
+            if self._exchange.rank or reader.index is None:
                 continue
             live = documents_of(self._objects[name])
             try:
