@@ -34,7 +34,8 @@ class Entry:
     slow: bool = False
     """It works row by row: timed to resume on the smallest data set only."""
     cleans_up: bool = False
-    """What it starts or shares is removed as the interpreter ends, and by nothing else."""
+    """What it starts or shares (semaphores of spawned workers) is removed as the interpreter ends, and by nothing
+    else."""
     prepares: bool = False
     """Something has to be made once of a data set: an index, a copy in the reader's own format."""
     resumes: bool = False
@@ -90,7 +91,7 @@ READERS: dict[str, Entry] = {
     ),
     "litdata": Entry(
         label="litdata, Parquet", place="litdata_streaming:Litdata", package="litdata", kind="parquet", prepares=True,
-        no_fork=True, slow=True, resumes=True,
+        no_fork=True, slow=True, cleans_up=True, resumes=True,
     ),
     "grain": Entry(
         label="grain", place="grain_parquet:Grain", package="grain", kind="parquet", no_fork=True,
@@ -115,7 +116,7 @@ READERS: dict[str, Entry] = {
     ),
     "lance": Entry(
         label="Lance", place="lance_format:Lance", package="pylance", kind="converted", prepares=True,
-        no_fork=True,
+        no_fork=True, cleans_up=True,
         why="shuffled: whole batches, unless by workers, which take row by row; no state",
     ),
 }  # fmt: skip
