@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lakeckpt.checkpoint import persist
 from lakeckpt.checkpoint.keep import Keep, kept_of
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.retention import Retention
 from lakeckpt.checkpoint.verify import VerifyReport, verify
-from lakeckpt.errors import AttemptSuperseded, ConfigError, SaveFailed
+from lakeckpt.errors import AttemptSuperseded, ConfigError, SaveFailed, StorageError
 from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
-from tests.checkpoint.rig import Counter, MemoryStorage, manager
+from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 
 
 def folders(storage: MemoryStorage) -> set[str]:
@@ -304,3 +306,77 @@ def test_what_is_kept_does_not_change_when_some_of_the_rest_is_gone(
     gone = data.draw(st.sets(st.sampled_from(rest))) if rest else set()
     assert kept_of([one for one in chain if one.slot not in gone], rule) == kept
     assert chain[-1].slot in kept and len(kept) >= min(rule.last, len(chain))
+
+
+class Full(MemoryStorage):
+    """A store with room for so many bytes of files of tensors."""
+
+    room = 10**9
+
+    def put(self, path: str, chunks: Iterable[Any]) -> int:
+        data = b"".join(bytes(chunk) for chunk in chunks)
+        held = sum(len(one) for at, one in self.objects.items() if at.startswith("objects/"))
+        if path.startswith("objects/") and held + len(data) > self.room:
+            raise StorageError(f"cannot write {path!r}: No space left on device")
+        return super().put(path, [data])
+
+
+def test_saves_that_failed_for_want_of_room_do_not_keep_later_ones_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persist, "FILE_BYTES", 40_000)
+    storage = Full()
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        own = Counter()
+        waiter = EventWaiter(storage)
+        saver = manager(storage, {"own": own}, keep=1, exchange=exchange, waiter=waiter, timeout_s=5)
+        saver.restore()
+        for step in range(1, 8):
+            own.value = {str(n): torch.full((8_000,), 10.0 * step + rank) for n in range(4)}  # 32 KB each: four files
+            saver.step()
+            exchange.combine(b"", lambda every: b"")
+            if rank == 0:
+                # Two checkpoints have room, but for a while somebody else takes that of one file.
+                storage.room = 2 * 2 * 4 * 33_000 - (33_000 if 2 <= step <= 4 else 0)
+            exchange.combine(b"", lambda every: b"")
+            if 2 <= step <= 4:
+                with pytest.raises(SaveFailed, match="No space left on device"):
+                    saver.save()
+                assert saver.latest().step == 1
+            else:
+                saver.save()
+
+    good(run_ranks(2, body))
+    assert verify(storage).every_damage == () and read_history(storage).tip.step == 7
+
+
+def test_files_of_a_commit_whose_answer_was_lost_stay_since_it_may_come_late() -> None:
+    class Late(MemoryStorage):
+        """Puts of entries fail while it is ``silent``, and happen when the next one comes."""
+
+        silent = False
+        late: tuple[str, bytes] | None = None
+
+        def put_new(self, path: str, data: bytes) -> None:
+            if self.silent:
+                self.late = (path, data)
+                raise StorageError("no answer")
+            if self.late is not None:
+                self.objects.setdefault(*self.late)
+            super().put_new(path, data)
+
+    storage, counter = Late(), Counter(torch.zeros(100))
+    saver = manager(storage, {"n": counter}, keep=1)
+    saver.restore()
+    for step in (1, 2, 3, 4):
+        counter.value = torch.full((100,), float(step))
+        saver.step()
+        storage.silent = step == 2
+        if step in (2, 3):
+            with pytest.raises(
+                SaveFailed, match="no answer" if step == 2 else "whose answer was lost and which came late"
+            ):
+                saver.save()
+            assert step == 2 or (verify(storage).every_damage, read_history(storage).tip.step) == ((), 2)
+        else:
+            saver.save()
+    assert verify(storage).every_damage == () and read_history(storage).tip.step == 4

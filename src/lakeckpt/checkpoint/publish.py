@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lakeckpt import __version__
-from lakeckpt.checkpoint.agreement import Agreement, Talk, Unit, agree
+from lakeckpt.checkpoint.agreement import Agreement, Talk, agree
 from lakeckpt.checkpoint.commit import (
     Verify,
     await_commit,
@@ -112,6 +112,7 @@ class Publisher:
         self._waiter = waiter
         self._clock = clock
         self._unknown: dict[str, Manifest] = {}  # by write id: commits whose answer was lost
+        self._failed: set[SaveId] = set()
         self._documents: set[str] = set()
         self._retention = Retention(storage)
         self._earlier: tuple[int | None, Earlier] = (None, Earlier())  # a slot, and this rank's part of its commit
@@ -124,7 +125,19 @@ class Publisher:
         Raises `SaveFailed`, `CheckpointIncomplete` and `AttemptSuperseded`; `DisagreementError` where the ranks are not
         at one cut; what was ``taken`` where it is an error.
         """
+        try:
+            manifest = self._publish(save, taken, talk, again)
+        except Exception:
+            self._failed.add(save)
+            raise
+        if self._rank == 0:
+            self._prune(manifest)
+        return manifest
+
+    def _publish(self, save: SaveId, taken: StagedCut | Exception, talk: Talk, again: bool) -> Manifest:
         cut, agreement, states = self._agree(save, taken, talk)
+        if self._rank == 0:
+            self._clear_failed(save)
         try:
             part = self._published(save, agreement) if again else None
             part = self._persist(cut, save, agreement) if part is None else part
@@ -141,8 +154,6 @@ class Publisher:
             manifest = await_commit(self._storage, save, slot, waiter=self._waiter, timeout_s=timeout_s)
         self._adopt(manifest)
         self._earlier = (manifest.slot, Earlier.of(part))
-        if self._rank == 0:
-            self._prune(manifest)
         return manifest
 
     def catch_up(self) -> list[Manifest]:
@@ -188,7 +199,9 @@ class Publisher:
             what = _LEFT_OUT if isinstance(failure, SaveLeftOut) else _FAILURE
             tell = {f"{what} of rank {self._rank}": str(failure)}
         try:
-            agreement = agree(talk, facts=facts, units=_units(taken), tell=tell)
+            agreement = agree(
+                talk, facts=facts, units=taken.staged.units() if isinstance(taken, StagedCut) else [], tell=tell
+            )
         except MissingRanksError as error:
             raise failure or CheckpointIncomplete(f"the checkpoint of step {save.step}: {error}") from error
         failures = {
@@ -365,26 +378,21 @@ class Publisher:
     def _adopt(self, manifest: Manifest) -> None:
         """The manifest is committed: what follows builds on it."""
         self._unknown.clear()
+        self._failed.discard(manifest.save)
         self.attempt.last = self.attempt.parent = manifest.slot
         self.attempt.recorded = manifest.step
+
+    def _clear_failed(self, now: SaveId) -> None:
+        """Remove the files of saves that failed: a full store may have no room for another beside them. All ranks are
+        past them, as they agreed on one that came ``now``; what may still turn up as committed stays."""
+        doubtful = {one.save for one in self._unknown.values()}
+        for save in self._failed - doubtful - {now}:
+            with contextlib.suppress(StorageError):  # it goes with the next commit
+                self._retention.clear(save)
+                self._failed.discard(save)
 
     def _prune(self, manifest: Manifest) -> None:
         try:
             self._retention.prune(manifest, self._settings.keep)
         except StorageError:
             return  # the checkpoint is committed; what should have gone goes after the next one
-
-
-def _units(taken: StagedCut | Exception) -> list[Unit]:
-    if isinstance(taken, Exception):
-        return []
-    tensors = [
-        Unit(name=f"tensor:{key}", digest=one.digest, size_bytes=one.spec.size_bytes)
-        for key, one in taken.staged.tensors.items()
-    ]
-    trees = [
-        Unit(name=f"tree:{item}", digest=one.digest, size_bytes=len(one.document))
-        for item, one in taken.staged.trees.items()
-        if item != RANDOM
-    ]
-    return tensors + trees

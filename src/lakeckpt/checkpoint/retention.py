@@ -76,6 +76,11 @@ class Retention:
             self._storage.delete(path)
         return len(doomed)
 
+    def clear(self, save: SaveId) -> None:
+        """Remove the files of tensors of a save that was not committed, and that nobody works at any more."""
+        for info in self._storage.list(f"{OBJECTS}/{save.folder}"):
+            self._storage.delete(info.path)
+
     def _kept(self, newest: Manifest, keep: Keep, there: set[SaveId]) -> list[_Committed] | None:
         """The checkpoints that must stay, or None where the chain cannot be read: then everything stays, this time."""
         if keep.looks_back and not self._has_read_all:

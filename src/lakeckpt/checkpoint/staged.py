@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from lakeckpt.checkpoint.agreement import Unit
 from lakeckpt.checkpoint.digests import digest_of_pieces
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.journal import Leg
+from lakeckpt.checkpoint.parts import RANDOM
 
 __all__ = ["Staged", "StagedCut", "StagedTensor", "StagedTree"]
 
@@ -45,6 +47,19 @@ class Staged:
 
     tensors: Mapping[str, StagedTensor]
     trees: Mapping[str, StagedTree]
+
+    def units(self) -> list[Unit]:
+        """What ranks agree on: all but the random states, which are each rank's own."""
+        tensors = [
+            Unit(name=f"tensor:{key}", digest=one.digest, size_bytes=one.spec.size_bytes)
+            for key, one in self.tensors.items()
+        ]
+        trees = [
+            Unit(name=f"tree:{item}", digest=one.digest, size_bytes=len(one.document))
+            for item, one in self.trees.items()
+            if item != RANDOM
+        ]
+        return tensors + trees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
