@@ -232,6 +232,11 @@ class Site:
             os.waitpid(pid, 0)
         self.agents.clear()
 
+    def kill(self) -> None:
+        """Leave no agent behind."""
+        for pid in {*self.agents}:
+            os.kill(pid, signal.SIGKILL)
+
     def committed(self) -> int:
         """The step of the newest checkpoint, 0 where there is none; all of them are whole, and of one step each."""
         storage = LocalStorage(self.run)

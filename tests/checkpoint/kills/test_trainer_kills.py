@@ -69,9 +69,9 @@ def sweep(rank: int, folder: str, kind: str, device: bool, most: int) -> None:
     modules = MODULES[kind]
     process: Process = "agent" if kind == "persisting" else "trainer"
     met = 0
+    sites = (Site(Path(folder, str(number)), device=device) for number in itertools.count())
+    first = site = next(sites)
     try:
-        sites = (Site(Path(folder, str(number)), device=device) for number in itertools.count())
-        first = next(sites)
         if kind == "restoring":
             first.train(BETWEEN)
         assert first.train(modules=modules) == 0, first.failure
@@ -88,6 +88,8 @@ def sweep(rank: int, folder: str, kind: str, device: bool, most: int) -> None:
         assert met >= len(chosen) // 2, f"only {met} of {len(chosen)} came to their points"
     except BaseException:
         Path(folder, "failed").write_text(traceback.format_exc())
+        for one in (first, site):
+            one.kill()
         raise
 
 
