@@ -33,6 +33,7 @@ from lakeckpt.checkpoint.arena import arena as arena_module
 from lakeckpt.checkpoint.arena import contents, folder
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.bubbles.keeper import ProfileKeeper
 from lakeckpt.checkpoint.capturing import capture, copier, engine, hooks, job, moves, store
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.foreign.convert import read_state
@@ -76,8 +77,11 @@ class Watched:
     def __init__(self) -> None:
         self.gate = HalfShut()
 
-    def save(self, *_: object, **__: object) -> None:
-        """Nothing was watched."""
+    def kept(self, *_: object, **__: object) -> ProfileKeeper:
+        """Nothing was watched, and nothing is written of it."""
+        keeper = ProfileKeeper(lambda: None, "nobody")
+        keeper.begin()
+        return keeper
 
 
 class Site:
