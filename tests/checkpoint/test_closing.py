@@ -1,0 +1,47 @@
+"""A manager that was closed leaves nothing behind in its process: no thread, no descriptor, whatever it did before."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lakeckpt import CheckpointManager
+from lakeckpt.errors import CheckpointMismatch
+from tests.checkpoint.rig import Counter, MemoryStorage, train_step, training
+
+
+def left_open() -> tuple[set[threading.Thread], set[str]]:
+    """Threads of ours that live, and what descriptors are open on: files and sockets, by name."""
+    names = set()
+    for one in os.listdir("/proc/self/fd"):
+        try:
+            names.add(f"{one}:{os.readlink(f'/proc/self/fd/{one}')}")
+        except FileNotFoundError:  # that of the listing
+            continue
+    return {one for one in threading.enumerate() if one.name.startswith("lakeckpt")}, names
+
+
+@pytest.mark.parametrize("where", ["folder", "object"])
+@pytest.mark.parametrize("options", [{}, {"capture_every": 1}], ids=["direct", "captured"])
+def test_a_closed_manager_leaves_no_thread_and_no_descriptor(
+    options: dict[str, Any], where: str, tmp_path: Path
+) -> None:
+    before = left_open()
+    for number in range(2):
+        place = tmp_path / str(number) if where == "folder" else MemoryStorage()
+        objects = training()
+        with CheckpointManager(place, objects, persist_every=2, **options) as manager:
+            manager.restore()
+            for _ in range(3):
+                train_step(objects)
+                manager.step()
+        with pytest.raises(CheckpointMismatch), CheckpointManager(place, {"other": Counter()}, **options) as refused:
+            refused.restore()
+        CheckpointManager(place, training(), **options).close()  # that never was used
+        del manager, refused
+    threads, names = left_open()
+    assert threads <= before[0] and names <= before[1]  # what others left may end meanwhile
