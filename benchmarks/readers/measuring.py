@@ -67,8 +67,11 @@ def speeds(runner: Runner, cases: Sequence[Case], repetitions: int, seconds: flo
 
 
 def far_behind(one: Found, found: Sequence[Found]) -> bool:
-    """Whether what was measured of a case is less than a `BEHIND` part of the fastest on the same batches."""
+    """Whether what was measured of a case is less than a `BEHIND` part of the fastest on the same batches; never of ours
+    and of the limits, which the others are compared with."""
     case, mine = one["case"], median_rate(one)
+    if READERS[case["reader"]].kind in ("ours", "limit"):
+        return False
     others = [each for each in found if all(each["case"][key] == case[key] for key in ("table", "batch_size"))]
     best = max((median_rate(each) or 0 for each in others), default=0)
     return mine is not None and mine < best / BEHIND
