@@ -67,8 +67,8 @@ def speeds(runner: Runner, cases: Sequence[Case], repetitions: int, seconds: flo
 
 
 def far_behind(one: Found, found: Sequence[Found]) -> bool:
-    """Whether what was measured of a case is less than a `BEHIND` part of the fastest on the same batches; never of ours
-    and of the limits, which the others are compared with."""
+    """Whether what was measured of a case is less than a `BEHIND` part of the fastest on the same batches; never of
+    ours and of the limits, which the others are compared with."""
     case, mine = one["case"], median_rate(one)
     if READERS[case["reader"]].kind in ("ours", "limit"):
         return False
