@@ -19,11 +19,11 @@ import torch
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.report import CaptureWarning, SaveWarning
+from lakeckpt.checkpoint.report import CaptureWarning, RetentionWarning, SaveWarning
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import ArenaTooLarge, AttemptSuperseded, ConfigError, SaveFailed, StorageError
 from lakeckpt.lake.local import LocalStorage
-from lakeckpt.testing.storage import FaultyStorage
+from lakeckpt.testing.storage import Fault, FaultyStorage
 from tests.checkpoint.agent.test_agent import ended
 from tests.checkpoint.rig import EventWaiter, MemoryStorage, Reader, good, manager, run_ranks, train_step, training
 from tests.patience import PATIENCE_S
@@ -146,6 +146,22 @@ def test_saves_that_fail_lose_no_record_of_what_was_consumed(tmp_path: Path) -> 
         saver.save()
     rows = [one.readers["reader"].consumed()[0] for one in read_history(inner).chain]
     assert [one.size for one in rows] == [20, 40] and sum(one.size for one in rows) == 60
+
+
+def test_checkpoints_that_cannot_be_removed_are_told_of_and_training_goes_on(tmp_path: Path) -> None:
+    inner = MemoryStorage()
+    objects = make_with_reader()
+    waiter = EventWaiter(inner)
+    faulty = FaultyStorage(inner, fail_at={("delete", n): Fault.ERROR for n in range(1, 1000)})
+    waiter.died()  # the clock jumps
+    with managed(faulty, objects, tmp_path, waiter=waiter, timeout_s=5.0, keep=1) as saver:
+        saver.restore()
+        train(saver, objects, 2)
+        assert saver.save() is not None
+        train(saver, objects, 2)
+        with pytest.warns(RetentionWarning, match="could not be removed, and take up room until a save can"):
+            found = saver.save()
+        assert found is not None and found.step == 4
 
 
 def _refusing(path: str, chunks: Any) -> int:

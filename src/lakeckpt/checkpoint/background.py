@@ -44,6 +44,8 @@ class Saved:
     info: CheckpointInfo | None
     error: CheckpointError | None
     took_s: float
+    unpruned: str = ""
+    """Why checkpoints that are not to be kept could not be removed behind it."""
 
 
 class Background:
@@ -227,7 +229,8 @@ class Background:
         else:
             found = error_of(outcome.kind, outcome.text, otherwise=SaveFailed)
             error = found if isinstance(found, CheckpointError) else SaveFailed(outcome.text)
-        return Saved(step=outcome.step, info=info, error=error, took_s=outcome.took_s)
+        unpruned = "" if info is None else outcome.text
+        return Saved(step=outcome.step, info=info, error=error, took_s=outcome.took_s, unpruned=unpruned)
 
     def wait(self) -> None:
         """Return when something came of every save, or raise `CheckpointIncomplete` where the agent is silent."""

@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.policy import Policy, policy_of
 from lakeckpt.checkpoint.publish import Publisher, Settings
 from lakeckpt.checkpoint.random_states import RANDOM
 from lakeckpt.checkpoint.ranks import check_topology, exchange_of
-from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, RestoreReport, SaveWarning
+from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, RestoreReport, SaveWarning, warn_of_unpruned
 from lakeckpt.checkpoint.restorer import Restorer
 from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
@@ -300,6 +300,7 @@ class CheckpointManager:
         self._saved_step = self._step
         held_s = self._waiter.now() - begun_s
         self._schedule.saved(cost_s=held_s, took_s=held_s)
+        warn_of_unpruned(saver.unpruned)
         return info
 
     def _cut(self, background: Background, metric: float | None, *, due: bool, captured: bool) -> CheckpointInfo | None:
@@ -327,9 +328,10 @@ class CheckpointManager:
 
     def _heard(self, background: Background, *, wanted: int | None = None) -> CheckpointInfo | None:
         """The newest commit that was heard of, or what came of the save of step ``wanted``."""
-        newest, failure = None, None
+        newest, failure, unpruned = None, None, ""
         for one in background.heard():
             if one.info is not None:
+                unpruned = one.unpruned
                 self._schedule.saved(took_s=one.took_s)
                 self._saved_step = one.step
                 newest, failure = one.info, None
@@ -337,6 +339,7 @@ class CheckpointManager:
                 failure = one.error
         if failure is not None and (newest is None or wanted not in (None, newest.step)):
             raise failure
+        warn_of_unpruned(unpruned)
         return newest
 
     def _place(self) -> Place:

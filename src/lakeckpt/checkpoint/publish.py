@@ -115,6 +115,7 @@ class Publisher:
         self._failed: set[SaveId] = set()
         self._documents: set[str] = set()
         self._retention = Retention(storage)
+        self.unpruned = ""  # why what should have gone behind the last commit is still there
         self._earlier: tuple[int | None, Earlier] = (None, Earlier())  # a slot, and this rank's part of its commit
 
     def publish(self, save: SaveId, taken: StagedCut | Exception, talk: Talk, *, again: bool = False) -> Manifest:
@@ -394,5 +395,6 @@ class Publisher:
     def _prune(self, manifest: Manifest) -> None:
         try:
             self._retention.prune(manifest, self._settings.keep)
-        except StorageError:
-            return  # the checkpoint is committed; what should have gone goes after the next one
+            self.unpruned = ""
+        except StorageError as error:  # the checkpoint is committed; what should have gone goes after the next one
+            self.unpruned = str(error)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.log import Damage
 from lakeckpt.checkpoint.manifest import Manifest
 
-__all__ = ["CaptureWarning", "CheckpointInfo", "DamageWarning", "RestoreReport", "SaveWarning"]
+__all__ = [
+    "CaptureWarning",
+    "CheckpointInfo",
+    "DamageWarning",
+    "RestoreReport",
+    "RetentionWarning",
+    "SaveWarning",
+    "warn_of_unpruned",
+]
 
 
 class CaptureWarning(UserWarning):
@@ -19,8 +28,19 @@ class DamageWarning(UserWarning):
     """Something of the run is not as it was written; an older checkpoint was taken, or it was not needed."""
 
 
+class RetentionWarning(UserWarning):
+    """Checkpoints that are not to be kept could not be removed, and take up room; the next save tries again."""
+
+
 class SaveWarning(UserWarning):
     """A save failed and training goes on; nothing was committed."""
+
+
+def warn_of_unpruned(reason: str) -> None:
+    """Warn, where there is a ``reason``, that checkpoints that are not to be kept are still there."""
+    if reason:
+        text = f"checkpoints that are not to be kept could not be removed, and take up room until a save can: {reason}"
+        warnings.warn(text, RetentionWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,11 @@ class Saver:
         self._journal.committed(manifest.step)
         return manifest
 
+    @property
+    def unpruned(self) -> str:
+        """Why checkpoints that are not to be kept could not be removed behind the last one; empty: they were."""
+        return self._publisher.unpruned
+
     def _taken(self, step: int, metric: float | None) -> StagedCut | Exception:
         try:
             legs = self._journal.legs(step)

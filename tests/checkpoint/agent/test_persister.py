@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ import pytest
 from lakeckpt.checkpoint.agent.orders import Order
 from lakeckpt.checkpoint.agent.persister import chosen
 from lakeckpt.checkpoint.agent.will import WILL
+from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.parts import SaveId
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.lake.storage import Storage
 from lakeckpt.testing.storage import Fault, FaultyStorage
-from tests.checkpoint.agent.rig import Desk, begin, content, fill, make_arena
+from tests.checkpoint.agent.rig import SETTINGS, Desk, begin, content, fill, make_arena
 from tests.checkpoint.rig import EventWaiter, MemoryStorage
 from tests.patience import PATIENCE_S
 
@@ -179,6 +181,29 @@ def test_a_store_that_goes_on_failing_is_reported_when_the_time_is_over(tmp_path
         serve(desk, (5, 0))
     assert desk.said() == [(5, "save_failed")] and committed(storage) == []
     assert waiter.time_s >= 20.0
+
+
+def test_a_commit_behind_which_nothing_can_be_removed_says_so_and_its_log_too(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    waiter = EventWaiter(storage)
+    waiter.died()
+    faults = {("delete", n): Fault.ERROR for n in range(1, 1000)}
+    settings = replace(SETTINGS, keep=Keep(last=1))
+    with make_arena(tmp_path) as arena:
+        fill(arena, 5)
+        desk = Desk(FaultyStorage(storage, fail_at=faults), tmp_path, waiter, settings=settings)
+        desk.order(5, 0)
+        desk.persister.start()
+        assert desk.settled.wait(PATIENCE_S)
+        fill(arena, 6)
+        desk.order(6, 1)
+        desk.persister.leave()
+        assert desk.persister.join(PATIENCE_S), "it does not end"
+    assert desk.said() == [(5, ""), (6, "")] and committed(storage) == [5, 6]
+    first, second = (one.text for one in desk.outcomes)
+    assert first == "" and "delete" in second
+    assert f"checkpoints that are not to be kept could not be removed: {second}" in desk.log
 
 
 def test_a_superseded_attempt_commits_nothing_and_says_so_for_every_order(tmp_path: Path) -> None:

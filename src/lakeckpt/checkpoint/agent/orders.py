@@ -65,7 +65,8 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of an order: a commit in ``slot``, or the ``kind`` and ``text`` of an error."""
+    """What came of an order: a commit in ``slot``, or the ``kind`` and ``text`` of an error; ``text`` of a commit: why
+    checkpoints that are not to be kept could not be removed behind it."""
 
     step: int
     number: int

@@ -234,7 +234,12 @@ class Persister:
     def _tell(self, order: Order, found: Manifest | Exception, took_s: float) -> None:
         if isinstance(found, Manifest):
             outcome = Outcome(
-                step=order.step, number=order.number, slot=found.slot, created_s=found.created_s, took_s=took_s
+                step=order.step,
+                number=order.number,
+                slot=found.slot,
+                created_s=found.created_s,
+                took_s=took_s,
+                text=self._publisher.unpruned,
             )
         else:
             kind = found.kind if isinstance(found, LakeckptError) else "save_failed"
@@ -242,6 +247,8 @@ class Persister:
             outcome = Outcome(step=order.step, number=order.number, took_s=took_s, kind=kind, text=text)
         came = f"committed in slot {outcome.slot}" if outcome.slot is not None else f"{outcome.kind}: {outcome.text}"
         self._log(f"step {order.step}: {came} ({took_s:.1f} s)")
+        if outcome.slot is not None and outcome.text:
+            self._log(f"checkpoints that are not to be kept could not be removed: {outcome.text}")
         self._report(outcome)
 
     # --- the last will
