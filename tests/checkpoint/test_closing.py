@@ -34,14 +34,17 @@ def test_a_closed_manager_leaves_no_thread_and_no_descriptor(
     for number in range(2):
         place = tmp_path / str(number) if where == "folder" else MemoryStorage()
         objects = training()
-        with CheckpointManager(place, objects, persist_every=2, **options) as manager:
+        # Each its own arenas: an agent may be about to remove those of the one before.
+        arenas = (tmp_path / f"arenas {number}{one}" for one in "abc")
+        with CheckpointManager(place, objects, persist_every=2, arenas=next(arenas), **options) as manager:
             manager.restore()
             for _ in range(3):
                 train_step(objects)
                 manager.step()
-        with pytest.raises(CheckpointMismatch), CheckpointManager(place, {"other": Counter()}, **options) as refused:
+        refused = CheckpointManager(place, {"other": Counter()}, arenas=next(arenas), **options)
+        with pytest.raises(CheckpointMismatch), refused:
             refused.restore()
-        CheckpointManager(place, training(), **options).close()  # that never was used
+        CheckpointManager(place, training(), arenas=next(arenas), **options).close()  # that never was used
         del manager, refused
     threads, names = left_open()
     assert threads <= before[0] and names <= before[1]  # what others left may end meanwhile
