@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import uuid
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lakeckpt.checkpoint.report import RetentionWarning
 from lakeckpt.errors import LakeckptError
 from lakeckpt.testing.fault_proxy import At, FaultProxy, HttpFault, Request, Where
 from tests.jobs.s3_job import ROWS, counted, train
@@ -100,7 +102,9 @@ def deserted(place: Place, n: int) -> None:
     """A job whose store goes away at the n-th request, for good; the next attempt finds it again."""
     run = place.run()
     with FaultProxy(place.endpoint, faults=[Where(lambda request: request.n >= n, HttpFault.LOST_ANSWER)]) as proxy:
-        with contextlib.suppress(LakeckptError):  # what only clears up may fail, and the job succeed
+        # What only clears up may fail, and the job succeed.
+        with contextlib.suppress(LakeckptError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RetentionWarning)
             train(place.lake, run, {**place.options(proxy), "max_attempts": 1})
         assert proxy.injected, n
     finish(place, run, n)
