@@ -118,6 +118,24 @@ def test_a_connection_that_the_server_closed_meanwhile_is_made_again() -> None:
     assert len(set(echo.connections)) == 2
 
 
+def test_ctrl_c_right_after_a_request_was_handed_over_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        by = client(stall_s=1000)
+        threads, jobs = by._threads, []
+
+        class Interrupted:
+            def submit(self, *work: Any) -> None:
+                jobs.append(threads.submit(*work))
+                raise KeyboardInterrupt
+
+        monkeypatch.setitem(by.__dict__, "_threads", Interrupted())
+        until, url = time.monotonic() + 1000, f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(KeyboardInterrupt):
+            by.exchange("GET", url, headers={}, until=until, most_bytes=1)
+        with pytest.raises(Retryable):
+            jobs[0].result(PATIENCE_S)
+
+
 def test_ctrl_c_is_heard_while_a_server_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         accepted = threading.Event()

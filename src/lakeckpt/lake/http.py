@@ -114,11 +114,11 @@ class HttpClient:
             return self._made(exchange, until)
         left = threading.Event()
         exchange = _Exchange(method, url, headers, body, most_bytes, given_up=left.is_set)
-        try:
-            job = self._threads.submit(self._made, exchange, until)
-        except RuntimeError:  # the interpreter is ending: there are no more threads
-            return self._made(exchange, until)
-        try:
+        try:  # from before it is begun: Ctrl-C may come right after
+            try:
+                job = self._threads.submit(self._made, exchange, until)
+            except RuntimeError:  # the interpreter is ending: there are no more threads
+                return self._made(exchange, until)
             return job.result()
         finally:
             left.set()

@@ -115,7 +115,8 @@ def watch_pipelines(rank: int, folder: Path) -> None:
         assert "pipeline begin 0" in sites
         predicted = watch.predicted()
         assert {f"{site} 0" for site in predicted} <= sites and all(length > 0 for length in predicted.values())
-        assert predicted, f"by its table, rank {rank} never waits in {name}"
+        # Both directions of DualPipeV fill each other's gaps: by what its calls take, there may be none.
+        assert predicted or name == "ScheduleDualPipeV", f"by its table, rank {rank} never waits in {name}"
         watch.close()
         assert not {"step", "_compute_loss"} & set(vars(schedule))
         stages = [schedule._stage] if name in SINGLE_SCHEDULES else schedule._stages
