@@ -111,8 +111,9 @@ def test_a_save_that_is_not_committed_removes_nothing() -> None:
 def test_a_failure_to_remove_does_not_fail_the_save() -> None:
     inner = MemoryStorage()
     storage = FaultyStorage(inner, fail_at={("delete", 1): Fault.ERROR})
-    with pytest.warns(RetentionWarning, match="could not be removed"):
+    with pytest.warns(RetentionWarning, match="could not be removed") as told:
         run(storage, 3, keep=1)
+    assert len(told) == 1, "the third save removed what the second could not"
     assert read_history(inner).tip.step == 3 and len(folders(inner)) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,15 +112,23 @@ def test_what_came_into_use_after_it_was_looked_at_stays(arenas: Path, left: str
     assert [info.name for info in reclaim(folder, looked_at)] == [left]
 
 
-def test_whoever_waited_for_a_lock_that_was_removed_takes_the_new_one(arenas: Path) -> None:
+def test_whoever_opened_a_lock_that_is_removed_before_it_is_locked_takes_the_new_one(
+    arenas: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arenas.mkdir(mode=0o700)
     place = AgentPlace.of(str(arenas), RUN)
+    lock, removed = fcntl.flock, []
+
+    def removed_meanwhile(descriptor: int, how: int) -> None:
+        if not removed:
+            place.remove()
+            removed.append(descriptor)
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
     first = place.take()
-    assert first is not None and place.take() is None
-    place.remove()
-    second = place.take()
-    assert second is not None and place.take() is None, "two agents of one run"
-    os.close(second)
+    assert removed and first is not None
+    assert place.take() is None, "two agents of one run"
     os.close(first)
 
 
