@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -164,6 +165,30 @@ def test_more_items_than_the_limit_are_refused_before_they_are_made() -> None:
         read(pack([[0] * 4] * 3), Limits(items=10))
     with pytest.raises(LimitExceeded, match="more than 10 items"):
         read(ext(1, *[0] * 11), Limits(items=10))
+
+
+NODES = {
+    "lists": b"\x90",
+    "lists of a number": b"\x91\x01",
+    "dicts": b"\x80",
+    "tuples": b"\xc7\x00\x01",
+    "dicts of pairs": b"\xc7\x00\x07",
+    "tensors": b"\xd4\x08\xa0",
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_more_lists_and_extensions_than_the_bytes_tell_of_are_refused_as_they_come(name: str) -> None:
+    one, count = NODES[name], 400_000
+    payload = b"\xdd" + count.to_bytes(4, "big") + one * count
+    most = 20_000 + len(payload) // 4
+    where = 5 + most * len(one)
+    with pytest.raises(
+        LimitExceeded, match=rf"more than {most} lists, dicts and extensions in {len(payload)} bytes"
+    ) as at:
+        read(payload)
+    found = re.search(r"byte (\d+) of the payload", str(at.value))
+    assert found is not None and where - 8 <= int(found[1]) <= where + 8 < len(payload), "it was read on"
 
 
 @pytest.mark.parametrize(

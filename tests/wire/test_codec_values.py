@@ -236,6 +236,44 @@ def test_reading_counts_items_as_writing_does(value: object) -> None:
             loads(data, kind=KIND, supported=VERSION, limits=Limits(items=least - 1))
 
 
+@given(values)
+def test_reading_counts_lists_dicts_and_extensions_as_writing_does(value: object) -> None:
+    nodes = payload_of(value).nodes
+    data = dumps([value], kind=KIND, version=VERSION)
+    beside = (len(data) - 24 - len(KIND) - 16) // 4
+    enough = max(1, nodes + 1 - beside)
+    assert dumps([value], kind=KIND, version=VERSION, limits=Limits(nodes=enough)) == data
+    loads(data, kind=KIND, supported=VERSION, limits=Limits(nodes=enough))
+    if enough > 1:
+        with pytest.raises(LimitExceeded, match="lists, dicts and extensions in"):
+            dumps([value], kind=KIND, version=VERSION, limits=Limits(nodes=enough - 1))
+        with pytest.raises(LimitExceeded, match="lists, dicts and extensions in"):
+            loads(data, kind=KIND, supported=VERSION, limits=Limits(nodes=enough - 1))
+
+
+def test_what_has_too_many_small_lists_is_refused_where_most_of_them_are() -> None:
+    value = {"a": [1] * 90_000, "b": [[] for _ in range(99_999)]}
+    with pytest.raises(LimitExceeded, match=r"^b: the document .* would have 100002 lists, dicts and extensions in"):
+        dumps(value, kind=KIND, version=VERSION, limits=Limits(nodes=1_000))
+
+
+@pytest.mark.parametrize("limits", [{"items": 60}, {"nodes": 40}, {"depth": 3}])
+def test_pieces_that_are_too_much_together_are_refused_as_reading_would(limits: dict[str, int]) -> None:
+    bounds = Limits(**limits)
+    value = {name: [[[]] if "depth" in limits else []] * 32 for name in "ab"}
+    with pytest.raises(LimitExceeded):
+        dumps_map(
+            {name: payload_of(one, limits=bounds) for name, one in value.items()},
+            kind=KIND,
+            version=VERSION,
+            limits=bounds,
+        )
+    with pytest.raises(LimitExceeded):
+        loads(dumps(value, kind=KIND, version=VERSION), kind=KIND, supported=VERSION, limits=bounds)
+    pieces = {name: payload_of(one) for name, one in value.items()}
+    assert dumps_map(pieces, kind=KIND, version=VERSION) == dumps(value, kind=KIND, version=VERSION)
+
+
 def test_a_document_larger_than_the_limit_is_neither_written_nor_read() -> None:
     data = dumps(b"x" * 100, kind=KIND, version=VERSION)
     for limit in (len(data) - 1, 50):

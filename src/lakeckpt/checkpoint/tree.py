@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.shards import is_part_key, is_sharded, local_of, offset
 from lakeckpt.checkpoint.slabs import is_slab_key
 from lakeckpt.checkpoint.tensors import spec_of, tied_key
 from lakeckpt.errors import CheckpointDamaged, LimitExceeded
-from lakeckpt.wire.codec import TensorRef, dumps, dumps_map, loads, payload_of
+from lakeckpt.wire.codec import Payload, TensorRef, dumps, dumps_map, loads, payload_of
 
 __all__ = [
     "Flat",
@@ -130,7 +130,9 @@ def branch_to_bytes(branch: Any, path: str) -> bytes:
 
 def tree_of_branches(branches: Mapping[str, bytes]) -> bytes:
     """The document of a tree, of which most is known: name → what `branch_to_bytes` made."""
-    return dumps_map(branches, kind=_KIND, version=_VERSION)
+    payloads = {name: branch for name, branch in branches.items() if isinstance(branch, Payload)}
+    assert len(payloads) == len(branches), "branches are made by branch_to_bytes"
+    return dumps_map(payloads, kind=_KIND, version=_VERSION)
 
 
 def tree_from_bytes(document: bytes) -> Any:

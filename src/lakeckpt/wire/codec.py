@@ -21,8 +21,8 @@ other type is refused, with the path to it: nothing is ever pickled, and no byte
 
 Magic and checksum keep their places in every version of the envelope, so that damage is told from novelty. A newer
 *minor* version reads (a reader ignores the fields it does not know); a newer *major* version is refused by name. The
-checksum notices accidents, not forgery: a document may be crafted, and then limits on its size, items and depth keep
-reading it cheap.
+checksum notices accidents, not forgery: a document may be crafted, and then limits on its size, items, nodes and depth
+keep reading it cheap.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-import msgpack
-
 from lakeckpt.errors import LimitExceeded, NewerFormat, WireDamaged
 from lakeckpt.wire.decode import decode_payload
-from lakeckpt.wire.encode import encode_payload
+from lakeckpt.wire.encode import Payload, encode_payload, join_payloads
 from lakeckpt.wire.values import DEFAULT_LIMITS, Limits, TensorRef
 
 __all__ = [
@@ -47,6 +45,7 @@ __all__ = [
     "MAGIC",
     "Document",
     "Limits",
+    "Payload",
     "TensorRef",
     "dumps",
     "dumps_map",
@@ -82,20 +81,19 @@ def dumps(
     return _document(encode_payload(value, limits=limits, root=root), kind=kind, version=version, limits=limits)
 
 
-def payload_of(value: object, *, limits: Limits = DEFAULT_LIMITS, root: str = "") -> bytes:
-    """The bytes of ``value`` inside of a document, for `dumps_map`. Raises as `dumps` does."""
-    return encode_payload(value, limits=limits, root=root)
+def payload_of(value: object, *, limits: Limits = DEFAULT_LIMITS, root: str = "") -> Payload:
+    """The bytes of ``value`` inside of a dict, for `dumps_map`. Raises as `dumps` does."""
+    return encode_payload(value, limits=replace(limits, depth=limits.depth - 1), root=root)
 
 
 def dumps_map(
-    payloads: Mapping[str, bytes], *, kind: str, version: tuple[int, int], limits: Limits = DEFAULT_LIMITS
+    payloads: Mapping[str, Payload], *, kind: str, version: tuple[int, int], limits: Limits = DEFAULT_LIMITS
 ) -> bytes:
-    """The document of a dict of which each value is a `payload_of`: equal to that of `dumps`, made of known pieces."""
-    packer = msgpack.Packer(use_bin_type=True, strict_types=True)
-    parts = [packer.pack_map_header(len(payloads))]
-    for key, payload in payloads.items():
-        parts += (packer.pack(key), payload)
-    return _document(b"".join(parts), kind=kind, version=version, limits=limits)
+    """The document of a dict of which each value is a `payload_of`: equal to that of `dumps`, made of known pieces.
+
+    Raises `LimitExceeded` where the pieces are too many, or too large, together."""
+    payload = join_payloads(payloads, limits=limits, what=f"this {kind} document")
+    return _document(payload, kind=kind, version=version, limits=limits)
 
 
 def _document(payload: bytes, *, kind: str, version: tuple[int, int], limits: Limits) -> bytes:

@@ -2,9 +2,9 @@
 
 A decoder of our own reads the subset of msgpack that we write. It never trusts a declared length: a string, an array
 of n items or an extension is refused before anything is made where the bytes left cannot hold it, so memory stays in
-proportion to the document. Items and depth are counted as they open, keys that were made to
-collide are refused. An extension is read in place, inside its own
-bounds. Never builds anything but the closed list of types; never asks numpy to parse free text.
+proportion to the document. Items, depth, and the lists, dicts and extensions, each of which takes longer than its bytes
+show, are counted as they open; keys that were made to collide are refused. An extension is read in place, inside its
+own bounds. Never builds anything but the closed list of types; never asks numpy to parse free text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lakeckpt.errors import LimitExceeded, UnsupportedValue, WireDamaged
 from lakeckpt.wire.collector import collector_waits
 from lakeckpt.wire.dtypes import dtype_from, values_are_valid
 from lakeckpt.wire.keys import Keys
-from lakeckpt.wire.values import INT_MAX, INT_MIN, Limits, Tag, TensorRef
+from lakeckpt.wire.values import INT_MAX, INT_MIN, NODE_BYTES, Limits, Tag, TensorRef
 
 __all__ = ["decode_payload"]
 
@@ -53,13 +53,14 @@ def decode_payload(payload: memoryview, *, what: str, limits: Limits) -> Any:
 
 
 class _Decoder:
-    __slots__ = ("at", "data", "end", "items_left", "keys", "limits", "what")
+    __slots__ = ("at", "data", "end", "items_left", "keys", "limits", "nodes_left", "what")
 
     def __init__(self, data: memoryview, what: str, limits: Limits) -> None:
         self.data = data
         self.at = 0
         self.end = len(data)
         self.items_left = limits.items
+        self.nodes_left = limits.most_nodes(len(data))
         self.limits = limits
         self.what = what
         self.keys = Keys(what)
@@ -127,19 +128,38 @@ class _Decoder:
             self.damaged("a string that is not UTF-8")
 
     def _open(self, items: int, depth: int) -> None:
+        """A list or dict begins, of which so many items are known to come."""
+        self.nodes_left -= 1
+        if self.nodes_left < 0:
+            self._too_many_nodes()
         if items > self.end - self.at:
             self.damaged(f"{items} items are declared where {self.end - self.at} bytes are left")
+        self._inside(depth)
+        self._more(items)
+
+    def _inside(self, depth: int) -> None:
         if depth < 0:
             raise LimitExceeded(
                 f"{self.what}, byte {self.at} of the payload: more than {self.limits.depth} containers "
                 "inside one another: this is not a document that lakeckpt wrote"
             )
+
+    def _more(self, items: int) -> None:
         self.items_left -= items
         if self.items_left < 0:
             raise LimitExceeded(f"{self.what}: more than {self.limits.items} items in one document")
 
+    def _too_many_nodes(self) -> NoReturn:
+        raise LimitExceeded(
+            f"{self.what}, byte {self.at} of the payload: more than {self.limits.most_nodes(len(self.data))} lists, "
+            f"dicts and extensions in {len(self.data)} bytes ({self.limits.nodes}, and one for every {NODE_BYTES} "
+            "bytes): this is not a document that lakeckpt wrote"
+        )
+
     def _array(self, count: int, depth: int) -> list[Any]:
         self._open(count, depth)
+        if not count:
+            return []
         read = self.value
         return [read(depth) for _ in range(count)]
 
@@ -165,6 +185,9 @@ class _Decoder:
             )
         if size_bytes > self.end - self.at:
             self.damaged(f"{size_bytes} bytes are declared where {self.end - self.at} are left")
+        self.nodes_left -= 1
+        if self.nodes_left < 0:
+            self._too_many_nodes()
         outer, self.end = self.end, self.at + size_bytes
         value = read(self, depth)
         if self.at != self.end:
@@ -176,18 +199,18 @@ class _Decoder:
         return self._take(self.end - self.at)
 
     def tuple_(self, depth: int) -> tuple[Any, ...]:
-        self._open(0, depth)
+        self._inside(depth)
         found: list[Any] = []
         while self.at < self.end:
-            self._open(1, depth)
+            self._more(1)
             found.append(self.value(depth))
         return tuple(found)
 
     def pairs(self, depth: int) -> dict[Any, Any]:
-        self._open(0, depth)
+        self._inside(depth)
         found: dict[Any, Any] = {}
         while self.at < self.end:
-            self._open(2, depth)
+            self._more(2)
             key = self.value(depth)
             try:
                 twice = self.keys.checked(key) in found
@@ -219,8 +242,9 @@ class _Decoder:
     def _apart(self) -> Any:
         """The next value, of numpy's own description: counted by itself, as writing does not count it either."""
         items_left, self.items_left = self.items_left, _DESCRIPTION_ITEMS
+        nodes_left, self.nodes_left = self.nodes_left, _DESCRIPTION_ITEMS
         value = self.value(_DESCRIPTION_DEPTH)
-        self.items_left = items_left
+        self.items_left, self.nodes_left = items_left, nodes_left
         return value
 
     def dtype(self, depth: int) -> np.dtype[Any]:

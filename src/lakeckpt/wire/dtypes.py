@@ -10,6 +10,7 @@ Names are parsed by a strict pattern, never by handing free text to ``np.dtype``
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ def dtype_from(spec: object, nested: int = _MOST_NESTED) -> np.dtype[Any]:
     if nested < 0:
         raise WireDamaged("a numpy dtype nested deeper than we write")
     if type(spec) is str and _PLAIN.fullmatch(spec):
-        return _build(spec)
+        return _plain(spec)
     match spec:
         case ["sub", base, [*dims]] if len(dims) <= _MOST_DIMS and all(_is_size(n) for n in dims):
             return _build((dtype_from(base, nested - 1), tuple(dims)))
@@ -91,6 +92,12 @@ def _record(size_bytes: int, aligned: bool, fields: list[Any], nested: int) -> n
                 raise WireDamaged(f"not a field of a numpy dtype: {ascii(field)[:60]}")
     parts = {"names": names, "formats": formats, "offsets": offsets, "itemsize": size_bytes}
     return _build(parts, align=aligned)
+
+
+@lru_cache(maxsize=256)
+def _plain(name: str) -> np.dtype[Any]:
+    """Looked up once: numpy takes longer to know a name than we to read the value that has it."""
+    return _build(name)
 
 
 def _build(what: Any, align: bool = False) -> np.dtype[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import msgpack
@@ -19,9 +20,9 @@ import numpy as np
 from lakeckpt.errors import LimitExceeded, UnsupportedValue
 from lakeckpt.wire.dtypes import DtypeSpec, bytes_of, spec_of
 from lakeckpt.wire.keys import Keys
-from lakeckpt.wire.values import INT_MAX, INT_MIN, Limits, Tag, TensorRef
+from lakeckpt.wire.values import INT_MAX, INT_MIN, NODE_BYTES, Limits, Tag, TensorRef
 
-__all__ = ["encode_payload"]
+__all__ = ["Payload", "encode_payload", "join_payloads"]
 
 _COMPLEX = struct.Struct(">dd")
 _EXTENSION_BYTES = 2**32 - 1
@@ -29,21 +30,66 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _ADVICE = "turn it into None, bool, int, float, complex, str, bytes, list, tuple, dict, numpy values or tensors"
 
 
-def encode_payload(value: object, *, limits: Limits, root: str = "") -> bytes:
+class Payload(bytes):
+    """The msgpack of a value, and what it takes of the limits of the document that holds it."""
+
+    items: int
+    nodes: int
+
+
+def encode_payload(value: object, *, limits: Limits, root: str = "") -> Payload:
     """The msgpack payload of ``value``. Raises `UnsupportedValue` and `LimitExceeded`, naming the path."""
     encoder = _Encoder(limits, root)
     try:
-        return encoder.pack(encoder.plain(value, limits.depth))
+        payload = Payload(encoder.pack(encoder.plain(value, limits.depth)))
     except RecursionError:
         raise LimitExceeded(f"{encoder.where()}: nested too deep for what is left of the stack") from None
+    payload.items, payload.nodes = limits.items - encoder.items_left, encoder.nodes
+    if payload.nodes > limits.most_nodes(len(payload)):
+        encoder.path = encoder.longest_path
+        raise _too_many_nodes(encoder.where(), payload.nodes, len(payload), limits)
+    return payload
+
+
+def join_payloads(payloads: Mapping[str, Payload], *, limits: Limits, what: str) -> bytes:
+    """The payload of a dict, of which each value is known. `LimitExceeded` where all of them together are too many."""
+    packer = msgpack.Packer(use_bin_type=True, strict_types=True)
+    parts = [packer.pack_map_header(len(payloads))]
+    for key, payload in payloads.items():
+        parts += (packer.pack(key), payload)
+    joined = b"".join(parts)
+    if 2 * len(payloads) + sum(one.items for one in payloads.values()) > limits.items:
+        raise _too_many_items(what, limits)
+    if (nodes := 1 + sum(one.nodes for one in payloads.values())) > limits.most_nodes(len(joined)):
+        raise _too_many_nodes(what, nodes, len(joined), limits)
+    return joined
+
+
+def _too_many_items(where: str, limits: Limits) -> LimitExceeded:
+    return LimitExceeded(
+        f"{where}: more than {limits.items} items in one document: put long runs of numbers into a numpy array"
+    )
+
+
+def _too_many_nodes(where: str, nodes: int, size_bytes: int, limits: Limits) -> LimitExceeded:
+    return LimitExceeded(
+        f"{where}: the document that it is in would have {nodes} lists, dicts and extensions in {size_bytes} bytes: "
+        f"{limits.nodes} may be, and one more for every {NODE_BYTES} bytes. Put long runs of small ones into a numpy "
+        "array"
+    )
 
 
 class _Encoder:
-    __slots__ = ("items_left", "keys", "limits", "packer", "path", "root")
+    __slots__ = ("items_left", "keys", "limits", "longest", "longest_path", "nodes", "packer", "path", "root")
 
     def __init__(self, limits: Limits, root: str) -> None:
         self.limits = limits
         self.items_left = limits.items
+        self.nodes = 0
+        """How many lists, dicts and extensions there were."""
+        self.longest = 0
+        self.longest_path: list[object] = []
+        """Which of them has the most items."""
         self.packer = msgpack.Packer(use_bin_type=True, strict_types=True)
         self.path: list[object] = []
         self.root = root
@@ -79,6 +125,7 @@ class _Encoder:
         return self._other(value, kind)
 
     def _other(self, value: Any, kind: type) -> object:
+        self.nodes += 1
         if kind is TensorRef:
             return self._extension(Tag.TENSOR_REF, self._text(value.key))
         if kind is np.ndarray:
@@ -122,12 +169,12 @@ class _Encoder:
                 f"{self.where()}: more than {self.limits.depth} containers lie inside one another: "
                 "flatten the value, or see whether it holds itself"
             )
+        self.nodes += 1
         self.items_left -= items
         if self.items_left < 0:
-            raise LimitExceeded(
-                f"{self.where()}: more than {self.limits.items} items in one document: "
-                "put long runs of numbers into a numpy array"
-            )
+            raise _too_many_items(self.where(), self.limits)
+        if items > self.longest:
+            self.longest, self.longest_path = items, [*self.path]
 
     def _extension(self, tag: Tag, *parts: object) -> object:
         data = b"".join([self.pack(part) for part in parts])
@@ -146,6 +193,7 @@ class _Encoder:
         return value
 
     def _big_int(self, value: int) -> object:
+        self.nodes += 1
         size_bytes = (value if value >= 0 else ~value).bit_length() // 8 + 1
         return msgpack.ExtType(Tag.BIG_INT, value.to_bytes(size_bytes, "big", signed=True))
 

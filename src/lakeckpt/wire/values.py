@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
-__all__ = ["DEFAULT_LIMITS", "INT_MAX", "INT_MIN", "Limits", "Tag", "TensorRef"]
+__all__ = ["DEFAULT_LIMITS", "INT_MAX", "INT_MIN", "NODE_BYTES", "Limits", "Tag", "TensorRef"]
 
 INT_MIN = -(2**63)
 INT_MAX = 2**64 - 1
+NODE_BYTES = 4
+"""Of a list, dict or extension beyond the first `Limits.nodes`: so many bytes of payload go with each."""
 _MOST_DEPTH = 200
 
 
@@ -45,11 +47,14 @@ class Limits:
     """How large a document may be. Writing holds the same limits as reading: what was written can be read.
 
     ``total_bytes`` is the whole document; ``items`` counts every value and key, at any depth; ``depth`` is how many
-    containers may lie inside one another (at most 200).
+    containers may lie inside one another (at most 200). ``nodes`` counts lists, dicts and extensions, at any depth,
+    each of which takes far longer to read than a number: so many there may be, and one more for every `NODE_BYTES` of
+    the payload. What is worth keeping takes more bytes than that; what was made to cost time takes fewer.
     """
 
     total_bytes: int = 256 * 2**20
     items: int = 4_000_000
+    nodes: int = 20_000
     depth: int = 64
 
     def __post_init__(self) -> None:
@@ -59,6 +64,10 @@ class Limits:
                 raise ValueError(f"{field.name} is a positive int, got {value!r}")
         if self.depth > _MOST_DEPTH:
             raise ValueError(f"depth is at most {_MOST_DEPTH}, got {self.depth}")
+
+    def most_nodes(self, payload_bytes: int) -> int:
+        """How many lists, dicts and extensions a payload of that size may hold."""
+        return self.nodes + payload_bytes // NODE_BYTES
 
 
 DEFAULT_LIMITS = Limits()

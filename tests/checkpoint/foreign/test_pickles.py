@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lakeckpt.checkpoint.foreign import pickles
 from lakeckpt.checkpoint.foreign.pickles import Call, Name, describe
 from lakeckpt.checkpoint.foreign.plain import plain
 from lakeckpt.errors import LimitExceeded, UnsupportedValue, WireDamaged, WireError
@@ -142,6 +143,47 @@ def test_what_is_too_deep_is_refused_when_it_is_put_there_not_at_the_end(name: s
         describe(b"\x80\x04" + CONTAINERS[name])  # it has no end: read so far, it would be damaged
 
 
+MADE = {
+    "lists": b"]\x94",
+    "dicts": b"}\x94",
+    "sets": b"\x8f\x94",
+    "tuples": b")\x85",
+    "frozen sets": b"(\x91",
+    "tuples above marks": b"(t",
+    "lists above marks": b"(l",
+    "dicts above marks": b"(d",
+    "persistent names": b"NQ",
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_pickle_that_makes_more_than_its_bytes_tell_of_is_refused_as_it_is_read(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, one, count = b"\x80\x04", MADE[name], 60_000
+    followed = 0
+    make = pickles._Machine.make
+
+    def counted(machine: Any, value: Any, depth: int = 0) -> None:
+        nonlocal followed
+        followed += 1
+        make(machine, value, depth)
+
+    monkeypatch.setattr(pickles._Machine, "make", counted)
+    data = begin + one * count
+    most = 5_000 + len(data) // 4
+    with pytest.raises(LimitExceeded, match=rf"makes more than {most} containers and calls of its {len(data)} bytes"):
+        describe(data)
+    assert followed == most + 1 < count
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_a_state_of_many_small_things_is_within_what_a_pickle_may_make(protocol: int) -> None:
+    values = {"pairs": [(at, at + 1) for at in range(30_000)], "states": {at: {"step": [at]} for at in range(30_000)}}
+    data = pickle.dumps(values, protocol=protocol)
+    assert plain(describe(data), size_bytes=len(data)) == values
+
+
 def test_the_collector_does_not_look_at_all_that_the_process_holds_while_a_pickle_is_described() -> None:
     seen: list[str] = []
 
@@ -149,7 +191,7 @@ def test_the_collector_does_not_look_at_all_that_the_process_holds_while_a_pickl
         seen.append(phase)
 
     gc.callbacks.append(note)
-    opened = b"\x80\x04" + b"]\x94" * 50_000
+    opened = b"\x80\x04" + b"]\x94" * 9_000
     for data, error in [(opened + b"a" * 300, LimitExceeded), (opened, WireDamaged), (b"(" * 50_000, LimitExceeded)]:
         with pytest.raises(error):
             describe(data)

@@ -6,7 +6,8 @@ few things that it knows and refuse the rest (see ``plain``). Neither `pickle` n
 
 Opcodes and their arguments are read as the standard library's own `pickletools` describes them. No value costs more
 than its bytes: sizes are bounded by the pickle's, what is put into one another too deeply is refused as it is put
-there, and keys that were chosen to collide are refused. Imports without torch.
+there, containers and calls that are too many for the bytes of the pickle are refused as they are made, and keys that
+were chosen to collide are refused. Imports without torch.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ DEEPEST = 64
 """How many containers may lie inside one another."""
 _DEEPEST_HERE = 4 * DEEPEST
 """The same here, where calls and their arguments count too."""
+_MADE = 5_000
+_MADE_BYTES = 4
+"""So many containers, calls and persistent names a pickle may make, and one more for so many of its bytes. Those of
+``torch.save`` and of DCP have 8 to 12 bytes for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +85,9 @@ def describe(data: bytes) -> Any:
     """What the pickle in ``data`` would make, of plain values, `Name`, `Call` and `Persistent`.
 
     Containers may be shared and hold themselves. Raises `WireDamaged` where it is no whole pickle, `UnsupportedValue`
-    for opcodes that no state dict needs, `LimitExceeded` where it is too deep.
+    for opcodes that no state dict needs, `LimitExceeded` where it is too deep, or makes more than its bytes tell of.
     """
-    machine, stream = _Machine(), io.BytesIO(data)
+    machine, stream = _Machine(len(data)), io.BytesIO(data)
     read = stream.read
     try:
         with collector_waits():
@@ -101,9 +106,11 @@ def describe(data: bytes) -> Any:
 class _Machine:
     """The stack above the last mark, what lies below each mark, and the memo; beside each value, how deep it is."""
 
-    __slots__ = ("below", "depths", "keys", "memo", "stack")
+    __slots__ = ("below", "depths", "keys", "left", "memo", "size_bytes", "stack")
 
-    def __init__(self) -> None:
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.left = _MADE + size_bytes // _MADE_BYTES
         self.stack: list[Any] = []
         self.depths: list[int] = []
         self.below: list[tuple[list[Any], list[int]]] = []
@@ -116,6 +123,16 @@ class _Machine:
             raise _too_deep()
         self.stack.append(value)
         self.depths.append(depth)
+
+    def make(self, value: Any, depth: int = 0) -> None:
+        """`push` of a container, call or persistent name."""
+        self.left -= 1
+        if self.left < 0:
+            raise LimitExceeded(
+                f"this pickle makes more than {_MADE + self.size_bytes // _MADE_BYTES} containers and calls of its "
+                f"{self.size_bytes} bytes ({_MADE}, and one for every {_MADE_BYTES} bytes): no state dict does"
+            )
+        self.push(value, depth)
 
     def top(self) -> Any:
         return self.stack[-1]
@@ -172,7 +189,7 @@ def _stack_global(machine: _Machine, _: Any) -> None:
 def _call(machine: _Machine, function: object, arguments: object, depth: int) -> None:
     if not isinstance(function, Name) or type(arguments) is not tuple:
         raise UnsupportedValue("this pickle calls what is not a plain name with arguments: it is not read")
-    machine.push(Call(function=function, arguments=arguments), depth + 1)
+    machine.make(Call(function=function, arguments=arguments), depth + 1)
 
 
 def _reduce(machine: _Machine, _: Any) -> None:
@@ -248,7 +265,7 @@ def _made(make: Callable[[list[Any]], Any]) -> _Act:
 
     def made(machine: _Machine, _: Any) -> None:
         found, depth = machine.to_mark()
-        machine.push(make(found), depth + 1)
+        machine.make(make(found), depth + 1)
 
     return made
 
@@ -256,25 +273,25 @@ def _made(make: Callable[[list[Any]], Any]) -> _Act:
 def _tuple(count: int) -> _Act:
     def made(machine: _Machine, _: Any) -> None:
         found, depth = machine.pops(count)
-        machine.push(tuple(found), depth + 1)
+        machine.make(tuple(found), depth + 1)
 
     return made
 
 
 def _frozenset(machine: _Machine, _: Any) -> None:
     found, depth = machine.to_mark()
-    machine.push(frozenset(map(partial(_key, machine), found)), depth + 1)
+    machine.make(frozenset(map(partial(_key, machine), found)), depth + 1)
 
 
 def _dict(machine: _Machine, _: Any) -> None:
     flat, depth = machine.to_mark()
-    machine.push({})
+    machine.make({})
     _items(machine, flat, depth)
 
 
 def _persistent(machine: _Machine, _: Any) -> None:
     key, depth = machine.pop()
-    machine.push(Persistent(key=key), depth + 1)
+    machine.make(Persistent(key=key), depth + 1)
 
 
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
@@ -299,9 +316,9 @@ _ACTS: dict[str, _Act] = {
     "POP": _pop,
     "POP_MARK": _pop_mark,
     "DUP": lambda machine, _: machine.push(machine.stack[-1], machine.depths[-1]),
-    "EMPTY_LIST": lambda machine, _: machine.push([]),
-    "EMPTY_DICT": lambda machine, _: machine.push({}),
-    "EMPTY_SET": lambda machine, _: machine.push(set()),
+    "EMPTY_LIST": lambda machine, _: machine.make([]),
+    "EMPTY_DICT": lambda machine, _: machine.make({}),
+    "EMPTY_SET": lambda machine, _: machine.make(set()),
     "LIST": _made(list),
     "TUPLE": _made(tuple),
     "FROZENSET": _frozenset,
