@@ -214,7 +214,64 @@ def test_slabs_are_read_into_the_live_parameter_and_nothing_is_made_beside_it(mo
     assert torch.equal(restored(storage), module.weight)
 
 
-def test_parts_of_any_shape_are_read_out_of_slabs() -> None:
+class Watched(MemoryStorage):
+    """Counts the bytes that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size_bytes = 0
+
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        data = super().read(path, start, stop, etag=etag)
+        self.size_bytes += len(data)
+        return data
+
+
+def test_of_a_tensor_that_goes_elsewhere_the_rows_that_are_wanted_are_read_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage, module = Watched(), table()
+    Saving(storage, module).save()
+    tip = read_history(storage).tip
+    assert tip is not None
+    loaded = load(storage, tip, rank=0, world_size=1)
+    made: list[int] = []
+    make = load_module.empty_for
+
+    def counted(spec: TensorSpec) -> Any:
+        made.append(spec.size_bytes)
+        return make(spec)
+
+    monkeypatch.setattr(load_module, "empty_for", counted)
+    monkeypatch.setattr(load_module, "_BLOCK_BYTES", 1)  # then blocks are of the rows of a slab
+    storage.size_bytes, found = 0, torch.empty(3000, 10)
+    loaded.read_part("model/weight", (0, 5), found)
+    assert torch.equal(found, module.weight[:, 5:15])
+    assert len(made) == 6 and max(made) <= SLAB and sum(made) == 3000 * ROW * 4
+    storage.size_bytes, found = 0, torch.empty(500, ROW)
+    loaded.read_part("model/weight", (700, 0), found)
+    assert torch.equal(found, module.weight[700:1200])
+    assert storage.size_bytes < 3 * SLAB, "slabs are read that nobody wants"
+
+
+def test_damage_in_the_rows_that_are_wanted_of_a_tensor_is_told() -> None:
+    storage, module = MemoryStorage(), table()
+    Saving(storage, module).save()
+    tip = read_history(storage).tip
+    assert tip is not None
+    loaded = load(storage, tip, rank=0, world_size=1)
+    (path,) = files(storage)
+    damaged = bytearray(storage.objects[path])
+    damaged[5 * SLAB + 100_000] ^= 1
+    storage.objects[path] = bytes(damaged)
+    loaded.read_part("model/weight", (0, 0), torch.empty(100, ROW))
+    with pytest.raises(CheckpointDamaged, match="are not what was written"):
+        loaded.read_part("model/weight", (2990, 0), torch.empty(1, ROW))
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2**30])
+def test_parts_of_any_shape_are_read_out_of_slabs(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "_BLOCK_BYTES", block_bytes)
     storage, module = MemoryStorage(), table()
     run = Saving(storage, module)
     run.save()

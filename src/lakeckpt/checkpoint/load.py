@@ -11,11 +11,12 @@ Its threads are started and joined inside of calls.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
@@ -34,6 +35,8 @@ from lakeckpt.lake.storage import Storage
 __all__ = ["Loaded", "TensorSource", "load", "loaded_of"]
 
 _READ_THREADS = 8
+_BLOCK_BYTES = 64 * 2**20
+"""Of a part of a tensor, so many are read at a time on their way to another shape."""
 
 
 class TensorSource(Protocol):
@@ -42,6 +45,14 @@ class TensorSource(Protocol):
     def fill(self, into: Mapping[str, memoryview]) -> None:
         """Put the tensors named into these buffers (uint8, of their sizes), verified. `CheckpointDamaged`: the buffers
         may hold anything then."""
+        ...
+
+    def fill_range(self, key: str, start: int, into: memoryview) -> None:
+        """The same with the bytes of one tensor from ``start`` on."""
+        ...
+
+    def unit_bytes(self, key: str) -> int:
+        """Of a tensor, how many bytes are verified together: a range that is not made of such takes more than that."""
         ...
 
     def same(self, one: str, other: str) -> bool:
@@ -79,19 +90,43 @@ class Loaded:
         return {key: tensor for key, (tensor, _) in made.items()}
 
     def read_part(self, key: str, offsets: tuple[int, ...], into: torch.Tensor) -> None:
-        """Fill ``into`` with what begins at ``offsets`` in a tensor, from one saved part after the other; verified."""
+        """Fill ``into`` with what begins at ``offsets`` in a tensor, from one saved part after the other; verified.
+
+        Of a part, those rows are read that are wanted, some at a time: beside ``into``, a bounded number of bytes is
+        taken (or one row).
+        """
         whole = self.whole(key)
-        sizes = {part.key: part.sizes for part in whole.parts}
+        shapes = {part.key: part.sizes for part in whole.parts}
         for region in whole.regions(offsets, tuple(into.shape)):
-            spec = TensorSpec(key=region.key, dtype=whole.spec.dtype, shape=sizes[region.key])
-            part, view = empty_for(spec)
-            self.source.fill({region.key: view})
             target = into
             for dim, size in enumerate(region.sizes):
                 target = target.narrow(dim, region.target[dim], size)
-                part = part.narrow(dim, region.source[dim], size)
-            with torch.no_grad():
-                target.copy_(part)
+            spec = TensorSpec(key=region.key, dtype=whole.spec.dtype, shape=shapes[region.key])
+            if not spec.shape:
+                rows, view = empty_for(spec)
+                self.source.fill({region.key: view})
+                _copy(rows, target)
+                continue
+            first, stop = region.source[0], region.source[0] + region.sizes[0]
+            for low, rows in self._rows(spec, first, stop):
+                for dim in range(1, len(spec.shape)):
+                    rows = rows.narrow(dim, region.source[dim], region.sizes[dim])
+                _copy(rows, target.narrow(0, low - first, len(rows)))
+
+    def _rows(self, spec: TensorSpec, first: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Rows [first, stop) of a tensor as it was saved: the number of the first one of each block, and the block."""
+        row_bytes = spec.size_bytes // spec.shape[0]
+        block = max(1, max(_BLOCK_BYTES, self.source.unit_bytes(spec.key)) // row_bytes)
+        for low in range(first, stop, block):
+            count = min(block, stop - low)
+            rows, view = empty_for(TensorSpec(key=spec.key, dtype=spec.dtype, shape=(count, *spec.shape[1:])))
+            self.source.fill_range(spec.key, low * row_bytes, view)
+            yield low, rows
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
 
 
 _Where = tuple[PartRecord, int]
@@ -118,10 +153,31 @@ class _Stored:
 
     def fill(self, into: Mapping[str, memoryview]) -> None:
         wanted = [self._wanted[key] for key in into]
-        places = [(part, slab.file) for record, part in wanted for slab in record.slabs]
-        files: dict[str, _Where] = {part.files[at].path: (part, at) for part, at in places}
-        self._take(open_files(self._storage, [where for path, where in files.items() if path not in self._opened]))
+        self._open((part, slab.file) for record, part in wanted for slab in record.slabs)
         read_slabs(self._storage, [one for record, _ in wanted for one in self._found[id(record)]], into)
+
+    def fill_range(self, key: str, start: int, into: memoryview) -> None:
+        record, part = self._wanted[key]
+        slabs = [slab for slab in record.slabs if slab.start < start + len(into) and slab.stop > start]
+        self._open((part, slab.file) for slab in slabs)
+        first, stop = min(slab.start for slab in slabs), max(slab.stop for slab in slabs)
+        whole = into if (first, stop) == (start, start + len(into)) else np.empty(stop - first, np.uint8).data
+        chosen = {slab.start for slab in slabs}
+        moved = [
+            replace(one, slab=replace(one.slab, start=one.slab.start - first))  # to where it lies in what is read
+            for one in self._found[id(record)]
+            if one.slab.start in chosen
+        ]
+        read_slabs(self._storage, moved, {key: whole})
+        if whole is not into:
+            into[:] = whole[start - first : start - first + len(into)]
+
+    def unit_bytes(self, key: str) -> int:
+        return max(slab.stop - slab.start for slab in self._wanted[key][0].slabs)
+
+    def _open(self, places: Iterable[_Where]) -> None:
+        files = {part.files[at].path: (part, at) for part, at in places}
+        self._take(open_files(self._storage, [where for path, where in files.items() if path not in self._opened]))
 
     def same(self, one: str, other: str) -> bool:
         return self._wanted[one][0].digest == self._wanted[other][0].digest

@@ -160,6 +160,12 @@ class _InArena:
     def fill(self, into: Mapping[str, memoryview]) -> None:
         self._contents.fill(into)
 
+    def fill_range(self, key: str, start: int, into: memoryview) -> None:
+        self._contents.fill_range(key, start, into)
+
+    def unit_bytes(self, key: str) -> int:
+        return self._contents.held.arena.layout.leaf_bytes
+
     def same(self, one: str, other: str) -> bool:
         return bool(self._contents.tensor(one) == self._contents.tensor(other))
 

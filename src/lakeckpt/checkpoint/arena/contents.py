@@ -202,13 +202,19 @@ class Contents:
         """Copy the tensors named into these buffers (uint8, of their sizes): leaf by leaf, several at once, each
         verified as it comes. `ArenaDamaged`: the buffers may hold anything then.
         """
-        places, leaf_bytes = self.documents.table.places, self.held.arena.layout.leaf_bytes
+        places = self.documents.table.places
+        self._copy([_Piece(places[key].start, target) for key, target in into.items() if len(target)])
+
+    def fill_range(self, key: str, start: int, into: memoryview) -> None:
+        """The same with some bytes of one tensor, from ``start`` on."""
+        self._copy([_Piece(self.documents.table.places[key].start + start, into)])
+
+    def _copy(self, pieces: Iterable[_Piece]) -> None:
+        leaf_bytes = self.held.arena.layout.leaf_bytes
         by_leaf: defaultdict[int, list[_Piece]] = defaultdict(list)
-        for key, target in into.items():
-            if len(target):
-                piece = _Piece(places[key].start, target)
-                for one in range(piece.start // leaf_bytes, (piece.stop - 1) // leaf_bytes + 1):
-                    by_leaf[one].append(piece)
+        for piece in pieces:
+            for one in range(piece.start // leaf_bytes, (piece.stop - 1) // leaf_bytes + 1):
+                by_leaf[one].append(piece)
         _on_threads(self._fill, sorted(by_leaf.items(), key=itemgetter(0)))
 
     def _fill(self, leaves: Sequence[_Leaf]) -> None:
