@@ -278,11 +278,28 @@ def test_memory_of_another_model_is_not_restored_and_the_checkpoint_says_what_do
     dead, _ = killed_at_5(storage, tmp_path)
     objects = objects_of(3) | {"model": torch.nn.Linear(2, 2)}
     with (
-        pytest.warns(DamageWarning, match="this cut is not restored from memory"),
+        pytest.warns(DamageWarning, match=r"the cut of step \d .* nothing of it is damaged; .* does not fit") as told,
         pytest.raises(CheckpointMismatch, match="checkpoint in slot 1 does not fit"),
     ):
         managed(storage, objects, tmp_path).restore()
-    assert dead.steps_done == 5
+    assert dead.steps_done == 5 and not [one for one in told if "damage in the run" in str(one.message)]
+
+
+def test_memory_of_another_model_is_no_damage_of_the_run_where_a_checkpoint_does_fit(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    dead, _ = killed_at_5(storage, tmp_path)
+    other = managed(storage, objects_of(3), tmp_path)
+    recall = Remembered.recall
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        recall(*args, **kwargs)
+        raise CheckpointMismatch("it has another shape")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Remembered, "recall", refused)
+        with pytest.warns(DamageWarning, match=r"the cut of step \d that attempt 0 left in memory .* another shape"):
+            assert other.restore() == 2 and dead.steps_done == 5
+    assert other.restore_report.captured is None and other.restore_report.damaged == ()
 
 
 def test_the_newest_cut_that_all_ranks_have_is_taken(tmp_path: Path) -> None:

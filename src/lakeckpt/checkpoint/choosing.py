@@ -11,7 +11,7 @@ import contextlib
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.log import Damage, LogView, SlotTaken, list_slots, put_entry, read_log
@@ -27,6 +27,10 @@ __all__ = ["Chooser"]
 
 _MOST_ENTRIES = 4096
 _MOST_SLOTS = 100
+_UNFIT = (
+    "the cut of step {} that attempt {} left in memory is not restored, though nothing of it is damaged; a checkpoint "
+    "is taken if one fits: {}"
+)
 
 
 class Chooser:
@@ -146,6 +150,11 @@ class Chooser:
             given_up=dict(given_up),
             captured=captured,
         )
+
+    def pass_over(self, captured: Captured, reasons: Iterable[str]) -> None:
+        """Tell of a cut in memory that is not damaged, and cannot be restored."""
+        for reason in reasons if self._speaker else ():
+            warnings.warn(_UNFIT.format(captured.step, captured.attempt, reason), DamageWarning, stacklevel=6)
 
     def report(self, damage: Damage) -> None:
         """Tell of a damage, once."""

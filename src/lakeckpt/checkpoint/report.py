@@ -25,7 +25,8 @@ class CaptureWarning(UserWarning):
 
 
 class DamageWarning(UserWarning):
-    """Something of the run is not as it was written; an older checkpoint was taken, or it was not needed."""
+    """Something of the run is not as it was written; an older checkpoint was taken, or it was not needed. Or a cut in
+    memory is not what can be restored: then the message says that it is not damaged."""
 
 
 class RetentionWarning(UserWarning):

@@ -40,7 +40,7 @@ from lakeckpt.checkpoint.random_states import derive_random, restore_random
 from lakeckpt.checkpoint.remap import records_remapped
 from lakeckpt.checkpoint.remembered import Offer, Remembered, readers_of
 from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
-from lakeckpt.checkpoint.together import Together, verdict
+from lakeckpt.checkpoint.together import Together, texts, verdict
 from lakeckpt.checkpoint.together import told as _told
 from lakeckpt.checkpoint.verify import index_damage
 from lakeckpt.errors import (
@@ -207,11 +207,11 @@ class Restorer:
             failure = error
         votes = {}
         if failure is not None:
-            votes = {"damaged" if which[1] is not None else verdict(failure): _told(failure)}
+            votes = {verdict(failure, of_memory=which[1] is not None): _told(failure)}
         if chosen is not None:
             votes = {f"{_GIVEN_UP}{name}": reason for name, reason in chosen.pins.given_up.items()}
         tally = self._all.settle(votes, failure)
-        if "damaged" in tally.facts:
+        if not {"damaged", "unfit"}.isdisjoint(tally.facts):
             self._reject(which, tally)
             return None
         assert chosen is not None
@@ -230,8 +230,7 @@ class Restorer:
 
     def _reject(self, which: _Which, tally: Tally) -> None:
         slot, captured = which
-        for said in sorted(tally.facts["damaged"]):
-            text = said.partition(": ")[2]
+        for text in texts(tally, "damaged"):
             if captured is not None:
                 path, reason = f"memory/{captured.to_text()}", f"this cut is not restored from memory: {text}"
             else:
@@ -239,6 +238,7 @@ class Restorer:
                 path, reason = slot_path(slot), f"this checkpoint is not whole: {text}"
             self._chooser.report(Damage(path=path, reason=reason))
         if captured is not None:
+            self._chooser.pass_over(captured, texts(tally, "unfit"))
             self._forgotten.add(captured)
         elif slot is not None:
             self._chooser.reject(slot)

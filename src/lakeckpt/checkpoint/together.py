@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from lakeckpt.checkpoint.agreement import everyone
-from lakeckpt.errors import ArenaDamaged, CheckpointDamaged, CheckpointError, LakeckptError, error_of
+from lakeckpt.errors import ArenaDamaged, CheckpointDamaged, CheckpointError, LakeckptError, WireError, error_of
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
 
-__all__ = ["Together", "told", "verdict"]
+__all__ = ["Together", "texts", "told", "verdict"]
 
 
 class Together:
@@ -60,15 +60,23 @@ class Together:
         return every
 
 
-def verdict(error: Exception) -> str:
-    """Whether an older checkpoint may do."""
-    return "damaged" if isinstance(error, (CheckpointDamaged, ArenaDamaged)) else "refused"
+def verdict(error: Exception, *, of_memory: bool = False) -> str:
+    """Whether an older checkpoint may do. A cut in memory (``of_memory``) is never needed: where it is not damaged, it
+    is ``unfit``, and a checkpoint that does not fit either says so for itself."""
+    if isinstance(error, (CheckpointDamaged, ArenaDamaged)) or (of_memory and isinstance(error, WireError)):
+        return "damaged"
+    return "unfit" if of_memory else "refused"
 
 
 def told(error: Exception) -> str:
     """An error in a vote."""
     kind = error.kind if isinstance(error, LakeckptError) else type(error).__name__
     return f"{kind}: {error}"
+
+
+def texts(tally: Tally, fact: str) -> list[str]:
+    """What ranks have `told` of a fact, without the kinds of the errors."""
+    return sorted({said.partition(": ")[2] for said in tally.facts.get(fact, ())})
 
 
 def _raise_said(words: str, text: str) -> NoReturn:
