@@ -26,13 +26,19 @@ FORKS.set_forkserver_preload(
 )
 
 
-def run_processes(world_size: int, body: Callable[..., None], *args: Any, ends: list[int] | None = None) -> None:
+def run_processes(
+    world_size: int,
+    body: Callable[..., None],
+    *args: Any,
+    ends: list[int] | None = None,
+    patience_s: float = PATIENCE_S,
+) -> None:
     """Run ``body(rank, *args)`` in a process per rank; AssertionError unless their exit codes are ``ends`` (all 0)."""
     processes = [FORKS.Process(target=body, args=(rank, *args)) for rank in range(world_size)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(PATIENCE_S)
+        process.join(patience_s)
     hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
     for process in processes:
         process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -315,6 +317,54 @@ def test_arenas_are_the_users_alone_and_opened_through_no_link(folder: ArenaFold
     (tmp_path / "link").symlink_to(folder.path)
     with pytest.raises(ArenaError, match="cannot lie in"):
         ArenaFolder(tmp_path / "link").create(layout())
+
+
+@pytest.mark.parametrize("when", ["_fill", "link"])
+def test_a_process_that_is_killed_as_it_makes_an_arena_leaves_none(
+    when: str, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.make()
+    if not (child := os.fork()):
+        try:
+            if when == "link":
+                monkeypatch.setattr(os, "link", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            else:
+                fill = ArenaFolder._fill
+
+                def killed(*args: Any) -> None:
+                    fill(*args)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+                monkeypatch.setattr(ArenaFolder, "_fill", killed)
+            folder.create(layout())
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert os.listdir(folder.path) == []
+
+
+@pytest.mark.parametrize("cannot", ["make", "name"])
+def test_where_files_need_names_an_arena_is_made_under_one(
+    cannot: str, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    real = os.open
+    if cannot == "name":
+        monkeypatch.setattr(os, "link", refuse)
+    else:
+        monkeypatch.setattr(
+            os,
+            "open",
+            lambda path, flags, *rest, **more: (
+                refuse() if flags & os.O_TMPFILE == os.O_TMPFILE else real(path, flags, *rest, **more)
+            ),
+        )
+    with folder.create(layout()) as arena:
+        assert capture(arena, 1)
+        assert [one.name for one in folder.found()] == [arena.name] and folder.found()[0].is_filled
+    assert len(os.listdir(folder.path)) == 1
 
 
 def test_an_arena_that_does_not_fit_is_refused_with_what_it_takes(folder: ArenaFolder) -> None:

@@ -40,6 +40,7 @@ from lakeckpt.checkpoint.foreign.convert import read_state
 from lakeckpt.checkpoint.gate import OpenGate
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.verify import verify
+from lakeckpt.errors import ArenaDamaged
 from lakeckpt.lake.local import LocalStorage
 from tests.checkpoint.agent.test_agent import ended
 from tests.checkpoint.capturing.device import Device, SimulatedLink
@@ -113,6 +114,8 @@ class Site:
                 self.agents.append(self.notes["agent"])
                 with contextlib.suppress(OSError):  # the trainer may be dead
                     ours.send(b"+")
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        self.notes["trainer"] = 0  # from here on its number may be another's
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def met(self, process: str) -> Counter[str]:
@@ -256,8 +259,9 @@ class Site:
         """The newest step that is complete in memory; every generation there is of one step."""
         newest = 0
         for info in ArenaFolder(self.arenas).found():
-            with ArenaFolder(self.arenas).open(info.name) as arena:
-                newest = max([newest, *check_stamps(arena)])
+            with contextlib.suppress(ArenaDamaged):  # it was being made
+                with ArenaFolder(self.arenas).open(info.name) as arena:
+                    newest = max([newest, *check_stamps(arena)])
         return newest
 
 

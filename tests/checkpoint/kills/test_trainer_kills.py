@@ -20,9 +20,11 @@ import pytest
 
 from tests.checkpoint.kills.job import CAPTURING, LAST, PERSISTING, RESTORING, Site, adopt
 from tests.checkpoint.kills.points import Doom, Process
+from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
 
 EVERY = os.environ.get("LAKECKPT_EVERY_KILL") == "1"
+SWEEP_S = 7000.0 if EVERY else PATIENCE_S
 TRAINER: tuple[Process, ...] = ("trainer",)
 AGENT: tuple[Process, ...] = ("agent",)
 BOTH: tuple[Process, ...] = ("trainer", "agent")
@@ -43,8 +45,8 @@ def survive(site: Site, doom: Doom, modules: tuple[ModuleType, ...], *, drains: 
     notes = site.notes
     notes["killed"] = 0
     status = site.train(doom, modules=modules)
-    if status == 0:  # the agent was killed, or nobody was
-        assert "trainer" not in doom.victims or not notes["killed"]
+    if status == 0:  # the agent was killed, or nobody was, or the agent came to its point behind the trainer's end
+        assert doom.process == "agent" or "trainer" not in doom.victims or not notes["killed"]
     else:
         assert notes["killed"] and "trainer" in doom.victims, site.failure
         captured, known = site.captured(), max(notes["completed"], notes["committed"])
@@ -110,7 +112,7 @@ def dooms(met: Counter[str], process: Process, kind: str, most: int) -> Iterator
 def swept(kind: str, *, device: bool, most: int) -> None:
     with tempfile.TemporaryDirectory(prefix="lakeckpt-kills-") as folder:
         try:
-            run_processes(1, sweep, folder, kind, device, most)
+            run_processes(1, sweep, folder, kind, device, most, patience_s=SWEEP_S)
         except AssertionError as error:
             failed = Path(folder, "failed")
             raise AssertionError(failed.read_text() if failed.exists() else str(error)) from error

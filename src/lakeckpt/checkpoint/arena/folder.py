@@ -62,11 +62,14 @@ class ArenaFolder:
         os.close(self._opened(make=True))
 
     def create(self, layout: ArenaLayout) -> Arena:
-        """Make an arena, and open it to be filled. `ArenaTooLarge`, `ArenaError`; nothing is left where it fails."""
+        """Make an arena, and open it to be filled. `ArenaTooLarge`, `ArenaError`; nothing is left where it fails, nor
+        where the process is killed meanwhile, unless the file system has no files without a name."""
         folder = self._opened(make=True)
         name = secrets.token_hex(16) + _SUFFIX
         try:
             self._check_room(folder, layout)
+            if (made := self._made_nameless(folder, name, layout)) is not None:
+                return made
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(name, flags, 0o600, dir_fd=folder)
             try:
@@ -192,6 +195,27 @@ class ArenaFolder:
                 "give a folder on a disk, capture less, or make room"
             )
 
+    def _made_nameless(self, folder: int, name: str, layout: ArenaLayout) -> Arena | None:
+        """An arena that is given its name when it is one, and its trainer fills it; None where that cannot be."""
+        descriptor = _nameless(folder)
+        if descriptor is None:
+            return None
+        try:
+            self._fill(descriptor, layout)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        arena = Arena(descriptor, name, writes=True)
+        try:
+            os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=folder, follow_symlinks=True)
+        except OSError:
+            arena.close()
+            return None
+        except BaseException:
+            arena.close()
+            raise
+        return arena
+
     def _fill(self, descriptor: int, layout: ArenaLayout) -> None:
         try:
             os.posix_fallocate(descriptor, 0, layout.size_bytes)
@@ -204,3 +228,13 @@ class ArenaFolder:
         block = layout.to_bytes()
         written = os.pwrite(descriptor, block, 0)
         assert written == len(block), "a few bytes into allocated memory"
+
+
+def _nameless(folder: int) -> int | None:
+    """A new file in ``folder`` that goes when it is closed, unless it is given a name; None where there are none."""
+    try:
+        return os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+            return None
+        raise
