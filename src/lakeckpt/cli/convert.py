@@ -1,4 +1,4 @@
-"""``lakeckpt convert SOURCE TARGET --to FORM``: import from and export to torch's own DCP and safetensors."""
+"""``lakeckpt convert SOURCE TARGET --to FORM``: import from and export to torch's own forms and safetensors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", metavar="SOURCE", help="a run, a folder of DCP (ours or torch's), a file of torch.save, safetensors"
     )
-    parser.add_argument("target", metavar="TARGET", help="a new folder, or a URL")
-    parser.add_argument("--to", choices=["dcp", "safetensors", "lakeckpt"], required=True, help="the form to write")
+    parser.add_argument("target", metavar="TARGET", help="a new folder, or a URL; a new file, for torch")
+    parser.add_argument(
+        "--to", choices=["dcp", "torch", "safetensors", "lakeckpt"], required=True, help="the form to write"
+    )
     parser.add_argument("--item", metavar="NAME", help="write this part of the state alone, such as model")
     parser.add_argument("--slot", type=int, metavar="N", help="of a run: the checkpoint in this slot (default: newest)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="of a run: what this rank had (default: 0)")

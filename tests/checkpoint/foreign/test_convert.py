@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import errno
 import json
 import os
 import pickle
@@ -24,12 +26,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lakeckpt import CheckpointManager, LakeLoadPlanner, LakeStorageReader, convert_checkpoint, read_state
 from lakeckpt.checkpoint.foreign.safetensors import write_safetensors
+from lakeckpt.checkpoint.foreign.torch_writer import write_torch_file
 from lakeckpt.cli.main import main
 from lakeckpt.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     ConfigError,
     LakeckptError,
+    SaveFailed,
     StorageError,
     UnsupportedValue,
 )
@@ -256,6 +260,62 @@ def test_a_file_of_torch_save_is_read_as_it_was_saved_and_its_old_form_refused(t
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "hub" / "pytorch_model.bin")
     with pytest.raises(CheckpointNotFound, match=r"no \*\.safetensors, but pytorch_model\.bin: name that file"):
         read_state(tmp_path / "hub")
+
+
+def test_a_run_becomes_a_file_that_torch_loads_without_running_code(tmp_path: Path) -> None:
+    objects = trained() | {"reader": Reader()}
+    with CheckpointManager(tmp_path / "run", objects) as manager:
+        manager.restore()
+        next(iter(objects["reader"]))
+        manager.step()
+    assert main(["convert", f"{tmp_path}/run", f"{tmp_path}/new/all.pt", "--to", "torch"]) == 0
+    found = torch.load(tmp_path / "new" / "all.pt", weights_only=True)
+    assert alike(found, read_state(tmp_path / "run")) and alike(found, read_state(tmp_path / "new" / "all.pt"))
+    fresh = training(seed=5)
+    fresh["model"].load_state_dict(found["model"])
+    fresh["optimizer"].load_state_dict(found["optimizer"])
+    assert alike(fresh["optimizer"].state_dict(), objects["optimizer"].state_dict())
+    done = convert_checkpoint(tmp_path / "run", tmp_path / "model.ckpt", to="torch", item="model")
+    assert (done.target, done.tensors) == ("torch", len(objects["model"].state_dict()))
+    with pytest.raises(ConfigError, match=r"model\.ckpt' is there already"):
+        convert_checkpoint(tmp_path / "run", tmp_path / "model.ckpt", to="torch")
+    assert alike(torch.load(tmp_path / "model.ckpt", weights_only=True), dict(objects["model"].state_dict()))
+    with pytest.raises(ConfigError, match=r"is called \*\.pt, "):
+        convert_checkpoint(tmp_path / "run", tmp_path / "model", to="torch")
+    with pytest.raises(ConfigError, match=r"files of torch\.save are written into local folders"):
+        convert_checkpoint(tmp_path / "run", "s3://there/model.pt", to="torch")
+    assert sorted(os.listdir(tmp_path)) == ["model.ckpt", "new", "run"] and os.listdir(tmp_path / "new") == ["all.pt"]
+
+
+def test_what_torch_would_refuse_is_named_and_what_is_shared_or_narrow_is_written_as_it_is(tmp_path: Path) -> None:
+    path, state = tmp_path / "x.pt", rich_state()
+    with pytest.raises(
+        UnsupportedValue, match=r"holds mixed\.array \(numpy\.ndarray\), .*mixed\.number \(numpy\.float32\)"
+    ):
+        write_torch_file(str(path), state)
+    for name in ("array", "fortran", "number", "texts"):
+        del state["mixed"][name]
+    state["tied"] = state["scalar"]
+    write_torch_file(str(path), state)
+    found = torch.load(path, weights_only=True)
+    assert alike(found, state | {"mixed": state["mixed"] | {"default": {"x": [1]}}})
+    assert found["tied"].data_ptr() == found["scalar"].data_ptr() and found["view"].untyped_storage().nbytes() == 16
+    with pytest.raises(UnsupportedValue, match=r"holds here\.1 \(tests\..*\.Boom\), there\..* as a key \("):
+        write_torch_file(str(tmp_path / "y.pt"), {"here": [1, Boom()], "there": {enum.Enum("Own", "a").a: 1}})
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
+@pytest.mark.parametrize("where", ["save", "load", "link"])
+def test_a_file_that_could_not_be_written_whole_is_not_there(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise pickle.UnpicklingError("not this") if where == "load" else OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os if where == "link" else torch, where, refuse)
+    with pytest.raises(UnsupportedValue if where == "load" else SaveFailed, match=r"not this|full"):
+        write_torch_file(str(tmp_path / "x.pt"), {"a": torch.ones(3)})
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_run_may_be_called_as_files_are(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 `read_state` tells by looking what lies at a place: a run of `CheckpointManager`, a checkpoint of `LakeStorageWriter`,
 one of torch's own DCP, a file of ``torch.save``, or safetensors. `convert_checkpoint` writes what it read as any of
-these but the first and ``torch.save``'s. The whole state is held in host memory once. Nothing is unpickled on the way
-in; on the way out, torch's own writer writes torch's own form, pickle and all.
+these but the first. The whole state is held in host memory once. Nothing is unpickled on the way in; on the way out,
+torch's own writers write torch's own forms, pickle and all.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lakeckpt.checkpoint.foreign.dcp_folder import nested, read_dcp_folder
 from lakeckpt.checkpoint.foreign.dcp_metadata import METADATA
 from lakeckpt.checkpoint.foreign.safetensors import SAFETENSORS, read_safetensors, tensors_of, write_safetensors
 from lakeckpt.checkpoint.foreign.torch_file import SUFFIXES, read_torch_file
+from lakeckpt.checkpoint.foreign.torch_writer import write_torch_file
 from lakeckpt.checkpoint.load import load
 from lakeckpt.checkpoint.log import LOG, list_slots, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
@@ -47,7 +48,7 @@ from lakeckpt.lake.storage import Storage, describe, open_storage
 
 __all__ = ["Converted", "Form", "convert_checkpoint", "read_state"]
 
-Form = Literal["lakeckpt", "dcp", "safetensors"]
+Form = Literal["lakeckpt", "dcp", "torch", "safetensors"]
 
 _MOST_TRIES = 8
 
@@ -96,17 +97,21 @@ def convert_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
 ) -> Converted:
-    """Read the state at ``source`` (see `read_state`) and write it at ``target``, an empty folder.
+    """Read the state at ``source`` (see `read_state`) and write it at ``target``: an empty folder, or a new file.
 
     ``to="dcp"``: a folder that plain ``torch.distributed.checkpoint`` loads; local folders only. ``to="lakeckpt"``: one
     for `LakeStorageReader`. ``to="safetensors"``: ``model.safetensors``, or several and an index; tensors only, so
-    that ``item="model"`` chooses the part to write, with names as in its own state dict. ``item`` may have dots for
-    parts inside of parts.
+    that ``item="model"`` chooses the part to write, with names as in its own state dict. ``to="torch"``: one local file
+    (named ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``) that ``torch.load(weights_only=True)`` takes: tensors and plain
+    values. ``item`` may have dots for parts inside of parts.
 
     Raises as `read_state`, and `ConfigError` where the target is not empty or the item is not there.
     """
     kind, state = _read(source, slot=slot, rank=rank, storage_options=storage_options)
     state = _item(state, item)
+    if to == "torch":
+        write_torch_file(_local(target, "files of torch.save are"), state)
+        return _converted(kind, to, state)
     storage = open_storage(target, storage_options=target_options)
     if storage.list():
         raise ConfigError(f"{describe(storage)!r} is not empty: convert into a new folder")
@@ -116,13 +121,17 @@ def convert_checkpoint(
         writer = LakeStorageWriter(target, storage_options=target_options)
         _alone(dcp_save, state, storage_writer=writer, planner=LakeSavePlanner())
     elif to == "dcp":
-        _alone(dcp_save, state, storage_writer=FileSystemWriter(_local(target)))
+        _alone(dcp_save, state, storage_writer=FileSystemWriter(_local(target, "torch's own DCP is")))
     else:
-        raise ConfigError(f"to is 'lakeckpt', 'dcp' or 'safetensors', got {to!r}")
+        raise ConfigError(f"to is 'lakeckpt', 'dcp', 'torch' or 'safetensors', got {to!r}")
+    return _converted(kind, to, state)
+
+
+def _converted(source: str, target: Form, state: dict[str, Any]) -> Converted:
     leaves = flatten_state_dict(state)[0].values()
     sizes = [one.nbytes for one in leaves if hasattr(one, "nbytes") and hasattr(one, "untyped_storage")]
     values = len(leaves) - len(sizes)
-    return Converted(source=kind, target=to, tensors=len(sizes), size_bytes=sum(sizes), values=values)
+    return Converted(source=source, target=target, tensors=len(sizes), size_bytes=sum(sizes), values=values)
 
 
 def _read(
@@ -233,10 +242,10 @@ def _item(state: dict[str, Any], item: str | None) -> dict[str, Any]:
     return dict(found)
 
 
-def _local(target: str | os.PathLike[str]) -> str:
+def _local(target: str | os.PathLike[str], what: str) -> str:
     text = os.fspath(target)
     if "://" in text and not text.startswith("file://"):
-        raise ConfigError(f"torch's own DCP is written into local folders: write it to one, then copy it to {text!r}")
+        raise ConfigError(f"{what} written into local folders: write it to one, then copy it to {text!r}")
     return text.removeprefix("file://")
 
 
