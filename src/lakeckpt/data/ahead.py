@@ -9,8 +9,9 @@ It starts no threads (the source does), and ends them: `close`, which letting go
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lakeckpt.core.plan import Assignment
@@ -48,8 +49,9 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
             pass
         return source.take(announced.popleft())
 
-    def __del__(self) -> None:
-        if hasattr(self, "_announced"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When the interpreter ends, its threads have, and modules may have been emptied: nothing is left to do or use.
+        if not is_finalizing() and hasattr(self, "_announced"):
             self.close()
 
     def close(self) -> None:

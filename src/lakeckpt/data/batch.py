@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.reading.ragged import Ragged
 
 __all__ = ["Batch"]
 
@@ -13,13 +15,43 @@ class Batch(dict[str, Any]):
     """A micro-batch: column name to tensor (or array), with the ``receipt`` of its rows.
 
     Being a dict, it goes through torch's collate, pinning and device-moving helpers. In row-wise use it is one row.
+
+    ``to`` keeps the receipt, and accelerate and Lightning move batches by it. What makes a batch anew from its columns
+    alone, as transformers' Trainer and DistributedDataParallel on GPUs do, gets one without a receipt.
     """
 
     receipt: Receipt
 
-    def __init__(self, columns: dict[str, Any], receipt: Receipt) -> None:
+    def __init__(
+        self, columns: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), receipt: Receipt | None = None
+    ) -> None:
         super().__init__(columns)
-        self.receipt = receipt
+        if receipt is not None:
+            self.receipt = receipt
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "receipt":
+            raise AttributeError(
+                "this batch was made anew from its columns by a framework, which left its receipt behind: the loader "
+                "has it, loader.last_receipt"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def to(self, *args: Any, **options: Any) -> Batch:
+        """Return the batch with its tensors moved by ``tensor.to(…)``, and its receipt; other columns as they are."""
+        return Batch(_moved(dict(self), args, options), self.__dict__.get("receipt"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Batch, (dict(self), self.receipt))
+        return (Batch, (dict(self), self.__dict__.get("receipt")))
+
+
+def _moved(value: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    if hasattr(value, "to"):
+        return value.to(*args, **options)
+    if type(value) is dict:
+        return {name: _moved(one, args, options) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(one, args, options) for one in value)
+    if isinstance(value, Ragged):
+        return value.map_arrays(lambda array: _moved(array, args, options))
+    return value

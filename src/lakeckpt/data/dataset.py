@@ -20,6 +20,7 @@ from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.arguments import chosen_columns, flag, one_of, optional, positive, whole
+from lakeckpt.data.dealers import check_dealers
 from lakeckpt.data.epoch_file import EpochFile, Turn
 from lakeckpt.data.progress import Progress
 from lakeckpt.data.skip_warning import skips_bad_row_groups, warn_of_skips
@@ -193,12 +194,14 @@ class LakeDataset(IterableDataset[Any]):
         self._worker_state: Mapping[str, Any] | None = None
         self._worker_place: WorkerPlace | None = None
         self._worker_begun = 0
+        self._read_ahead = ""
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is spawned can ask neither torch.distributed nor the group, so it is told.
         state = dict(self.__dict__)
         if get_worker_info() is None:
             state["_pickled_topology"] = self.topology
+            check_dealers(self.topology)  # of workers that are spawned
             if self._dp_group is not None:
                 state["_explicit_rank"] = self.topology
         state["_dp_group"] = None
@@ -273,9 +276,11 @@ class LakeDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
+        rank, world_size = self.topology
+        self._read_ahead = check_dealers((rank, world_size), at_start=self._progress.at_start)
         if worker is not None:
             return self._iterate_as_worker(worker.id, worker.num_workers, worker.seed - worker.id)
-        rank, world_size = self.topology
+        self._progress.turn()
         self.move()
         self._progress.settle(world_size, 0)
         # Now, not when the first item is asked for: what changes the place in between puts this iterator out of date.
@@ -360,6 +365,12 @@ class LakeDataset(IterableDataset[Any]):
         if get_worker_info() is not None:
             return self._worker_state_dict()
         rank, world_size = self.topology
+        if self._read_ahead:
+            raise StateUnavailable(
+                f"this dataset is read by accelerate's {self._read_ahead}, which is a batch ahead of the loop: what "
+                "the loop received is not known here. Use lakeckpt.LakeLoader(dataset) with accelerator.prepare, and "
+                "call state_dict() of the loader."
+            )
         if self._epochs.epoch(rank) is not None:
             raise StateUnavailable(
                 "this dataset is read by worker processes of a torch DataLoader, which read ahead of the loop: the "
@@ -377,7 +388,7 @@ class LakeDataset(IterableDataset[Any]):
             self._worker_state = state
             return
         self._progress.load(ReaderState.from_plain(state))
-        self._worker_state = None
+        self._worker_state, self._read_ahead = None, ""
         self._epochs.go_to(self.topology[0], self._progress.epoch, dict(state))
 
     def _worker_state_dict(self) -> dict[str, Any]:

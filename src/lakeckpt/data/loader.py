@@ -25,7 +25,9 @@ from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.arguments import whole
+from lakeckpt.data.counters import check_counted, check_not_fetched_ahead, counts_steps
 from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.prepared import EpochSetter, Prepared
 from lakeckpt.data.skip_warning import warn_of_skips
 from lakeckpt.data.source import items_of
 from lakeckpt.data.versions import Fit, Pinned
@@ -51,7 +53,7 @@ _ELSEWHERE = {
 """Where the arguments of a DataLoader went that a LakeLoader does not have."""
 
 
-class LakeLoader(DataLoader[Any]):
+class LakeLoader(Prepared, DataLoader[Any]):
     """Iterates a `LakeDataset`, exactly: a torch DataLoader with ``state_dict`` and ``load_state_dict``.
 
     Args:
@@ -115,6 +117,7 @@ class LakeLoader(DataLoader[Any]):
             super().__init__(dataset, batch_size=None, **options)
         except (ValueError, TypeError) as error:
             raise ConfigError(str(error)) from error
+        object.__setattr__(self, "sampler", EpochSetter(self._told_epoch))  # torch's own refuses another one
         self._progress = dataset._progress
         self._row_wise = dataset.row_wise
         self._own_generator = torch.Generator() if generator is None else None
@@ -123,6 +126,10 @@ class LakeLoader(DataLoader[Any]):
         self._workers_started = 0, 0
         """At which version of the table, and by which process."""
         self._early: tuple[Any, Iterator[tuple[Receipt, Any]]] | None = None
+        self._waiting: int | None = None
+        """The newest iteration."""
+        self._follows: int | None = None
+        """An iteration that begins, if nothing was asked of it yet, where a framework said since: at another epoch."""
 
     # --- what is asked
 
@@ -173,13 +180,16 @@ class LakeLoader(DataLoader[Any]):
     # --- iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._progress.turn()
         self.dataset.move()
         self._settle()
         started, self._early = self._early, None
         if started is None or started[0] != self._place():
             del started  # before what it reads ahead is read otherwise
             started = self._begun()
-        return self._deliver(self._progress.begin_iteration(), started[1])
+        self._waiting = self._progress.begin_iteration()
+        items = self._deliver(self._waiting, started[1])
+        return self._as_prepared(items, self._progress.plan.steps) if self._is_prepared else items
 
     def start(self) -> None:
         """Begin to read what the next iteration will deliver, within the limits of memory that hold for iterating.
@@ -245,6 +255,9 @@ class LakeLoader(DataLoader[Any]):
 
     def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]]) -> Iterator[Any]:
         progress = self._progress
+        if iteration == self._follows:
+            self._settle()
+            iteration, found = progress.begin_iteration(), self._begun()[1]
         # Checked before anything is taken: with persistent workers a newer iterator goes on with them.
         progress.check(iteration)
         skip, process = progress.state.row, os.getpid()
@@ -273,6 +286,15 @@ class LakeLoader(DataLoader[Any]):
         self._early = None
         self.dataset.set_epoch(epoch)
 
+    def _told_epoch(self, epoch: int) -> None:
+        """A framework says which epoch begins. It may have asked for an iterator already."""
+        if epoch == self.epoch:
+            return
+        is_newest = self._progress.is_newest(self._waiting)
+        self.set_epoch(epoch)
+        if is_newest:
+            self._follows = self._waiting
+
     def rewind(self) -> None:
         """Begin the epoch at hand again. The rows of its first part then count twice, and `lakeckpt audit` says so."""
         self._early = None
@@ -287,6 +309,8 @@ class LakeLoader(DataLoader[Any]):
         last, and as often as wanted. Raises StateUnavailable for a receipt from before the last checkpoint.
         """
         self._settle()
+        if at is None and self.identity.endless:
+            check_not_fetched_ahead()
         return self._progress.at(at).to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -294,8 +318,13 @@ class LakeLoader(DataLoader[Any]):
 
         Raises StateMismatch, without a change, where the state is of another order of rows; it says what differs.
         """
-        self._progress.load(ReaderState.from_plain(state))
+        found, counts = ReaderState.from_plain(state), counts_steps()
+        if counts:
+            check_counted(found, self.topology[1])
+        self._progress.load(found)
         self._early = None
+        if counts:
+            self._progress.turn(loaded=True)
 
     def mark(self, at: Receipt | None = None) -> None:
         """Forget what was consumed up to ``at``: a checkpoint has recorded it."""

@@ -290,6 +290,10 @@ class Progress:
         self._iteration += 1
         return self._iteration
 
+    def is_newest(self, iteration: int | None) -> bool:
+        """Whether nothing has begun and no place was changed since ``iteration`` began."""
+        return iteration == self._iteration
+
     def check(self, iteration: int) -> None:
         """Refuse to go on with an iteration from before another one began, or the place was changed."""
         if iteration != self._iteration:
@@ -310,6 +314,18 @@ class Progress:
             self._runs[-1].skips += [(receipt.step, skip) for skip in receipt.skips]
             self.skips = self.skips.union(SkipList(skip.group for skip in receipt.skips))
         self.last_receipt = receipt
+
+    def turn(self, *, loaded: bool = False) -> None:
+        """End the epoch at hand where the loop received its last batch, and asked for no more before it begins again.
+
+        Loops that count steps never ask. After loading a state of that place the loop is to see the end once, unless
+        ``loaded`` says that it counted.
+        """
+        last, state = self.last_receipt, self._state
+        if state is None or self.over or not (loaded or (last is not None and last.epoch == state.epoch)):
+            return
+        if (self.plan.steps, 0) == self._reached:
+            self.finish()
 
     def finish(self) -> None:
         """Note that the loop saw the end of the epoch at hand."""

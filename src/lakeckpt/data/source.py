@@ -184,7 +184,7 @@ class BatchSource:
                 ) from error
             error.add_note(where)
             raise
-        if type(result) is dict:
+        if type(result) is dict or (type(result) is Batch and not hasattr(result, "receipt")):
             return Batch(result, receipt)
         return result
 

@@ -18,6 +18,7 @@ Nothing here runs per row, and nothing is kept but windows: any position can be 
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -129,8 +130,9 @@ class PositionReader:
         self._follows: dict[int, _Slot] = {}
         """The windows of what was announced last of each lane, by where that stopped: nearly all goes on there."""
 
-    def __del__(self) -> None:
-        if hasattr(self, "_follows") and self._process == os.getpid():
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When the interpreter ends, its threads have, and modules may have been emptied: nothing is left to do or use.
+        if not is_finalizing() and hasattr(self, "_follows") and self._process == os.getpid():
             self._threads.close()
 
     @property
