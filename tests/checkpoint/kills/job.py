@@ -39,6 +39,7 @@ from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.foreign.convert import read_state
 from lakeckpt.checkpoint.gate import OpenGate
 from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.log import LOG
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import ArenaDamaged
 from lakeckpt.lake.local import LocalStorage
@@ -247,6 +248,8 @@ class Site:
     def committed(self) -> int:
         """The step of the newest checkpoint, 0 where there is none; all of them are whole, and of one step each."""
         storage = LocalStorage(self.run)
+        if not storage.list(LOG):
+            return 0  # nobody has begun yet
         assert verify(storage).every_damage == ()
         chain = read_history(storage).chain
         for one in chain[-3:]:
