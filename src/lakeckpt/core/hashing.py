@@ -19,6 +19,7 @@ It never draws random numbers and keeps no state. It is not cryptographic: it hi
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -54,32 +55,56 @@ def derive_key(domain: str, *numbers: int) -> tuple[int, int]:
     return int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
 
 
-def _mix(words: UInt64Array) -> None:
-    """Apply the SplitMix64 finalizer to ``words`` in place."""
-    words ^= words >> np.uint64(30)
+_FIRST: UInt64Array = np.arange(1 << 15, dtype=np.uint64)
+
+
+def _count_up(words: UInt64Array) -> None:
+    """Make ``words`` 0 … n-1."""
+    for start in range(0, len(words), len(_FIRST)):
+        run = words[start : start + len(_FIRST)]
+        np.add(_FIRST[: len(run)], np.uint64(start), out=run)
+
+
+def _mix(words: UInt64Array, scratch: UInt64Array) -> None:
+    """Apply the SplitMix64 finalizer to ``words`` in place; ``scratch`` is as long."""
+    words ^= np.right_shift(words, np.uint64(30), out=scratch)
     words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= words >> np.uint64(27)
+    words ^= np.right_shift(words, np.uint64(27), out=scratch)
     words *= np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
+    words ^= np.right_shift(words, np.uint64(31), out=scratch)
 
 
 def hash64(key: tuple[int, int], numbers: UInt64Array) -> UInt64Array:
     """Return the keyed hash of each of ``numbers`` (uint64, shape (n,)) as a new uint64 array of shape (n,)."""
-    words = numbers ^ np.uint64(key[0])
-    _mix(words)
-    words += np.uint64(key[1])
-    _mix(words)
+    words = numbers.copy()
+    _hash(key, words, np.empty_like(words))
     return words
 
 
-def permutation(key: tuple[int, int], count: int) -> Int64Array:
+def _hash(key: tuple[int, int], words: UInt64Array, scratch: UInt64Array) -> None:
+    """Put the hash of each of ``words`` in its place; ``scratch`` is as long."""
+    words ^= np.uint64(key[0])
+    _mix(words, scratch)
+    words += np.uint64(key[1])
+    _mix(words, scratch)
+
+
+def _new(count: int) -> UInt64Array:
+    return np.empty(count, np.uint64)
+
+
+def permutation(key: tuple[int, int], count: int, *, new: Callable[[int], UInt64Array] = _new) -> Int64Array:
     """Return 0 … ``count`` - 1 (int64, shape (count,)) in the order of their hashes under ``key``.
 
-    Element ``i`` is what stands at place ``i``. ``count`` is at most ``MAX_PERMUTED``.
+    Element ``i`` is what stands at place ``i``. ``count`` is at most ``MAX_PERMUTED``. ``new`` makes arrays of so many
+    words, of whatever values: memory that the system has to find each time costs as much as hashing.
     """
     if not 0 <= count <= MAX_PERMUTED:
         raise ValueError(f"a permutation has 0 to {MAX_PERMUTED} elements, got {count}")
-    return sorted_places(hash64(key, np.arange(count, dtype=np.uint64)))
+    words, scratch, packed = new(count), new(count), new(count)
+    _count_up(words)
+    _hash(key, words, scratch)
+    return _sorted_places(words, scratch, packed)
 
 
 def sorted_places(words: UInt64Array) -> Int64Array:
@@ -88,12 +113,18 @@ def sorted_places(words: UInt64Array) -> Int64Array:
     As ``np.argsort``, in a fraction of its time: numpy sorts values with vector instructions. Each word's low bits give
     way to its place; the few neighbours that do not differ above those are put right afterwards.
     """
+    return _sorted_places(words, np.empty_like(words), np.empty_like(words))
+
+
+def _sorted_places(words: UInt64Array, scratch: UInt64Array, packed: UInt64Array) -> Int64Array:
+    """`sorted_places`, in the memory of ``packed``."""
     place_bits = max(1, (len(words) - 1).bit_length())
     low = np.uint64((1 << place_bits) - 1)
-    packed = words & ~low
-    packed |= np.arange(len(words), dtype=np.uint64)
+    np.bitwise_and(words, ~low, out=packed)
+    _count_up(scratch)
+    packed |= scratch
     packed.sort()
-    tied = np.flatnonzero((packed[1:] ^ packed[:-1]) <= low)
+    tied = np.flatnonzero(np.bitwise_xor(packed[1:], packed[:-1], out=scratch[1:]) <= low)
     packed &= low
     places = packed.view(np.int64)
     swapped = len(tied) > 0

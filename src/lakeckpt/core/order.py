@@ -16,6 +16,7 @@ It never reads a row, and never depends on ranks, loader workers or time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,12 +76,14 @@ class Window:
         """The number of rows."""
         return self.stop - self.start
 
-    def permutation(self) -> Int64Array | None:
+    def permutation(self, new: Callable[[int], npt.NDArray[np.uint64]] | None = None) -> Int64Array | None:
         """Return, for each position less ``start``, the row of the concatenated fragments (int64, shape (rows,)).
 
-        None where the rows stand in the fragments' order.
+        None where the rows stand in the fragments' order. ``new`` as for `lakeckpt.core.hashing.permutation`.
         """
-        return None if self.key is None else permutation(self.key, self.rows)
+        if self.key is None:
+            return None
+        return permutation(self.key, self.rows) if new is None else permutation(self.key, self.rows, new=new)
 
 
 def lane_bounds(rows: int, num_lanes: int, rotation: int = 0) -> Int64Array:

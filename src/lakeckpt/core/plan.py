@@ -12,7 +12,7 @@ re-cut. It never reads a table, and never changes a state.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lakeckpt.core.deal import Deal, EpochDeal
@@ -50,6 +50,9 @@ class LayoutKey:
     rotation: int
 
 
+_NO_SKIPS = SkipList()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """A micro-batch dealt to a rank, with the layouts of the epochs that its positions are of."""
@@ -60,7 +63,7 @@ class Assignment:
     """Which of this rank's lanes it comes from, counted from 0: the worker that owns the lane reads it."""
     lanes: int
     """How many lanes this rank has."""
-    skips: SkipList = field(default_factory=SkipList)
+    skips: SkipList = _NO_SKIPS
     """What is known not to be read of these epochs."""
 
 

@@ -43,7 +43,7 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
         source, announced = self._source, self._announced
         self._announce(_EACH_TIME)
         if not announced:
-            self.close()
+            self._close(again=True)
             raise StopIteration
         while not source.is_ready and self._announce(1):
             pass
@@ -56,21 +56,28 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
 
     def close(self) -> None:
         """Forget what was announced and decoded; end the source's threads."""
+        self._close(again=False)
+
+    def _close(self, *, again: bool) -> None:
         self._assignments = None
         self._announced.clear()
         if self._source.turn == self._turn:
             self._source.turn += 1
-            self._source.clear()
+            self._source.clear(again=again)
 
     def _announce(self, count: int) -> bool:
         """Announce up to ``count`` more; tell whether there may be still more to announce."""
+        assignments, announced, source = self._assignments, self._announced, self._source
+        if assignments is None or not source.has_room:
+            return False
         for _ in range(count):
-            if self._assignments is None or not self._source.has_room or len(self._announced) >= _MOST:
+            if len(announced) >= _MOST:
                 return False
-            assignment = next(self._assignments, None)
+            assignment = next(assignments, None)
             if assignment is None:
                 self._assignments = None
                 return False
-            self._announced.append(assignment)
-            self._source.announce(assignment)
+            announced.append(assignment)
+            if not source.announce(assignment):
+                return False
         return True

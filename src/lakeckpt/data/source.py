@@ -78,6 +78,8 @@ class BatchSource:
         self._reader: PositionReader | None = None
         self._lanes = 0
         self._layouts: dict[LayoutKey, EpochLayout] = {}
+        self._recent: Any = None, None
+        """The keys of the last assignment that had one layout, and that layout."""
         self._announced: deque[tuple[Assignment, Announced]] = deque()
         self.turn = 0
         """Whose it is to announce and to take: see `lakeckpt.data.ahead`."""
@@ -85,20 +87,27 @@ class BatchSource:
         """How often another version was gone to: copies in other processes are out of date then."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None, "_skipper": None, "_layouts": {}, "_announced": deque()}
+        return {
+            **self.__dict__,
+            "_reader": None,
+            "_skipper": None,
+            "_layouts": {},
+            "_recent": (None, None),
+            "_announced": deque(),
+        }
 
     def repin(self, table: Table, columns: list[str] | None, selecting: Selecting | None) -> None:
         """Read another version of the table from now on."""
         self.clear()
         self._table, self._columns, self._selecting = table, columns, selecting
-        self._reader, self._skipper, self._layouts = None, None, {}
+        self._reader, self._skipper, self._layouts, self._recent = None, None, {}, (None, None)
         self.generation += 1
 
-    def clear(self) -> None:
-        """Forget what was announced and decoded, and end threads."""
+    def clear(self, *, again: bool = False) -> None:
+        """Forget what was announced and decoded, and end threads. ``again``: as much will be read, as of an epoch."""
         self._announced.clear()
         if self._reader is not None:
-            self._reader.clear()
+            self._reader.clear(again=again)
 
     def announce(self, assignment: Assignment) -> bool:
         """Say that ``assignment`` will be taken, after those that were announced before it; tells whether more may be.
@@ -195,8 +204,14 @@ class BatchSource:
         assert self._skipper is not None
         if assignment.skips and self._skipper.learn(assignment.skips):
             self._reader.clear()  # what is held may be of row groups that are skipped from now on
+        spans = assignment.receipt.spans
+        known, layout = self._recent
+        if assignment.layouts is known and len(spans) == 1:  # nearly all are
+            return self._reader.announce(((layout, spans[0].start, spans[0].stop),))
         layouts = {key.epoch: self._layout(key) for key in assignment.layouts}
-        return self._reader.announce([(layouts[s.epoch], s.start, s.stop) for s in assignment.receipt.spans])
+        if len(layouts) == 1:
+            self._recent = assignment.layouts, next(iter(layouts.values()))
+        return self._reader.announce([(layouts[s.epoch], s.start, s.stop) for s in spans])
 
     def _new_reader(self, lanes: int) -> PositionReader:
         """A reader of windows of which one is open for each of ``lanes``."""

@@ -28,7 +28,8 @@ __all__ = ["Pieces", "column_bytes", "cut", "gather", "join_rows", "laid_out"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
-Rows: TypeAlias = npt.NDArray[np.uint32] | Int64Array
+New: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+"""Makes an array of a shape and dtype, of whatever values."""
 
 
 class Pieces:
@@ -97,36 +98,6 @@ def _cut(column: Column[Array] | Pieces, start: int, stop: int, make: Callable[[
     return make(column[start:stop])
 
 
-def gather(parts: Sequence[Column[Array]], rows: Rows) -> Column[Array]:
-    """Return ``rows`` of ``parts``, which are of one structure, one after another; in their order, in new memory."""
-    first = parts[0]
-    if isinstance(first, dict):
-        every = cast("Sequence[dict[str, Column[Array]]]", parts)
-        return {name: gather([part[name] for part in every], rows) for name in first}
-    if isinstance(first, Ragged):
-        return _gather_ragged(cast("Sequence[Ragged[Array]]", parts), rows)
-    return _gather_array(cast("Array", join_rows(parts)), rows)
-
-
-def _gather_array(column: Array, rows: Rows) -> Array:
-    """By Arrow, as bytes of fixed width: it takes half of the time that numpy does."""
-    item = column.dtype.itemsize * int(np.prod(column.shape[1:]))
-    if not item or not len(rows):
-        return np.zeros((len(rows), *column.shape[1:]), column.dtype)
-    content = pa.py_buffer(np.ascontiguousarray(column).reshape(-1).view(np.uint8))
-    stored = pa.Array.from_buffers(_UNSIGNED.get(item, pa.binary(item)), len(column), [None, content])
-    taken = pc.take(stored, _indices(rows), boundscheck=False)
-    count = len(rows) * (item // column.dtype.itemsize)
-    return view(taken.buffers()[1], column.dtype, 0, count).reshape(len(rows), *column.shape[1:])
-
-
-_UNSIGNED = {1: pa.uint8(), 2: pa.uint16(), 4: pa.uint32(), 8: pa.uint64()}
-
-
-def _indices(rows: Rows) -> pa.Array:
-    return pa.array(rows)
-
-
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return an array whose memory is of Arrow's pool, which keeps what it is given back: new pages cost more."""
     count = int(np.prod(shape))
@@ -135,7 +106,24 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return view(pa.allocate_buffer(count * dtype.itemsize), dtype, 0, count).reshape(shape)
 
 
-def _gather_ragged(parts: Sequence[Ragged[Array]], rows: Rows) -> Ragged[Array]:
+def gather(parts: Sequence[Column[Array]], rows: Int64Array, new: New = _empty) -> Column[Array]:
+    """Return ``rows`` of ``parts``, which are of one structure, one after another; in their order.
+
+    Arrays of fixed width are made by ``new``.
+    """
+    first = parts[0]
+    if isinstance(first, dict):
+        every = cast("Sequence[dict[str, Column[Array]]]", parts)
+        return {name: gather([part[name] for part in every], rows, new) for name in first}
+    if isinstance(first, Ragged):
+        return _gather_ragged(cast("Sequence[Ragged[Array]]", parts), rows, new)
+    column = _joined(cast("Sequence[Array]", parts), new)
+    found = new((len(rows), *column.shape[1:]), column.dtype)
+    # Rows are where they are said to be; in the mode "raise" numpy would make a copy first.
+    return np.take(column, rows, axis=0, out=found, mode="wrap") if len(rows) else found
+
+
+def _gather_ragged(parts: Sequence[Ragged[Array]], rows: Int64Array, new: New) -> Ragged[Array]:
     first = parts[0]
     if isinstance(first.values, np.ndarray) and not first.masks:
         runs, offsets = _gather_runs(parts, rows)
@@ -145,12 +133,12 @@ def _gather_ragged(parts: Sequence[Ragged[Array]], rows: Rows) -> Ragged[Array]:
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(column.offsets[rows + 1] - begins, out=offsets[1:])
     elements = np.repeat(begins - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
-    values = gather([column.values], elements)
-    masks = {name: cast("Array", gather([mask], elements)) for name, mask in column.masks.items()}
+    values = gather([column.values], elements, new)
+    masks = {name: cast("Array", gather([mask], elements, new)) for name, mask in column.masks.items()}
     return Ragged(values=values, offsets=offsets, kind=column.kind, masks=masks)
 
 
-def _gather_runs(parts: Sequence[Ragged[Array]], rows: Rows) -> tuple[Array, Int64Array]:
+def _gather_runs(parts: Sequence[Ragged[Array]], rows: Int64Array) -> tuple[Array, Int64Array]:
     """Rows of fixed-width elements: to Arrow each is a run of bytes."""
     first = cast("Array", parts[0].values)
     item = first.dtype.itemsize * int(np.prod(first.shape[1:]))
@@ -158,7 +146,7 @@ def _gather_runs(parts: Sequence[Ragged[Array]], rows: Rows) -> tuple[Array, Int
     if not item or not sum(sizes):
         return first[:0], np.zeros(len(rows) + 1, np.int64)
     if sum(sizes) < _SHORT_RUN * len(rows) or max(sizes) > MAX_NARROW_BYTES:
-        taken = pc.take(_as_runs(cast("Ragged[Array]", join_rows(parts)), item), _indices(rows), boundscheck=False)
+        taken = pc.take(_as_runs(cast("Ragged[Array]", join_rows(parts)), item), pa.array(rows), boundscheck=False)
     else:
         contents = [_octets(part) for part in parts]
         views = np.concatenate([_views(part.offsets * item, place) for place, part in enumerate(parts)])[rows]
@@ -217,9 +205,13 @@ def join_rows(parts: Sequence[Column[Array]]) -> Column[Array]:
         return {name: join_rows([part[name] for part in every]) for name in first}
     if isinstance(first, Ragged):
         return _join_ragged(cast("Sequence[Ragged[Array]]", parts))
-    arrays = cast("Sequence[Array]", parts)
-    found = _empty((sum(len(part) for part in arrays), *first.shape[1:]), first.dtype)
-    return np.concatenate(arrays, out=found)
+    return _joined(cast("Sequence[Array]", parts), _empty)
+
+
+def _joined(parts: Sequence[Array], new: New) -> Array:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts, out=new((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype))
 
 
 def _join_ragged(parts: Sequence[Ragged[Array]]) -> Ragged[Array]:

@@ -44,6 +44,9 @@ from lakeckpt.reading.windows import DecodedWindow, WindowDecoder
 
 __all__ = ["Announced", "NullFound", "PositionReader", "windows_held_of"]
 
+_FEW = 32
+"""Windows that are decoded for each that is held, until giving their memory back, to ask for it again, costs little."""
+
 
 def windows_held_of(lanes: int) -> int:
     """How many windows a process that reads so many lanes may hold: one of each, and as many read ahead, two at least.
@@ -114,6 +117,7 @@ class PositionReader:
         self.spec = spec
         self.windows_decoded = 0
         """How many windows were decoded so far: more than there are means that they were decoded again."""
+        self._decoded_before = 0
         self._nulls = nulls
         self._make = make
         self._skipper = skipper
@@ -235,11 +239,17 @@ class PositionReader:
         """`take` of what is not announced any sooner; without what was skipped."""
         return self.take(self.announce(pieces))[0]
 
-    def clear(self) -> None:
-        """Forget all windows, close files and end threads; reading goes on by decoding anew."""
+    def clear(self, *, again: bool = False) -> None:
+        """Forget all windows, close files and end threads; reading goes on by decoding anew.
+
+        Arrow gives back the memory that it keeps; not where as little is read ``again`` as was read since the last
+        time: then new pages would cost more than a few percent of reading.
+        """
         if self._process == os.getpid():
             self._threads.close()
-            self._windows.close()
+            decoded = self.windows_decoded - self._decoded_before
+            self._windows.close(gives_back=decoded > (_FEW * self._most_held if again else 0))
+        self._decoded_before = self.windows_decoded
         for slot in self._slots.values():
             slot.gone = True
         self._slots, self._follows = {}, {}

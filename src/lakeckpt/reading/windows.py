@@ -31,6 +31,7 @@ from lakeckpt.reading.convert import Nulls, convert_parts
 from lakeckpt.reading.decode import RowGroupDecoder
 from lakeckpt.reading.gather import Pieces, column_bytes, gather, laid_out
 from lakeckpt.reading.ragged import Column
+from lakeckpt.reading.recycled import Recycled
 from lakeckpt.reading.skipping import Skipper
 from lakeckpt.reading.threads import Threads
 
@@ -38,8 +39,6 @@ __all__ = ["DecodedWindow", "Gap", "WindowDecoder"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
-Rows: TypeAlias = npt.NDArray[np.uint32]
-
 
 Damage: TypeAlias = tuple[tuple[Fragment, DataFileDamaged], ...]
 
@@ -90,6 +89,7 @@ class WindowDecoder:
         self._nulls = nulls
         self._skipper = skipper
         self._threads = threads
+        self._memory = Recycled()
         self.schema: pa.Schema = decoder.schema
 
     def announce(self, window: Window) -> None:
@@ -110,7 +110,7 @@ class WindowDecoder:
         damage = tuple(
             (part, one) for part, one in zip(window.fragments, found, strict=True) if isinstance(one, DataFileDamaged)
         )
-        came, gaps, kept = _around(window, tables)
+        came, gaps, kept = _around(window, tables, self._memory)
         present = [table for table in tables if table is not None] or [self.schema.empty_table()]
         tables.clear()
         found.clear()
@@ -126,17 +126,20 @@ class WindowDecoder:
 
         def whole(name: str) -> Column[Array] | Pieces:
             mine = [part for one in parts for part in one.pop(name)]
-            return laid_out(mine) if kept is None else gather(mine, kept)
+            return laid_out(mine) if kept is None else gather(mine, kept, self._memory.new)
 
         names = list(parts[0])
         columns = dict(zip(names, self._threads.map(whole, names), strict=True))
         size = max(held, column_bytes(columns))
+        self._memory.limit_bytes = max(self._memory.limit_bytes, size)
         return DecodedWindow(columns=columns, table=None, size_bytes=size, came=came, gaps=gaps, damage=damage)
 
-    def close(self) -> None:
-        """Close the files that are open, and give back what Arrow keeps; a later `decode` opens and asks again."""
+    def close(self, *, gives_back: bool) -> None:
+        """Close the files that are open; a later `decode` opens them again. ``gives_back``: what Arrow keeps, too."""
         self._decoder.close()
-        pa.default_memory_pool().release_unused()
+        if gives_back:
+            self._memory.forget()
+            pa.default_memory_pool().release_unused()
 
     def _fragments(self, layout: EpochLayout, window: Window) -> list[pa.Table | DataFileDamaged | None]:
         """The fragments of a window, or what is wrong with them; None for those that are known to be skipped."""
@@ -156,25 +159,25 @@ class WindowDecoder:
             return error
 
 
-def _around(window: Window, tables: list[pa.Table | None]) -> tuple[Int64Array | None, tuple[Gap, ...], Rows | None]:
+def _around(
+    window: Window, tables: list[pa.Table | None], memory: Recycled
+) -> tuple[Int64Array | None, tuple[Gap, ...], Int64Array | None]:
     """How many rows came before each position, the gaps, and the order (None: as they are) of the rows that came."""
-    permutation = window.permutation()
-    # Of at most 2^27 rows: half of the memory to go through.
-    order: Rows | None = None if permutation is None else permutation.astype(np.uint32)
+    order = window.permutation(lambda count: memory.new((count,), np.dtype(np.uint64)))
     missing = [part for part, table in zip(window.fragments, tables, strict=True) if table is None]
     came = sum(table.num_rows for table in tables if table is not None)
     assert came + sum(part.rows for part in missing) == window.rows, "a window's fragments do not add up to it"
     if not missing:
         return None, (), order
-    rows: Rows = np.arange(window.rows, dtype=np.uint32) if order is None else order
-    absent, shift = np.zeros(window.rows, bool), np.zeros(window.rows, np.uint32)
+    rows = np.arange(window.rows) if order is None else order
+    absent, shift = np.zeros(window.rows, bool), np.zeros(window.rows, np.int64)
     gaps, offset = [], 0
     for part, table in zip(window.fragments, tables, strict=True):
         if table is None:
             mine = (offset <= rows) & (rows < offset + part.rows)
             gaps.append(Gap(group=part.group, before=_before(mine)))
             absent |= mine
-            shift[rows >= offset + part.rows] += np.uint32(part.rows)
+            shift[rows >= offset + part.rows] += part.rows
         offset += part.rows
     return _before(~absent), tuple(gaps), None if order is None else (order - shift)[~absent]
 
@@ -188,7 +191,7 @@ def _as_table(table: pa.Table, came: Int64Array | None, gaps: tuple[Gap, ...], d
     return DecodedWindow(columns=None, table=table, size_bytes=size, came=came, gaps=gaps, damage=damage)
 
 
-def _ordered(tables: list[pa.Table], rows: Rows | None, schema: pa.Schema) -> pa.Table:
+def _ordered(tables: list[pa.Table], rows: Int64Array | None, schema: pa.Schema) -> pa.Table:
     """Return the rows of ``tables``, one after another, or in the order of ``rows``. ``tables`` are used up."""
     if rows is None:
         return tables[0] if len(tables) == 1 else pa.concat_tables(tables)
