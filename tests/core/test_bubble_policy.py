@@ -123,6 +123,18 @@ def test_a_bubble_shorter_than_a_slice_is_left_alone() -> None:
     assert rank.slices == []
 
 
+def test_a_bubble_may_hold_what_it_held_once_and_anything_where_nothing_is_known() -> None:
+    policy = BubblePolicy()
+    assert policy.may_hold(policy.open("gap", "bubble", 0.0), 10**9)
+    policy.close("bubble", 0.5)
+    policy.moved(1, 0.0, 1.0)
+    for begin_s, length_s in ((10.0, 0.5), (20.0, 2.0), (30.0, 0.5)):
+        policy.begin_iteration()
+        name = policy.open("gap", "bubble", begin_s)
+        assert policy.may_hold(name, 1) == (begin_s == 30.0)
+        policy.close("bubble", begin_s + length_s)
+
+
 def test_nothing_moves_while_the_rank_computes() -> None:
     rank = learnt([(10.0, 3.0)])
     rank.capture(5)

@@ -165,6 +165,11 @@ class BubblePolicy:
                 found.append(max(at_s, begin_s + ready_s))
         return min(found, default=None)
 
+    def may_hold(self, name: str, size_bytes: int) -> bool:
+        """Whether the window that `open` gave this name to may last as long as a slice of ``size_bytes`` takes, by the
+        longest that is known of it; yes where nothing is. Whoever would have to be woken need not be, where not."""
+        return self.history.longest_s(name) >= self.rate.seconds(size_bytes)
+
     def capacity_bytes(self, slice_bytes: int, at_s: float, trust: float = USUAL) -> int:
         """What the rest of the bubble that is open and the bubbles yet to come before the next cut will hold, in whole
         slices, if the iteration is like the one before, by the quantile ``trust`` of their histories."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 
 __all__ = ["BOLD", "CAUTIOUS", "USUAL", "WindowHistory"]
 
@@ -54,6 +55,11 @@ class WindowHistory:
     def remaining_s(self, site: str, elapsed_s: float, quantile: float = USUAL) -> float:
         """How much longer a window at ``site`` will be open that is open for ``elapsed_s``."""
         return self._left(self._known(site), elapsed_s, quantile)
+
+    def longest_s(self, site: str) -> float:
+        """The longest that is known of the windows at ``site``; infinite where nothing is."""
+        known = self._known(site)
+        return known[-1] if known else inf
 
     def ready_s(self, site: str, elapsed_s: float, need_s: float, quantile: float = USUAL) -> float:
         """After how many seconds from its begin, not before ``elapsed_s``, the window is trusted for ``need_s`` more.

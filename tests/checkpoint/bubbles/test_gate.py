@@ -80,10 +80,32 @@ def test_a_bubble_that_closes_on_a_slice_is_learnt_as_long_as_it_was_before_it(g
 def test_a_copier_that_waits_is_let_in_when_a_bubble_opens(gate: BubbleGate) -> None:
     gate.cut(3)
     copier = Copier(gate)
-    while not gate._asked:
+    while gate._asked is None:
         pass
     assert not copier.admitted.is_set()
     gate.begin("gap")
+    copier.wait()
+
+
+def test_a_copier_is_not_woken_for_a_bubble_that_never_held_a_slice(
+    gate: BubbleGate, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(3, 5):
+        gate.cut(step)
+        gate.begin("border")
+        clock.now += 0.5
+        gate.end()
+    gate.cut(5)
+    copier, woken = Copier(gate), list[str]()
+    while gate._asked is None:
+        pass
+    for site in ("border", "gap", "unknown"):
+        monkeypatch.setattr(gate._changed, "notify", lambda site=site: woken.append(site))
+        gate.begin(site)
+        gate.end()
+    assert woken == ["gap", "unknown"]
+    copier.urgent.set()
+    gate.hurry()
     copier.wait()
 
 
@@ -91,7 +113,7 @@ def test_a_slice_that_does_not_fit_waits_for_the_fence(gate: BubbleGate) -> None
     gate.cut(3)
     gate.begin("gap")
     copier = Copier(gate, size_bytes=11)
-    while not gate._asked:
+    while gate._asked is None:
         pass
     assert not copier.admitted.is_set()
     copier.urgent.set()
@@ -114,7 +136,7 @@ def test_what_the_fence_copied_itself_is_told_and_is_no_measure_of_rates(gate: B
 def test_a_fence_that_tells_nobody_is_noticed_all_the_same() -> None:
     gate = BubbleGate()
     copier = Copier(gate)
-    while not gate._asked:
+    while gate._asked is None:
         pass
     copier.urgent.set()
     copier.wait()

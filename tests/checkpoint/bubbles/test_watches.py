@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -67,8 +67,8 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def pipeline(rank: int, name: str, store: dist.Store | None = None) -> tuple[Any, list[nn.Module]]:
-    """A schedule of this rank's stages, and their modules; with ``store`` the last stage waits once."""
+def pipeline(rank: int, name: str) -> tuple[Any, list[nn.Module]]:
+    """A schedule of this rank's stages, and their modules."""
     from torch.distributed import pipelining
 
     is_single = name in SINGLE_SCHEDULES
@@ -76,7 +76,7 @@ def pipeline(rank: int, name: str, store: dist.Store | None = None) -> tuple[Any
     modules: list[nn.Module] = []
     for number in numbers:
         torch.manual_seed(number)
-        modules.append(Held(store if number == STAGES - 1 else None))
+        modules.append(Held())
     stages = [
         pipelining.PipelineStage(module, number, 2 if is_single else STAGES, torch.device("cpu"))
         for number, module in zip(numbers, modules, strict=True)
@@ -93,36 +93,61 @@ def step(schedule: Any, rank: int, name: str) -> None:
 
 
 def watch_pipelines(rank: int, folder: Path) -> None:
-    from lakeckpt.checkpoint.bubbles.pipeline import tables_of, watch_schedule
-
     store = join(rank, folder, "pipelines")
     for name in SCHEDULES:
-        bare, bare_modules = pipeline(rank, name)
-        schedule, modules = pipeline(rank, name)
-        gate = BubbleGate()
-        watch = watch_schedule(gate, schedule)
-        for number in range(3):
-            gate.cut(number)
-            step(schedule, rank, name)
-            step(bare, rank, name)
-        gate.cut(3)
-        for mine, other in zip(modules, bare_modules, strict=True):
-            for one, two in zip(mine.parameters(), other.parameters(), strict=True):
-                assert one.grad is not None and two.grad is not None and torch.equal(one.grad, two.grad)
-        sites = {window.site for window in gate.records()[-1].windows}
-        actions = {f"pipeline after {one} 0" for one in tables_of(schedule)[rank]}
-        assert actions <= sites, (name, actions - sites)
-        assert "pipeline begin 0" in sites
-        predicted = watch.predicted()
-        assert {f"{site} 0" for site in predicted} <= sites and all(length > 0 for length in predicted.values())
-        # Both directions of DualPipeV fill each other's gaps: by what its calls take, there may be none.
-        assert predicted or name == "ScheduleDualPipeV", f"by its table, rank {rank} never waits in {name}"
-        watch.close()
-        assert not {"step", "_compute_loss"} & set(vars(schedule))
-        stages = [schedule._stage] if name in SINGLE_SCHEDULES else schedule._stages
-        assert all("forward_one_chunk" not in vars(stage) for stage in stages)
+        watch_pipeline(rank, name)
     assert watch_pipelines_wait(rank, store)
     dist.destroy_process_group()
+
+
+def watch_pipelines_by_gaps(rank: int, folder: Path) -> None:
+    """As with a torch that has no function of which waits could be told."""
+    from lakeckpt.checkpoint.bubbles import pipeline as watches
+
+    store = join(rank, folder, "gaps")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watches, "can_be_told", lambda: False)
+        for name in SCHEDULES:
+            watch_pipeline(rank, name, by_gaps=True)
+        assert watch_pipelines_wait(rank, store)
+    dist.destroy_process_group()
+
+
+def watch_pipeline(rank: int, name: str, *, by_gaps: bool = False) -> None:
+    from torch.distributed.pipelining import schedules
+
+    from lakeckpt.checkpoint.bubbles.pipeline import tables_of, watch_schedule
+
+    wait = schedules._wait_batch_p2p
+    bare, bare_modules = pipeline(rank, name)
+    schedule, modules = pipeline(rank, name)
+    gate = BubbleGate()
+    watch = watch_schedule(gate, schedule)
+    for number in range(3):
+        gate.cut(number)
+        step(schedule, rank, name)
+        step(bare, rank, name)
+    gate.cut(3)
+    for mine, other in zip(modules, bare_modules, strict=True):
+        for one, two in zip(mine.parameters(), other.parameters(), strict=True):
+            assert one.grad is not None and two.grad is not None and torch.equal(one.grad, two.grad)
+    sites = {window.site for window in gate.records()[-1].windows}
+    actions = {f"pipeline after {one}" for one in tables_of(schedule)[rank]}
+    predicted = watch.predicted()
+    assert all(length > 0 for length in predicted.values())
+    # Both directions of DualPipeV fill each other's gaps: by what its calls take, there may be none.
+    assert predicted or name == "ScheduleDualPipeV", f"by its table, rank {rank} never waits in {name}"
+    if by_gaps:
+        assert {"pipeline begin 0", *(f"{one} 0" for one in actions)} <= sites, (name, actions, sites)
+        assert {f"{site} 0" for site in predicted} <= sites
+    else:
+        assert sites and {site.rpartition(" ")[0] for site in sites} <= {"pipeline begin", *actions}, (name, sites)
+        assert {f"{site} 0" for site in predicted} & sites or not predicted, (name, predicted, sites)
+    watch.close()
+    assert not {"step", "_compute_loss"} & set(vars(schedule))
+    stages = [schedule._stage] if name in SINGLE_SCHEDULES else schedule._stages
+    assert all("forward_one_chunk" not in vars(stage) for stage in stages)
+    assert schedules._wait_batch_p2p is wait
 
 
 def watch_pipelines_wait(rank: int, store: dist.Store) -> bool:
@@ -132,8 +157,11 @@ def watch_pipelines_wait(rank: int, store: dist.Store) -> bool:
     name = "ScheduleInterleaved1F1B"
     bubbles = Bubbles()
     gate = bubbles.gate
-    schedule, _ = pipeline(rank, name, store)
+    schedule, modules = pipeline(rank, name)
     assert bubbles.watch(schedule) is schedule
+    step(schedule, rank, name)  # tries shapes out, and waits for them in its own way
+    if rank == 1:
+        cast(Held, modules[-1]).store = store
     copier = Copier(gate, store) if rank == 0 else None
     gate.cut(0)
     step(schedule, rank, name)
@@ -205,6 +233,10 @@ def watch_shards(rank: int, store: dist.Store) -> None:
 
 def test_pipelines_wait_where_the_gate_says_and_compute_the_same(tmp_path: Path) -> None:
     run_processes(2, watch_pipelines, tmp_path)
+
+
+def test_pipelines_of_a_torch_that_cannot_tell_of_waits_are_watched_by_their_gaps(tmp_path: Path) -> None:
+    run_processes(2, watch_pipelines_by_gaps, tmp_path)
 
 
 def test_ddp_and_fsdp_wait_where_the_gate_says_and_sum_the_same(tmp_path: Path) -> None:

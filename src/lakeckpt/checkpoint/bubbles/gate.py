@@ -55,7 +55,7 @@ class BubbleGate:
         self._slices: list[MovedSlice] = []
         self._border_s = 0.0  # when a window last began or ended
         self._urgent = False
-        self._asked = False
+        self._asked: int | None = None  # the size of the slice that waits in `admit`
 
     # --- what the training thread says
 
@@ -73,9 +73,9 @@ class BubbleGate:
         with self._changed:
             now = self.clock()
             self._keep(self._policy.close(kind, now))
-            self._policy.open(site, kind, now)
+            opened = self._policy.open(site, kind, now)
             self._border_s = now
-            if self._asked:
+            if self._asked is not None and self._policy.may_hold(opened, self._asked):
                 self._changed.notify()
 
     def end(self, kind: Kind = "bubble") -> None:
@@ -108,7 +108,7 @@ class BubbleGate:
     def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
         """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set."""
         with self._changed:
-            self._asked = True
+            self._asked = size_bytes
             while not urgent.is_set():
                 now = self.clock()
                 at = self._policy.admits_at(size_bytes, now)
@@ -116,7 +116,7 @@ class BubbleGate:
                     self._policy.admitted(now)
                     break
                 self._changed.wait(self._look_again_s if at is None else min(at - now, self._look_again_s))
-            self._asked = False
+            self._asked = None
             self._urgent = urgent.is_set()
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:

@@ -1,9 +1,12 @@
-"""When does a rank of a pipeline wait?  While a ``torch.distributed.pipelining`` schedule steps and no stage computes.
+"""When does a rank of a pipeline wait?  While a ``torch.distributed.pipelining`` schedule waits for its transfers.
 
-The stages' calls (forward, backward, backward of weights, reduction of gradients) and the loss are wrapped on the very
-objects of one schedule: what lies between two of them is posting and waiting for transfers. A window is named by the
-call before it, as schedules write their actions (``after 1F2``), so that it is the same one in the next iteration. How
-long it will be is predicted from the schedule's own table of actions, by what the calls take, until it was measured.
+The stages' calls (forward, backward, backward of weights) are wrapped on the very objects of one schedule, and the wait
+for transfers (``transfers``). A window is one wait, and named by the call before it, as schedules write their actions
+(``after 1F2``), so that it is the same one in the next iteration. How long it will be is predicted from the schedule's
+own table of actions, by what the calls take, until it was measured.
+
+What lies between a call and its wait is no window: there the rank posts its transfers, for which the next one waits.
+Only where torch cannot tell of its waits, all that lies between two calls is taken for one.
 
 All schedules of torch are known by what they share: GPipe, 1F1B, looped, interleaved, zero-bubble, V and DualPipe. The
 order in which they do things is not touched.
@@ -20,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
+from lakeckpt.checkpoint.bubbles.transfers import can_be_told, told_of_waits
 from lakeckpt.core.pipeline_slots import Computation, pipeline_slots
 from lakeckpt.errors import ConfigError
 
@@ -57,6 +61,8 @@ class PipelineWatch:
         self._took: dict[tuple[int, str], deque[float]] = {}
         self._stepping = False
         self._predicted = False
+        self._by_waits = can_be_told()
+        self._site = _site(None)
         self._undo: list[Callable[[], None]] = []
         self._wrap(schedule, "step", self._step)
         self._wrap(schedule, "_compute_loss", functools.partial(self._busy, lambda args, kwargs: "loss", None))
@@ -89,11 +95,22 @@ class PipelineWatch:
             self._predicted = True
             for site, length_s in found.items():
                 self._gate.predict(f"{site} 0", length_s)
-        self._gate.begin(_site(None))
+        self._site = _site(None)
         try:
+            if self._by_waits:
+                with told_of_waits(self._wait):
+                    return call(*args, **kwargs)
+            self._gate.begin(self._site)
             return call(*args, **kwargs)
         finally:
             self._stepping = False
+            self._gate.end()
+
+    def _wait(self, wait: Callable[[], Any]) -> Any:
+        self._gate.begin(self._site)
+        try:
+            return wait()
+        finally:
             self._gate.end()
 
     def _busy(
@@ -105,10 +122,11 @@ class PipelineWatch:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """A call that computes: the window before it ends, the one after it begins."""
+        """A call that computes: what is waited for next is named by it."""
         if not self._stepping:
             return call(*args, **kwargs)  # torch tries shapes out on its stages before it runs them
-        self._gate.end()
+        if not self._by_waits:
+            self._gate.end()
         action = name(args, kwargs)
         begin_s = self._gate.clock()
         try:
@@ -117,7 +135,10 @@ class PipelineWatch:
             if stage is not None:
                 kind = action.lstrip("0123456789")[:1]
                 self._took.setdefault((stage, kind), deque(maxlen=_KEEP)).append(self._gate.clock() - begin_s)
-            self._gate.begin(_site(action))
+            if self._by_waits:
+                self._site = _site(action) if stage is not None else self._site
+            else:
+                self._gate.begin(_site(action))
 
     def _wrap_stage(self, stage: Any) -> None:
         index = int(stage.stage_index)
