@@ -104,6 +104,7 @@ def test_a_copier_is_not_woken_for_a_bubble_that_never_held_a_slice(
         gate.begin(site)
         gate.end()
     assert woken == ["gap", "unknown"]
+    monkeypatch.undo()
     copier.urgent.set()
     gate.hurry()
     copier.wait()
