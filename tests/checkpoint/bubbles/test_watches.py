@@ -5,6 +5,7 @@ That a rank waits is shown without a clock: the other one goes on only when a sl
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -110,6 +111,25 @@ def watch_pipelines_by_gaps(rank: int, folder: Path) -> None:
         for name in SCHEDULES:
             watch_pipeline(rank, name, by_gaps=True)
         assert watch_pipelines_wait(rank, store)
+    dist.destroy_process_group()
+
+
+def watch_a_schedule_that_waits_in_its_own_way(rank: int, folder: Path) -> None:
+    from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
+
+    join(rank, folder, "own")
+    schedule, _ = pipeline(rank, "ScheduleInterleaved1F1B")
+    gate = BubbleGate()
+    watch_schedule(gate, schedule)
+    with pytest.MonkeyPatch.context() as patch:
+        tell = "lakeckpt.checkpoint.bubbles.pipeline.told_of_waits"
+        patch.setattr(tell, lambda _: contextlib.nullcontext())
+        for number in range(3):
+            gate.cut(number)
+            step(schedule, rank, "ScheduleInterleaved1F1B")
+        gate.cut(3)
+    first, *others = ({window.site for window in record.windows} for record in gate.records())
+    assert not first and all(f"pipeline after {rank}F0 0" in sites for sites in others)
     dist.destroy_process_group()
 
 
@@ -237,6 +257,10 @@ def test_pipelines_wait_where_the_gate_says_and_compute_the_same(tmp_path: Path)
 
 def test_pipelines_of_a_torch_that_cannot_tell_of_waits_are_watched_by_their_gaps(tmp_path: Path) -> None:
     run_processes(2, watch_pipelines_by_gaps, tmp_path)
+
+
+def test_a_schedule_that_waits_in_its_own_way_is_watched_by_its_gaps_from_the_second_step_on(tmp_path: Path) -> None:
+    run_processes(2, watch_a_schedule_that_waits_in_its_own_way, tmp_path)
 
 
 def test_ddp_and_fsdp_wait_where_the_gate_says_and_sum_the_same(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ for transfers (``transfers``). A window is one wait, and named by the call befor
 own table of actions, by what the calls take, until it was measured.
 
 What lies between a call and its wait is no window: there the rank posts its transfers, for which the next one waits.
-Only where torch cannot tell of its waits, all that lies between two calls is taken for one.
+Only where nobody tells of waits (another torch, or a schedule that waits in its own way), all that lies between two
+calls is taken for one.
 
 All schedules of torch are known by what they share: GPipe, 1F1B, looped, interleaved, zero-bubble, V and DualPipe. The
 order in which they do things is not touched.
@@ -62,6 +63,7 @@ class PipelineWatch:
         self._stepping = False
         self._predicted = False
         self._by_waits = can_be_told()
+        self._waits = 0  # that were told of in this step
         self._site = _site(None)
         self._undo: list[Callable[[], None]] = []
         self._wrap(schedule, "step", self._step)
@@ -98,8 +100,11 @@ class PipelineWatch:
         self._site = _site(None)
         try:
             if self._by_waits:
+                self._waits = 0
                 with told_of_waits(self._wait):
-                    return call(*args, **kwargs)
+                    found = call(*args, **kwargs)
+                self._by_waits = self._waits > 0
+                return found
             self._gate.begin(self._site)
             return call(*args, **kwargs)
         finally:
@@ -107,6 +112,7 @@ class PipelineWatch:
             self._gate.end()
 
     def _wait(self, wait: Callable[[], Any]) -> Any:
+        self._waits += 1
         self._gate.begin(self._site)
         try:
             return wait()
