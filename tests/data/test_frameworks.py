@@ -7,6 +7,7 @@ lakeckpt recognises is who calls. None of the frameworks is needed.
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import subprocess
 import sys
@@ -71,6 +72,13 @@ def load_state_dicts(loaders, states):
 """
 
 
+PREPARE = """
+def prepare(loader):
+    assert getattr(loader, "_is_accelerate_prepared", False), "accelerate would make another loader of its dataset"
+    return loader
+"""
+
+
 def module(monkeypatch: pytest.MonkeyPatch, name: str, source: str = "") -> Any:
     made = types.ModuleType(name)
     exec(source, made.__dict__)
@@ -106,12 +114,13 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> Any:
     state.PartialState = lambda: types.SimpleNamespace(device=torch.device("meta"))
     module(monkeypatch, "accelerate.utils.operations").send_to_device = send_to_device
 
-    def prepared(loader: Any) -> Any:
-        assert getattr(loader, "_is_accelerate_prepared", False), "accelerate would make another loader of its dataset"
-        loader._is_accelerate_prepared = True
-        return loader
+    return module(monkeypatch, "accelerate.accelerator", PREPARE).prepare
 
-    return prepared
+
+def test_who_looks_at_a_loader_does_not_prepare_it(lake: Path) -> None:
+    loader = loader_of(lake)
+    assert dict(inspect.getmembers(loader))["_is_accelerate_prepared"] is False
+    assert sum(len(batch["id"]) for batch in loader) == sum(len(batch["id"]) for batch in loader_of(lake))
 
 
 # --- batches that are made anew

@@ -38,9 +38,11 @@ class Prepared:
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Asked by ``accelerator.prepare`` (which also sets it), and by nobody else."""
-        self._is_prepared = True
-        return True
+        """Asked by ``accelerator.prepare``, which may also set it. Others who look (an inspector, a debugger) learn
+        what is, and change nothing."""
+        asks = str(sys._getframe(1).f_globals.get("__name__"))
+        self._is_prepared = self._is_prepared or asks.partition(".")[0] == "accelerate"
+        return self._is_prepared
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
