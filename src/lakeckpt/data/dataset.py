@@ -1,13 +1,11 @@
 """What does a user swap in?  `LakeDataset`, a torch IterableDataset over a table.
 
 Iterated in the main process, or by a `lakeckpt.LakeLoader`, it keeps one reader state for the whole job. Inside of the
-workers of somebody else's DataLoader each worker w of n yields every n-th micro-batch of its rank (steps w, w + n, …),
-so that torch's round robin over workers restores the order of micro-batches whatever n is.
+workers of somebody else's DataLoader it reads what is theirs (`lakeckpt.data.worker_turns`).
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -21,14 +19,15 @@ from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.arguments import chosen_columns, flag, one_of, optional, positive, whole
 from lakeckpt.data.dealers import check_dealers
-from lakeckpt.data.epoch_file import EpochFile, Turn
+from lakeckpt.data.epoch_file import EpochFile
 from lakeckpt.data.progress import Progress
 from lakeckpt.data.skip_warning import skips_bad_row_groups, warn_of_skips
 from lakeckpt.data.source import BatchSource, Output, items_of
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import Transform, bind_transform
 from lakeckpt.data.versions import Pinning, Versions, check_moves
-from lakeckpt.data.worker_place import WORKER_FORMAT, WorkerPlace
+from lakeckpt.data.worker_place import WORKER_FORMAT
+from lakeckpt.data.worker_turns import WorkerTurns
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.lake.filters import Filters, RowFilter
 from lakeckpt.lake.selection import RowSelection
@@ -191,9 +190,7 @@ class LakeDataset(IterableDataset[Any]):
             on_version_gone=on_version_gone,
         )
         self._epochs = EpochFile()
-        self._worker_state: Mapping[str, Any] | None = None
-        self._worker_place: WorkerPlace | None = None
-        self._worker_begun = 0
+        self._turns = WorkerTurns(self._source, self._progress, row_wise=self.row_wise)
         self._read_ahead = ""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -279,7 +276,15 @@ class LakeDataset(IterableDataset[Any]):
         rank, world_size = self.topology
         self._read_ahead = check_dealers((rank, world_size), at_start=self._progress.at_start)
         if worker is not None:
-            return self._iterate_as_worker(worker.id, worker.num_workers, worker.seed - worker.id)
+            self._versions.check_worker()
+            return self._turns.iterate(
+                self._epochs,
+                worker.seed - worker.id,
+                worker=worker.id,
+                workers=worker.num_workers,
+                rank=rank,
+                world_size=world_size,
+            )
         self._progress.turn()
         self.move()
         self._progress.settle(world_size, 0)
@@ -301,58 +306,6 @@ class LakeDataset(IterableDataset[Any]):
             progress.check(iteration)
         progress.finish()
 
-    def _iterate_as_worker(self, worker: int, workers: int, base_seed: int) -> Iterator[Any]:
-        rank, world_size = self.topology
-        progress = self._progress
-        self._versions.check_worker()
-        loaded, self._worker_state = self._worker_state, None
-        mine = None if loaded is None else WorkerPlace.from_plain(loaded)
-        if mine is not None:
-            mine.check(worker, workers, world_size)
-            progress.load(mine.state)
-        turn = self._epochs.join(
-            rank,
-            worker,
-            base_seed=base_seed,
-            begun=self._worker_begun,
-            first=progress.epoch,
-            loaded=None if mine is None else mine.state,
-        )
-        self._worker_begun += 1
-        if mine is None:
-            self._go_to_turn(turn)
-            proposed = progress.settled(world_size, workers).segment.num_lanes
-            progress.settle(world_size, workers, num_lanes=self._epochs.agree_lanes(rank, proposed))
-            mine = WorkerPlace(state=progress.state, worker=worker, workers=workers, origin=progress.state.step)
-        self._worker_place = mine
-        return self._steps_of_worker(mine, rank)
-
-    def _go_to_turn(self, turn: Turn) -> None:
-        progress = self._progress
-        if not turn.is_first and progress.identity.endless:
-            raise StateUnavailable(
-                "an endless stream is one iteration, and the workers of a torch DataLoader cannot go on with one that "
-                "was broken off: use lakeckpt.LakeLoader"
-            )
-        if not turn.is_first:
-            progress.begin_epoch(turn.epoch)
-        elif turn.start is not None and turn.start["state"] is not None:
-            progress.load(ReaderState.from_plain(turn.start["state"]))
-        elif progress.epoch != turn.epoch:
-            progress.begin_epoch(turn.epoch)
-
-    def _steps_of_worker(self, place: WorkerPlace, rank: int) -> Iterator[Any]:
-        plan, workers = Plan(place.state), place.workers
-        step, skip = place.next_step, place.skip
-        steps = itertools.count(step, workers) if plan.steps is None else range(step, plan.steps, workers)
-        for dealt, found in Ahead(self._source, (plan.assignment(step, rank) for step in steps)):
-            for item, receipt in items_of(found, dealt, self.row_wise, skip):
-                ended = receipt.row is None or receipt.row + 1 == receipt.rows
-                self._worker_place = place.at(step + workers, 0) if ended else place.at(step, (receipt.row or 0) + 1)
-                yield item
-            skip = 0
-            step += workers
-
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
@@ -363,7 +316,7 @@ class LakeDataset(IterableDataset[Any]):
         there. Use `lakeckpt.LakeLoader`, or torchdata's StatefulDataLoader.
         """
         if get_worker_info() is not None:
-            return self._worker_state_dict()
+            return self._turns.state_dict()
         rank, world_size = self.topology
         if self._read_ahead:
             raise StateUnavailable(
@@ -385,16 +338,12 @@ class LakeDataset(IterableDataset[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state`` at the next iteration; StateError, without a change, where it does not fit."""
         if isinstance(state, Mapping) and state.get("format") == WORKER_FORMAT:
-            self._worker_state = state
+            self._turns.load(state)
             return
         self._progress.load(ReaderState.from_plain(state))
-        self._worker_state, self._read_ahead = None, ""
+        self._turns.load(None)
+        self._read_ahead = ""
         self._epochs.go_to(self.topology[0], self._progress.epoch, dict(state))
-
-    def _worker_state_dict(self) -> dict[str, Any]:
-        if self._worker_place is None:
-            raise StateUnavailable("this worker has not begun to iterate")
-        return self._worker_place.to_plain()
 
     def __len__(self) -> int:
         """Return the number of items of this rank in the epoch at hand: micro-batches, or rows in row-wise use."""

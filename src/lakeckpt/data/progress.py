@@ -10,13 +10,14 @@ It reads no rows and talks to nobody.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from lakeckpt.core.plan import Assignment, Plan, fit_lanes, rebase, replan, start
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.skips import Skip, SkipList
+from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import MAX_LANES, Identity, ReaderState
 from lakeckpt.data.identity import IdentityOf, at_version, differing
+from lakeckpt.data.runs import Runs
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
 
 __all__ = ["MAX_EPOCH", "OVERRIDABLE", "Progress"]
@@ -29,23 +30,6 @@ _SAME_ENDS = ({"short", "rows"}, {"drop", "even"})
 
 OVERRIDABLE = frozenset({"table", "selection", "tail"})
 """The differences between a state and a dataset that a user may accept: positions keep a meaning."""
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """Unbroken progress through one epoch (or one endless stream)."""
-
-    start: ReaderState
-    end: ReaderState
-    skips: list[tuple[int, Skip]] = field(default_factory=list)
-    """(step, what of its micro-batch did not come)."""
-    ended_without_step: bool = False
-    """Whether an epoch ended with it that no other state tells of: it says so without progress."""
-
-    @property
-    def says_something(self) -> bool:
-        """Whether the ledger must have it."""
-        return self.ended_without_step or (self.start.step, self.start.row) != (self.end.step, self.end.row)
 
 
 class Progress:
@@ -78,13 +62,12 @@ class Progress:
                 "any other change gives positions another meaning, and the rest of the epoch could not be read exactly"
             )
         self._first_epoch = 0
-        self._begun: list[_Run] = []
+        self._begun = Runs()
         self._made: ReaderState | None
         self._reached: tuple[int, int]
         self._state = None
         self._settled: tuple[int, int] | None = None
         self._plan: Plan | None = None
-        self._marked_skips = SkipList()
         self.skips = SkipList()
         """What of the epoch at hand (and of others since the mark) was skipped, as far as this rank knows."""
         self._iteration = 0
@@ -96,7 +79,7 @@ class Progress:
         state = self._made
         if state is not None and self._reached != (state.step, state.row):
             state = self._made = state.moved(step=self._reached[0], row=self._reached[1])
-            self._begun[-1].end = state
+            self._begun.reach(state)
         return state
 
     @_state.setter
@@ -105,7 +88,7 @@ class Progress:
         self._reached = (0, 0) if state is None else (state.step, state.row)
 
     @property
-    def _runs(self) -> list[_Run]:
+    def _runs(self) -> Runs:
         """The runs since the mark; the last one ends with the state at hand."""
         assert self._state is self._made
         return self._begun
@@ -137,7 +120,7 @@ class Progress:
     @property
     def tables(self) -> set[str]:
         """The digests of the tables that something was delivered of since the mark, and of the one at hand."""
-        return {run.end.identity.table for run in self._runs}
+        return self._runs.tables
 
     def accepts(self, change: str) -> bool:
         """Whether the user accepts a difference between states and the dataset."""
@@ -173,7 +156,7 @@ class Progress:
         """
         if receipt is None:
             return self.state
-        return self._after(self._run_of(receipt).end, receipt)
+        return self._runs.at(receipt)
 
     # --- what changes the place
 
@@ -268,7 +251,7 @@ class Progress:
 
     def repin(self, identity: Identity | IdentityOf) -> Callable[[], None]:
         """Go on in the order of another table version, from nowhere: a state is loaded next. Returns what undoes it."""
-        before = {**self.__dict__, "_begun": list(self._runs)}
+        before = {**self.__dict__, "_begun": self._runs.copy()}
         self._pin(identity)
         self.last_receipt, self.over = None, False
         self._state = self._settled = self._plan = self._later = None
@@ -311,7 +294,7 @@ class Progress:
         else:
             self._reached = (receipt.step, row + 1)
         if receipt.skips:
-            self._runs[-1].skips += [(receipt.step, skip) for skip in receipt.skips]
+            self._runs.skip(receipt.step, receipt.skips)
             self.skips = self.skips.union(SkipList(skip.group for skip in receipt.skips))
         self.last_receipt = receipt
 
@@ -330,10 +313,7 @@ class Progress:
     def finish(self) -> None:
         """Note that the loop saw the end of the epoch at hand."""
         self.over = True
-        for run in self._runs[-1:]:
-            begin = run.start
-            tells = self._moves if begin.base is None else begin.identity.rows > 0
-            run.ended_without_step = tells and begin == run.end and (begin.step, begin.row) == (0, 0)
+        self._runs.finish(moves=self._moves)
         self._leave_rest()
 
     def assignments(self, rank: int) -> Iterator[Assignment]:
@@ -349,28 +329,16 @@ class Progress:
 
     def mark(self, receipt: Receipt | None) -> None:
         """Forget what was consumed up to ``receipt`` (None: all that was delivered): it has been recorded."""
+        runs = self._runs
+        marked_skips = self._open(runs.skipped(receipt), receipt) if self.skips else runs.marked_skips
+        runs.mark(receipt)
+        runs.marked_skips = marked_skips
         if self.skips:
-            self._marked_skips = self._open(self.skipped(receipt), receipt)
-        if receipt is None:
-            self._begun = [_Run(start=run.end, end=run.end) for run in self._runs[-1:]]
-        else:
-            run = self._run_of(receipt)
-            run.start = self._after(run.end, receipt)
-            run.skips = [(step, skip) for step, skip in run.skips if step > receipt.step]
-            self._begun = self._runs[self._runs.index(run) :]
-        if self.skips:
-            self.skips = self.skipped(None)
+            self.skips = runs.skipped(None)
 
     def skipped(self, receipt: Receipt | None) -> SkipList:
         """Return what this rank knows to have been skipped, up to ``receipt`` (None: of all that was delivered)."""
-        found = [skip.group for run in self._runs for _, skip in run.skips]
-        if not found:
-            return self._marked_skips
-        if receipt is not None:
-            last = self._run_of(receipt)
-            found = [skip.group for run in self._runs[: self._runs.index(last)] for _, skip in run.skips]
-            found += [skip.group for step, skip in last.skips if step <= receipt.step]
-        return self._marked_skips.union(SkipList(found))
+        return self._runs.skipped(receipt)
 
     def load_skipped(self, skips: SkipList) -> None:
         """Skip what is on the list, whatever it would be to read now: what this goes on from has recorded it."""
@@ -379,8 +347,8 @@ class Progress:
                 f"what this goes on from skipped {len(skips)} row groups, which single rows cannot do: read on with "
                 "the batch_size that it had"
             )
-        self._marked_skips = self._open(skips, None)
-        self.skips = self.skipped(None)
+        self._runs.marked_skips = self._open(skips, None)
+        self.skips = self._runs.skipped(None)
 
     def _open(self, skips: SkipList, receipt: Receipt | None) -> SkipList:
         """Those of epochs that may have rows to come: what is over is in the ledger."""
@@ -394,45 +362,19 @@ class Progress:
 
     def stretches(self, receipt: Receipt | None) -> list[tuple[ReaderState, ReaderState]]:
         """Return (from, to) for what was consumed since the mark, up to ``receipt``."""
-        runs = self._runs
-        if receipt is not None:
-            last = self._run_of(receipt)
-            runs = [*runs[: runs.index(last)], _Run(start=last.start, end=self._after(last.end, receipt))]
-        return [(run.start, run.end) for run in runs if run.says_something]
+        return self._runs.stretches(receipt)
 
     # --- inside
 
     def _set(self, state: ReaderState) -> None:
         runs = self._runs
         self._state, self._plan, self.over = state, None, False
-        # A run without progress says nothing, so it gives way; else it is kept until a mark.
-        if runs and not runs[-1].says_something:
-            runs.pop()
-        runs.append(_Run(start=state, end=state))
+        runs.begin(state)
 
     def _next_epoch(self, epoch: int) -> ReaderState:
         assert self._state is not None
         num_lanes, batch_size, world_size = self._state.segment.topology
         return start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
-
-    def _after(self, state: ReaderState, receipt: Receipt) -> ReaderState:
-        if receipt.row is not None and receipt.row + 1 < receipt.rows:
-            return state.moved(step=receipt.step, row=receipt.row + 1)
-        return state.moved(step=receipt.step + 1, row=0)
-
-    def _run_of(self, receipt: Receipt) -> _Run:
-        if not isinstance(receipt, Receipt):
-            raise ConfigError(f"this is the receipt of a batch (batch.receipt), or None, got {receipt!r}")
-        for run in reversed(self._runs):
-            if run.end.epoch != receipt.epoch or run.end.segment.world_size != receipt.world_size:
-                continue
-            after = self._after(run.end, receipt)
-            if (run.start.step, run.start.row) <= (after.step, after.row) <= (run.end.step, run.end.row):
-                return run
-        raise StateUnavailable(
-            f"epoch {receipt.epoch}, step {receipt.step} is not among what this loader has delivered since the last "
-            "checkpoint: pass the receipt of a batch that the loop received since then"
-        )
 
 
 def _is_start(state: ReaderState) -> bool:

@@ -1,0 +1,133 @@
+"""What did the training loop really get since the last checkpoint?  `Runs`: stretches of unbroken progress.
+
+A run is what was delivered of one epoch (or one endless stream) between two states, without a gap. Where a state was
+loaded, or an epoch begun again, another run begins, so that the ledger tells of both. A checkpoint *marks* the place up
+to which it recorded them; what is before it is forgotten.
+
+It plans nothing and reads no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.skips import Skip, SkipList
+from lakeckpt.core.state import ReaderState
+from lakeckpt.errors import ConfigError, StateUnavailable
+
+__all__ = ["Run", "Runs"]
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Unbroken progress through one epoch (or one endless stream)."""
+
+    start: ReaderState
+    end: ReaderState
+    skips: list[tuple[int, Skip]] = field(default_factory=list)
+    """(step, what of its micro-batch did not come)."""
+    ended_without_step: bool = False
+    """Whether an epoch ended with it that no other state tells of: it says so without progress."""
+
+    @property
+    def says_something(self) -> bool:
+        """Whether the ledger must have it."""
+        return self.ended_without_step or (self.start.step, self.start.row) != (self.end.step, self.end.row)
+
+
+class Runs:
+    """The runs since the mark. The last one goes on."""
+
+    def __init__(self, runs: Sequence[Run] = (), marked_skips: SkipList | None = None) -> None:
+        self._runs = list(runs)
+        self.marked_skips = SkipList() if marked_skips is None else marked_skips
+        """What was skipped before the mark of epochs that may have rows to come."""
+
+    def copy(self) -> Runs:
+        """The same runs, to which others may be added."""
+        return Runs(self._runs, self.marked_skips)
+
+    # --- what is asked
+
+    @property
+    def tables(self) -> set[str]:
+        """The digests of the tables that the runs are of."""
+        return {run.end.identity.table for run in self._runs}
+
+    def at(self, receipt: Receipt) -> ReaderState:
+        """The state of all up to ``receipt``; StateUnavailable where it is of none of the runs."""
+        return _after(self._run_of(receipt).end, receipt)
+
+    def skipped(self, receipt: Receipt | None) -> SkipList:
+        """What is known to have been skipped, up to ``receipt`` (None: all)."""
+        found = [skip.group for run in self._runs for _, skip in run.skips]
+        if not found:
+            return self.marked_skips
+        if receipt is not None:
+            last = self._run_of(receipt)
+            found = [skip.group for run in self._runs[: self._runs.index(last)] for _, skip in run.skips]
+            found += [skip.group for step, skip in last.skips if step <= receipt.step]
+        return self.marked_skips.union(SkipList(found))
+
+    def stretches(self, receipt: Receipt | None) -> list[tuple[ReaderState, ReaderState]]:
+        """(from, to) of what was consumed since the mark, up to ``receipt`` (None: all)."""
+        runs = self._runs
+        if receipt is not None:
+            last = self._run_of(receipt)
+            runs = [*runs[: runs.index(last)], Run(start=last.start, end=_after(last.end, receipt))]
+        return [(run.start, run.end) for run in runs if run.says_something]
+
+    # --- what changes them
+
+    def begin(self, state: ReaderState) -> None:
+        """Begin a run at ``state``. A run without progress says nothing, so it gives way; else it is kept."""
+        if self._runs and not self._runs[-1].says_something:
+            self._runs.pop()
+        self._runs.append(Run(start=state, end=state))
+
+    def reach(self, state: ReaderState) -> None:
+        """The run that goes on has come to ``state``."""
+        self._runs[-1].end = state
+
+    def skip(self, step: int, skips: Sequence[Skip]) -> None:
+        """Of the micro-batch of ``step``, ``skips`` did not come."""
+        self._runs[-1].skips += [(step, skip) for skip in skips]
+
+    def finish(self, *, moves: bool) -> None:
+        """Note that the loop saw the end of the epoch. ``moves``: whether the next one may be of another version."""
+        for run in self._runs[-1:]:
+            begin = run.start
+            tells = moves if begin.base is None else begin.identity.rows > 0
+            run.ended_without_step = tells and begin == run.end and (begin.step, begin.row) == (0, 0)
+
+    def mark(self, receipt: Receipt | None) -> None:
+        """Forget what was consumed up to ``receipt`` (None: all)."""
+        if receipt is None:
+            self._runs = [Run(start=run.end, end=run.end) for run in self._runs[-1:]]
+            return
+        run = self._run_of(receipt)
+        run.start = _after(run.end, receipt)
+        run.skips = [(step, skip) for step, skip in run.skips if step > receipt.step]
+        self._runs = self._runs[self._runs.index(run) :]
+
+    def _run_of(self, receipt: Receipt) -> Run:
+        if not isinstance(receipt, Receipt):
+            raise ConfigError(f"this is the receipt of a batch (batch.receipt), or None, got {receipt!r}")
+        for run in reversed(self._runs):
+            if run.end.epoch != receipt.epoch or run.end.segment.world_size != receipt.world_size:
+                continue
+            after = _after(run.end, receipt)
+            if (run.start.step, run.start.row) <= (after.step, after.row) <= (run.end.step, run.end.row):
+                return run
+        raise StateUnavailable(
+            f"epoch {receipt.epoch}, step {receipt.step} is not among what this loader has delivered since the last "
+            "checkpoint: pass the receipt of a batch that the loop received since then"
+        )
+
+
+def _after(state: ReaderState, receipt: Receipt) -> ReaderState:
+    if receipt.row is not None and receipt.row + 1 < receipt.rows:
+        return state.moved(step=receipt.step, row=receipt.row + 1)
+    return state.moved(step=receipt.step + 1, row=0)
