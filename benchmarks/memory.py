@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.children import told_by
 from benchmarks.measure import show
 from benchmarks.reading import KINDS, Kind, written
 from lakeckpt import LakeDataset, LakeLoader, open_table
@@ -75,15 +74,9 @@ def _decoding_bytes(column: pa.ChunkedArray) -> int:
 
 
 def measured(kind: Kind, folder: Path, shuffle: bool, epochs: int) -> dict[str, Any]:
-    """What `child` says, in a process of its own."""
+    """What `child` says, in a process of its own; ChildFailed says why that died."""
     arguments = [str(folder), str(kind.batch_size), str(int(shuffle)), str(epochs)]
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.memory", "--child", *arguments],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    found: dict[str, Any] = json.loads(ran.stdout)
+    found: dict[str, Any] = json.loads(told_by(["-m", "benchmarks.memory", "--child", *arguments]))
     return found
 
 
