@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -52,4 +53,36 @@ def test_threads_have_enough_while_something_waits_for_one() -> None:
     assert threads.have_enough
     over.set()
     assert first.result(60) and second.result(60) and not threads.have_enough
+    threads.close()
+
+
+def test_what_free_threads_have_not_come_to_yet_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Callable[[], object]] = []
+
+    class NotYet:
+        """Threads that want the interpreter, which the training loop has."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def submit(self, _check: object, _pool: object, work: Callable[[], object]) -> None:
+            begun.append(work)
+
+    monkeypatch.setattr("lakeckpt.reading.threads.ThreadPoolExecutor", NotYet)
+    threads = Threads(2)
+    threads.submit(int)
+    threads.submit(int)
+    assert not threads.have_enough
+    threads.submit(int)
+    assert threads.have_enough
+    begun.pop(0)()
+    assert not threads.have_enough
+
+
+def test_what_failed_is_over() -> None:
+    threads = Threads(1)
+    for failing in [threads.submit(lambda: int("no number")) for _ in range(3)]:
+        with pytest.raises(ValueError, match="no number"):
+            failing.result(60)
+    assert not threads.have_enough
     threads.close()

@@ -43,25 +43,31 @@ class Threads:
         """For windows of several row groups: held while they are decoded, so that the first one is ready first."""
         self._whole: ThreadPoolExecutor | None = None
         self._parts: ThreadPoolExecutor | None = None
-        self._waiting: deque[None] = deque()
+        self._most_whole = min(_WHOLE, count)
+        self._unfinished: deque[None] = deque()
 
     @property
     def have_enough(self) -> bool:
-        """Whether something to do waits for a whole thread: more would only wait, too."""
-        return bool(self._waiting)
+        """Whether something to do waits for a whole thread: more would only wait, too.
+
+        What a thread that is free has not come to yet does not wait: it may want the interpreter to begin.
+        """
+        return len(self._unfinished) > self._most_whole
 
     def submit(self, work: Callable[[], _R]) -> Future[_R]:
         """Do ``work`` in a whole thread, after what was submitted before."""
         if self._whole is None:
-            self._whole = ThreadPoolExecutor(min(_WHOLE, self.count), thread_name_prefix="lakeckpt-window")
-        waiting = self._waiting
-        waiting.append(None)
+            self._whole = ThreadPoolExecutor(self._most_whole, thread_name_prefix="lakeckpt-window")
+        unfinished = self._unfinished
+        unfinished.append(None)
 
-        def begin() -> _R:
-            waiting.pop()
-            return work()
+        def seen_through() -> _R:
+            try:
+                return work()
+            finally:
+                unfinished.pop()
 
-        return self._whole.submit(unless_ending, self._whole, begin)
+        return self._whole.submit(unless_ending, self._whole, seen_through)
 
     def map(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
         """Return what ``work`` makes of each of ``items``, in their order; an error, where there are any."""
@@ -95,4 +101,4 @@ class Threads:
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
         self._whole = self._parts = None
-        self._waiting = deque()
+        self._unfinished = deque()
