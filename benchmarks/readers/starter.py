@@ -5,10 +5,15 @@ standard input is then a list of orders (task, case, out, log, environment, fold
 answers their numbers, and when all have ended, ``ended``. It never makes a reader itself: a forked process is as a
 fresh one is after its imports, as torch's own loader starts its workers. Packages that do not stand a fork are imported
 after it.
+
+What the imports left is collected, and set aside (``gc.freeze``, as Python's own manual advises before a fork). Else
+the first full collection, which falls to whichever reader happens to make the object that is one too many, looks at all
+of torch's and copies their pages: 0.15 to 0.19 s, in a measurement of one second.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -28,6 +33,8 @@ def main() -> None:
     kind = entry.load()
     for module in () if entry.no_fork else kind.modules:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
     print("ready", flush=True)
     for line in sys.stdin:
         pids = [_fork(order) for order in json.loads(line)]
