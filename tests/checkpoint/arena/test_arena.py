@@ -180,6 +180,17 @@ def test_what_is_needed_is_never_written_to(actions: list[tuple[str, int]]) -> N
                 hold.__exit__(None, None, None)
 
 
+def test_who_reads_meanwhile_is_told_of_what_is_complete_now(folder: ArenaFolder) -> None:
+    with made(folder) as arena, folder.open(arena.name) as reader:
+        for step in range(1, 10):
+            assert capture(arena, step, common=step - 1)
+            assert [record.step for record in reader.complete()] == list(range(step, max(0, step - 3), -1))
+        with reader.hold() as held:
+            assert held is not None and held.record == arena.complete()[0]
+        arena.forget(after=8)
+        assert [record.step for record in reader.complete()] == [8, 7] == [one.step for one in arena.complete()]
+
+
 def test_a_generation_that_every_rank_may_need_is_not_begun_again(folder: ArenaFolder) -> None:
     with made(folder) as arena:
         for step in (1, 2, 3):

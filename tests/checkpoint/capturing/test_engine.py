@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.capturing import job as jobs
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.capturing.moves import Issued, Moves
 from lakeckpt.checkpoint.report import CaptureWarning
@@ -157,6 +158,31 @@ def test_a_capture_goes_through_the_gate_slice_by_slice(made: Made) -> None:
     assert gate.moved_bytes == sum(gate.admitted) == record.size_bytes == gate.expected_bytes
     assert gate.fenced_bytes == 0
     assert max(gate.admitted) <= 4096
+
+
+def test_documents_are_made_once_when_the_first_slice_was_admitted_or_the_fence_has_come(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    documents = jobs.Job.documents
+
+    def noted(job: jobs.Job) -> bytes:
+        written.append(job.facts.step)
+        return documents(job)
+
+    monkeypatch.setattr(jobs.Job, "documents", noted)
+    job, gate = Job(), HeldGate()
+    engine = made(job.objects, gate=gate)
+    job.step()
+    assert cut(engine, 1, must=True)
+    assert not gate.open.wait(0.1) and not written, "until then the training thread needs the time"
+    gate.open.set()
+    engine._idle()
+    assert written == [1]
+    job.step()
+    assert cut(engine, 2, must=True)
+    engine.fence()
+    assert engine.wait() == 2 and written == [1, 2]
 
 
 def test_cuts_are_left_out_while_the_capture_before_is_under_way(made: Made, folder: ArenaFolder) -> None:

@@ -62,6 +62,8 @@ class Arena:
         self._process = os.getpid()
         self._holding = [0] * self.layout.generations  # by this opening, whose own locks do not exclude each other
         self._filling: int | None = None
+        self._read: dict[int, GenerationRecord] = {}
+        """The record of each generation as it was read last: it is that as long as its sequence number is."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -140,6 +142,9 @@ class Arena:
 
     def _record(self, number: int) -> GenerationRecord | None:
         sequence = self._sequence(number)
+        known = self._read.get(number)
+        if known is not None and known.sequence == sequence:
+            return known
         at = self.layout.record_at(number)
         try:
             record = GenerationRecord.from_bytes(bytes(self._view[at : at + self.layout.record_room]))
@@ -147,7 +152,10 @@ class Arena:
             return None  # none was ever written here, or a writer is at it
         fits = len(record.checksums) == CHECKSUM_BYTES * self.layout.num_leaves
         fits = fits and record.documents_bytes <= self.layout.documents_bytes
-        return record if fits and record.sequence == sequence == self._sequence(number) else None
+        if not fits or not record.sequence == sequence == self._sequence(number):
+            return None
+        self._read[number] = record
+        return record
 
     # --- what is written
 

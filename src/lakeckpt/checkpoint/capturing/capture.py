@@ -13,6 +13,7 @@ So is one that a thread leaves in the midst of a slice, by an exception that com
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -162,13 +163,19 @@ class Capture:
 
     # --- the copier
 
-    def run(self) -> bool:
-        """Copy what is left, and see all slices filled. False where the state was changed meanwhile: give it up."""
+    def run(self, first: Callable[[], None] | None = None) -> bool:
+        """Copy what is left, and see all slices filled. False where the state was changed meanwhile: give it up.
+
+        ``first`` is called once, before the first slice, when that was admitted: what takes time, and has time.
+        """
         wait_all(self._early)
         self._early = ()
         with self._claims():
             while (size_bytes := self._next_bytes()) is not None:
                 self._gate.admit(size_bytes, self._urgent)
+                if first is not None:
+                    first()
+                    first = None
                 number = self._claim()
                 if number is None:
                     break  # the fence has come, and taken it
@@ -181,6 +188,9 @@ class Capture:
                 wait_all(issued)
                 self._gate.moved(self._slices[number].size_bytes, begin, self._clock())
                 self._came(number)
+                os.sched_yield()  # what brings the end of this bubble may wait for this core, behind us
+        if first is not None:
+            first()
         return self._finish()
 
     def give_up(self) -> None:

@@ -370,9 +370,9 @@ class CaptureEngine:
 
     def _completes(self, job: Job) -> bool:
         """Copy what is left of a cut, and complete its generation. False where it was given up."""
-        documents = job.documents()
+        made: list[bytes] = []
         moving = self._doubts.moving
-        intact = job.capture.run()
+        intact = job.capture.run(lambda: made.append(job.documents()))
         if not intact or (changed := job.witnesses.changed(job.filling.data)):
             counted, witnessed = (frozenset[str](), changed) if intact else (job.changed(), frozenset[str]())
             self._warning = self._doubts.changed(job.facts.step, counted=counted, witnessed=witnessed)
@@ -381,6 +381,7 @@ class CaptureEngine:
             return False  # what seemed still has moved: it is taken at the cut from the next one on
         self._doubts.intact()
         assert self._store.arena is not None
+        (documents,) = made
         if len(documents) > self._store.arena.layout.documents_bytes:
             self._documents_bytes = len(documents)  # the next cut finds that the arena does not fit
             return False
