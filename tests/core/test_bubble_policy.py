@@ -184,13 +184,44 @@ def test_a_bubble_is_trusted_for_longer_where_those_ahead_do_not_hold_what_is_le
 def test_where_there_is_room_slices_keep_away_from_ends_that_are_not_sure() -> None:
     rank = Rank()
     for length in (4.0, 4.0, 2.0, 4.0):
-        rank.iteration([(10.0, length), (10.0, 30.0)])
+        rank.iteration([(10.0, length), (10.0, 24.0)])
     rank.policy.begin_iteration()
     rank.policy.open("gap 0", "bubble", 100.0)
     rank.policy.begin_capture(20)
     assert rank.policy.admits_at(1, 101.5) == 102.0, "one of four was over then"
     rank.policy.begin_capture(31)
     assert rank.policy.admits_at(1, 101.5) == 101.5
+
+
+def test_a_bubble_is_left_alone_while_longer_ones_hold_what_is_left_and_more() -> None:
+    rank = learnt([(10.0, 4.0), (10.0, 25.0)])
+    policy = rank.policy
+    policy.begin_iteration()
+    policy.begin_capture(20)
+    assert not policy.may_hold(policy.open("gap 0", "bubble", 100.0), 1)
+    assert policy.admits_at(1, 101.0) is None
+    assert policy.admits_at(1, 104.5) is not None, "it outlasts all that is known of it"
+    policy.begin_capture(21)
+    assert policy.may_hold("gap 0 0", 1)
+    assert policy.admits_at(1, 101.0) == 101.0
+    policy.begin_capture(20)
+    policy.open("elsewhere", "bubble", 110.0)
+    assert policy.admits_at(1, 110.0) is not None, "nothing is known of it"
+    policy.open("gap 1", "bubble", 120.0)
+    assert policy.admits_at(1, 120.0) == 120.0, "no other is to come"
+    policy = learnt([(10.0, 25.0), (10.0, 24.0)]).policy
+    policy.begin_iteration()
+    policy.begin_capture(5)
+    policy.open("gap 0", "bubble", 200.0)
+    assert policy.admits_at(1, 200.0) == 200.0, "no longer one is to come"
+
+
+@given(st.lists(st.tuples(st.just(3.0), st.floats(0.5, 40.0)), min_size=1, max_size=8), st.data())
+def test_whatever_bubbles_hold_moves_in_them_whichever_are_left_alone(gaps: list[Gap], data: st.DataObject) -> None:
+    rank = learnt(gaps)
+    rank.capture(data.draw(st.integers(0, sum(int(idles) for _, idles in gaps))))
+    rank.iteration(gaps)
+    assert rank.left == 0
 
 
 @given(st.lists(st.floats(0.2, 2.5), min_size=8, max_size=8), st.integers(1, 3))

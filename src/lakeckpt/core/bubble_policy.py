@@ -11,6 +11,9 @@ lower quartile, the median) by which the bubbles ahead hold what is left. Where 
 ends that are not sure; where there is none, a slice that outlasts its bubble costs a part of what the same slice costs
 at the fence.
 
+Which bubbles are used? The longest: one is left alone while longer ones are yet to come that hold all that is left and
+more. Each bubble in which slices move has an end that may come late by a part of one, so the fewer the better.
+
 On a GPU the host does not see the device wait: there the windows of an iteration are foreseen as a whole, each at its
 time (`foresee`), and a slice must lie within one.
 
@@ -36,6 +39,8 @@ __all__ = ["MOST_OF_A_SITE", "BubblePolicy", "IdleWindow", "Kind"]
 Kind = Literal["bubble", "free"]
 
 MOST_OF_A_SITE = 256
+_ROOM = 1.25
+"""Of what is left: what longer bubbles must hold for a shorter one to be left alone."""
 _JUST = 0.25
 """Of a slice's time: a window that closes so soon after a slice was over may have waited for it."""
 
@@ -160,6 +165,8 @@ class BubblePolicy:
             and (window.kind == "bubble" or trust == BOLD)
         ]
         for kind, (site, begin_s) in self._open.items():
+            if kind == "bubble" and self._is_spared(site, size_bytes, at_s - begin_s):
+                continue
             if kind == "bubble" or trust == BOLD:
                 ready_s = self.history.ready_s(site, max(0.0, at_s - begin_s), need_s, trust)
                 found.append(max(at_s, begin_s + ready_s))
@@ -168,7 +175,18 @@ class BubblePolicy:
     def may_hold(self, name: str, size_bytes: int) -> bool:
         """Whether the window that `open` gave this name to may last as long as a slice of ``size_bytes`` takes, by the
         longest that is known of it; yes where nothing is. Whoever would have to be woken need not be, where not."""
-        return self.history.longest_s(name) >= self.rate.seconds(size_bytes)
+        longest_s = self.history.longest_s(name)
+        return longest_s >= self.rate.seconds(size_bytes) and not self._is_spared(name, size_bytes, 0.0)
+
+    def _is_spared(self, site: str, slice_bytes: int, elapsed_s: float) -> bool:
+        """Whether a bubble that is open for ``elapsed_s`` is left alone: longer ones are yet to come that hold all that
+        is left, and more. Not one of which nothing is known, or that outlasts all that is."""
+        need_s = self.rate.seconds(slice_bytes)
+        if need_s <= 0 or not elapsed_s <= self.history.longest_s(site) < inf:
+            return False
+        length_s = self.history.expected_s(site)
+        slices = sum(int(one / need_s) for one in self._lengths_ahead(CAUTIOUS) if one > length_s)
+        return slices * slice_bytes >= _ROOM * max(self._left_bytes, slice_bytes)
 
     def capacity_bytes(self, slice_bytes: int, at_s: float, trust: float = USUAL) -> int:
         """What the rest of the bubble that is open and the bubbles yet to come before the next cut will hold, in whole
