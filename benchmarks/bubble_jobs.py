@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lakeckpt.checkpoint.bubbles.data import watch_data
@@ -46,7 +47,23 @@ class Job:
 
 
 def pipeline(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
-    """Stages ``rank`` and ``rank + 2`` of four."""
+    """Stages ``rank`` and ``rank + 2`` of four. Gradients are clipped by their norm over all stages: before its update
+    each rank waits for the other's part of it."""
+    job = pipeline_unclipped(rank, switch, asked)
+
+    def step() -> None:
+        job.step()
+        gradients = [one.grad for one in job.model.parameters() if one.grad is not None]
+        square = nn.utils.get_total_norm(gradients).square()
+        with switch.idle("norm"):
+            dist.all_reduce(square)
+        nn.utils.clip_grads_with_norm_(job.model.parameters(), 1.0, square.sqrt())
+
+    return Job(step, job.model, job.optimizer)
+
+
+def pipeline_unclipped(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
+    """The same, and the rank that is done first goes on."""
     from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
     numbers = (rank, rank + WORLD)
@@ -104,6 +121,7 @@ def _data_parallel(switch: Any, asked: argparse.Namespace, *, rows: int, wait_s:
 
 CASES: dict[str, Callable[[int, Any, argparse.Namespace], Job]] = {
     "pipeline": pipeline,
+    "pipeline-unclipped": pipeline_unclipped,
     "ddp": data_parallel,
     "ddp-computing": data_parallel_computing,
 }

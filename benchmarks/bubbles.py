@@ -2,7 +2,9 @@
 
 Iterations take turns in one run: one without a capture and one whose capture is let through in bubbles, in either
 order; every few rounds also one whose capture copies at once. ``pipeline`` is an interleaved 1F1B of four stages
-(torch.distributed.pipelining, gloo); ``ddp`` are two ranks of which one waits longer for its data; ``ddp-computing``
+(torch.distributed.pipelining, gloo), whose gradients are clipped by their norm over all stages, as those of language
+models are, so that the rank that is done first waits before its update; in ``pipeline-unclipped`` it goes on, and its
+bubbles hold no more than its capture; ``ddp`` are two ranks of which one waits longer for its data; ``ddp-computing``
 two of which one computes longer, which has no bubble of its own and shows what that costs. Each rank is bound to a
 core, so that what it copies while it computes is at its own expense.
 
@@ -167,7 +169,7 @@ def main() -> None:
     arguments.add_argument("--warm-up", type=int, default=8, help="rounds that do not count")
     arguments.add_argument("--at-once-every", type=int, default=4, help="of so many rounds one copies at once, too")
     arguments.add_argument("--width", type=int, default=1024)
-    arguments.add_argument("--rows", type=int, default=64, help="of a micro-batch")
+    arguments.add_argument("--rows", type=int, default=56, help="of a micro-batch")
     arguments.add_argument("--microbatches", type=int, default=4)
     arguments.add_argument("--slice-mib", type=int, help="default: as captures choose it by the size of the state")
     arguments.add_argument("--anywhere", action="store_true", help="ranks are not bound to a core each")
