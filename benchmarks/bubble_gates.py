@@ -39,14 +39,15 @@ class Accounted(BubbleGate):
         self._spans: list[tuple[float, float, float]] = []  # begin, end, processor time of slices
         self._since_s = 0.0
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
         """See `BubbleGate`."""
-        self.let(size_bytes, urgent)
+        gently = self.let(size_bytes, urgent)
         self._since_s = time.thread_time()
+        return gently
 
-    def let(self, size_bytes: int, urgent: threading.Event) -> None:
+    def let(self, size_bytes: int, urgent: threading.Event) -> bool:
         """Wait for a bubble."""
-        super().admit(size_bytes, urgent)
+        return super().admit(size_bytes, urgent)
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """See `BubbleGate`."""
@@ -79,8 +80,9 @@ class Accounted(BubbleGate):
 class Observed(Accounted):
     """Knows the windows, and lets everything through at once."""
 
-    def let(self, size_bytes: int, urgent: threading.Event) -> None:
-        """Return."""
+    def let(self, size_bytes: int, urgent: threading.Event) -> bool:
+        """At once."""
+        return False
 
 
 class Switch:

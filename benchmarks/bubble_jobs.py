@@ -72,9 +72,10 @@ def pipeline_unclipped(rank: int, switch: Any, asked: argparse.Namespace) -> Job
         PipelineStage(module, number, STAGES, torch.device("cpu"))
         for number, module in zip(numbers, modules, strict=True)
     ]
-    schedule = ScheduleInterleaved1F1B(stages, asked.microbatches, loss_fn=nn.functional.mse_loss)
+    microbatches = asked.microbatches or 2
+    schedule = ScheduleInterleaved1F1B(stages, microbatches, loss_fn=nn.functional.mse_loss)
     watch_schedule(switch, schedule)
-    rows = torch.randn(asked.rows * asked.microbatches, asked.width)
+    rows = torch.randn((asked.rows or 96) * microbatches, asked.width)
     first, last = ([rows], {}) if rank == 0 else ([], {"target": rows, "losses": []})
     model = nn.ModuleList(modules)
     return Job(lambda: schedule.step(*first, **last), model, torch.optim.AdamW(model.parameters(), lr=1e-4))
@@ -86,12 +87,12 @@ def data_parallel(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
     The first micro-batch is there when it is asked for (it was fetched while the update was made), the others come
     late: so what is copied at once, after the cut, is in the way of the rank that the other one waits for.
     """
-    return _data_parallel(switch, asked, rows=asked.rows, wait_s=asked.slow_s if rank == 1 else 0)
+    return _data_parallel(switch, asked, rows=asked.rows or 64, wait_s=asked.slow_s if rank == 1 else 0)
 
 
 def data_parallel_computing(rank: int, switch: Any, asked: argparse.Namespace) -> Job:
     """Two blocks each; rank 1 has ``--more`` times the rows, and never waits."""
-    return _data_parallel(switch, asked, rows=int(asked.rows * (asked.more if rank == 1 else 1)), wait_s=0)
+    return _data_parallel(switch, asked, rows=int((asked.rows or 64) * (asked.more if rank == 1 else 1)), wait_s=0)
 
 
 def _data_parallel(switch: Any, asked: argparse.Namespace, *, rows: int, wait_s: float) -> Job:
@@ -99,7 +100,7 @@ def _data_parallel(switch: Any, asked: argparse.Namespace, *, rows: int, wait_s:
 
     model = DistributedDataParallel(nn.Sequential(Block(asked.width), Block(asked.width)))
     watch_ddp(switch, model)
-    batch, number = torch.randn(rows, asked.width), asked.microbatches
+    batch, number = torch.randn(rows, asked.width), asked.microbatches or 4
 
     def late() -> Iterator[torch.Tensor]:
         while True:

@@ -55,6 +55,9 @@ from lakeckpt.lake.storage import open_storage
 WAYS = ("none", "at once", "in bubbles")
 PATIENCE = timedelta(seconds=300)
 NORMAL_95 = 1.96
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_TOP_PAD_": str(2**26)}
+"""For glibc, of the ranks. As it comes, it gives what the optimizer and activations lay in back to the system, and asks
+for it again: half of an update was page faults, and more in some than in others."""
 
 
 def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> None:
@@ -73,7 +76,7 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
     gates: dict[str, Accounted | None] = {"none": None, "at once": Observed(), "in bubbles": Accounted()}
     engine = CaptureEngine(
         {"model": job.model, "optimizer": job.optimizer},
-        ArenaIdentity(run=case.encode().ljust(16), rank=rank, world=WORLD),
+        ArenaIdentity(run=case.encode().ljust(16)[:16], rank=rank, world=WORLD),
         folder=ArenaFolder(Path(folder) / "arenas"),
         gate=cast(Gate, switch),
         slice_bytes=None if asked.slice_mib is None else asked.slice_mib * 2**20,
@@ -169,8 +172,8 @@ def main() -> None:
     arguments.add_argument("--warm-up", type=int, default=8, help="rounds that do not count")
     arguments.add_argument("--at-once-every", type=int, default=4, help="of so many rounds one copies at once, too")
     arguments.add_argument("--width", type=int, default=1024)
-    arguments.add_argument("--rows", type=int, default=56, help="of a micro-batch")
-    arguments.add_argument("--microbatches", type=int, default=4)
+    arguments.add_argument("--rows", type=int, help="of a micro-batch; default: 96 in pipelines, 64 under DDP")
+    arguments.add_argument("--microbatches", type=int, help="default: 2 in pipelines, 4 under DDP")
     arguments.add_argument("--slice-mib", type=int, help="default: as captures choose it by the size of the state")
     arguments.add_argument("--anywhere", action="store_true", help="ranks are not bound to a core each")
     arguments.add_argument("--slow-s", type=float, default=0.24, help="what rank 1 waits for its data: ddp")
@@ -179,6 +182,7 @@ def main() -> None:
     arguments.add_argument("--profile", type=Path, help="write profiles to this folder: lakeckpt report FOLDER/CASE")
     asked = arguments.parse_args()
     written: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
+    os.environ.update(KEEPS_MEMORY)
     context = multiprocessing.get_context("spawn")
     with place_for_a_run("bubbles", under=MEMORY) as folder:
         for case in asked.cases:

@@ -197,14 +197,14 @@ def test_a_bubble_is_left_alone_while_longer_ones_hold_what_is_left_and_more() -
     rank = learnt([(10.0, 4.0), (10.0, 25.0)])
     policy = rank.policy
     policy.begin_iteration()
-    policy.begin_capture(20)
+    policy.begin_capture(8)  # 2.5 s each, until one was moved gently
     assert not policy.may_hold(policy.open("gap 0", "bubble", 100.0), 1)
     assert policy.admits_at(1, 101.0) is None
     assert policy.admits_at(1, 104.5) is not None, "it outlasts all that is known of it"
-    policy.begin_capture(21)
+    policy.begin_capture(9)
     assert policy.may_hold("gap 0 0", 1)
     assert policy.admits_at(1, 101.0) == 101.0
-    policy.begin_capture(20)
+    policy.begin_capture(8)
     policy.open("elsewhere", "bubble", 110.0)
     assert policy.admits_at(1, 110.0) is not None, "nothing is known of it"
     policy.open("gap 1", "bubble", 120.0)
@@ -214,6 +214,42 @@ def test_a_bubble_is_left_alone_while_longer_ones_hold_what_is_left_and_more() -
     policy.begin_capture(5)
     policy.open("gap 0", "bubble", 200.0)
     assert policy.admits_at(1, 200.0) == 200.0, "no longer one is to come"
+
+
+def test_slices_move_gently_where_bubbles_hold_all_that_is_left_at_that_pace_and_more() -> None:
+    policy = learnt([(10.0, 3.0), (10.0, 25.0)]).policy
+    policy.begin_iteration()
+    policy.begin_capture(9)
+    assert not policy.has_time(1, 90.0), "no bubble is open"
+    policy.open("gap 0", "bubble", 100.0)
+    assert not policy.has_time(1, 100.0), "11 slices of 2.5 s, and not 9 and a quarter more"
+    assert policy.admits_at(1, 101.5) == 101.5, "as fast as can be, there is time for one"
+    policy.open("gap 1", "bubble", 110.0)
+    policy.begin_capture(8)
+    assert policy.has_time(1, 110.0)
+    policy.begin_capture(1)
+    assert policy.admits_at(1, 132.4) == 132.4
+    assert policy.has_time(1, 132.4) is False, "and there was no time for a gentle one and a quarter"
+
+
+def test_the_pace_of_gentle_slices_is_learnt_by_itself_and_bounded() -> None:
+    policy = BubblePolicy()
+    policy.moved(1, 0.0, 1.0)
+    assert policy._gentle_s(4) == 10.0
+    policy.admitted(0.0, gently=True)
+    policy.moved(1, 0.0, 1.5)
+    assert policy._gentle_s(4) == 6.0 and policy.rate.seconds(4) == 4.0
+    policy.admitted(0.0)
+    policy.moved(1, 0.0, 1.0)
+    assert policy._gentle_s(4) == 6.0, "that was none"
+    for _ in range(40):
+        policy.admitted(0.0, gently=True)
+        policy.moved(1, 0.0, 1000.0)
+    assert policy._gentle_s(4) == 20.0, "else none would ever be tried again"
+    for _ in range(40):
+        policy.admitted(0.0, gently=True)
+        policy.moved(1, 0.0, 0.5)
+    assert policy._gentle_s(4) == 4.0
 
 
 @given(st.lists(st.tuples(st.just(3.0), st.floats(0.5, 40.0)), min_size=1, max_size=8), st.data())

@@ -24,8 +24,9 @@ class Gate(Protocol):
         """A capture begins: so many bytes are to be moved before its fence."""
         ...
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
-        """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set: the state is about to change.
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
+        """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set: the state is about to change. Returns
+        whether there is time to copy it gently, more slowly than one could, for the sake of other ranks' memory.
 
         Must return soon after ``urgent`` is set, whatever else it waits for, and must not raise.
         """
@@ -52,8 +53,9 @@ class OpenGate:
     def start(self, size_bytes: int, /) -> None:
         """Expect nothing."""
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
-        """Return."""
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
+        """At once, and as fast as can be."""
+        return False
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """Keep nothing."""

@@ -11,8 +11,13 @@ lower quartile, the median) by which the bubbles ahead hold what is left. Where 
 ends that are not sure; where there is none, a slice that outlasts its bubble costs a part of what the same slice costs
 at the fence.
 
+How fast are slices copied? What copies as fast as it can takes the memory from ranks that compute: *gently*, in small
+steps, it takes longer and costs them less. So slices are moved gently where the bubbles hold all that is left at that
+pace, and more.
+
 Which bubbles are used? The longest: one is left alone while longer ones are yet to come that hold all that is left and
-more. Each bubble in which slices move has an end that may come late by a part of one, so the fewer the better.
+more, at that pace. Each bubble in which slices move has an end that may come late by a part of one, so the fewer the
+better.
 
 On a GPU the host does not see the device wait: there the windows of an iteration are foreseen as a whole, each at its
 time (`foresee`), and a slice must lie within one.
@@ -40,7 +45,10 @@ Kind = Literal["bubble", "free"]
 
 MOST_OF_A_SITE = 256
 _ROOM = 1.25
-"""Of what is left: what longer bubbles must hold for a shorter one to be left alone."""
+"""Of what is left: what longer bubbles hold where a shorter one is left alone, and all where slices move gently."""
+_GENTLE = 2.5
+_GENTLE_AT_MOST = 5.0
+"""What a gentle slice takes of the time of another: until one was measured, and whatever was measured."""
 _JUST = 0.25
 """Of a slice's time: a window that closes so soon after a slice was over may have waited for it."""
 
@@ -70,6 +78,7 @@ class BubblePolicy:
     def __init__(self, *, history: WindowHistory | None = None, rate: SliceRate | None = None) -> None:
         self.history = WindowHistory() if history is None else history
         self.rate = SliceRate() if rate is None else rate
+        self._gentle_rate: SliceRate | None = None  # of those that were copied gently
         self._open: dict[Kind, tuple[str, float]] = {}
         self._seen: dict[str, int] = {}
         self._passed: dict[str, Kind] = {}  # sites of this iteration, in their order
@@ -78,6 +87,7 @@ class BubblePolicy:
         self._foreseen: tuple[IdleWindow, ...] = ()
         self._left_bytes = 0
         self._moving_since_s: float | None = None
+        self._moves_gently = False
         self._last_slice = (-inf, -inf)
 
     # --- what happens
@@ -134,15 +144,19 @@ class BubblePolicy:
             return window.end_s
         return min(window.end_s, max(window.begin_s, begin_s))
 
-    def admitted(self, at_s: float) -> None:
+    def admitted(self, at_s: float, *, gently: bool = False) -> None:
         """A slice begins to move because it was admitted; `moved` will tell its end."""
-        self._moving_since_s = at_s
+        self._moving_since_s, self._moves_gently = at_s, gently
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float) -> None:
         """A slice was copied, wherever."""
         self._moving_since_s = None
         self._last_slice = (begin_s, end_s)
-        self.rate.record(size_bytes, end_s - begin_s)
+        rate = self.rate
+        if self._moves_gently:
+            rate = self._gentle_rate = self._gentle_rate or SliceRate()
+        rate.record(size_bytes, end_s - begin_s)
+        self._moves_gently = False
         self._left_bytes = max(0, self._left_bytes - size_bytes)
 
     def fenced(self, size_bytes: int) -> None:
@@ -156,8 +170,9 @@ class BubblePolicy:
 
         None: not before another window opens.
         """
-        need_s = self.rate.seconds(size_bytes)
-        trust = self._trust(size_bytes, at_s)
+        gently = self.has_time(size_bytes, at_s)
+        need_s = self._gentle_s(size_bytes) if gently else self.rate.seconds(size_bytes)
+        trust = CAUTIOUS if gently else self._trust(size_bytes, at_s)
         found = [
             begin_s
             for window in self._foreseen
@@ -172,6 +187,20 @@ class BubblePolicy:
                 found.append(max(at_s, begin_s + ready_s))
         return min(found, default=None)
 
+    def has_time(self, size_bytes: int, at_s: float) -> bool:
+        """Whether the bubbles hold what is left, and more, if slices are moved gently."""
+        if not self._open and not self._foreseen:
+            return False
+        need_s = self._gentle_s(size_bytes)
+        return self._holds_bytes(size_bytes, at_s, CAUTIOUS, need_s) >= _ROOM * max(self._left_bytes, size_bytes)
+
+    def _gentle_s(self, size_bytes: int) -> float:
+        """What a slice will take that is moved gently."""
+        fast_s = self.rate.seconds(size_bytes)
+        if self._gentle_rate is None:
+            return _GENTLE * fast_s
+        return min(max(fast_s, self._gentle_rate.seconds(size_bytes)), _GENTLE_AT_MOST * fast_s)
+
     def may_hold(self, name: str, size_bytes: int) -> bool:
         """Whether the window that `open` gave this name to may last as long as a slice of ``size_bytes`` takes, by the
         longest that is known of it; yes where nothing is. Whoever would have to be woken need not be, where not."""
@@ -181,7 +210,7 @@ class BubblePolicy:
     def _is_spared(self, site: str, slice_bytes: int, elapsed_s: float) -> bool:
         """Whether a bubble that is open for ``elapsed_s`` is left alone: longer ones are yet to come that hold all that
         is left, and more. Not one of which nothing is known, or that outlasts all that is."""
-        need_s = self.rate.seconds(slice_bytes)
+        need_s = self._gentle_s(slice_bytes)
         if need_s <= 0 or not elapsed_s <= self.history.longest_s(site) < inf:
             return False
         length_s = self.history.expected_s(site)
@@ -191,7 +220,9 @@ class BubblePolicy:
     def capacity_bytes(self, slice_bytes: int, at_s: float, trust: float = USUAL) -> int:
         """What the rest of the bubble that is open and the bubbles yet to come before the next cut will hold, in whole
         slices, if the iteration is like the one before, by the quantile ``trust`` of their histories."""
-        need_s = self.rate.seconds(slice_bytes)
+        return self._holds_bytes(slice_bytes, at_s, trust, self.rate.seconds(slice_bytes))
+
+    def _holds_bytes(self, slice_bytes: int, at_s: float, trust: float, need_s: float) -> int:
         if need_s <= 0:
             return self._left_bytes
         slices = sum(int(length_s / need_s) for length_s in self._lengths_ahead(trust))

@@ -110,6 +110,21 @@ def test_a_copier_is_not_woken_for_a_bubble_that_never_held_a_slice(
     copier.wait()
 
 
+def test_a_slice_is_to_be_copied_gently_where_there_is_room_and_no_hurry(gate: BubbleGate) -> None:
+    urgent = threading.Event()
+    gate.cut(3)
+    gate.start(3)
+    gate.begin("gap")
+    assert gate.admit(1, urgent) is True
+    gate.moved(1, 0.0, 2.5)
+    gate.start(4)
+    assert gate.admit(1, urgent) is False, "five of them would take longer than the gap"
+    gate.moved(1, 0.0, 1.0)
+    urgent.set()
+    gate.start(1)
+    assert gate.admit(1, urgent) is False
+
+
 def test_a_slice_that_does_not_fit_waits_for_the_fence(gate: BubbleGate) -> None:
     gate.cut(3)
     gate.begin("gap")

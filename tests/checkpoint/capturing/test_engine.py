@@ -160,6 +160,36 @@ def test_a_capture_goes_through_the_gate_slice_by_slice(made: Made) -> None:
     assert max(gate.admitted) <= 4096
 
 
+@pytest.mark.parametrize("gently", [True, False])
+def test_slices_hold_the_same_however_they_are_copied(
+    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch, gently: bool
+) -> None:
+    class Gentle(HeldGate):
+        def admit(self, size_bytes: int, urgent: threading.Event) -> bool:  # type: ignore[override]
+            super().admit(size_bytes, urgent)
+            return gently
+
+    copied: list[bool] = []
+    make = Moves.make
+    monkeypatch.setattr(
+        Moves, "make", lambda moves, *, gently=False: copied.append(gently) or make(moves, gently=gently)
+    )
+    torch.manual_seed(3)
+    model = nn.ParameterList([torch.randn(size) for size in (16384, 16385, 40_001, 100_003, 7)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    gate, objects = Gentle(), {"model": model, "optimizer": optimizer}
+    engine = made(objects, gate=gate, slice_bytes=2**17)
+    for step in (1, 2):
+        for one in model:
+            one.grad = torch.randn_like(one)
+        optimizer.step()
+        assert cut(engine, step, must=True)
+        gate.open.set()
+        engine._idle()
+        assert_same(kept_state(folder, step), state_of(objects))
+    assert (True in copied) == gently
+
+
 def test_documents_are_made_once_when_the_first_slice_was_admitted_or_the_fence_has_come(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -541,10 +571,10 @@ def test_a_failing_copy_is_told_and_the_next_cut_is_captured(made: Made, monkeyp
     engine.wait()
     make = Moves.make
 
-    def failing(self: Moves) -> list[Issued]:
+    def failing(self: Moves, **how: Any) -> list[Issued]:
         if threading.current_thread().name == "lakeckpt-copier":
             raise MemoryError("x")
-        return make(self)
+        return make(self, **how)
 
     monkeypatch.setattr(Moves, "make", failing)
     job.step()
@@ -660,10 +690,10 @@ def test_an_interrupt_in_the_fence_gives_the_capture_up_and_leaves_nobody_waitin
     assert cut(engine, 2)
     make = Moves.make
 
-    def interrupted(self: Moves) -> list[Issued]:
+    def interrupted(self: Moves, **how: Any) -> list[Issued]:
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
-        return make(self)
+        return make(self, **how)
 
     monkeypatch.setattr(Moves, "make", interrupted)
     with pytest.raises(KeyboardInterrupt):

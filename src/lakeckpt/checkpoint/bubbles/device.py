@@ -124,8 +124,8 @@ class DeviceGate(BubbleGate):
 
     # --- what the copier asks
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
-        """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set."""
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
+        """See `BubbleGate`."""
         now = self._now
         if now is not None and not self._policy.foresees and not urgent.is_set():
             was_there = self._marks.seconds(now.begin, now.begin) is not None
@@ -138,7 +138,7 @@ class DeviceGate(BubbleGate):
                         now.begin_s = self.clock()
                     self._look_back()
                     self._policy.foresee(self._windows_from(now.begin_s))
-        super().admit(size_bytes, urgent)
+        return super().admit(size_bytes, urgent)
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """The slice that was admitted last was copied in [begin_s, end_s)."""

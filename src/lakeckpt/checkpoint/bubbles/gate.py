@@ -105,19 +105,22 @@ class BubbleGate:
         with self._changed:
             self._policy.begin_capture(size_bytes)
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
-        """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set."""
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
+        """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set. Returns whether to copy it gently."""
         with self._changed:
             self._asked = size_bytes
+            gently = False
             while not urgent.is_set():
                 now = self.clock()
                 at = self._policy.admits_at(size_bytes, now)
                 if at is not None and at <= now:
-                    self._policy.admitted(now)
+                    gently = self._policy.has_time(size_bytes, now)
+                    self._policy.admitted(now, gently=gently)
                     break
                 self._changed.wait(self._look_again_s if at is None else min(at - now, self._look_again_s))
             self._asked = None
             self._urgent = urgent.is_set()
+            return gently
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """The slice that was admitted last was copied in [begin_s, end_s)."""

@@ -172,7 +172,7 @@ class Capture:
         self._early = ()
         with self._claims():
             while (size_bytes := self._next_bytes()) is not None:
-                self._gate.admit(size_bytes, self._urgent)
+                gently = self._gate.admit(size_bytes, self._urgent)
                 if first is not None:
                     first()
                     first = None
@@ -180,7 +180,7 @@ class Capture:
                 if number is None:
                     break  # the fence has come, and taken it
                 begin = self._clock()
-                issued = self._slices[number].make()
+                issued = self._slices[number].make(gently=gently)
                 self._now_issued(number, issued)
                 # In host memory a slice is over with its checksum, the processor's work as the copy was. What a link
                 # brings has its own while the next one is on its way.
