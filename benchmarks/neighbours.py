@@ -2,9 +2,8 @@
 
 They share what feeds them: the last cache and the memory. A process multiplies matrices on one core, as a rank with
 large layers does, while slices of 1 MiB are copied on another, each with its checksum: not at all, as fast as can be,
-and gently, in small steps (`lakeckpt.checkpoint.capturing.moves`), as captures move in bubbles that have room. What
-counts is what the computation loses for each gigabyte that was copied. Repetitions take turns; medians, and the lowest
-and highest.
+and gently (`lakeckpt.checkpoint.arena.filling`), as captures move in bubbles that have room. What counts is what the
+computation loses for each gigabyte that was copied. Repetitions take turns; medians, and the lowest and highest.
 """
 
 from __future__ import annotations
@@ -17,15 +16,20 @@ import statistics
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from benchmarks.measure import show
-from lakeckpt.checkpoint.capturing.moves import Moves
-from lakeckpt.checkpoint.digests import leaf_digests
+from benchmarks.places import MEMORY, place_for_a_run
+from lakeckpt.checkpoint.arena.filling import Filling, Run
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 
 SLICE_BYTES = 2**20
 SLICES = 192
+Measured: TypeAlias = dict[str, list[tuple[float, float, float]]]
 
 
 def compute(connection: Connection, core: int, rows: int, width: int) -> None:
@@ -43,16 +47,45 @@ def compute(connection: Connection, core: int, rows: int, width: int) -> None:
         connection.send(time.perf_counter() - begin)
 
 
-def slices() -> tuple[list[Moves], list[memoryview]]:
-    """Copies of slices, and where each goes."""
-    source, to = (torch.ones(SLICES * SLICE_BYTES, dtype=torch.uint8) for _ in range(2))
-    every, views = [], []
-    for begin in range(0, SLICES * SLICE_BYTES, SLICE_BYTES):
-        moves = Moves()
-        moves.add(to[begin : begin + SLICE_BYTES], source[begin : begin + SLICE_BYTES], None)
-        every.append(moves)
-        views.append(memoryview(to.numpy())[begin : begin + SLICE_BYTES])
-    return every, views
+def slices(filling: Filling) -> list[Run]:
+    """What is copied, one for each slice of a generation."""
+    source = np.ones(SLICES * SLICE_BYTES, np.uint8)
+    to = np.frombuffer(filling.data, np.uint8)
+    to[:] = 0
+    places = range(0, SLICES * SLICE_BYTES, SLICE_BYTES)
+    return [Run(at=at, to=to[at : at + SLICE_BYTES], source=source[at : at + SLICE_BYTES]) for at in places]
+
+
+def copy(filling: Filling, number: int, run: Run, *, gently: bool) -> None:
+    """As captures do."""
+    if gently:
+        filling.bring(number, [run])
+    else:
+        np.copyto(run.to, run.source)
+    filling.filled(number)
+
+
+def measure(
+    filling: Filling, rank: Connection, asked: argparse.Namespace
+) -> dict[str, list[tuple[float, float, float]]]:
+    """For each way, of each repetition: GB copied a second, the share that the computation took longer, and how many
+    seconds longer for each GB."""
+    every = slices(filling)
+    found: Measured = {"fast": [], "gently": []}
+    for repetition in range(-1, asked.repetitions):
+        for way, measured in found.items():
+            rank.send(asked.iterations)
+            alone_s = rank.recv()
+            rank.send(asked.iterations)
+            begin, number = time.perf_counter(), 0
+            while not rank.poll():
+                copy(filling, number % SLICES, every[number % SLICES], gently=way == "gently")
+                number += 1
+            copied, copying_s = number * SLICE_BYTES / 1e9, time.perf_counter() - begin
+            beside_s = rank.recv()
+            if repetition >= 0:  # the first one warms up
+                measured.append((copied / copying_s, beside_s / alone_s - 1, (beside_s - alone_s) / copied))
+    return found
 
 
 def main() -> None:
@@ -72,22 +105,20 @@ def main() -> None:
     rank = context.Process(target=compute, args=(other, cores[0], asked.rows, asked.width), daemon=True)
     rank.start()
     os.sched_setaffinity(0, {cores[1]})
-    every, views = slices()
-    found: dict[str, list[tuple[float, float, float]]] = {"fast": [], "gently": []}
-    for repetition in range(-1, asked.repetitions):
-        for way, measured in found.items():
-            mine.send(asked.iterations)
-            alone_s = mine.recv()
-            mine.send(asked.iterations)
-            begin, number = time.perf_counter(), 0
-            while not mine.poll():
-                every[number % SLICES].make(gently=way == "gently")
-                leaf_digests(views[number % SLICES], SLICE_BYTES)
-                number += 1
-            copied, copying_s = number * SLICE_BYTES / 1e9, time.perf_counter() - begin
-            beside_s = mine.recv()
-            if repetition >= 0:  # the first one warms up
-                measured.append((copied / copying_s, beside_s / alone_s - 1, (beside_s - alone_s) / copied))
+    identity = ArenaIdentity(run=b"neighbours".ljust(16), rank=0, world=1)
+    layout = ArenaLayout(
+        identity=identity,
+        plan=bytes(16),
+        data_bytes=SLICES * SLICE_BYTES,
+        slice_bytes=SLICE_BYTES,
+        documents_bytes=1,
+        generations=3,
+    )
+    with place_for_a_run("neighbours", under=MEMORY) as folder, ArenaFolder(folder).create(layout) as arena:
+        filling = arena.begin()
+        assert filling is not None
+        found = measure(filling, mine, asked)
+        filling.abandon()
     mine.send(None)
     rank.join()
     rows = []

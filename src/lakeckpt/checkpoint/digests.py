@@ -24,6 +24,7 @@ __all__ = [
     "PIECE_BYTES",
     "Algorithm",
     "ContentDigest",
+    "LeafDigests",
     "content_digest",
     "digest_of_pieces",
     "leaf_digests",
@@ -131,6 +132,33 @@ def leaf_digests(data: bytes | memoryview, leaf_bytes: int) -> bytes:
     view = memoryview(data)
     starts = range(0, max(len(view), 1), leaf_bytes)
     return b"".join(xxhash.xxh3_128_digest(view[at : at + leaf_bytes], 1) for at in starts)
+
+
+class LeafDigests:
+    """`leaf_digests` of what comes in runs of any length."""
+
+    __slots__ = ("_found", "_in_leaf", "_leaf", "_leaf_bytes")
+
+    def __init__(self, leaf_bytes: int) -> None:
+        self._leaf_bytes, self._in_leaf = leaf_bytes, 0
+        self._leaf, self._found = _leaf(CURRENT), bytearray()
+
+    def update(self, data: memoryview) -> None:
+        """Take the next run of bytes."""
+        while len(data):
+            taken = data[: self._leaf_bytes - self._in_leaf]
+            self._leaf.update(taken)
+            self._in_leaf += len(taken)
+            data = data[len(taken) :]
+            if self._in_leaf == self._leaf_bytes:
+                self._found += self._leaf.digest()
+                self._leaf, self._in_leaf = _leaf(CURRENT), 0
+
+    def digests(self) -> bytes:
+        """The digests of all that came; nothing may come after it."""
+        if self._in_leaf or not self._found:
+            self._found += self._leaf.digest()
+        return bytes(self._found)
 
 
 def digest_of_pieces(pieces: Sequence[bytes], algorithm: Algorithm = CURRENT) -> bytes:

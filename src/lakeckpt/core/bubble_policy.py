@@ -11,8 +11,8 @@ lower quartile, the median) by which the bubbles ahead hold what is left. Where 
 ends that are not sure; where there is none, a slice that outlasts its bubble costs a part of what the same slice costs
 at the fence.
 
-How fast are slices copied? What copies as fast as it can takes the memory from ranks that compute: *gently*, in small
-steps, it takes longer and costs them less. So slices are moved gently where the bubbles hold all that is left at that
+How fast are slices copied? What copies as fast as it can takes the memory from ranks that compute: *gently*, it takes
+longer and costs them less. So slices are moved gently where the bubbles hold all that is left at that
 pace, and more.
 
 Which bubbles are used? The longest: one is left alone while longer ones are yet to come that hold all that is left and

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import signal
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.arena.arena import Arena, Filling
+from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.filling import Filling, Run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaInUse, ArenaTooLarge
@@ -178,6 +182,38 @@ def test_what_is_needed_is_never_written_to(actions: list[tuple[str, int]]) -> N
                 assert common in kept or not common
             for hold, _ in holds:
                 hold.__exit__(None, None, None)
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_what_is_brought_to_a_slice_is_there_with_its_checksums(data: st.DataObject) -> None:
+    leaf = 2**20
+    size = data.draw(st.sampled_from((leaf, leaf + 1, 3 * leaf - 70_000)), label="size")
+    with (
+        tempfile.TemporaryDirectory() as name,
+        made(ArenaFolder(Path(name)), data_bytes=size, slice_bytes=leaf) as arena,
+    ):
+        filling = arena.begin()
+        assert filling is not None
+        expected = np.frombuffer(filling.data, np.uint8).copy()
+        for number in range(arena.layout.num_slices):
+            begin, end = number * leaf, min((number + 1) * leaf, size)
+            cuts = sorted({begin, end, *data.draw(st.lists(st.integers(begin, end), max_size=5), label="cuts")})
+            runs = []
+            for start, stop in itertools.pairwise(cuts):
+                source = np.full(stop - start, (start + number) % 251, np.uint8)
+                if data.draw(st.booleans(), label="is a run"):
+                    runs.append(Run(at=start, to=source, source=source))
+                else:  # what came another way, before
+                    filling.data[start:stop] = source.data
+                expected[start:stop] = source
+            filling.bring(number, runs)
+            filling.filled(number)
+        filling.complete(step=1, attempt="a", cut=b"c" * 16, documents=b"")
+        with arena.hold() as held:
+            assert held is not None
+            found = b"".join(held.slice(number) for number in range(arena.layout.num_slices))
+            assert found == expected.tobytes()
 
 
 def test_who_reads_meanwhile_is_told_of_what_is_complete_now(folder: ArenaFolder) -> None:

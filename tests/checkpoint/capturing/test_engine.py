@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capturing import job as jobs
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
@@ -169,11 +170,14 @@ def test_slices_hold_the_same_however_they_are_copied(
             super().admit(size_bytes, urgent)
             return gently
 
-    copied: list[bool] = []
-    make = Moves.make
-    monkeypatch.setattr(
-        Moves, "make", lambda moves, *, gently=False: copied.append(gently) or make(moves, gently=gently)
-    )
+    brought: list[int] = []
+    bring = Filling.bring
+
+    def noted(filling: Filling, number: int, runs: Any) -> None:
+        brought.append(number)
+        bring(filling, number, runs)
+
+    monkeypatch.setattr(Filling, "bring", noted)
     torch.manual_seed(3)
     model = nn.ParameterList([torch.randn(size) for size in (16384, 16385, 40_001, 100_003, 7)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -187,7 +191,7 @@ def test_slices_hold_the_same_however_they_are_copied(
         gate.open.set()
         engine._idle()
         assert_same(kept_state(folder, step), state_of(objects))
-    assert (True in copied) == gently
+    assert bool(brought) == gently
 
 
 def test_documents_are_made_once_when_the_first_slice_was_admitted_or_the_fence_has_come(

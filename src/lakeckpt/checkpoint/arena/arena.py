@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import xxhash
-
+from lakeckpt.checkpoint.arena.filling import Filling, checksum
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES, SUPERBLOCK_BYTES, ArenaLayout, GenerationRecord
 from lakeckpt.checkpoint.arena.locks import FileLocks
 from lakeckpt.checkpoint.digests import leaf_digests
 from lakeckpt.errors import ArenaDamaged, ArenaInUse, WireError
 
-__all__ = ["Arena", "Filling", "Held"]
+__all__ = ["Arena", "Held"]
 
 _SEQUENCE_BYTES = 8
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
@@ -216,75 +215,6 @@ class Arena:
         self._view[at : at + len(data)] = data
 
 
-class Filling:
-    """A generation that is being filled: slices in any order, by any threads, then `complete`, or `abandon`."""
-
-    __slots__ = ("_arena", "_checksums", "_lock", "_missing", "_number", "_sequence")
-
-    def __init__(self, *, arena: Arena, number: int, sequence: int) -> None:
-        self._arena, self._number, self._sequence = arena, number, sequence
-        self._checksums = bytearray(CHECKSUM_BYTES * arena.layout.num_leaves)
-        self._missing = set(range(arena.layout.num_slices))
-        self._lock = threading.Lock()
-
-    @property
-    def number(self) -> int:
-        """Which of the arena's generations it is."""
-        return self._number
-
-    @property
-    def data(self) -> memoryview:
-        """The data of the generation, to be written to: ``data_bytes`` bytes."""
-        at = self._arena.layout.data_at(self._number)
-        return self._arena._view[at : at + self._arena.layout.data_bytes]
-
-    def filled(self, number: int) -> None:
-        """Slice ``number`` is as it shall be: take its checksums. It must not be written to any more."""
-        layout = self._arena.layout
-        begin = number * layout.slice_bytes
-        checksums = leaf_digests(self.data[begin : begin + layout.slice_bytes], layout.leaf_bytes)
-        with self._lock:
-            self._checksums[layout.checksums_of(number)] = checksums
-            self._missing.discard(number)
-
-    def complete(self, *, step: int, attempt: str, cut: bytes, documents: bytes) -> GenerationRecord:
-        """Make the generation the complete one of ``step``. Every slice must have been filled.
-
-        ``ArenaDamaged`` where ``documents`` are larger than the arena has room for; the generation is abandoned then.
-        """
-        arena, layout = self._arena, self._arena.layout
-        if self._missing:
-            raise ValueError(f"slices {sorted(self._missing)[:5]} of step {step} were not filled")
-        if len(documents) > layout.documents_bytes:
-            self.abandon()
-            raise ArenaDamaged(
-                f"the documents of step {step} have {len(documents)} bytes and the arena {arena.name!r} has room for "
-                f"{layout.documents_bytes}: make it anew"
-            )
-        arena._put(layout.documents_at(self._number), documents)
-        record = GenerationRecord(
-            sequence=self._sequence + 1,
-            step=step,
-            attempt=attempt,
-            cut=cut,
-            documents_bytes=len(documents),
-            documents_checksum=_checksum(documents),
-            checksums=bytes(self._checksums),
-        )
-        data = record.to_bytes()
-        if len(data) > layout.record_room:
-            self.abandon()
-            raise ArenaDamaged(f"the record of step {step} has {len(data)} bytes, more than {layout.record_room}")
-        arena._put(layout.record_at(self._number), data)
-        arena._put_sequence(self._number, self._sequence + 1)
-        arena._end(self._number)
-        return record
-
-    def abandon(self) -> None:
-        """Give the generation back as it is: it holds nothing until it is begun again."""
-        self._arena._end(self._number)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
     """A complete generation that is not written to while it is held."""
@@ -297,7 +227,7 @@ class Held:
         """The documents of the cut. `ArenaDamaged` where they are not what was written."""
         at = self.arena.layout.documents_at(self.number)
         found = bytes(self.arena._view[at : at + self.record.documents_bytes])
-        if _checksum(found) != self.record.documents_checksum:
+        if checksum(found) != self.record.documents_checksum:
             raise self._damaged("its documents")
         return found
 
@@ -348,11 +278,6 @@ class Held:
             f"in the arena {self.arena.name!r}, {what} of step {self.record.step} is not what was written: take an "
             "older generation, or a checkpoint"
         )
-
-
-def _checksum(data: bytes | memoryview) -> bytes:
-    """XXH3-128: 16 bytes, at the speed of memory. It notices accidents, not forgery."""
-    return xxhash.xxh3_128_digest(data)
 
 
 def _mapped(descriptor: int, size_bytes: int, *, writes: bool) -> mmap.mmap:

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lakeckpt.checkpoint.arena.filling import Run
 from lakeckpt.checkpoint.capturing.hooks import versions_of
 from lakeckpt.checkpoint.capturing.moves import Issued, Moves, wait_all
 from lakeckpt.checkpoint.gate import Gate
@@ -35,6 +36,7 @@ class Capture:
 
     ``filled(n)`` is called by the copier when slice n is as it shall be; of one that came from a device it is called
     ``beside``, since a link is faster than one thread's checksums. ``early`` are copies that were queued already.
+    ``gently(n, runs)`` copies the runs of slice n, after all else that is in it, where there is time for it.
     `fence` is called by the training thread, `run` and `give_up` by the copier.
     """
 
@@ -46,6 +48,7 @@ class Capture:
         *,
         live: Sequence[torch.Tensor],
         early: Sequence[Issued] = (),
+        gently: Callable[[int, Sequence[Run]], None] | None = None,
         beside: Callable[[Callable[[], None]], Future[None]] | None = None,
         scratch_bytes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
@@ -57,6 +60,7 @@ class Capture:
         """Which of ``live`` were changed before they were sealed, as far as torch counts changes."""
         self._filled, self._slices, self._early, self._gate = filled, slices, early, gate
         self._live, self._versions = live, versions_of(live)
+        self._gently = gently
         self._beside, self._filling = beside, list[Future[None]]()
         self._scratch_bytes, self._clock = scratch_bytes, clock
         self._urgent = threading.Event()
@@ -180,7 +184,7 @@ class Capture:
                 if number is None:
                     break  # the fence has come, and taken it
                 begin = self._clock()
-                issued = self._slices[number].make(gently=gently)
+                issued = self._made(number, gently=gently)
                 self._now_issued(number, issued)
                 # In host memory a slice is over with its checksum, the processor's work as the copy was. What a link
                 # brings has its own while the next one is on its way.
@@ -192,6 +196,15 @@ class Capture:
         if first is not None:
             first()
         return self._finish()
+
+    def _made(self, number: int, *, gently: bool) -> list[Issued]:
+        """Make the copies of a slice; gently, where nothing of it comes any other way, or later."""
+        moves = self._slices[number]
+        if not gently or self._gently is None or moves.is_linked or self._pending[number] != 1:
+            return moves.make()
+        issued = moves.make(runs=False)
+        self._gently(number, moves.runs)
+        return issued
 
     def give_up(self) -> None:
         """Leave the rest as it is: return when nobody reads or writes for this capture any more."""

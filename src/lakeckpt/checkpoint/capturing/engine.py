@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import xxhash
 
-from lakeckpt.checkpoint.arena.arena import Filling
+from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capturing.capture import Capture
@@ -48,10 +48,8 @@ __all__ = ["CaptureEngine"]
 
 _RECORDS = 4096
 _DEFAULT_SCRATCH_BYTES = 256 * 2**20
-_SLOW = (
-    "CUDA cannot pin the memory of the arena: captures are correct, and training waits for copies at its fences. Let "
-    "arenas lie in host memory (/dev/shm), not on a disk"
-)
+_SLOW = """CUDA cannot pin the memory of the arena: captures are correct, and training waits for copies at its fences. \
+Let arenas lie in host memory (/dev/shm), not on a disk"""
 
 
 class CaptureEngine:
@@ -269,6 +267,7 @@ class CaptureEngine:
             self._gate,
             live=list(plan.parted.late.values()),
             early=issued,
+            gently=filling.bring,
             beside=self._copier.beside,
             scratch_bytes=self._scratch_bytes,
             clock=self._clock,

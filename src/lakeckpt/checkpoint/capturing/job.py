@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lakeckpt.checkpoint.arena.arena import Filling
 from lakeckpt.checkpoint.arena.contents import Documents
+from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.capturing.capture import Capture
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
 from lakeckpt.checkpoint.capturing.witnesses import Witnesses

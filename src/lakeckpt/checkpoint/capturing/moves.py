@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from lakeckpt.checkpoint.arena.filling import Run
 from lakeckpt.checkpoint.arena.slices import Piece
 from lakeckpt.checkpoint.capturing.links import Link, Ticket
 from lakeckpt.checkpoint.capturing.packing import Batch
@@ -27,7 +26,6 @@ __all__ = ["Issued", "Links", "Moves", "early_moves", "flat_bytes", "late_moves"
 Links = Mapping[torch.device, Link]
 """The links of the devices that have one."""
 _LARGE_BYTES = 64 * 2**10
-_STEP_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,8 @@ class Moves:
     size_bytes: int = 0
     touches: list[int] = field(default_factory=list)
     """The slices that they write to."""
-    _large: list[tuple[Any, Any]] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    """The large pieces in host memory."""
     _small_to: list[torch.Tensor] = field(default_factory=list)
     _small_from: list[torch.Tensor] = field(default_factory=list)
     _linked: dict[int, tuple[Link, Batch]] = field(default_factory=dict)
@@ -56,28 +55,25 @@ class Moves:
         """Whether part of it comes from a device with a link."""
         return bool(self._linked)
 
-    def add(self, to: torch.Tensor, source: torch.Tensor, link: Link | None) -> None:
-        """Add a copy of equal shapes and dtypes."""
+    def add(self, to: torch.Tensor, source: torch.Tensor, link: Link | None, *, at: int = 0) -> None:
+        """Add a copy of equal shapes and dtypes. ``at``: where ``to`` begins in the data of its generation."""
         self.size_bytes += to.nbytes
         if link is not None:
             self._linked.setdefault(id(link), (link, Batch([])))[1].pairs.append((to, source))
         elif _is_run(to) and _is_run(source) and to.nbytes >= _LARGE_BYTES:
-            self._large.append((to.numpy(), source.numpy()))
+            self.runs.append(Run(at=at, to=to.numpy(), source=source.numpy()))
         else:
             self._small_to.append(to)
             self._small_from.append(source)
 
-    def make(self, *, gently: bool = False) -> list[Issued]:
-        """Make the copies: those in host memory are done then, the others queued. ``gently``: in small steps."""
+    def make(self, *, runs: bool = True) -> list[Issued]:
+        """Make the copies: those in host memory are done then, the others queued. ``runs``: also those of runs."""
         issued = [Issued(link=link, ticket=link.copy(batch), batch=batch) for link, batch in self._linked.values()]
         if self._small_to:
             with torch.no_grad():
                 torch._foreach_copy_(self._small_to, self._small_from)
-        for to, source in self._large:
-            if gently:
-                _copy_in_steps(to, source)
-            else:
-                np.copyto(to, source)
+        for run in self.runs if runs else ():
+            np.copyto(run.to, run.source)
         return issued
 
     def kept(self) -> Moves:
@@ -90,17 +86,8 @@ class Moves:
                 link,
                 Batch([(to, copy) for (to, _), copy in zip(batch.pairs, copies, strict=True)]),
             )
-        Moves(_large=self._large, _small_to=self._small_to, _small_from=self._small_from).make()
+        Moves(runs=self.runs, _small_to=self._small_to, _small_from=self._small_from).make()
         return found
-
-
-def _copy_in_steps(to: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
-    """Copy at a third to a half of the pace, and leave the memory to others in between: they lose much less by it."""
-    whole = len(to) - len(to) % _STEP_BYTES
-    steps = (-1, _STEP_BYTES)
-    for one, other in zip(to[:whole].reshape(steps), source[:whole].reshape(steps), strict=True):
-        np.copyto(one, other)
-    np.copyto(to[whole:], source[whole:])
 
 
 def _is_run(tensor: torch.Tensor) -> bool:
@@ -135,7 +122,7 @@ def _add(
     flat = flats[piece.key]
     if flat is not None:
         size_bytes = piece.stop - piece.start
-        moves.add(memory[piece.at : piece.at + size_bytes], flat[piece.start : piece.stop], link)
+        moves.add(memory[piece.at : piece.at + size_bytes], flat[piece.start : piece.stop], link, at=piece.at)
     elif not piece.start:
         to = _whole(memory, piece.at, tensor)
         moves.add(to, tensor.detach(), link)
