@@ -64,6 +64,12 @@ def join(rank: int, folder: Path, name: str) -> dist.Store:
     return dist.PrefixStore("test", store)
 
 
+def leave() -> None:
+    """Not before the other rank has received all that was sent to it."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target)
 
@@ -98,7 +104,7 @@ def watch_pipelines(rank: int, folder: Path) -> None:
     for name in SCHEDULES:
         watch_pipeline(rank, name)
     assert watch_pipelines_wait(rank, store)
-    dist.destroy_process_group()
+    leave()
 
 
 def watch_pipelines_by_gaps(rank: int, folder: Path) -> None:
@@ -111,7 +117,7 @@ def watch_pipelines_by_gaps(rank: int, folder: Path) -> None:
         for name in SCHEDULES:
             watch_pipeline(rank, name, by_gaps=True)
         assert watch_pipelines_wait(rank, store)
-    dist.destroy_process_group()
+    leave()
 
 
 def watch_a_schedule_that_waits_in_its_own_way(rank: int, folder: Path) -> None:
@@ -130,7 +136,7 @@ def watch_a_schedule_that_waits_in_its_own_way(rank: int, folder: Path) -> None:
         gate.cut(3)
     first, *others = ({window.site for window in record.windows} for record in gate.records())
     assert not first and all(f"pipeline after {rank}F0 0" in sites for sites in others)
-    dist.destroy_process_group()
+    leave()
 
 
 def watch_pipeline(rank: int, name: str, *, by_gaps: bool = False) -> None:
@@ -218,7 +224,7 @@ def watch_data_parallel(rank: int, folder: Path) -> None:
             assert [[one.site for one in record.windows] for record in gate.records()] == [["ddp 0"]] * 3
     assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
     watch_shards(rank, store)
-    dist.destroy_process_group()
+    leave()
 
 
 def watch_shards(rank: int, store: dist.Store) -> None:
