@@ -14,9 +14,9 @@ def test_what_imports_left_is_no_reader_s_to_collect(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.argv", ["starter", "row-group"])
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    before = gc.get_freeze_count()
+    gc.unfreeze()  # what the tests have set aside
     try:
         starter.main()
-        assert gc.get_freeze_count() - before > 10_000
+        assert gc.get_freeze_count() > 10_000
     finally:
-        gc.unfreeze()
+        gc.freeze()
