@@ -86,3 +86,22 @@ def test_what_failed_is_over() -> None:
             failing.result(60)
     assert not threads.have_enough
     threads.close()
+
+
+def test_closing_waits_for_no_lock_of_a_pool() -> None:
+    # The collector may close them in the very thread that a pool has begun to start, and holds its lock for.
+    threads = Threads(2)
+    assert threads.submit(lambda: 1).result(PATIENCE_S) == 1
+    pool = threads._whole
+    assert pool is not None
+    with pool._shutdown_lock:
+        closing = threading.Thread(target=threads.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        assert not closing.is_alive()
+    workers = list(pool._threads)
+    assert workers
+    del pool
+    for worker in workers:  # a pool that nobody has ends its threads
+        worker.join(PATIENCE_S)
+        assert not worker.is_alive()

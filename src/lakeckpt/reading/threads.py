@@ -14,7 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from lakeckpt.lake.ranges import unless_ending
@@ -45,6 +45,7 @@ class Threads:
         self._parts: ThreadPoolExecutor | None = None
         self._most_whole = min(_WHOLE, count)
         self._unfinished: deque[None] = deque()
+        self._is_wanted = [True]  # emptied: what was submitted is not
 
     @property
     def have_enough(self) -> bool:
@@ -58,11 +59,13 @@ class Threads:
         """Do ``work`` in a whole thread, after what was submitted before."""
         if self._whole is None:
             self._whole = ThreadPoolExecutor(self._most_whole, thread_name_prefix="lakeckpt-window")
-        unfinished = self._unfinished
+        unfinished, is_wanted = self._unfinished, self._is_wanted
         unfinished.append(None)
 
         def seen_through() -> _R:
             try:
+                if not is_wanted:
+                    raise CancelledError
                 return work()
             finally:
                 unfinished.pop()
@@ -96,9 +99,11 @@ class Threads:
         return [found[place] for place in range(len(items))]
 
     def close(self) -> None:
-        """Begin nothing more; what is being done is finished, and nobody waits for it."""
-        for pool in (self._whole, self._parts):
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
+        """Begin nothing more; what is being done is finished, and nobody waits for it.
+
+        It takes no lock, since the garbage collector may call it in any thread: also in one that a pool is starting,
+        which holds its own lock until that thread has started. A pool that is let go of ends its threads.
+        """
+        self._is_wanted.clear()
         self._whole = self._parts = None
-        self._unfinished = deque()
+        self._unfinished, self._is_wanted = deque(), [True]
