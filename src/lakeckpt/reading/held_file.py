@@ -3,11 +3,19 @@
 Where the whole file is mapped pyarrow reads from that, and asks nobody. Else `HeldFile` has the methods that
 ``pyarrow.PythonFile`` calls. Where a part that is not held is asked for it gives nothing, which pyarrow takes for a
 file that ends too early.
+
+pyarrow's threads let go of a buffer a little after its bytes were decoded, and need the interpreter for that: where it
+is ending, they would end the process (SIGABRT, "terminate called without an active exception"). So the interpreter
+waits, as it exits, until all that was given to pyarrow has come back.
 """
 
 from __future__ import annotations
 
+import atexit
 import io
+import time
+import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -15,6 +23,29 @@ import pyarrow as pa
 __all__ = ["HeldFile"]
 
 _NOTHING = pa.py_buffer(b"")
+_FEW = 64
+_WAIT_S, _LOOK_S = 5.0, 0.001
+_lent: deque[weakref.ref[pa.Buffer]] = deque()
+"""What was given to pyarrow: all that lives, and a few that do not any more."""
+
+
+def _lend(buffer: pa.Buffer) -> pa.Buffer:
+    _lent.append(weakref.ref(buffer))
+    if len(_lent) > _FEW and (oldest := _lent.popleft())() is not None:
+        _lent.append(oldest)
+    return buffer
+
+
+def _await_lent() -> None:
+    until_s = time.monotonic() + _WAIT_S
+    while any(one() is not None for one in list(_lent)) and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+    if _lent:
+        time.sleep(_LOOK_S)  # who let go of the last one does so to its end
+
+
+# It runs when the threads that decode have been joined.
+atexit.register(_await_lent)
 
 
 class HeldFile:
@@ -56,7 +87,7 @@ class HeldFile:
         """What pyarrow calls instead of ``read``."""
         found = self.held(self._position, min(self._size, self._position + size))
         self._position += found.size
-        return found
+        return found if found is _NOTHING else _lend(found)
 
     def read(self, size: int = -1) -> bytes:
         """As of any file."""
