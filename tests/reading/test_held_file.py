@@ -41,5 +41,5 @@ def test_the_interpreter_ends_when_pyarrows_threads_have_let_go() -> None:
 def test_what_is_in_use_is_found_among_much_that_was() -> None:
     many = "other = HeldFile(8, [(0, pa.py_buffer(b'12345678'))])\n"
     read = "for _ in range({}): other.seek(0), other.read_buffer(1)\n"
-    later = many + read.format(1000) + "atexit.register(lambda: exec({!r}))".format(read.format(1000))
+    later = many + read.format(1000) + f"atexit.register(lambda: exec({read.format(1000)!r}))"
     assert said_at_the_end(later) == "gone"

@@ -288,6 +288,20 @@ def test_clear_forgets_windows_and_reading_goes_on(tmp_path: Path) -> None:
     assert len(decoded) == 2
 
 
+def test_the_collector_may_let_go_of_a_reader_in_a_thread_that_has_its_locks(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[6]])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader, decoded = spied(table, ORDERED, 4)
+    reader.read([(layout, 0, 3)])
+    decoder = reader._windows._decoder
+    with decoder._fetcher._lock, decoder._files._lock, reader._windows._memory._lock:
+        reader.clear()  # as an iterator's finalizer does; it would wait for ever
+        assert decoder._files._files
+    assert not decoder._files._files, "whoever has the locks does it"
+    assert reader.read([(layout, 0, 6)])["id"].tolist() == list(range(6))
+    assert len(decoded) == 2
+
+
 @pytest.mark.parametrize("spec", [ORDERED, OrderSpec(seed=1, shuffle=True, window=2)])
 def test_rows_are_slices_of_what_was_decoded(tmp_path: Path, spec: OrderSpec) -> None:
     table = write_ids(tmp_path, [[6]])

@@ -3,6 +3,9 @@
 The thread takes from an iterator and stays at most two items ahead of the loop. It is started by `Beside`, told to end
 by `close` (or when nobody refers to the `Beside` any more, or the interpreter ends), and joined there. What the
 iterator raises is raised to the loop, in its place.
+
+What they tell each other goes through queues whose ``put`` may be interrupted by itself (`queue.SimpleQueue`): the
+garbage collector may let go of a `Beside` in any thread, at any moment, while that thread holds any lock.
 """
 
 from __future__ import annotations
@@ -10,88 +13,89 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 __all__ = ["Beside"]
 
 T = TypeVar("T")
 _MOST = 2
+_PATIENCE_S = 5.0
+"""So long a finalizer waits for the thread: the two may need each other."""
 
 
 class _Shared:
     def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.items: deque[Any] = deque()
-        self.ends_with: BaseException | None = None
-        self.given_up = threading.Event()
+        self.room: SimpleQueue[None] = SimpleQueue()
+        """One for each item that may be taken, and one when no more are."""
+        self.items: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        """What was taken, or why nothing more is."""
+        self.is_wanted = True
+        for _ in range(_MOST):
+            self.room.put(None)
 
 
 class Beside(Iterator[T], Generic[T]):
     """The items of ``found``, taken in a thread that begins with ``prepare``. Items are the loop's.
 
-    ``found`` is told to give up waiting by the event that it was made with: ``given_up``.
+    ``found`` is to give up waiting once what it was made with, called, says that nothing more is wanted.
     """
 
     def __init__(
-        self, found: Callable[[threading.Event], Iterator[T]], *, prepare: Callable[[], None] = lambda: None
+        self, found: Callable[[Callable[[], bool]], Iterator[T]], *, prepare: Callable[[], None] = lambda: None
     ) -> None:
-        self._shared = _Shared()
-        thread = threading.Thread(
+        shared = self._shared = _Shared()
+        self._ends_with: BaseException | None = None
+        thread = self._thread = threading.Thread(
             target=_run,
-            args=(found(self._shared.given_up), self._shared, prepare),
+            args=(found(lambda: shared.is_wanted), shared, prepare),
             name="lakeckpt-pin",
             daemon=True,  # the finalizer ends it; where that cannot run, nothing must wait for it
         )
-        self._finalizer = weakref.finalize(self, _end, self._shared, thread, os.getpid())
-        self._thread = thread
+        self._finalizer = weakref.finalize(self, _end, shared, thread, os.getpid())
         thread.start()
 
     def __next__(self) -> T:
         shared = self._shared
-        with shared.changed:
-            shared.changed.wait_for(lambda: shared.items or shared.ends_with is not None)
-            if shared.items:
-                item: T = shared.items.popleft()
-                shared.changed.notify()
-                return item
-            error = shared.ends_with
-        assert error is not None
-        self.close()
-        raise error
+        if self._ends_with is None and shared.is_wanted:
+            item, self._ends_with = shared.items.get()
+            if self._ends_with is None:
+                shared.room.put(None)
+                return item  # type: ignore[no-any-return]
+            self.close()
+        raise self._ends_with or StopIteration
 
     def close(self) -> None:
         """End the thread, and wait for that; the thread itself cannot."""
         if threading.current_thread() is not self._thread:
             self._finalizer()
+            self._thread.join()
 
 
 def _run(found: Iterator[Any], shared: _Shared, prepare: Callable[[], None]) -> None:
     try:
         prepare()
-        while not shared.given_up.is_set():
-            item = next(found)
-            with shared.changed:
-                shared.items.append(item)
-                del item
-                shared.changed.notify()
-                shared.changed.wait_for(lambda: len(shared.items) < _MOST or shared.given_up.is_set())
+        while True:
+            shared.room.get()
+            if not shared.is_wanted:
+                break
+            shared.items.put((next(found), None))
         error: BaseException = StopIteration()
     except BaseException as raised:
         error = raised
-    with shared.changed:
-        shared.ends_with = error
-        shared.changed.notify()
+    shared.items.put((None, error))
 
 
 def _end(shared: _Shared, thread: threading.Thread, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a copy in a process that was forked: it has no such thread, and the lock may be held for ever
-    with shared.changed:
-        shared.given_up.set()
-        shared.items.clear()
-        shared.ends_with = shared.ends_with or StopIteration()
-        shared.changed.notify()
-    if thread is not threading.current_thread():
-        thread.join()
+        return  # a copy in a process that was forked: it has no such thread
+    shared.is_wanted = False
+    shared.room.put(None)
+    try:
+        while True:
+            shared.items.get_nowait()
+    except Empty:
+        shared.items.put((None, StopIteration()))  # to whoever waits
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(_PATIENCE_S)

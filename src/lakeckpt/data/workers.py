@@ -16,7 +16,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import threading
 import time
 import weakref
 from collections import deque
@@ -89,7 +88,7 @@ class Workers:
     ) -> None:
         self.closed = False
         self._pins = pins
-        self._given_up: threading.Event | None = None
+        self._is_wanted: Callable[[], bool] | None = None
         self._beside: weakref.ref[Beside[tuple[Receipt, Any]]] | None = None
         self._ahead, self._timeout_s, self._memory_limit_bytes = ahead, timeout_s, memory_limit_bytes
         self._iteration = -1
@@ -139,8 +138,8 @@ class Workers:
             return _Results(self, assignments, self._iteration)
         device = torch.accelerator.current_device_index()
 
-        def in_thread(given_up: threading.Event) -> Iterator[tuple[Receipt, Any]]:
-            self._given_up = given_up
+        def in_thread(is_wanted: Callable[[], bool]) -> Iterator[tuple[Receipt, Any]]:
+            self._is_wanted = is_wanted
             return _Results(self, assignments, self._iteration)
 
         beside = Beside(in_thread, prepare=lambda: _prepare_to_pin(device))
@@ -201,7 +200,7 @@ class Workers:
                 left: float | None = 0.0
             else:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if self._given_up is not None:
+                if self._is_wanted is not None:
                     left = _LOOK_UP_S if left is None else min(left, _LOOK_UP_S)
             try:
                 message = worker.channel.receive(left)
@@ -210,7 +209,7 @@ class Workers:
             if message is not None:
                 self._hear(worker, message)
                 continue
-            if self._given_up is not None and self._given_up.is_set():
+            if self._is_wanted is not None and not self._is_wanted():
                 raise _GivenUp
             if deadline is not None and time.monotonic() >= deadline:
                 raise WorkerTimeout(

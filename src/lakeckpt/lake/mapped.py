@@ -23,10 +23,11 @@ import functools
 import mmap
 import os
 import signal
-import threading
 from collections.abc import Sequence
 
 import pyarrow as pa
+
+from lakeckpt.lake.deferring import DeferringLock
 
 __all__ = ["LeasedFile", "Mapping"]
 
@@ -68,7 +69,7 @@ class LeasedFile:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = DeferringLock()
         self._mappings = 0
         self._whole: pa.Buffer | None = None
         self._refused = not hasattr(fcntl, "F_SETLEASE") or _file_system(os.fstat(descriptor).st_dev) not in _LOCAL
@@ -110,10 +111,12 @@ class LeasedFile:
             return True
 
     def _returned(self) -> None:
-        with self._lock:
-            self._mappings -= 1
-            if not self._mappings and self._process == os.getpid():
-                self._control(fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        self._lock.when_free(self._one_less)
+
+    def _one_less(self) -> None:
+        self._mappings -= 1
+        if not self._mappings and self._process == os.getpid():
+            self._control(fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
     def _control(self, command: int, argument: int) -> int:
         return int(_at_once.fcntl(self._descriptor, command, argument))

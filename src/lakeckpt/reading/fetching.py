@@ -11,10 +11,10 @@ Threads may share a fetcher. It decodes nothing and starts no threads; in a fork
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lakeckpt.lake.deferring import DeferringLock
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.ranges import Arriving, in_background
 from lakeckpt.reading.open_files import Lease, OpenedFile, OpenFiles
@@ -55,7 +55,7 @@ class RowGroupFetcher:
 
     def _renew(self) -> None:
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = DeferringLock()
         self._wanted: list[_Wanted] = []
         self._held = 0
 
@@ -92,8 +92,10 @@ class RowGroupFetcher:
     def forget(self) -> None:
         """Let go of all that was announced and not fetched."""
         self._check_process()
-        with self._lock:
-            gone, self._wanted, self._held = self._wanted, [], 0
+        self._lock.when_free(self._forget)
+
+    def _forget(self) -> None:
+        gone, self._wanted, self._held = self._wanted, [], 0
         for wanted in gone:
             self._let_go(wanted)
 

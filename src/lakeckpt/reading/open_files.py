@@ -6,12 +6,13 @@ of its own accord, starts no threads, and knows nothing of row groups.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
+from lakeckpt.lake.deferring import DeferringLock
 from lakeckpt.reading.fitting import FileFit
 from lakeckpt.reading.row_groups import RowGroupReader
 
@@ -49,7 +50,7 @@ class OpenFiles:
 
     def renew(self) -> None:
         """Begin anew in a forked process, where those who were to open files are not."""
-        self._lock = threading.Lock()
+        self._lock = DeferringLock()
         self._files: OrderedDict[int, Lease] = OrderedDict()
 
     def lease(self, ordinal: int) -> tuple[Lease, bool]:
@@ -76,26 +77,29 @@ class OpenFiles:
 
     def release(self, lease: Lease) -> None:
         """Give a file back."""
-        with self._lock:
-            lease.users -= 1
-            left = not lease.users and self._files.get(lease.ordinal) is not lease
-        if left:
-            lease.close()
+        self._lock.when_free(partial(self._released, lease))
 
     def drop(self, ordinal: int) -> None:
         """Let who asks for the file next open it anew."""
-        with self._lock:
-            lease = self._files.pop(ordinal, None)
-            unused = lease is not None and not lease.users
-        if lease is not None and unused:
-            lease.close()
+        self._lock.when_free(partial(self._dropped, ordinal))
 
     def close(self) -> None:
         """Close all files, those in use as soon as they are given back."""
-        with self._lock:
-            ordinals = list(self._files)
-        for ordinal in ordinals:
-            self.drop(ordinal)
+        self._lock.when_free(self._all_dropped)
+
+    def _released(self, lease: Lease) -> None:
+        lease.users -= 1
+        if not lease.users and self._files.get(lease.ordinal) is not lease:
+            lease.close()
+
+    def _dropped(self, ordinal: int) -> None:
+        lease = self._files.pop(ordinal, None)
+        if lease is not None and not lease.users:
+            lease.close()
+
+    def _all_dropped(self) -> None:
+        for ordinal in list(self._files):
+            self._dropped(ordinal)
 
     def _forget(self, lease: Lease) -> None:
         with self._lock:

@@ -10,7 +10,6 @@ Memory is Arrow's. Threads may share it: coming back is a single step of the int
 from __future__ import annotations
 
 import queue
-import threading
 import weakref
 from typing import Any, TypeAlias
 
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from lakeckpt.lake.deferring import DeferringLock
 from lakeckpt.reading.arrays import view
 
 __all__ = ["Recycled"]
@@ -54,7 +54,7 @@ class Recycled:
 
     def __init__(self, limit_bytes: int = 0) -> None:
         self.limit_bytes = limit_bytes
-        self._lock = threading.Lock()
+        self._lock = DeferringLock()
         self._returned = _Returned()
         self._waiting: list[pa.Buffer] = []
 
@@ -74,8 +74,10 @@ class Recycled:
 
     def forget(self) -> None:
         """Let go of what waits, and of what is in use as soon as that dies."""
-        with self._lock:
-            self._returned, self._waiting = _Returned(), []
+        self._lock.when_free(self._forget)
+
+    def _forget(self) -> None:
+        self._returned, self._waiting = _Returned(), []
 
     def _taken(self, size: int) -> pa.Buffer | None:
         """The block of ``size`` bytes that came back last."""

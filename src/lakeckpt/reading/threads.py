@@ -76,8 +76,9 @@ class Threads:
         """Return what ``work`` makes of each of ``items``, in their order; an error, where there are any."""
         if len(items) < 2 or self.count < 2:
             return [work(item) for item in items]
-        if self._parts is None:
-            self._parts = ThreadPoolExecutor(self.count, thread_name_prefix="lakeckpt-part")
+        parts = self._parts  # `close` may be called meanwhile
+        if parts is None:
+            parts = self._parts = ThreadPoolExecutor(self.count, thread_name_prefix="lakeckpt-part")
         found: dict[int, _R] = {}
         places = itertools.count()  # each is given to one thread
         failed: list[BaseException] = []
@@ -89,7 +90,7 @@ class Threads:
             except BaseException as error:
                 failed.append(error)
 
-        helpers = [self._parts.submit(help_out) for _ in range(min(self.count, len(items)) - 1)]
+        helpers = [parts.submit(help_out) for _ in range(min(self.count, len(items)) - 1)]
         help_out()
         for helper in helpers:
             if not helper.cancel():
