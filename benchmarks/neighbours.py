@@ -104,6 +104,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     rank = context.Process(target=compute, args=(other, cores[0], asked.rows, asked.width), daemon=True)
     rank.start()
+    other.close()
     os.sched_setaffinity(0, {cores[1]})
     identity = ArenaIdentity(run=b"neighbours".ljust(16), rank=0, world=1)
     layout = ArenaLayout(
