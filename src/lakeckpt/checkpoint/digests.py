@@ -70,46 +70,6 @@ def _whole(algorithm: Algorithm) -> Any:
     return blake2b(digest_size=DIGEST_BYTES, person=b"lakeckpt-whole")
 
 
-class ContentDigest:
-    """The digest of a content that comes in runs of any length."""
-
-    __slots__ = ("_algorithm", "_in_leaf", "_leaf", "_leaves", "_outer", "_room")
-
-    def __init__(self, algorithm: Algorithm = CURRENT) -> None:
-        self._algorithm: Algorithm = algorithm
-        self._outer = _whole(algorithm)
-        self._room = _leaf_bytes(algorithm)
-        self._open()
-        self._leaves = 0
-
-    def _open(self) -> None:
-        self._leaf = _leaf(self._algorithm)
-        self._in_leaf = 0
-
-    def _close(self) -> None:
-        self._outer.update(self._leaf.digest())
-        self._leaves += 1
-        self._open()
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Take the next run of bytes."""
-        view = memoryview(data)
-        while len(view):
-            taken = view[: self._room - self._in_leaf]
-            self._leaf.update(taken)
-            self._in_leaf += len(taken)
-            view = view[len(taken) :]
-            if self._in_leaf == self._room:
-                self._close()
-
-    def digest(self) -> bytes:
-        """The digest of all that came (16 bytes); nothing may come after it."""
-        if self._in_leaf or not self._leaves:
-            self._close()
-        found: bytes = self._outer.digest()
-        return found
-
-
 def content_digest(data: bytes | memoryview, algorithm: Algorithm = CURRENT) -> bytes:
     """The digest of ``data`` (16 bytes)."""
     found = ContentDigest(algorithm)
@@ -135,30 +95,51 @@ def leaf_digests(data: bytes | memoryview, leaf_bytes: int) -> bytes:
 
 
 class LeafDigests:
-    """`leaf_digests` of what comes in runs of any length."""
+    """`leaf_digests` of what comes in runs of any length; of leaves of ``leaf_bytes`` each but for the last."""
 
-    __slots__ = ("_found", "_in_leaf", "_leaf", "_leaf_bytes")
+    __slots__ = ("_algorithm", "_found", "_in_leaf", "_leaf", "_leaf_bytes")
 
-    def __init__(self, leaf_bytes: int) -> None:
+    def __init__(self, leaf_bytes: int, algorithm: Algorithm = CURRENT) -> None:
+        self._algorithm: Algorithm = algorithm
         self._leaf_bytes, self._in_leaf = leaf_bytes, 0
-        self._leaf, self._found = _leaf(CURRENT), bytearray()
+        self._leaf, self._found = _leaf(algorithm), bytearray()
 
-    def update(self, data: memoryview) -> None:
+    def update(self, data: bytes | memoryview) -> None:
         """Take the next run of bytes."""
-        while len(data):
-            taken = data[: self._leaf_bytes - self._in_leaf]
+        view = memoryview(data)
+        while len(view):
+            taken = view[: self._leaf_bytes - self._in_leaf]
             self._leaf.update(taken)
             self._in_leaf += len(taken)
-            data = data[len(taken) :]
+            view = view[len(taken) :]
             if self._in_leaf == self._leaf_bytes:
                 self._found += self._leaf.digest()
-                self._leaf, self._in_leaf = _leaf(CURRENT), 0
+                self._leaf, self._in_leaf = _leaf(self._algorithm), 0
 
     def digests(self) -> bytes:
-        """The digests of all that came; nothing may come after it."""
+        """The digests of all that came; nothing may come after it. Nothing at all is one empty leaf."""
         if self._in_leaf or not self._found:
             self._found += self._leaf.digest()
         return bytes(self._found)
+
+
+class ContentDigest:
+    """The digest of a content that comes in runs of any length."""
+
+    __slots__ = ("_leaves", "_whole")
+
+    def __init__(self, algorithm: Algorithm = CURRENT) -> None:
+        self._whole, self._leaves = _whole(algorithm), LeafDigests(_leaf_bytes(algorithm), algorithm)
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Take the next run of bytes."""
+        self._leaves.update(data)
+
+    def digest(self) -> bytes:
+        """The digest of all that came (16 bytes); nothing may come after it."""
+        self._whole.update(self._leaves.digests())
+        found: bytes = self._whole.digest()
+        return found
 
 
 def digest_of_pieces(pieces: Sequence[bytes], algorithm: Algorithm = CURRENT) -> bytes:

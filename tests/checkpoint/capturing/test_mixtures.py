@@ -120,7 +120,17 @@ actions = st.lists(
 )
 
 
-def run_actions(folder: ArenaFolder, todo: list[tuple[str, int]], *, fences: bool = True) -> int:
+class GentleGate(OpenGate):
+    """Has time for some slices."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
+        return self.random.random() < 0.5
+
+
+def run_actions(folder: ArenaFolder, todo: list[tuple[str, int]], *, seed: int = 0, fences: bool = True) -> int:
     """Train, capture every step, and crash as ``todo`` says; returns how many generations were seen whole."""
     steps, seen = Steps(), 0
     crashes: list[Callable[[], object]] = []
@@ -132,7 +142,8 @@ def run_actions(folder: ArenaFolder, todo: list[tuple[str, int]], *, fences: boo
             crashes.pop()()  # in the middle of an update
 
     optimizer = Stamper(model, launch)
-    engine = CaptureEngine({"model": model, "optimizer": optimizer}, IDENTITY, folder=folder, slice_bytes=SLICE_BYTES)
+    objects = {"model": model, "optimizer": optimizer}
+    engine = CaptureEngine(objects, IDENTITY, folder=folder, slice_bytes=SLICE_BYTES, gate=GentleGate(seed))
 
     def crash() -> None:
         """What a process finds that opens a copy of the memory as it is now."""
@@ -187,11 +198,11 @@ def run_actions(folder: ArenaFolder, todo: list[tuple[str, int]], *, fences: boo
     return seen
 
 
-@given(actions)
+@given(actions, st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
-def test_copies_updates_and_crashes_in_any_order_leave_whole_steps(todo: list[tuple[str, int]]) -> None:
+def test_copies_updates_and_crashes_in_any_order_leave_whole_steps(todo: list[tuple[str, int]], seed: int) -> None:
     with TemporaryDirectory() as name:
-        assert run_actions(ArenaFolder(Path(name, "arenas")), todo) > 0
+        assert run_actions(ArenaFolder(Path(name, "arenas")), todo, seed=seed) > 0
 
 
 def test_without_the_fence_changes_are_noticed_and_unnoticed_they_would_be_mixtures(
@@ -210,7 +221,7 @@ def test_without_the_fence_changes_are_noticed_and_unnoticed_they_would_be_mixtu
 
 
 class SlowGate:
-    """Keeps every other slice until the fence has come."""
+    """Keeps every other slice until the fence has come. Of the others it has time for some."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -219,9 +230,10 @@ class SlowGate:
     def start(self, size_bytes: int, /) -> None:
         self.hurried.clear()
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
         if self.random.random() < 0.5 and not urgent.is_set():
             self.hurried.wait(PATIENCE_S)
+        return self.random.random() < 0.5
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None: ...
 
