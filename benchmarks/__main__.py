@@ -9,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-NOT_BENCHMARKS = {"__init__", "__main__", "measure", "s3_server"}
+NOT_BENCHMARKS = {"__main__", "s3_server"}
+IS_RUN = 'if __name__ == "__main__":'
 
 
 def names() -> list[str]:
     """All benchmarks: modules, and packages that can be run."""
     here = Path(__file__).parent
-    modules = {path.stem for path in here.glob("*.py")} - NOT_BENCHMARKS
+    modules = {path.stem for path in here.glob("*.py") if IS_RUN in path.read_text()} - NOT_BENCHMARKS
     return sorted(modules | {path.parent.name for path in here.glob("*/__main__.py")})
 
 

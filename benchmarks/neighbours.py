@@ -65,9 +65,7 @@ def copy(filling: Filling, number: int, run: Run, *, gently: bool) -> None:
     filling.filled(number)
 
 
-def measure(
-    filling: Filling, rank: Connection, asked: argparse.Namespace
-) -> dict[str, list[tuple[float, float, float]]]:
+def measure(filling: Filling, rank: Connection, asked: argparse.Namespace) -> Measured:
     """For each way, of each repetition: GB copied a second, the share that the computation took longer, and how many
     seconds longer for each GB."""
     every = slices(filling)

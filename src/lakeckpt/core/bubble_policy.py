@@ -12,8 +12,7 @@ ends that are not sure; where there is none, a slice that outlasts its bubble co
 at the fence.
 
 How fast are slices copied? What copies as fast as it can takes the memory from ranks that compute: *gently*, it takes
-longer and costs them less. So slices are moved gently where the bubbles hold all that is left at that
-pace, and more.
+longer and costs them less. So slices are moved gently where the bubbles hold all that is left at that pace, and more.
 
 Which bubbles are used? The longest: one is left alone while longer ones are yet to come that hold all that is left and
 more, at that pace. Each bubble in which slices move has an end that may come late by a part of one, so the fewer the
