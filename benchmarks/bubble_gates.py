@@ -49,10 +49,10 @@ class Accounted(BubbleGate):
         """Wait for a bubble."""
         return super().admit(size_bytes, urgent)
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool = False) -> None:
         """See `BubbleGate`."""
         self._spans.append((begin_s, end_s, time.thread_time() - self._since_s))
-        super().moved(size_bytes, begin_s, end_s)
+        super().moved(size_bytes, begin_s, end_s, gently=gently)
 
     def rest(self) -> None:
         """The iteration is over, and the next one is another gate's: to the policy, the next of its own follows it."""

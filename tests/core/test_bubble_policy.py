@@ -13,11 +13,15 @@ Gap = tuple[float, float]
 """Computation before the bubble, and the bubble, in seconds."""
 
 
+GENTLE = 2.5
+"""What a gentle slice takes of the time of another."""
+
+
 class Rank:
     """One rank on a clock of its own: gaps are gone through, slices of ``size`` are moved as the policy admits them.
 
-    It copies at ``rate`` bytes a second. In ``gaps`` free time, if there is any, is the computation before each. A rank
-    that is ``hindered`` comes back from its wait only when the slice under way is over.
+    It copies at ``rate`` bytes a second, gently where the policy has time. In ``gaps`` free time, if there is any, is the
+    computation before each. A rank that is ``hindered`` comes back from its wait only when the slice under way is over.
     """
 
     def __init__(self, *, rate: float = 1.0, size: int = 1, free: bool = False, hindered: bool = False) -> None:
@@ -25,6 +29,7 @@ class Rank:
         self.rate, self.size, self.free, self.hindered = rate, size, free, hindered
         self.now = 0.0
         self.left = 0
+        self.gently = 0
         self.slices: list[MovedSlice] = []
         self.windows: list[IdleWindow] = []
         self._busy_until = 0.0
@@ -61,7 +66,8 @@ class Rank:
     def _over(self) -> None:
         """The slice that outlasts its window is over; nobody asks in between."""
         one = self._under_way.pop()
-        self.policy.moved(one.size_bytes, one.begin_s, one.end_s)
+        gently = one.end_s - one.begin_s > one.size_bytes / self.rate
+        self.policy.moved(one.size_bytes, one.begin_s, one.end_s, gently=gently)
 
     def _move(self, end: float) -> None:
         """Move what is admitted to begin before ``end``."""
@@ -71,15 +77,17 @@ class Rank:
             if admitted is None or max(admitted, at) >= end:
                 return
             at = max(admitted, at)
-            done = at + self.size / self.rate
+            gently = self.policy.has_time(self.size, at)
+            done = at + self.size / self.rate * (GENTLE if gently else 1.0)
             self.policy.admitted(at)
+            self.gently += gently
             self.slices.append(MovedSlice(size_bytes=self.size, begin_s=at, end_s=done))
             self.left -= self.size
             at = self._busy_until = done
             if done > end:
                 self._under_way.append(self.slices[-1])
                 return
-            self.policy.moved(self.size, self.slices[-1].begin_s, done)
+            self.policy.moved(self.size, self.slices[-1].begin_s, done, gently=gently)
 
     def record(self) -> IterationRecord:
         return IterationRecord(
@@ -198,7 +206,7 @@ def test_a_bubble_is_left_alone_while_longer_ones_hold_what_is_left_and_more() -
     policy = rank.policy
     policy.begin_iteration()
     policy.begin_capture(8)  # 2.5 s each, until one was moved gently
-    assert not policy.may_hold(policy.open("gap 0", "bubble", 100.0), 1)
+    policy.open("gap 0", "bubble", 100.0)
     assert policy.admits_at(1, 101.0) is None
     assert policy.admits_at(1, 104.5) is not None, "it outlasts all that is known of it"
     policy.begin_capture(9)
@@ -236,19 +244,16 @@ def test_the_pace_of_gentle_slices_is_learnt_by_itself_and_bounded() -> None:
     policy = BubblePolicy()
     policy.moved(1, 0.0, 1.0)
     assert policy._gentle_s(4) == 10.0
-    policy.admitted(0.0, gently=True)
-    policy.moved(1, 0.0, 1.5)
+    policy.moved(1, 0.0, 1.5, gently=True)
     assert policy._gentle_s(4) == 6.0 and policy.rate.seconds(4) == 4.0
-    policy.admitted(0.0)
     policy.moved(1, 0.0, 1.0)
-    assert policy._gentle_s(4) == 6.0, "that was none"
+    policy.moved(0, 0.0, 9.0, gently=True)
+    assert policy._gentle_s(4) == 6.0, "these were none"
     for _ in range(40):
-        policy.admitted(0.0, gently=True)
-        policy.moved(1, 0.0, 1000.0)
+        policy.moved(1, 0.0, 1000.0, gently=True)
     assert policy._gentle_s(4) == 20.0, "else none would ever be tried again"
     for _ in range(40):
-        policy.admitted(0.0, gently=True)
-        policy.moved(1, 0.0, 0.5)
+        policy.moved(1, 0.0, 0.5, gently=True)
     assert policy._gentle_s(4) == 4.0
 
 

@@ -17,7 +17,8 @@ __all__ = ["Gate", "OpenGate"]
 class Gate(Protocol):
     """Admits slices. `start`, `hurry` and `fenced` are called by the training thread, and return at once.
 
-    `admit` and `moved` are called by one copier at a time, from its own thread; `moved` follows each `admit`.
+    `admit` and `moved` are called by one copier at a time, from its own thread. `moved` follows each `admit`, unless
+    the capture is given up: `start` comes next then.
     """
 
     def start(self, size_bytes: int, /) -> None:
@@ -32,8 +33,11 @@ class Gate(Protocol):
         """
         ...
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
-        """The slice that was admitted last moved between two times of ``time.perf_counter``."""
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool) -> None:
+        """The slice that was admitted last moved between two times of ``time.perf_counter``, ``gently`` or not.
+
+        No bytes: it did not, since something else took the time, or the fence took the slice.
+        """
         ...
 
     def hurry(self) -> None:
@@ -57,7 +61,7 @@ class OpenGate:
         """At once, and as fast as can be."""
         return False
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool) -> None:
         """Keep nothing."""
 
     def hurry(self) -> None:

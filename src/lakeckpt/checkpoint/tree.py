@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from lakeckpt.checkpoint.names import canonical_names
@@ -95,7 +96,8 @@ class _Walk:
             return [self.plain(one, f"{path}/{at}", depth - 1) for at, one in enumerate(value)]
         if kind is tuple or kind is torch.Size:
             return tuple(self.plain(one, f"{path}/{at}", depth - 1) for at, one in enumerate(value))
-        return value
+        # Its document may be made when training goes on, which may change an array in place.
+        return value.copy() if kind is np.ndarray else value
 
     def reference(self, tensor: torch.Tensor, path: str) -> TensorRef:
         local = local_of(tensor) if is_sharded(tensor) else tensor

@@ -16,7 +16,7 @@ longer and costs them less. So slices are moved gently where the bubbles hold al
 
 Which bubbles are used? The longest: one is left alone while longer ones are yet to come that hold all that is left and
 more, at that pace. Each bubble in which slices move has an end that may come late by a part of one, so the fewer the
-better.
+better. For both, gentleness and leaving alone, only bubbles count that the last two iterations both had.
 
 On a GPU the host does not see the device wait: there the windows of an iteration are foreseen as a whole, each at its
 time (`foresee`), and a slice must lie within one.
@@ -82,18 +82,18 @@ class BubblePolicy:
         self._seen: dict[str, int] = {}
         self._passed: dict[str, Kind] = {}  # sites of this iteration, in their order
         self._previous: dict[str, Kind] = {}
-        self._ahead: dict[float, list[float]] = {}  # quantile → the lengths of the bubbles yet to come
+        self._before: dict[str, Kind] = {}  # those of the iteration before that
+        self._ahead: dict[tuple[float, bool], dict[str, float]] = {}  # the lengths of the bubbles yet to come
         self._foreseen: tuple[IdleWindow, ...] = ()
         self._left_bytes = 0
         self._moving_since_s: float | None = None
-        self._moves_gently = False
         self._last_slice = (-inf, -inf)
 
     # --- what happens
 
     def begin_iteration(self) -> None:
         """The cut: an iteration ends here and the next begins. A window that is open stays one of the old iteration."""
-        self._previous, self._passed = self._passed, {}
+        self._before, self._previous, self._passed = self._previous, self._passed, {}
         self._foreseen = ()
         self._ahead.clear()
         self._seen.clear()
@@ -101,6 +101,7 @@ class BubblePolicy:
     def begin_capture(self, size_bytes: int) -> None:
         """``size_bytes`` are to be moved before the fence."""
         self._left_bytes = size_bytes
+        self._moving_since_s = None  # of one that was given up nobody told the end
 
     def foresee(self, windows: Iterable[IdleWindow]) -> None:
         """All windows of this iteration, at the times at which they will be, of a device that nobody sees wait."""
@@ -117,7 +118,8 @@ class BubblePolicy:
         number = self._seen[site] = min(self._seen.get(site, -1) + 1, MOST_OF_A_SITE - 1)
         name = f"{site} {number}"
         self._passed[name] = kind
-        self._ahead.clear()
+        for lengths in self._ahead.values():
+            lengths.pop(name, None)
         self._open[kind] = (name, at_s)
         return name
 
@@ -143,20 +145,20 @@ class BubblePolicy:
             return window.end_s
         return min(window.end_s, max(window.begin_s, begin_s))
 
-    def admitted(self, at_s: float, *, gently: bool = False) -> None:
+    def admitted(self, at_s: float) -> None:
         """A slice begins to move because it was admitted; `moved` will tell its end."""
-        self._moving_since_s, self._moves_gently = at_s, gently
+        self._moving_since_s = at_s
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float) -> None:
-        """A slice was copied, wherever."""
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, *, gently: bool = False) -> None:
+        """A slice was copied, wherever; or what was admitted with it was done, of no bytes."""
         self._moving_since_s = None
         self._last_slice = (begin_s, end_s)
-        rate = self.rate
-        if self._moves_gently:
-            rate = self._gentle_rate = self._gentle_rate or SliceRate()
-        rate.record(size_bytes, end_s - begin_s)
-        self._moves_gently = False
-        self._left_bytes = max(0, self._left_bytes - size_bytes)
+        if size_bytes:
+            rate = self.rate
+            if gently:
+                rate = self._gentle_rate = self._gentle_rate or SliceRate()
+            rate.record(size_bytes, end_s - begin_s)
+            self._left_bytes = max(0, self._left_bytes - size_bytes)
 
     def fenced(self, size_bytes: int) -> None:
         """A slice was copied at the fence, by whoever waited there: it says nothing of the rate of copies beside."""
@@ -191,7 +193,8 @@ class BubblePolicy:
         if not self._open and not self._foreseen:
             return False
         need_s = self._gentle_s(size_bytes)
-        return self._holds_bytes(size_bytes, at_s, CAUTIOUS, need_s) >= _ROOM * max(self._left_bytes, size_bytes)
+        holds_bytes = self._holds_bytes(size_bytes, at_s, CAUTIOUS, need_s, surely=True)
+        return holds_bytes >= _ROOM * max(self._left_bytes, size_bytes)
 
     def _gentle_s(self, size_bytes: int) -> float:
         """What a slice will take that is moved gently."""
@@ -203,8 +206,7 @@ class BubblePolicy:
     def may_hold(self, name: str, size_bytes: int) -> bool:
         """Whether the window that `open` gave this name to may last as long as a slice of ``size_bytes`` takes, by the
         longest that is known of it; yes where nothing is. Whoever would have to be woken need not be, where not."""
-        longest_s = self.history.longest_s(name)
-        return longest_s >= self.rate.seconds(size_bytes) and not self._is_spared(name, size_bytes, 0.0)
+        return self.history.longest_s(name) >= self.rate.seconds(size_bytes)
 
     def _is_spared(self, site: str, slice_bytes: int, elapsed_s: float) -> bool:
         """Whether a bubble that is open for ``elapsed_s`` is left alone: longer ones are yet to come that hold all that
@@ -213,7 +215,7 @@ class BubblePolicy:
         if need_s <= 0 or not elapsed_s <= self.history.longest_s(site) < inf:
             return False
         length_s = self.history.expected_s(site)
-        slices = sum(int(one / need_s) for one in self._lengths_ahead(CAUTIOUS) if one > length_s)
+        slices = sum(int(one / need_s) for one in self._lengths_ahead(CAUTIOUS, surely=True) if one > length_s)
         return slices * slice_bytes >= _ROOM * max(self._left_bytes, slice_bytes)
 
     def capacity_bytes(self, slice_bytes: int, at_s: float, trust: float = USUAL) -> int:
@@ -221,10 +223,10 @@ class BubblePolicy:
         slices, if the iteration is like the one before, by the quantile ``trust`` of their histories."""
         return self._holds_bytes(slice_bytes, at_s, trust, self.rate.seconds(slice_bytes))
 
-    def _holds_bytes(self, slice_bytes: int, at_s: float, trust: float, need_s: float) -> int:
+    def _holds_bytes(self, slice_bytes: int, at_s: float, trust: float, need_s: float, *, surely: bool = False) -> int:
         if need_s <= 0:
             return self._left_bytes
-        slices = sum(int(length_s / need_s) for length_s in self._lengths_ahead(trust))
+        slices = sum(int(length_s / need_s) for length_s in self._lengths_ahead(trust, surely=surely))
         for one in self._foreseen:
             if one.kind == "bubble":
                 slices += int(max(0.0, one.end_s - max(at_s, one.begin_s)) / need_s)
@@ -233,15 +235,17 @@ class BubblePolicy:
             slices += int(max(0.0, self.history.remaining_s(site, max(0.0, at_s - begin_s), trust)) / need_s)
         return slices * slice_bytes
 
-    def _lengths_ahead(self, trust: float) -> list[float]:
-        """The same until another window opens."""
-        if trust not in self._ahead:
-            self._ahead[trust] = [
-                self.history.expected_s(site, trust)
+    def _lengths_ahead(self, trust: float, *, surely: bool = False) -> Iterable[float]:
+        """``surely``: of those alone that both of the last two iterations had. An iteration may be of another kind than
+        the one before: with an evaluation in it, or of two kinds that take turns."""
+        lengths = self._ahead.get((trust, surely))
+        if lengths is None:
+            lengths = self._ahead[trust, surely] = {
+                site: self.history.expected_s(site, trust)
                 for site, kind in self._previous.items()
-                if kind == "bubble" and site not in self._passed
-            ]
-        return self._ahead[trust]
+                if kind == "bubble" and site not in self._passed and (site in self._before or not surely)
+            }
+        return lengths.values()
 
     def _trust(self, slice_bytes: int, at_s: float) -> float:
         """The lowest quantile by which the bubbles hold what is left; `BOLD` where not even the usual one does."""

@@ -32,22 +32,29 @@ class HeldGate:
     def __init__(self) -> None:
         self.open = threading.Event()
         self.admitted: list[int] = []
+        self.is_moving = False
         self.moved_bytes = self.fenced_bytes = 0
 
     def start(self, size_bytes: int) -> None:
         self.expected_bytes = size_bytes
+        self.is_moving = False
         self.open.clear()
 
     def admit(self, size_bytes: int, urgent: threading.Event) -> None:
         if not urgent.is_set():
             assert self.open.wait(PATIENCE_S), "neither the test nor the fence has come"
+        assert not self.is_moving, "moved follows each admit"
+        self.is_moving = True
         self.admitted.append(size_bytes)
 
     def hurry(self) -> None:
         self.open.set()
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float) -> None:
-        assert begin_s <= end_s
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, *, gently: bool) -> None:
+        assert begin_s <= end_s and self.is_moving
+        self.is_moving = False
+        if not size_bytes:
+            self.admitted.pop()
         self.moved_bytes += size_bytes
 
     def fenced(self, size_bytes: int, begin_s: float, end_s: float) -> None:

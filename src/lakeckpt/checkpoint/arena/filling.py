@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,24 +68,28 @@ class Filling:
         return self._arena._view[at : at + self._arena.layout.data_bytes]
 
     def bring(self, number: int, runs: Sequence[Run]) -> None:
-        """Copy ``runs``, the last that is missing of slice ``number``, gently.
+        """Copy ``runs``, all that slice ``number`` still lacks, in the order of where they go, gently.
 
         A system call copies them, page after page, and what was copied is digested while the processor's own cache
         still has it. That takes twice as long as copying as fast as can be; whoever computes on another core, and
-        shares the last cache and the memory with this one, loses a third of what that costs.
+        shares the last cache and the memory with this one, loses a third of what copying fast costs it.
         """
         arena, layout, data = self._arena, self._arena.layout, self.data
         data_at = layout.data_at(self._number)
         begin = number * layout.slice_bytes
         end = min(begin + layout.slice_bytes, layout.data_bytes)
-        digests = LeafDigests(layout.leaf_bytes)
+        digests, left = LeafDigests(layout.leaf_bytes), deque(runs)
         for start in range(begin, end, _STEP_BYTES):
             stop = min(start + _STEP_BYTES, end)
-            for run in runs:
+            while left and left[0].at < stop:
+                run = left[0]
                 first, last = max(start, run.at), min(stop, run.at + len(run.source))
                 while first < last:
                     rest = run.source.data[first - run.at : last - run.at]
                     first += os.pwrite(arena._descriptor, rest, data_at + first)
+                if run.at + len(run.source) > stop:
+                    break
+                left.popleft()
             digests.update(data[start:stop])
         with self._lock:
             self._brought[number] = digests.digests()

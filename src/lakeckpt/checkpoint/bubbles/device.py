@@ -140,9 +140,9 @@ class DeviceGate(BubbleGate):
                     self._policy.foresee(self._windows_from(now.begin_s))
         return super().admit(size_bytes, urgent)
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
-        """The slice that was admitted last was copied in [begin_s, end_s)."""
-        super().moved(size_bytes, begin_s, end_s)
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool = False) -> None:
+        """The slice that was admitted last was copied in [begin_s, end_s); no bytes: it was not."""
+        super().moved(size_bytes, begin_s, end_s, gently=gently)
         self._take_slices()
 
     def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:

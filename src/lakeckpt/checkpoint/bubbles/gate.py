@@ -115,18 +115,19 @@ class BubbleGate:
                 at = self._policy.admits_at(size_bytes, now)
                 if at is not None and at <= now:
                     gently = self._policy.has_time(size_bytes, now)
-                    self._policy.admitted(now, gently=gently)
+                    self._policy.admitted(now)
                     break
                 self._changed.wait(self._look_again_s if at is None else min(at - now, self._look_again_s))
             self._asked = None
             self._urgent = urgent.is_set()
             return gently
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
-        """The slice that was admitted last was copied in [begin_s, end_s)."""
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool = False) -> None:
+        """The slice that was admitted last was copied in [begin_s, end_s); no bytes: it was not."""
         with self._changed:
-            self._policy.moved(size_bytes, begin_s, end_s)
-            self._keep_slice(size_bytes, begin_s, end_s, urgent=self._urgent)
+            self._policy.moved(size_bytes, begin_s, end_s, gently=gently)
+            if size_bytes:
+                self._keep_slice(size_bytes, begin_s, end_s, urgent=self._urgent)
 
     def hurry(self) -> None:
         """The fence has come and ``urgent`` is set: whoever waits in `admit` is to look."""

@@ -170,37 +170,46 @@ class Capture:
     def run(self, first: Callable[[], None] | None = None) -> bool:
         """Copy what is left, and see all slices filled. False where the state was changed meanwhile: give it up.
 
-        ``first`` is called once, before the first slice, when that was admitted: what takes time, and has time.
+        ``first`` is called once, when the first slice was admitted: what takes time, too. Then the gate is asked again,
+        since it may have taken the time of that slice. Once the fence has come it is left until all slices were copied.
         """
         wait_all(self._early)
         self._early = ()
         with self._claims():
             while (size_bytes := self._next_bytes()) is not None:
                 gently = self._gate.admit(size_bytes, self._urgent)
-                if first is not None:
+                begin = self._clock()
+                if first is not None and not self._urgent.is_set():
                     first()
                     first = None
+                    self._gate.moved(0, begin, self._clock(), gently=False)
+                    continue
                 number = self._claim()
                 if number is None:
+                    self._gate.moved(0, begin, begin, gently=False)
                     break  # the fence has come, and taken it
-                begin = self._clock()
+                gently = gently and self._may_be_gentle(number)
                 issued = self._made(number, gently=gently)
                 self._now_issued(number, issued)
                 # In host memory a slice is over with its checksum, the processor's work as the copy was. What a link
                 # brings has its own while the next one is on its way.
                 self._fill_copied()
                 wait_all(issued)
-                self._gate.moved(self._slices[number].size_bytes, begin, self._clock())
+                self._gate.moved(self._slices[number].size_bytes, begin, self._clock(), gently=gently)
                 self._came(number)
                 os.sched_yield()  # what brings the end of this bubble may wait for this core, behind us
         if first is not None:
             first()
         return self._finish()
 
+    def _may_be_gentle(self, number: int) -> bool:
+        """Whether nothing of a slice comes any other way, or later: what is copied gently is digested at once."""
+        return self._gently is not None and not self._slices[number].is_linked and self._pending[number] == 1
+
     def _made(self, number: int, *, gently: bool) -> list[Issued]:
-        """Make the copies of a slice; gently, where nothing of it comes any other way, or later."""
+        """Make the copies of a slice."""
         moves = self._slices[number]
-        if not gently or self._gently is None or moves.is_linked or self._pending[number] != 1:
+        if not gently or self._gently is None:
             return moves.make()
         issued = moves.make(runs=False)
         self._gently(number, moves.runs)

@@ -216,7 +216,7 @@ class OptimizerSource:
 
     def document(self) -> Callable[[], bytes]:
         """See `Source`."""
-        tree, known = self._flat.tree, self._known
+        flat, tree, known = self._flat, self._flat.tree, self._known
 
         def make() -> bytes:
             # The state of all parameters is most of the tree, and the same until it is taken anew.
@@ -226,7 +226,7 @@ class OptimizerSource:
             groups = branch_to_bytes(tree["param_groups"], f"{self.name}.param_groups")
             return tree_of_branches({name: groups if name == "param_groups" else known[name] for name in tree})
 
-        return make if "param_groups" in tree else lambda: tree_to_bytes(self._flat)
+        return make if "param_groups" in tree else lambda: tree_to_bytes(flat)
 
 
 def _values(state: object) -> Iterable[object]:
