@@ -1,8 +1,9 @@
 """How is one slice copied?  Its pieces, made ready once: views from and to, sorted by the way that each takes.
 
-In host memory, large pieces are copied by numpy (or gently, by who fills the arena) and small ones together by one call
-of torch: both let go of the interpreter's lock, neither starts threads that would take cores from training. A tensor that
-is no contiguous run of bytes is copied as a whole, with the first of its slices. Pieces on a device go through its `Link`.
+In host memory, large pieces are copied by numpy (or gently, by who fills the arena) and small ones together by one
+call of torch: both let go of the interpreter's lock, neither starts threads that would take cores from training. A
+tensor that is no contiguous run of bytes is copied as a whole, with the first of its slices. Pieces on a device go
+through its `Link`.
 
 Nothing here decides when; who calls sees to it that nothing changes meanwhile.
 """
