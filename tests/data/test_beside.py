@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from lakeckpt.data.beside import Beside
+from lakeckpt.errors import StateUnavailable
 from tests.patience import PATIENCE_S
 
 
@@ -39,13 +44,14 @@ def test_items_come_in_order_and_two_are_taken_ahead() -> None:
     time.sleep(0.05)
     assert len(taken) == 5
     beside.close()
-    assert not beside._thread.is_alive() and len(taken) == 5
-    assert list(beside) == []
+    assert not beside.thread.is_alive() and len(taken) == 5
+    with pytest.raises(StateUnavailable, match="given up"):
+        next(beside)
 
 
 def test_the_end_and_errors_stay_what_they_are() -> None:
     beside = Beside(counting([], 3))
-    assert list(beside) == [0, 1, 2] and list(beside) == [] and not beside._thread.is_alive()
+    assert list(beside) == [0, 1, 2] and list(beside) == [] and not beside.thread.is_alive()
 
     def fails(is_wanted: Callable[[], bool]) -> Iterator[int]:
         yield 0
@@ -74,13 +80,19 @@ def test_who_waits_is_told_that_it_is_closed() -> None:
         yield 0
 
     beside = Beside(waits)
-    ended: list[list[int]] = []
-    loop = threading.Thread(target=lambda: ended.append(list(beside)))
+    ended: list[bool] = []
+
+    def loops() -> None:
+        with pytest.raises(StateUnavailable, match="given up"):
+            next(beside)
+        ended.append(True)
+
+    loop = threading.Thread(target=loops)
     loop.start()
     asked.wait(PATIENCE_S)
     beside.close()
     loop.join(PATIENCE_S)
-    assert len(ended) == 1 and not beside._thread.is_alive()
+    assert ended and not beside.thread.is_alive()
 
 
 def test_it_may_be_let_go_of_by_the_collector_in_its_own_thread() -> None:
@@ -97,11 +109,64 @@ def test_it_may_be_let_go_of_by_the_collector_in_its_own_thread() -> None:
         yield 0
 
     beside = Beside(collects)
-    thread = beside._thread
-    cycle = [beside]
-    cycle.append(cycle)  # type: ignore[arg-type]
+    thread = beside.thread
+    cycle: list[object] = [beside]
+    cycle.append(cycle)
     del beside, cycle
     may.set()
     assert collected.wait(PATIENCE_S)
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
+
+
+class Source:
+    def __call__(self, is_wanted: Callable[[], bool]) -> Iterator[int]:
+        return iter(self)
+
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        if self.fails:
+            raise KeyError("one")
+
+    fails = False
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_keeps_what_was_taken_from_without_the_collector(fails: bool) -> None:
+    source = Source()
+    source.fails = fails
+    gone = weakref.ref(source)
+    gc.disable()
+    try:
+        beside = Beside(source)
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            assert list(beside) == [0]
+        del beside, source
+        assert comes(lambda: gone() is None)
+    finally:
+        gc.enable()
+
+
+def test_the_interpreter_ends_threads_of_which_the_collector_may_have_let_go() -> None:
+    script = """
+import atexit, time
+over = []
+atexit.register(lambda: print(over))
+from lakeckpt.data.beside import Beside
+
+def found(is_wanted):
+    def items():
+        try:
+            while is_wanted():
+                time.sleep(0.001)
+            time.sleep(0.2)
+            over.append(True)
+            yield
+        finally:
+            pass
+    return items()
+
+kept = Beside(found)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", "[True]\n")

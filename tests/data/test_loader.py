@@ -7,6 +7,7 @@ import gc
 import itertools
 import multiprocessing
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lakeckpt import LakeDataset, LakeLoader, open_table
+from lakeckpt.data.ahead import Ahead
 from lakeckpt.errors import ConfigError, StateInvalid, StateMismatch, StateUnavailable
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import ROWS, as_json, flat, ids, loader_of, some
@@ -424,3 +426,21 @@ def test_integers_of_numpy_are_integers(lake: Path) -> None:
     resumed = loader_of(lake, seed=3)
     resumed.load_state_dict(as_json(loader.state_dict()))
     assert ids(resumed) == ids(loader)
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_what_ends_too_early_is_not_taken_for_the_end_of_the_epoch(
+    lake: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int | None
+) -> None:
+    class Short(Ahead):
+        def __init__(self, source: Any, assignments: Iterator[Any]) -> None:
+            super().__init__(source, itertools.islice(assignments, 2))
+
+    monkeypatch.setattr("lakeckpt.data.dataset.Ahead", Short)
+    monkeypatch.setattr("lakeckpt.data.loader.Ahead", Short)
+    loader = loader_of(lake, batch_size=batch_size, block_size=4)
+    for reads in (loader, loader.dataset):
+        with pytest.raises(StateUnavailable, match="ended before step 2 of"):
+            list(reads)
+        assert reads.epoch == 0 and reads.state_dict()["step"] == 2
+        reads.rewind()

@@ -54,8 +54,11 @@ def test_what_was_delivered_and_is_not_wanted_gives_its_slots_back(tmp_path: Pat
     assert len(starts) <= 24, "of 140: those of one iteration are free in the next but one"
 
 
-def test_an_iterator_says_that_start_gave_its_workers_to_the_next_one(lake: Path) -> None:
-    loader = loader_of(lake, num_workers=1, loader={"persistent_workers": True})
+@pytest.mark.parametrize("pins", [False, True])
+def test_an_iterator_says_that_start_gave_its_workers_to_the_next_one(
+    lake: Path, accelerator: None, pins: bool
+) -> None:
+    loader = loader_of(lake, num_workers=1, loader={"persistent_workers": True, "pin_memory": pins})
     iterator = iter(loader)
     found = [next(iterator)]
     loader.start()

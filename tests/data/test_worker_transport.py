@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from lakeckpt.data.workers import AHEAD_BYTES, Workers
 from lakeckpt.errors import StateUnavailable, WorkerDied, WorkerTimeout
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import ROWS, flat, ids, loader_of, same, some, until_error
+from tests.patience import PATIENCE_S
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -227,17 +229,14 @@ def test_workers_are_what_users_of_torch_know(lake: Path) -> None:
     assert isinstance(error, KeyError) and "worker 0 cannot begin" in str(error)
 
 
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that pins by copying."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    monkeypatch.setattr("lakeckpt.data.workers.pinned_copy", lambda slab: torch.from_numpy(slab).clone())
-
-
-def pinning() -> int:
-    return [thread.name for thread in threading.enumerate()].count("lakeckpt-pin")
+def pinning(expected: int = 0) -> int:
+    """How many threads pin, once they are as many as ``expected``."""
+    until = time.monotonic() + PATIENCE_S
+    while (found := [thread.name for thread in threading.enumerate()].count("lakeckpt-pin")) != expected:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.001)
+    return found
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -247,7 +246,7 @@ def test_a_thread_pins_and_frees_slots_at_once(lake: Path, accelerator: None, pe
     expected = ids(loader_of(lake, num_lanes=4, columns=["id"]))
     started = iter(loader)
     kept = [next(started)]
-    assert pinning() == 1
+    assert pinning(1) == 1
     kept += list(started)
     assert ids(kept) == expected and kept[0]["string"].tolist()
     assert kept[0]["id"].untyped_storage().nbytes() > kept[0]["id"].nbytes, "a view of one pinned slab"

@@ -1,73 +1,81 @@
-"""What a finalizer leaves to whoever has the lock is done, once, and before anybody else has it."""
+"""What a finalizer leaves to whoever takes the lock is done, once, and before anything else."""
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
 
-from lakeckpt.lake.deferring import DeferringLock
+from lakeckpt.lake.deferring import Deferring
 from tests.patience import PATIENCE_S
 
 
 def test_work_is_done_at_once_while_nobody_has_the_lock() -> None:
-    lock, done = DeferringLock(), []
-    lock.when_free(lambda: done.append(1))
-    assert done == [1]
-    with lock:
-        assert done == [1]
+    state, done = Deferring(), []
+    state.when_free(lambda: done.append(1))
+    assert done == [1] and not state.lock.locked()
 
 
 def test_the_thread_that_has_the_lock_never_waits_for_itself() -> None:
-    lock, done = DeferringLock(), []
-    with lock:
-        lock.when_free(lambda: done.append(1))
+    state, done = Deferring(), []
+    with state.lock:
+        state.when_free(lambda: done.append(1))
         assert done == []
+    state.settle()
     assert done == [1]
 
 
 def test_work_may_leave_more_work() -> None:
-    lock, done = DeferringLock(), []
-    lock.when_free(lambda: (done.append(1), lock.when_free(lambda: done.append(2))))
+    state, done = Deferring(), []
+    state.when_free(lambda: (done.append(1), state.when_free(lambda: done.append(2))))
     assert done == [1, 2]
 
 
-def test_who_waits_for_the_lock_has_it_after_the_work() -> None:
-    lock, seen, done = DeferringLock(), [], []
+def test_who_takes_the_lock_does_what_was_left_first() -> None:
+    state, done = Deferring(), []
     held, is_left = threading.Event(), threading.Event()
 
     def holds() -> None:
-        with lock:
+        with state.lock:
             held.set()
             is_left.wait(PATIENCE_S)
 
-    def waits() -> None:
-        with lock:
-            seen.extend(done)
-
-    first = threading.Thread(target=holds)
-    first.start()
+    holder = threading.Thread(target=holds)
+    holder.start()
     held.wait(PATIENCE_S)
-    second = threading.Thread(target=waits)
-    second.start()
-    lock.when_free(lambda: done.append(threading.current_thread()))
+    state.when_free(lambda: done.append(1))
     assert done == [], "it does not wait"
     is_left.set()
-    first.join(PATIENCE_S)
-    second.join(PATIENCE_S)
-    assert len(seen) == 1 and seen == done and done[0] in (first, second)
+    holder.join(PATIENCE_S)
+    with state.lock:
+        state.catch_up()
+        assert done == [1]
 
 
-def test_an_error_in_the_block_frees_the_lock() -> None:
-    lock, done = DeferringLock(), []
+class Interrupted(Exception):
+    pass
 
-    def fails() -> None:
-        with lock:
-            lock.when_free(lambda: done.append(1))
-            raise KeyError
 
-    with pytest.raises(KeyError):
-        fails()
-    assert done == [1]
-    with lock:
-        pass
+def use(state: Deferring) -> None:
+    while True:
+        with state.lock:
+            state.catch_up()
+        state.when_free(int)
+
+
+def test_a_signal_at_any_moment_leaves_the_lock_free() -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    state = Deferring()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for attempt in range(300):
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + 1e-6 * attempt)
+            with pytest.raises(Interrupted):
+                use(state)
+            assert not state.lock.locked()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

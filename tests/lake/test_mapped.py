@@ -52,6 +52,41 @@ def test_a_mapping_has_the_bytes_and_its_file_a_lease_until_all_are_released(des
     assert not leased(descriptor)
 
 
+def test_a_lease_is_kept_while_its_file_is_mapped_and_no_other_files_is_given_up(path: Path, tmp_path: Path) -> None:
+    """The number of a descriptor is another file's as soon as it was closed."""
+    opened = os.open(path, os.O_RDONLY)
+    file = LeasedFile(opened)
+    mapping = file.map_ranges([(0, 100_000)])
+    assert mapping is not None
+    file.close()
+    os.close(opened)
+    with pytest.raises(BlockingIOError):
+        os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    assert file.map_ranges([(0, 10)]) is None
+    others = [tmp_path / f"other {number}" for number in range(4)]
+    held = []
+    for other in others:
+        other.write_bytes(CONTENT)
+        held.append(os.open(other, os.O_RDONLY))
+        fcntl.fcntl(held[-1], fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    mapping.release()
+    assert all(map(leased, held))
+    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    for one in held:
+        os.close(one)
+
+
+def test_files_that_are_let_go_of_leave_no_descriptor(path: Path, descriptor: int) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for closes in (True, False):
+        file = LeasedFile(descriptor)
+        mapping = file.map_ranges([(0, 100_000)])
+        if closes:
+            file.close()
+        del file, mapping
+        assert set(os.listdir("/proc/self/fd")) == before
+
+
 def test_who_cuts_a_mapped_file_waits_until_it_is_released_and_finds_no_other_mapping_begun(
     path: Path, descriptor: int
 ) -> None:

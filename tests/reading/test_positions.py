@@ -294,10 +294,12 @@ def test_the_collector_may_let_go_of_a_reader_in_a_thread_that_has_its_locks(tmp
     reader, decoded = spied(table, ORDERED, 4)
     reader.read([(layout, 0, 3)])
     decoder = reader._windows._decoder
-    with decoder._fetcher._lock, decoder._files._lock, reader._windows._memory._lock:
+    with decoder._fetcher._state.lock, decoder._files._state.lock, reader._windows._memory._state.lock:
         reader.clear()  # as an iterator's finalizer does; it would wait for ever
         assert decoder._files._files
-    assert not decoder._files._files, "whoever has the locks does it"
+    with decoder._files._state.lock:
+        decoder._files._state.catch_up()
+        assert not decoder._files._files, "whoever takes the locks does it"
     assert reader.read([(layout, 0, 6)])["id"].tolist() == list(range(6))
     assert len(decoded) == 2
 

@@ -50,7 +50,7 @@ def test_of_what_waits_the_oldest_goes_beyond_the_limit() -> None:
     while arrays:
         arrays.pop(0)
     assert memory.new((64,), INT64) is not None
-    assert sum(block.size for block in memory._waiting) == 2048 * 8
+    assert sum(block.size for block in memory._waiting.values()) == 2048 * 8
     memory.limit_bytes = 0
     memory.new((64,), INT64)
     assert not memory._waiting

@@ -1,15 +1,16 @@
 """Who waits for the next micro-batch and copies it into pinned memory, while the loop computes?  One thread.
 
 The thread takes from an iterator and stays at most two items ahead of the loop. It is started by `Beside`, told to end
-by `close` (or when nobody refers to the `Beside` any more, or the interpreter ends), and joined there. What the
-iterator raises is raised to the loop, in its place.
-
-What they tell each other goes through queues whose ``put`` may be interrupted by itself (`queue.SimpleQueue`): the
-garbage collector may let go of a `Beside` in any thread, at any moment, while that thread holds any lock.
+by `close` (or when nobody refers to the `Beside` any more, or the interpreter ends), and joined there, but not where
+nobody refers to it: the garbage collector lets go of things in any thread, at any moment, while that thread holds any
+lock. So what is told then goes through queues whose ``put`` may be interrupted by itself (`queue.SimpleQueue`), and
+whoever needs the thread to be over joins it (`Beside.thread`). What the iterator raises is raised to the loop, in its
+place.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -17,15 +18,19 @@ from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from lakeckpt.errors import StateUnavailable
+
 __all__ = ["Beside"]
 
 T = TypeVar("T")
 _MOST = 2
 _PATIENCE_S = 5.0
-"""So long a finalizer waits for the thread: the two may need each other."""
+"""So long the interpreter waits for a thread before it ends."""
 
 
 class _Shared:
+    """What the two tell each other."""
+
     def __init__(self) -> None:
         self.room: SimpleQueue[None] = SimpleQueue()
         """One for each item that may be taken, and one when no more are."""
@@ -35,11 +40,27 @@ class _Shared:
         for _ in range(_MOST):
             self.room.put(None)
 
+    def end(self, owner: int) -> None:
+        """Nothing more is wanted. Waits for nothing."""
+        if os.getpid() != owner:
+            return  # a copy in a process that was forked: it has no such thread
+        self.is_wanted = False
+        self.room.put(None)
+        try:
+            while True:
+                self.items.get_nowait()
+        except Empty:
+            self.items.put((None, _given_up()))  # to whoever waits
+
+
+_running: dict[threading.Thread, _Shared] = {}
+
 
 class Beside(Iterator[T], Generic[T]):
     """The items of ``found``, taken in a thread that begins with ``prepare``. Items are the loop's.
 
-    ``found`` is to give up waiting once what it was made with, called, says that nothing more is wanted.
+    ``found`` is to give up waiting once what it was made with, called, says that nothing more is wanted. After `close`
+    `StateUnavailable` is raised: that is not the end of the items.
     """
 
     def __init__(
@@ -47,14 +68,15 @@ class Beside(Iterator[T], Generic[T]):
     ) -> None:
         shared = self._shared = _Shared()
         self._ends_with: BaseException | None = None
-        thread = self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=_run,
             args=(found(lambda: shared.is_wanted), shared, prepare),
             name="lakeckpt-pin",
             daemon=True,  # the finalizer ends it; where that cannot run, nothing must wait for it
         )
-        self._finalizer = weakref.finalize(self, _end, shared, thread, os.getpid())
-        thread.start()
+        """Who takes them."""
+        self._finalizer = weakref.finalize(self, shared.end, os.getpid())
+        self.thread.start()
 
     def __next__(self) -> T:
         shared = self._shared
@@ -64,38 +86,51 @@ class Beside(Iterator[T], Generic[T]):
                 shared.room.put(None)
                 return item  # type: ignore[no-any-return]
             self.close()
-        raise self._ends_with or StopIteration
+        error = self._ends_with or _given_up()
+        try:
+            raise error
+        finally:
+            del self, error  # which refers to this frame
 
     def close(self) -> None:
         """End the thread, and wait for that; the thread itself cannot."""
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self.thread:
             self._finalizer()
-            self._thread.join()
+            self.thread.join()
 
 
 def _run(found: Iterator[Any], shared: _Shared, prepare: Callable[[], None]) -> None:
+    me = threading.current_thread()
+    _running[me] = shared
     try:
         prepare()
         while True:
             shared.room.get()
             if not shared.is_wanted:
-                break
+                shared.items.put((None, _given_up()))
+                return
             shared.items.put((next(found), None))
-        error: BaseException = StopIteration()
-    except BaseException as raised:
-        error = raised
-    shared.items.put((None, error))
+    except StopIteration:
+        shared.items.put((None, StopIteration() if shared.is_wanted else _given_up()))
+    except BaseException as error:
+        shared.items.put((None, error))
+    finally:
+        del found  # an error refers to this frame
+        _running.pop(me, None)
 
 
-def _end(shared: _Shared, thread: threading.Thread, owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a copy in a process that was forked: it has no such thread
-    shared.is_wanted = False
-    shared.room.put(None)
-    try:
-        while True:
-            shared.items.get_nowait()
-    except Empty:
-        shared.items.put((None, StopIteration()))  # to whoever waits
-    if thread.ident is not None and thread is not threading.current_thread():
+def _given_up() -> StateUnavailable:
+    return StateUnavailable(
+        "what this iterator waits for was given up, for a newer iteration or by close(): iterate again to go on"
+    )
+
+
+def _end_all() -> None:
+    for thread, shared in list(_running.items()):
+        shared.end(os.getpid())
         thread.join(_PATIENCE_S)
+
+
+atexit.register(_end_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)

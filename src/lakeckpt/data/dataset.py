@@ -294,7 +294,7 @@ class LakeDataset(IterableDataset[Any]):
     def _iterate(self, rank: int, iteration: int) -> Iterator[Any]:
         progress = self._progress
         progress.check(iteration)
-        skip = progress.state.row
+        step, skip = progress.state.step, progress.state.row
         for dealt, found in Ahead(self._source, progress.assignments(rank)):
             for item, receipt in items_of(found, dealt, self.row_wise, skip):
                 progress.check(iteration)
@@ -302,9 +302,9 @@ class LakeDataset(IterableDataset[Any]):
                     warn_of_skips(receipt, progress.skips)
                 progress.delivered(receipt)
                 yield item
-            skip = 0
+            step, skip = dealt.step + 1, 0
             progress.check(iteration)
-        progress.finish()
+        progress.end(step)
 
     # --- state
 

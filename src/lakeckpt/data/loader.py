@@ -260,7 +260,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             iteration, found = progress.begin_iteration(), self._begun()[1]
         # Checked before anything is taken: with persistent workers a newer iterator goes on with them.
         progress.check(iteration)
-        skip, process = progress.state.row, os.getpid()
+        step, skip, process = progress.state.step, progress.state.row, os.getpid()
         while (pulled := next(found, None)) is not None:
             receipt, batch = pulled
             for item, mine in items_of(batch, receipt, self._row_wise, skip):
@@ -269,14 +269,14 @@ class LakeLoader(Prepared, DataLoader[Any]):
                     warn_of_skips(mine, progress.skips)
                 progress.delivered(mine)
                 yield item
-            skip = 0
+            step, skip = receipt.step + 1, 0
             progress.check(iteration)
             if self.num_workers and os.getpid() != process:
                 raise StateUnavailable(
                     f"this iterator's worker processes answer to process {process}, of which this one is a fork: "
                     "iterate the loader itself here, iter(loader)"
                 )
-        progress.finish()
+        progress.end(step)
 
     def _settle(self) -> None:
         self._progress.settle(self.topology[1], self.num_workers)

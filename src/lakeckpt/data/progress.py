@@ -310,6 +310,15 @@ class Progress:
         if (self.plan.steps, 0) == self._reached:
             self.finish()
 
+    def end(self, step: int) -> None:
+        """Note that what the loop reads ended before ``step``. `StateUnavailable` where there is more of the epoch."""
+        if step != self.plan.steps:
+            raise StateUnavailable(
+                f"what reads epoch {self.epoch} ended before step {step} of {self.plan.steps}, where it was given up: "
+                "go on with a new iterator, iter(loader)"
+            )
+        self.finish()
+
     def finish(self) -> None:
         """Note that the loop saw the end of the epoch at hand."""
         self.over = True

@@ -16,6 +16,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import threading
 import time
 import weakref
 from collections import deque
@@ -88,8 +89,8 @@ class Workers:
     ) -> None:
         self.closed = False
         self._pins = pins
-        self._is_wanted: Callable[[], bool] | None = None
         self._beside: weakref.ref[Beside[tuple[Receipt, Any]]] | None = None
+        self._pinning: threading.Thread | None = None
         self._ahead, self._timeout_s, self._memory_limit_bytes = ahead, timeout_s, memory_limit_bytes
         self._iteration = -1
         self._spare = 0
@@ -139,11 +140,10 @@ class Workers:
         device = torch.accelerator.current_device_index()
 
         def in_thread(is_wanted: Callable[[], bool]) -> Iterator[tuple[Receipt, Any]]:
-            self._is_wanted = is_wanted
-            return _Results(self, assignments, self._iteration)
+            return _Results(self, assignments, self._iteration, is_wanted)
 
         beside = Beside(in_thread, prepare=lambda: _prepare_to_pin(device))
-        self._beside = weakref.ref(beside)
+        self._beside, self._pinning = weakref.ref(beside), beside.thread
         return beside
 
     def close(self) -> None:
@@ -155,6 +155,10 @@ class Workers:
     def _end_thread(self) -> None:
         if self._beside is not None and (beside := self._beside()) is not None:
             beside.close()
+        # One that nobody refers to any more was told to end, and may be at work on these processes still.
+        if self._pinning is not None and self._pinning is not threading.current_thread():
+            self._pinning.join()
+            self._pinning = None
 
     # --- what results ask
 
@@ -190,7 +194,11 @@ class Workers:
                 self._order(worker, ahead, ahead_bytes)
 
     def receive(
-        self, worker: WorkerHandle, assignment: Assignment, deal_more: Callable[[], bool]
+        self,
+        worker: WorkerHandle,
+        assignment: Assignment,
+        deal_more: Callable[[], bool],
+        is_wanted: Callable[[], bool] | None,
     ) -> tuple[Receipt, Any]:
         """Return the next result of ``worker``, which is of ``assignment``; ``deal_more`` while it is not there."""
         deadline = time.monotonic() + self._timeout_s if self._timeout_s else None
@@ -200,7 +208,7 @@ class Workers:
                 left: float | None = 0.0
             else:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if self._is_wanted is not None:
+                if is_wanted is not None:
                     left = _LOOK_UP_S if left is None else min(left, _LOOK_UP_S)
             try:
                 message = worker.channel.receive(left)
@@ -209,7 +217,7 @@ class Workers:
             if message is not None:
                 self._hear(worker, message)
                 continue
-            if self._is_wanted is not None and not self._is_wanted():
+            if is_wanted is not None and not is_wanted():
                 raise _GivenUp
             if deadline is not None and time.monotonic() >= deadline:
                 raise WorkerTimeout(
@@ -306,10 +314,17 @@ class Workers:
 
 
 class _Results(Iterator[tuple[Receipt, Any]]):
-    """One iteration over the workers' results."""
+    """One iteration over the workers' results; in a thread, as long as they are wanted."""
 
-    def __init__(self, workers: Workers, assignments: Iterator[Assignment], iteration: int) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        assignments: Iterator[Assignment],
+        iteration: int,
+        is_wanted: Callable[[], bool] | None = None,
+    ) -> None:
         self._workers, self._assignments, self._iteration = workers, assignments, iteration
+        self._is_wanted = is_wanted
         self._order: Order = deque()
         try:
             workers.deal(self._order, assignments, _EACH_TIME)
@@ -327,7 +342,7 @@ class _Results(Iterator[tuple[Receipt, Any]]):
         if not self._order:
             raise StopIteration
         try:
-            found = workers.receive(*self._order.popleft(), self._deal_while_waiting)
+            found = workers.receive(*self._order.popleft(), self._deal_while_waiting, self._is_wanted)
             workers.deal(self._order, self._assignments, _EACH_TIME)
             workers.permit(at_once=False)
         except _GivenUp:

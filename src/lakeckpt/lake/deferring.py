@@ -1,7 +1,10 @@
-"""May a finalizer wait for a lock?  No: it leaves its work to whoever has the lock.
+"""May a finalizer wait for a lock?  No: it leaves its work to whoever takes the lock next.
 
 The garbage collector lets go of things in any thread, at any moment: also in one that holds the very lock, or another
-lock that the owner of this one waits for. `DeferringLock.when_free` never waits.
+lock that the owner of this one waits for. `Deferring.when_free` does not wait.
+
+The lock is a plain one, taken by a plain ``with``: an exception that comes from a signal (Ctrl-C) at any moment leaves
+it free.
 """
 
 from __future__ import annotations
@@ -10,39 +13,31 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["DeferringLock"]
+__all__ = ["Deferring"]
 
 
-class DeferringLock:
-    """A lock for ``with``. Not to be taken twice by one thread."""
+class Deferring:
+    """A ``lock``, and what is still to be done under it: by `catch_up`, first of all, by whoever takes it."""
+
+    __slots__ = ("_due", "lock")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._due: deque[Callable[[], None]] = deque()
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._do_what_is_due()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        self._settle()
-
-    def when_free(self, work: Callable[[], None]) -> None:
-        """Do ``work``, which must not raise, under the lock: now, or in the thread that has it, once it lets go.
-
-        Whoever takes the lock from now on does so after ``work``.
-        """
-        self._due.append(work)
-        self._settle()
-
-    def _settle(self) -> None:
-        while self._due and self._lock.acquire(blocking=False):
-            try:
-                self._do_what_is_due()
-            finally:
-                self._lock.release()
-
-    def _do_what_is_due(self) -> None:
+    def catch_up(self) -> None:
+        """Do what is due. The caller has the lock."""
         while self._due:
             self._due.popleft()()
+
+    def when_free(self, work: Callable[[], None]) -> None:
+        """Do ``work``, which must not raise, under the lock: now, unless somebody has it; else before whoever takes it
+        next does anything."""
+        self._due.append(work)
+        self.settle()
+
+    def settle(self) -> None:
+        """Do what is due, unless somebody has the lock."""
+        while self._due and not self.lock.locked():
+            with self.lock:
+                self.catch_up()

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from lakeckpt.lake.deferring import DeferringLock
+from lakeckpt.lake.deferring import Deferring
 
 __all__ = ["LeasedFile", "Mapping"]
 
@@ -67,12 +67,31 @@ class LeasedFile:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self._descriptor = -1
         self._process = os.getpid()
-        self._lock = DeferringLock()
+        self._state = Deferring()
         self._mappings = 0
         self._whole: pa.Buffer | None = None
         self._refused = not hasattr(fcntl, "F_SETLEASE") or _file_system(os.fstat(descriptor).st_dev) not in _LOCAL
+        if not self._refused:  # the lease is the file's own, and ends when the last range is not looked at any more
+            self._descriptor = os.dup(descriptor)
+
+    def close(self) -> None:
+        """Map nothing more. What is mapped stays so, under the lease, until it is released."""
+        self._state.when_free(self._closed)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_refused"):
+            self.close()
+
+    def _closed(self) -> None:
+        self._refused, self._whole = True, None
+        self._end()
+
+    def _end(self) -> None:
+        if self._refused and not self._mappings and self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
 
     def map_ranges(self, ranges: Sequence[tuple[int, int]]) -> Mapping | None:
         """Bytes [start, stop) of each of ``ranges``; None where they are to be copied."""
@@ -89,34 +108,37 @@ class LeasedFile:
             for place in places:
                 _advise(*place, _POPULATE_READ)
         except (OSError, ValueError):
-            self._returned()
             self._refused = True  # copying will say what is wrong, if anything is
+            self._returned()
             return None
         return Mapping(self, whole, places)
 
     def _leased(self) -> bool:
         """Hold the lease for one mapping more, unless somebody else waits for it."""
-        with self._lock:
-            if self._process != os.getpid():
-                return False
-            if self._mappings and self._control(fcntl.F_GETLEASE, 0) != fcntl.F_RDLCK:
-                return False
-            if not self._mappings:
-                # Who waits is told to us by a signal that is ignored if not asked for; by default it would end us.
-                if self._control(fcntl.F_SETSIG, signal.SIGURG) < 0:
-                    return False
-                if self._control(fcntl.F_SETLEASE, fcntl.F_RDLCK) < 0:
-                    return False
-            self._mappings += 1
-            return True
+        with self._state.lock:
+            self._state.catch_up()
+            is_held = self._lease()
+            self._mappings += is_held
+        self._state.settle()  # else a lease might be kept until the file is read again
+        return is_held
+
+    def _lease(self) -> bool:
+        if self._process != os.getpid() or self._refused:
+            return False
+        if self._mappings:
+            return self._control(fcntl.F_GETLEASE, 0) == fcntl.F_RDLCK
+        # Who waits is told to us by a signal that is ignored if not asked for; by default it would end us.
+        is_told = self._control(fcntl.F_SETSIG, signal.SIGURG) >= 0
+        return is_told and self._control(fcntl.F_SETLEASE, fcntl.F_RDLCK) >= 0
 
     def _returned(self) -> None:
-        self._lock.when_free(self._one_less)
+        self._state.when_free(self._one_less)
 
     def _one_less(self) -> None:
         self._mappings -= 1
         if not self._mappings and self._process == os.getpid():
             self._control(fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        self._end()
 
     def _control(self, command: int, argument: int) -> int:
         return int(_at_once.fcntl(self._descriptor, command, argument))

@@ -140,6 +140,7 @@ class LocalBytes:
         return _Unread(self._opened, self._leased, ranges)
 
     def close(self) -> None:
+        self._leased.close()
         self._opened.close()
 
 

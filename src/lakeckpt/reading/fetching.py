@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lakeckpt.lake.deferring import DeferringLock
+from lakeckpt.lake.deferring import Deferring
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.ranges import Arriving, in_background
 from lakeckpt.reading.open_files import Lease, OpenedFile, OpenFiles
@@ -55,7 +55,7 @@ class RowGroupFetcher:
 
     def _renew(self) -> None:
         self._process = os.getpid()
-        self._lock = DeferringLock()
+        self._state = Deferring()
         self._wanted: list[_Wanted] = []
         self._held = 0
 
@@ -63,7 +63,8 @@ class RowGroupFetcher:
         """Say that ``groups`` (ordinals in the table) will be fetched, in this order, after those announced before."""
         if self._ahead:
             self._check_process()
-            with self._lock:
+            with self._state.lock:
+                self._state.catch_up()
                 self._wanted += [_Wanted(group=group) for group in groups]
             self._advance()
 
@@ -92,7 +93,7 @@ class RowGroupFetcher:
     def forget(self) -> None:
         """Let go of all that was announced and not fetched."""
         self._check_process()
-        self._lock.when_free(self._forget)
+        self._state.when_free(self._forget)
 
     def _forget(self) -> None:
         gone, self._wanted, self._held = self._wanted, [], 0
@@ -101,7 +102,8 @@ class RowGroupFetcher:
 
     def _take(self, group: int) -> _Wanted:
         """What was announced of ``group`` first, which is off the list then; a new one where nothing was."""
-        with self._lock:
+        with self._state.lock:
+            self._state.catch_up()
             place = next((i for i, one in enumerate(self._wanted) if one.group == group), None)
             if place is None:
                 return _Wanted(group=group)
@@ -123,7 +125,8 @@ class RowGroupFetcher:
 
     def _advance(self) -> None:
         """Set out for what may be held of what was announced, in its order."""
-        with self._lock:
+        with self._state.lock:
+            self._state.catch_up()
             opening = 0
             for wanted in self._wanted[:MOST_AHEAD]:
                 if wanted.arriving is not None or wanted.not_ahead:

@@ -6,13 +6,14 @@ file that ends too early.
 
 pyarrow's threads let go of a buffer a little after its bytes were decoded, and need the interpreter for that: where it
 is ending, they would end the process (SIGABRT, "terminate called without an active exception"). So the interpreter
-waits, as it exits, until all that was given to pyarrow has come back.
+waits, as it exits, until all that was given to pyarrow has come back, for a second at most.
 """
 
 from __future__ import annotations
 
 import atexit
 import io
+import os
 import time
 import weakref
 from collections import deque
@@ -24,7 +25,7 @@ __all__ = ["HeldFile"]
 
 _NOTHING = pa.py_buffer(b"")
 _FEW = 64
-_WAIT_S, _LOOK_S = 5.0, 0.001
+_WAIT_S, _LOOK_S = 1.0, 0.001
 _lent: deque[weakref.ref[pa.Buffer]] = deque()
 """What was given to pyarrow: all that lives, and a few that do not any more."""
 
@@ -46,6 +47,8 @@ def _await_lent() -> None:
 
 # It runs when the threads that decode have been joined.
 atexit.register(_await_lent)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lent.clear)  # who is to let go of it is not here
 
 
 class HeldFile:
@@ -72,7 +75,9 @@ class HeldFile:
 
     def opened(self) -> pa.NativeFile:
         """What pyarrow reads from."""
-        return pa.PythonFile(self, mode="r") if self._whole is None else pa.BufferReader(self._whole)
+        if self._whole is None:
+            return pa.PythonFile(self, mode="r")
+        return pa.BufferReader(pa.py_buffer(_lend(self._whole.slice(0))))
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """As of any file."""

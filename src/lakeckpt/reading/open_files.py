@@ -6,13 +6,14 @@ of its own accord, starts no threads, and knows nothing of row groups.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from lakeckpt.lake.deferring import DeferringLock
+from lakeckpt.lake.deferring import Deferring
 from lakeckpt.reading.fitting import FileFit
 from lakeckpt.reading.row_groups import RowGroupReader
 
@@ -38,7 +39,8 @@ class Lease:
     def close(self) -> None:
         """Close the file, if it was ever open."""
         if self.file.done() and self.file.exception() is None:
-            self.file.result().reader.source.close()
+            with contextlib.suppress(OSError):  # it was read only
+                self.file.result().reader.source.close()
 
 
 class OpenFiles:
@@ -50,12 +52,13 @@ class OpenFiles:
 
     def renew(self) -> None:
         """Begin anew in a forked process, where those who were to open files are not."""
-        self._lock = DeferringLock()
+        self._state = Deferring()
         self._files: OrderedDict[int, Lease] = OrderedDict()
 
     def lease(self, ordinal: int) -> tuple[Lease, bool]:
         """The use of a file, and whether the caller must `open` it. It is given back by `release`."""
-        with self._lock:
+        with self._state.lock:
+            self._state.catch_up()
             lease = self._files.pop(ordinal, None)
             is_new = lease is None
             if lease is None:
@@ -77,15 +80,15 @@ class OpenFiles:
 
     def release(self, lease: Lease) -> None:
         """Give a file back."""
-        self._lock.when_free(partial(self._released, lease))
+        self._state.when_free(partial(self._released, lease))
 
     def drop(self, ordinal: int) -> None:
         """Let who asks for the file next open it anew."""
-        self._lock.when_free(partial(self._dropped, ordinal))
+        self._state.when_free(partial(self._dropped, ordinal))
 
     def close(self) -> None:
         """Close all files, those in use as soon as they are given back."""
-        self._lock.when_free(self._all_dropped)
+        self._state.when_free(self._all_dropped)
 
     def _released(self, lease: Lease) -> None:
         lease.users -= 1
@@ -102,6 +105,7 @@ class OpenFiles:
             self._dropped(ordinal)
 
     def _forget(self, lease: Lease) -> None:
-        with self._lock:
+        with self._state.lock:
+            self._state.catch_up()
             if self._files.get(lease.ordinal) is lease:
                 del self._files[lease.ordinal]

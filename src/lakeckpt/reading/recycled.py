@@ -9,15 +9,17 @@ Memory is Arrow's. Threads may share it: coming back is a single step of the int
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from lakeckpt.lake.deferring import DeferringLock
+from lakeckpt.lake.deferring import Deferring
 from lakeckpt.reading.arrays import view
 
 __all__ = ["Recycled"]
@@ -54,9 +56,8 @@ class Recycled:
 
     def __init__(self, limit_bytes: int = 0) -> None:
         self.limit_bytes = limit_bytes
-        self._lock = DeferringLock()
-        self._returned = _Returned()
-        self._waiting: list[pa.Buffer] = []
+        self._state = Deferring()
+        self._forget()
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array of anything, writable, whose memory is the caller's as long as a view of it lives."""
@@ -65,7 +66,8 @@ class Recycled:
         if size < _LEAST:
             return np.empty(shape, dtype)
         rounded = -(-size // (step := 1 << (size.bit_length() - 4))) * step
-        with self._lock:
+        with self._state.lock:
+            self._state.catch_up()
             returned, block = self._returned, self._taken(rounded)
         if block is None:
             block = pa.allocate_buffer(rounded)
@@ -74,22 +76,28 @@ class Recycled:
 
     def forget(self) -> None:
         """Let go of what waits, and of what is in use as soon as that dies."""
-        self._lock.when_free(self._forget)
+        self._state.when_free(self._forget)
 
     def _forget(self) -> None:
-        self._returned, self._waiting = _Returned(), []
+        self._returned = _Returned()
+        self._waiting: OrderedDict[int, pa.Buffer] = OrderedDict()  # by the number of their return
+        self._by_size: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._returns = self._waiting_bytes = 0
 
     def _taken(self, size: int) -> pa.Buffer | None:
         """The block of ``size`` bytes that came back last."""
-        waiting = self._waiting
-        while True:
-            try:
-                waiting.append(self._returned.blocks.get_nowait())
-            except queue.Empty:
-                break
-        places = (place for place in range(len(waiting) - 1, -1, -1) if waiting[place].size == size)
-        found = None if (place := next(places, None)) is None else waiting.pop(place)
-        total = sum(block.size for block in waiting)
-        while total > self.limit_bytes:
-            total -= waiting.pop(0).size
+        with contextlib.suppress(queue.Empty):
+            while True:
+                block = self._returned.blocks.get_nowait()
+                self._waiting[self._returns] = block
+                self._by_size[block.size].append(self._returns)
+                self._returns += 1
+                self._waiting_bytes += block.size
+        numbers = self._by_size.get(size)
+        found = self._waiting.pop(numbers.pop()) if numbers else None
+        self._waiting_bytes -= 0 if found is None else size
+        while self._waiting_bytes > self.limit_bytes:
+            _, oldest = self._waiting.popitem(last=False)
+            self._by_size[oldest.size].popleft()
+            self._waiting_bytes -= oldest.size
         return found
