@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.core.bubble_policy import MOST_OF_A_SITE, BubblePolicy, IdleWindow, Kind
 from lakeckpt.core.bubble_record import IterationRecord, MovedSlice, shares
+from lakeckpt.core.window_history import BOLD, CAUTIOUS, USUAL
 
 Gap = tuple[float, float]
 """Computation before the bubble, and the bubble, in seconds."""
@@ -20,8 +24,9 @@ GENTLE = 2.5
 class Rank:
     """One rank on a clock of its own: gaps are gone through, slices of ``size`` are moved as the policy admits them.
 
-    It copies at ``rate`` bytes a second, gently where the policy has time. In ``gaps`` free time, if there is any, is the
-    computation before each. A rank that is ``hindered`` comes back from its wait only when the slice under way is over.
+    It copies at ``rate`` bytes a second, gently where the policy has time. In ``gaps`` free time, if there is any, is
+    the computation before each. A rank that is ``hindered`` comes back from its wait only when the slice under way is
+    over.
     """
 
     def __init__(self, *, rate: float = 1.0, size: int = 1, free: bool = False, hindered: bool = False) -> None:
@@ -41,11 +46,13 @@ class Rank:
         self.left = size_bytes
         self.policy.begin_capture(size_bytes)
 
-    def iteration(self, gaps: list[Gap]) -> None:
+    def iteration(self, gaps: list[Gap], *, site: str = "gap", evaluates: Sequence[Gap] = ()) -> None:
+        """``evaluates``: waits for data, as many as there are batches, behind the ``gaps`` of the iteration."""
         self.policy.begin_iteration()
-        for number, (computes, idles) in enumerate(gaps):
+        waits = [(f"{site} {number}", gap) for number, gap in enumerate(gaps)] + [("data", gap) for gap in evaluates]
+        for name, (computes, idles) in waits:
             self._through("forward" if self.free else None, "free", computes)
-            self._through(f"gap {number}", "bubble", idles)
+            self._through(name, "bubble", idles)
 
     def _through(self, site: str | None, kind: Kind, length: float) -> None:
         end = self.now + length
@@ -272,6 +279,117 @@ def test_a_rank_that_slices_hold_up_does_not_take_that_for_longer_bubbles(length
         rank.capture(1000)
         rank.iteration([(1.0, length)])
     assert all(known <= max(lengths) + 1e-6 for known in rank.policy.history._lengths["gap 0 0"])
+
+
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_after_an_iteration_with_an_evaluation_all_that_bubbles_hold_moves_in_them(size: int) -> None:
+    gaps = [(5.0, 4.5), (5.0, 4.5)]
+    rank = learnt(gaps)
+    for number in range(8):
+        rank.capture(size)
+        rank.iteration(gaps, evaluates=[(1.0, 7.0)] * 40 if number in (2, 5) else [])
+        assert rank.left == 0, f"iteration {number}"
+    assert shares([rank.record()]).bubble_share == 1.0
+
+
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_where_two_kinds_of_iterations_take_turns_all_that_bubbles_hold_moves_in_them(size: int) -> None:
+    rank = Rank()
+    for number in range(24):
+        rank.capture(size if number >= 4 else 0)
+        if number % 2:
+            rank.iteration([(5.0, 4.5), (5.0, 4.5)])
+        else:
+            rank.iteration([(5.0, 40.0)], site="rollout")
+        assert rank.left == 0, f"iteration {number}"
+    assert shares([rank.record()]).bubble_share == 1.0
+
+
+def test_slices_still_move_gently_where_two_iterations_had_the_bubbles_that_are_ahead() -> None:
+    gaps = [(5.0, 4.5), (5.0, 25.0)]
+    rank = learnt(gaps)
+    rank.iteration(gaps, evaluates=[(1.0, 7.0)] * 40)
+    for _ in range(2):
+        rank.capture(5)
+        rank.iteration(gaps)
+    assert (rank.left, rank.gently) == (0, 10)
+
+
+def test_a_slice_of_a_capture_that_was_given_up_does_not_shorten_the_windows_that_come() -> None:
+    policy = BubblePolicy()
+    policy.open("gap", "bubble", 0.0)
+    policy.admitted(4.0)  # nobody tells that it moved
+    policy.close("bubble", 10.0)
+    for begin_s in (20.0, 40.0):
+        policy.begin_iteration()
+        policy.begin_capture(8)
+        policy.open("gap", "bubble", begin_s)
+        policy.close("bubble", begin_s + 10.0)
+    assert list(policy.history._lengths["gap 0"]) == [4.0, 10.0, 10.0]
+
+
+def test_what_was_admitted_and_did_not_move_says_nothing_of_rates_nor_of_later_windows() -> None:
+    policy = BubblePolicy()
+    policy.moved(1, 0.0, 1.0)
+    policy.begin_capture(8)
+    policy.open("gap", "bubble", 10.0)
+    policy.admitted(12.0)
+    policy.moved(0, 12.0, 13.0)
+    policy.close("bubble", 20.0)
+    assert (policy.rate.seconds(1), policy._left_bytes) == (1.0, 8)
+    assert list(policy.history._lengths["gap 0"]) == [10.0]
+
+
+_TURNS = st.lists(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.sampled_from(["bubble", "bubble", "free"]), st.floats(0.1, 9)), max_size=7
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def _ahead(policy: BubblePolicy, trust: float, surely: bool) -> list[float]:
+    return list(policy._lengths_ahead(trust, surely=surely))
+
+
+@given(_TURNS)
+def test_the_lengths_ahead_are_what_they_would_be_if_nobody_had_asked_before(
+    turns: list[list[tuple[str, Kind, float]]],
+) -> None:
+    policy, now = BubblePolicy(), 0.0
+    policy.moved(1, 0.0, 1.0)
+    for windows in turns:
+        policy.begin_iteration()
+        policy.begin_capture(8)
+        for site, kind, length in windows:
+            policy.open(site, kind, now)
+            fresh = copy.deepcopy(policy)
+            for question, *told in (
+                *((BubblePolicy.capacity_bytes, 1, now, trust) for trust in (CAUTIOUS, USUAL, BOLD)),
+                *((_ahead, trust, surely) for trust in (CAUTIOUS, USUAL, BOLD) for surely in (False, True)),
+                (BubblePolicy.has_time, 1, now),
+                (BubblePolicy.admits_at, 1, now),
+            ):
+                fresh._ahead.clear()
+                assert question(policy, *told) == question(fresh, *told)
+            now += length
+            policy.close(kind, now)
+
+
+def test_bubbles_are_surely_ahead_that_the_last_two_iterations_both_had() -> None:
+    policy = BubblePolicy()
+    for number, sites in enumerate((("a", "b", "c"), ("b", "c", "d"))):
+        policy.begin_iteration()
+        for at, site in enumerate(sites):
+            policy.open(site, "bubble", 100.0 * number + 10 * at)
+            policy.close("bubble", 100.0 * number + 10 * at + ord(site) - ord("a") + 1)
+    policy.begin_iteration()
+    assert list(policy._lengths_ahead(USUAL, surely=True)) == [2.0, 3.0]
+    assert list(policy._lengths_ahead(USUAL)) == [2.0, 3.0, 4.0]
+    policy.open("b", "bubble", 500.0)
+    assert list(policy._lengths_ahead(USUAL, surely=True)) == [3.0]
+    assert list(policy._lengths_ahead(USUAL)) == [3.0, 4.0]
 
 
 def test_all_that_can_move_in_bubbles_does_even_where_there_is_free_time() -> None:

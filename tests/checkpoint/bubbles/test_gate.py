@@ -125,6 +125,23 @@ def test_a_slice_is_to_be_copied_gently_where_there_is_room_and_no_hurry(gate: B
     assert gate.admit(1, urgent) is False
 
 
+def test_what_was_admitted_and_did_not_move_is_no_slice_and_says_nothing(gate: BubbleGate, clock: Clock) -> None:
+    gate.cut(3)
+    gate.start(3)
+    gate.begin("gap")
+    assert gate.admit(1, threading.Event()) is True
+    begin = clock.now
+    clock.now += 2
+    gate.moved(0, begin, clock.now, gently=True)
+    clock.now += 8
+    gate.end()
+    gate.cut(4)
+    record = gate.records()[-1]
+    assert record.slices == ()
+    assert gate._policy._gentle_rate is None and gate._policy.rate.seconds(1) == 1.0
+    assert list(gate._policy.history._lengths["gap 0"]) == [10.0] * 4
+
+
 def test_a_slice_that_does_not_fit_waits_for_the_fence(gate: BubbleGate) -> None:
     gate.cut(3)
     gate.begin("gap")

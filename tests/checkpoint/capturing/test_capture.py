@@ -1,9 +1,12 @@
-"""Which slices of a capture are copied gently: those of which nothing comes any other way, or later."""
+"""What does a capture ask of its gate and tell it, and which slices does it copy gently?
+
+Gently those of which nothing comes any other way, or later. Each admission has its end, whenever the fence comes.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +16,7 @@ from lakeckpt.checkpoint.arena.filling import Run
 from lakeckpt.checkpoint.capturing.capture import Capture
 from lakeckpt.checkpoint.capturing.links import Link
 from lakeckpt.checkpoint.capturing.moves import Issued, Moves
-from lakeckpt.checkpoint.gate import OpenGate
+from lakeckpt.checkpoint.gate import Gate, OpenGate
 from tests.checkpoint.capturing.device import Device, SimulatedLink
 from tests.patience import PATIENCE_S
 
@@ -49,7 +52,7 @@ class Held(Moves):
 class Case:
     """Two slices; some bytes of the second come with the first."""
 
-    def __init__(self, first: Moves, *, link: Link | None = None) -> None:
+    def __init__(self, first: Moves, *, link: Link | None = None, gate: Gate | None = None) -> None:
         self.source = (torch.arange(2 * SIZE) % 251).to(torch.uint8)
         self.to = torch.zeros_like(self.source)
         self.filled: list[int] = []
@@ -60,7 +63,9 @@ class Case:
             moves.add(self.to[start:stop], self.source[start:stop], link if moves is second else None, at=start)
         first.touches += [0, 1]
         self.gate = Gentle()
-        self.capture = Capture(self.filled.append, [first, second], self.gate, live=[self.source], gently=self.brought)
+        self.capture = Capture(
+            self.filled.append, [first, second], gate or self.gate, live=[self.source], gently=self.brought
+        )
 
     def brought(self, number: int, runs: Sequence[Run]) -> None:
         self.gently.append(number)
@@ -107,3 +112,102 @@ def test_what_comes_over_a_link_is_not_copied_gently(seed: int) -> None:
     assert case.capture.run()
     assert case.gently == [0]
     case.check()
+
+
+class Noting(OpenGate):
+    """Keeps what it is asked and told, and does something in one of its admissions."""
+
+    def __init__(self, *, number: int = -1) -> None:
+        self.said: list[str] = []
+        self.number = number
+        self.act: Callable[[threading.Event], None] = lambda urgent: None
+
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
+        number = self.said.count("admit")
+        self.said.append("admit")
+        if number == self.number:
+            self.act(urgent)
+        return True
+
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool) -> None:
+        assert begin_s <= end_s and (size_bytes or not gently)
+        self.said.append(f"moved {size_bytes}")
+
+    def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+        self.said.append(f"fenced {size_bytes}")
+
+
+FIRST, SECOND = SIZE + SIZE // 2, SIZE // 2
+"""How many bytes the two slices move."""
+
+
+def fence_beside(capture: Capture) -> None:
+    """The training thread comes to its fence, and goes on."""
+    trainer = threading.Thread(target=capture.fence)
+    trainer.start()
+    trainer.join(PATIENCE_S)
+    assert not trainer.is_alive()
+
+
+def test_documents_take_the_time_of_the_first_admission_and_the_gate_is_asked_again() -> None:
+    gate = Noting()
+    case = Case(Moves(), gate=gate)
+
+    def first() -> None:
+        assert not case.to.any(), "nothing has moved"
+        gate.said.append("documents")
+
+    assert case.capture.run(first)
+    case.check()
+    assert gate.said == ["admit", "documents", "moved 0", "admit", f"moved {FIRST}", "admit", f"moved {SECOND}"]
+
+
+def test_once_the_fence_has_come_documents_wait_until_all_slices_were_copied() -> None:
+    gate = Noting(number=0)
+    gate.act = threading.Event.set  # the fence has come, and has taken nothing yet
+    case = Case(Moves(), gate=gate)
+
+    def first() -> None:
+        assert torch.equal(case.to, case.source)
+        gate.said.append("documents")
+
+    assert case.capture.run(first)
+    case.check()
+    assert gate.said == ["admit", f"moved {FIRST}", "admit", f"moved {SECOND}", "documents"]
+
+
+def test_a_fence_that_takes_all_in_the_first_admission_ends_it_and_documents_are_made_then() -> None:
+    gate = Noting(number=0)
+    case = Case(Moves(), gate=gate)
+    gate.act = lambda urgent: fence_beside(case.capture)
+    assert case.capture.run(lambda: gate.said.append("documents"))
+    case.check()
+    assert gate.said == ["admit", f"fenced {FIRST}", f"fenced {SECOND}", "moved 0", "documents"]
+
+
+def test_a_fence_that_takes_all_while_documents_are_made_leaves_no_admission_without_its_end() -> None:
+    gate = Noting()
+    case = Case(Moves(), gate=gate)
+
+    def first() -> None:
+        gate.said.append("documents")
+        fence_beside(case.capture)
+
+    assert case.capture.run(first)
+    case.check()
+    assert gate.said == ["admit", "documents", f"fenced {FIRST}", f"fenced {SECOND}", "moved 0"]
+
+
+def test_a_fence_that_takes_the_last_slice_after_it_was_admitted_leaves_no_admission_without_its_end() -> None:
+    gate = Noting(number=1)
+    case = Case(Moves(), gate=gate)
+    gate.act = lambda urgent: fence_beside(case.capture)
+    assert case.capture.run()
+    case.check()
+    assert gate.said == ["admit", f"moved {FIRST}", "admit", f"fenced {SECOND}", "moved 0"]
+
+
+def test_a_capture_without_slices_has_its_documents_made_and_asks_nothing() -> None:
+    gate, made = Noting(), list[int]()
+    assert Capture([].append, [], gate, live=[]).run(lambda: made.append(1))
+    assert (made, gate.said) == ([1], [])

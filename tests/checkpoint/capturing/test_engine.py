@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -224,6 +225,78 @@ def test_documents_are_made_once_when_the_first_slice_was_admitted_or_the_fence_
     assert cut(engine, 2, must=True)
     engine.fence()
     assert engine.wait() == 2 and written == [1, 2]
+
+
+@pytest.fixture
+def may_document(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, no document of a generation is made."""
+    may = threading.Event()
+    documents = jobs.Job.documents
+
+    def late(job: jobs.Job) -> bytes:
+        assert may.wait(PATIENCE_S)
+        return documents(job)
+
+    monkeypatch.setattr(jobs.Job, "documents", late)
+    return may
+
+
+class Traced(torch.optim.SGD):
+    """Counts in arrays, in place: in its group, and in the state of each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        (group,) = self.param_groups
+        group.setdefault("trace", [np.zeros(3)])[0][:] += 1
+        for one in group["params"]:
+            self.state[one].setdefault("seen", {"times": np.zeros((), np.int64)})["times"] += 1
+        return found
+
+
+def test_arrays_that_an_optimizer_changes_in_place_are_those_of_the_cut_in_a_document_that_is_made_later(
+    made: Made, folder: ArenaFolder, may_document: threading.Event
+) -> None:
+    job = Job(Traced)
+    engine = made(job.objects, gate=HeldGate())
+    for step in (1, 2, 3):
+        may_document.clear()
+        job.step()
+        expected = state_of(job.objects)
+        assert expected[0]["optimizer"]["param_groups"][0]["trace"][0].tolist() == [2 * step - 1.0] * 3
+        assert cut(engine, step, must=True)
+        job.step()
+        may_document.set()
+        assert engine.wait() == step
+        assert_same(kept_state(folder, step), expected)
+
+
+class Counting(torch.optim.SGD):
+    """Has a state dict of its own, without groups."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"steps": self.steps, "array": np.full(2, self.steps)}
+
+
+def test_a_state_without_groups_is_that_of_its_cut_though_the_next_cut_came_before_its_document(
+    made: Made, folder: ArenaFolder, may_document: threading.Event
+) -> None:
+    job = Job(Counting)
+    engine = made(job.objects, gate=HeldGate())
+    job.step()
+    expected = state_of(job.objects)
+    assert expected[0]["optimizer"]["steps"] == 1
+    assert cut(engine, 1, must=True)
+    job.step()
+    assert not cut(engine, 2), "step 1 is under way"
+    may_document.set()
+    assert engine.wait() == 1
+    assert_same(kept_state(folder, 1), expected)
 
 
 def test_cuts_are_left_out_while_the_capture_before_is_under_way(made: Made, folder: ArenaFolder) -> None:
