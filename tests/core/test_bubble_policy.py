@@ -353,28 +353,37 @@ def _ahead(policy: BubblePolicy, trust: float, surely: bool) -> list[float]:
     return list(policy._lengths_ahead(trust, surely=surely))
 
 
-@given(_TURNS)
+def _check_lengths(policy: BubblePolicy, now: float) -> None:
+    fresh = copy.deepcopy(policy)
+    for question, *told in (
+        *((BubblePolicy.capacity_bytes, 1, now, trust) for trust in (CAUTIOUS, USUAL, BOLD)),
+        *((_ahead, trust, surely) for trust in (CAUTIOUS, USUAL, BOLD) for surely in (False, True)),
+        (BubblePolicy.has_time, 1, now),
+        (BubblePolicy.admits_at, 1, now),
+    ):
+        fresh._ahead.clear()
+        assert question(policy, *told) == question(fresh, *told)
+
+
+@given(_TURNS, st.sampled_from(["", "a 0", "b 1"]))
 def test_the_lengths_ahead_are_what_they_would_be_if_nobody_had_asked_before(
-    turns: list[list[tuple[str, Kind, float]]],
+    turns: list[list[tuple[str, Kind, float]]], predicted: str
 ) -> None:
     policy, now = BubblePolicy(), 0.0
     policy.moved(1, 0.0, 1.0)
     for windows in turns:
         policy.begin_iteration()
         policy.begin_capture(8)
-        for site, kind, length in windows:
+        _check_lengths(policy, now)
+        for number, (site, kind, length) in enumerate(windows):
             policy.open(site, kind, now)
-            fresh = copy.deepcopy(policy)
-            for question, *told in (
-                *((BubblePolicy.capacity_bytes, 1, now, trust) for trust in (CAUTIOUS, USUAL, BOLD)),
-                *((_ahead, trust, surely) for trust in (CAUTIOUS, USUAL, BOLD) for surely in (False, True)),
-                (BubblePolicy.has_time, 1, now),
-                (BubblePolicy.admits_at, 1, now),
-            ):
-                fresh._ahead.clear()
-                assert question(policy, *told) == question(fresh, *told)
+            _check_lengths(policy, now)
+            if predicted:
+                policy.predict(predicted, length)
+                _check_lengths(policy, now)
             now += length
-            policy.close(kind, now)
+            if number + 1 < len(windows):  # the last one is open across the cut
+                policy.close(kind, now)
 
 
 def test_bubbles_are_surely_ahead_that_the_last_two_iterations_both_had() -> None:
@@ -413,7 +422,7 @@ def test_what_the_bubbles_ahead_do_not_hold_goes_into_free_time_and_no_more() ->
 
 def test_a_predicted_bubble_is_used_before_any_was_measured() -> None:
     rank = Rank()
-    rank.policy.history.predict("gap 0 0", 4.0)
+    rank.policy.predict("gap 0 0", 4.0)
     rank.capture(4)
     rank.iteration([(10.0, 4.0)])
     assert rank.left == 0

@@ -130,7 +130,14 @@ class BubblePolicy:
         site, begin_s = self._open.pop(kind)
         window = IdleWindow(site=site, kind=kind, begin_s=begin_s, end_s=max(begin_s, at_s))
         self.history.record(site, self._sure_until_s(window) - begin_s)
+        if site not in self._passed:  # it was open across the cut, and is ahead again
+            self._ahead.clear()
         return window
+
+    def predict(self, site: str, length_s: float) -> None:
+        """How long the window of this name will probably be: "site n" for the n-th of an iteration, from 0."""
+        self.history.predict(site, length_s)
+        self._ahead.clear()
 
     def _sure_until_s(self, window: IdleWindow) -> float:
         """Until when the window would have been open if nothing had moved in it.

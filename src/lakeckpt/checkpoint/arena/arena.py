@@ -47,14 +47,15 @@ class Arena:
     def __init__(self, descriptor: int, name: str, *, writes: bool) -> None:
         self.name, self.writes = name, writes
         self._descriptor = descriptor
+        self._locks = FileLocks(descriptor)
         try:
             self.layout = _layout_of(descriptor, name)
-            self._locks = FileLocks(descriptor)
             self._writer = self.layout.generations
             if writes and not self._locks.take(self._writer):
                 raise ArenaInUse(f"the arena {name!r} is filled by another process: let it end first")
             self._map = _mapped(descriptor, self.layout.size_bytes, writes=writes)
         except BaseException:
+            self._locks.forget()
             os.close(descriptor)
             raise
         self._view = memoryview(self._map)

@@ -96,7 +96,7 @@ class BubbleGate:
     def predict(self, site: str, length_s: float) -> None:
         """The n-th window of an iteration at a site has the name ``"site n"``, from 0: how long it will probably be."""
         with self._changed:
-            self._policy.history.predict(site, length_s)
+            self._policy.predict(site, length_s)
 
     # --- what the capture says and asks
 
