@@ -57,7 +57,9 @@ class Interrupted(Exception):
     pass
 
 
-def use(state: Deferring) -> None:
+def use(state: Deferring, seconds: float) -> None:
+    """Until a signal comes."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     while True:
         with state.lock:
             state.catch_up()
@@ -72,9 +74,8 @@ def test_a_signal_at_any_moment_leaves_the_lock_free() -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for attempt in range(300):
-            signal.setitimer(signal.ITIMER_REAL, 1e-4 + 1e-6 * attempt)
             with pytest.raises(Interrupted):
-                use(state)
+                use(state, 1e-4 + 1e-6 * attempt)
             assert not state.lock.locked()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
