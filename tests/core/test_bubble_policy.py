@@ -213,7 +213,7 @@ def test_a_bubble_is_left_alone_while_longer_ones_hold_what_is_left_and_more() -
     policy = rank.policy
     policy.begin_iteration()
     policy.begin_capture(8)  # 2.5 s each, until one was moved gently
-    policy.open("gap 0", "bubble", 100.0)
+    assert not policy.may_hold(policy.open("gap 0", "bubble", 100.0), 1)
     assert policy.admits_at(1, 101.0) is None
     assert policy.admits_at(1, 104.5) is not None, "it outlasts all that is known of it"
     policy.begin_capture(9)

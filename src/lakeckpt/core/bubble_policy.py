@@ -48,6 +48,8 @@ _ROOM = 1.25
 _GENTLE = 2.5
 _GENTLE_AT_MOST = 5.0
 """What a gentle slice takes of the time of another: until one was measured, and whatever was measured."""
+_FEW = 64
+"""Bubbles yet to come: so many are looked through whenever one opens."""
 _JUST = 0.25
 """Of a slice's time: a window that closes so soon after a slice was over may have waited for it."""
 
@@ -213,7 +215,10 @@ class BubblePolicy:
     def may_hold(self, name: str, size_bytes: int) -> bool:
         """Whether the window that `open` gave this name to may last as long as a slice of ``size_bytes`` takes, by the
         longest that is known of it; yes where nothing is. Whoever would have to be woken need not be, where not."""
-        return self.history.longest_s(name) >= self.rate.seconds(size_bytes)
+        if self.history.longest_s(name) < self.rate.seconds(size_bytes):
+            return False
+        # Whether it is left alone is asked once more before a slice moves: here only where that costs little.
+        return len(self._sites_ahead(CAUTIOUS, surely=True)) > _FEW or not self._is_spared(name, size_bytes, 0.0)
 
     def _is_spared(self, site: str, slice_bytes: int, elapsed_s: float) -> bool:
         """Whether a bubble that is open for ``elapsed_s`` is left alone: longer ones are yet to come that hold all that
@@ -243,7 +248,12 @@ class BubblePolicy:
         return slices * slice_bytes
 
     def _lengths_ahead(self, trust: float, *, surely: bool = False) -> Iterable[float]:
-        """``surely``: of those alone that both of the last two iterations had. An iteration may be of another kind than
+        return self._sites_ahead(trust, surely=surely).values()
+
+    def _sites_ahead(self, trust: float, *, surely: bool) -> dict[str, float]:
+        """The lengths of the bubbles yet to come in this iteration, by the quantile ``trust`` of their histories.
+
+        ``surely``: of those alone that both of the last two iterations had. An iteration may be of another kind than
         the one before: with an evaluation in it, or of two kinds that take turns."""
         lengths = self._ahead.get((trust, surely))
         if lengths is None:
@@ -252,7 +262,7 @@ class BubblePolicy:
                 for site, kind in self._previous.items()
                 if kind == "bubble" and site not in self._passed and (site in self._before or not surely)
             }
-        return lengths.values()
+        return lengths
 
     def _trust(self, slice_bytes: int, at_s: float) -> float:
         """The lowest quantile by which the bubbles hold what is left; `BOLD` where not even the usual one does."""
