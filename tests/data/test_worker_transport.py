@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lakeckpt import Batch
+from lakeckpt.data import workers as workers_module
 from lakeckpt.data.workers import AHEAD_BYTES, Workers
 from lakeckpt.errors import StateUnavailable, WorkerDied, WorkerTimeout
 from lakeckpt.testing import LakeSpec
@@ -259,6 +260,36 @@ def test_a_thread_pins_and_frees_slots_at_once(lake: Path, accelerator: None, pe
     assert sorted(flat(before) + flat(loader)) == list(range(ROWS)), "a newer iterator goes on with the workers"
     del older
     assert pinning() == 0
+
+
+def test_a_thread_that_still_pins_is_over_before_its_workers_are_at_something_else(
+    lake: Path, accelerator: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may = threading.Event(), threading.Event()
+    were_over: list[bool] = []
+
+    def late(slab: Any) -> torch.Tensor:
+        begun.set()
+        may.wait(PATIENCE_S)
+        return torch.from_numpy(slab).clone()
+
+    class Noting(workers_module._Results):
+        def __init__(self, *told: Any) -> None:
+            were_over.append(all(not thread.is_alive() for thread in threads))
+            super().__init__(*told)
+
+    monkeypatch.setattr(workers_module, "pinned_copy", late)
+    monkeypatch.setattr(workers_module, "_Results", Noting)
+    threads: list[threading.Thread] = []
+    loader = loader_of(lake, num_workers=1, loader={"pin_memory": True, "persistent_workers": True})
+    loader.start()
+    assert begun.wait(PATIENCE_S)
+    assert loader._workers is not None and loader._workers._pinning is not None
+    threads.append(loader._workers._pinning)
+    loader.rewind()  # nobody refers to that iteration any more, whose thread is at a copy
+    threading.Timer(0.2, may.set).start()
+    assert sorted(flat(loader)) == list(range(ROWS))
+    assert were_over == [True, True]
 
 
 def test_what_goes_wrong_beside_the_loop_is_raised_in_its_place(lake: Path, accelerator: None) -> None:

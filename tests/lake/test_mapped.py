@@ -87,6 +87,17 @@ def test_files_that_are_let_go_of_leave_no_descriptor(path: Path, descriptor: in
         assert set(os.listdir("/proc/self/fd")) == before
 
 
+def test_bytes_that_are_closed_leave_no_descriptor_though_somebody_has_them_still(path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    source = LocalBytes(pa.OSFile(str(path)))
+    arriving = source.begin([(0, MAPPED_BYTES)])
+    assert arriving.wait()[0].to_pybytes() == CONTENT[:MAPPED_BYTES]
+    arriving.abandon()
+    del arriving
+    source.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
 def test_who_cuts_a_mapped_file_waits_until_it_is_released_and_finds_no_other_mapping_begun(
     path: Path, descriptor: int
 ) -> None:
