@@ -6,11 +6,23 @@ import hashlib
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.core.hashing import MAX_PERMUTED, PERMUTATION_VERSION, derive_key, hash64, permutation, sorted_places
+from lakeckpt.core.hashing import (
+    DIGITS,
+    MAX_PERMUTED,
+    PERMUTATION_VERSION,
+    USUAL,
+    Means,
+    derive_key,
+    hash64,
+    permutation,
+    sorted_places,
+)
 from tests.core.plain_hashing import MASK, plain_hash, plain_key, plain_permutation
 
 # --- golden numbers: what released versions gave; never to be changed, only added to
@@ -118,6 +130,22 @@ def test_permutations_of_large_sizes_are_bijections(count: int) -> None:
         assert is_bijection(found)
         # and no place is favoured: about one element stays where it was
         assert int((found == np.arange(count)).sum()) < 12
+
+
+@pytest.mark.parametrize("count", [100, 2**19 + 1, 2**20, 2**20 + 1, 3 * 2**20])
+def test_permutations_are_in_the_order_of_hashes_whatever_they_are_made_with(count: int) -> None:
+    key = derive_key("in order", count)
+    hashes = hash64(key, np.arange(count, dtype=np.uint64))
+    asked: list[int] = []
+
+    def counted(digits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        asked.append(int(digits.max()))
+        return pc.array_sort_indices(pa.array(digits)).to_numpy().view(np.int64)
+
+    for means in (USUAL, Means(counted=counted), Means(new=lambda words: np.full(words, 2**64 - 1, np.uint64))):
+        in_order = hashes[permutation(key, count, means)]
+        assert (in_order[1:] > in_order[:-1]).all(), means
+    assert len(asked) == (2 if count <= 2**20 else 3) and max(asked) < DIGITS
 
 
 def test_hashes_of_a_million_numbers_are_distinct() -> None:

@@ -16,13 +16,12 @@ It never reads a row, and never depends on ranks, loader workers or time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.hashing import MAX_PERMUTED, derive_key, hash64, permutation
+from lakeckpt.core.hashing import MAX_PERMUTED, USUAL, Means, derive_key, hash64, permutation
 
 __all__ = ["EpochLayout", "Fragment", "OrderSpec", "Window", "lane_bounds"]
 
@@ -76,14 +75,12 @@ class Window:
         """The number of rows."""
         return self.stop - self.start
 
-    def permutation(self, new: Callable[[int], npt.NDArray[np.uint64]] | None = None) -> Int64Array | None:
+    def permutation(self, means: Means = USUAL) -> Int64Array | None:
         """Return, for each position less ``start``, the row of the concatenated fragments (int64, shape (rows,)).
 
-        None where the rows stand in the fragments' order. ``new`` as for `lakeckpt.core.hashing.permutation`.
+        None where the rows stand in the fragments' order.
         """
-        if self.key is None:
-            return None
-        return permutation(self.key, self.rows) if new is None else permutation(self.key, self.rows, new=new)
+        return None if self.key is None else permutation(self.key, self.rows, means)
 
 
 def lane_bounds(rows: int, num_lanes: int, rotation: int = 0) -> Int64Array:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lakeckpt.core.hashing import Means
 from lakeckpt.core.order import EpochLayout, Fragment, Window
 from lakeckpt.errors import DataFileDamaged, NullValueError
 from lakeckpt.reading.arrays import join, narrowed
@@ -89,7 +90,8 @@ class WindowDecoder:
         self._nulls = nulls
         self._skipper = skipper
         self._threads = threads
-        self._memory = Recycled()
+        memory = self._memory = Recycled()
+        self._means = Means(new=lambda count: memory.new((count,), np.dtype(np.uint64)), counted=_counted)
         self.schema: pa.Schema = decoder.schema
 
     def announce(self, window: Window) -> None:
@@ -110,7 +112,7 @@ class WindowDecoder:
         damage = tuple(
             (part, one) for part, one in zip(window.fragments, found, strict=True) if isinstance(one, DataFileDamaged)
         )
-        came, gaps, kept = _around(window, tables, self._memory)
+        came, gaps, kept = _around(window, tables, self._means)
         present = [table for table in tables if table is not None] or [self.schema.empty_table()]
         tables.clear()
         found.clear()
@@ -160,10 +162,10 @@ class WindowDecoder:
 
 
 def _around(
-    window: Window, tables: list[pa.Table | None], memory: Recycled
+    window: Window, tables: list[pa.Table | None], means: Means
 ) -> tuple[Int64Array | None, tuple[Gap, ...], Int64Array | None]:
     """How many rows came before each position, the gaps, and the order (None: as they are) of the rows that came."""
-    order = window.permutation(lambda count: memory.new((count,), np.dtype(np.uint64)))
+    order = window.permutation(means)
     missing = [part for part, table in zip(window.fragments, tables, strict=True) if table is None]
     came = sum(table.num_rows for table in tables if table is not None)
     assert came + sum(part.rows for part in missing) == window.rows, "a window's fragments do not add up to it"
@@ -180,6 +182,12 @@ def _around(
             shift[rows >= offset + part.rows] += part.rows
         offset += part.rows
     return _before(~absent), tuple(gaps), None if order is None else (order - shift)[~absent]
+
+
+def _counted(digits: npt.NDArray[np.uint16]) -> Int64Array:
+    """As `Means.counted`, in half of numpy's time: in memory that Arrow has, and with one table of all digits."""
+    places: Int64Array = pc.array_sort_indices(pa.array(digits)).to_numpy().view(np.int64)
+    return places
 
 
 def _before(marked: npt.NDArray[np.bool_]) -> Int64Array:
