@@ -2,8 +2,9 @@
 
 They share what feeds them: the last cache and the memory. A process multiplies matrices on one core, as a rank with
 large layers does, while slices of 1 MiB are copied on another, each with its checksum: not at all, as fast as can be,
-and gently (`lakeckpt.checkpoint.arena.filling`), as captures move in bubbles that have room. What counts is what the
-computation loses for each gigabyte that was copied. Repetitions take turns; medians, and the lowest and highest.
+and gently (`lakeckpt.checkpoint.arena.filling`), as captures move in bubbles that have room. Beside it, what no copy
+can do without: slices are only read, for their checksums. What counts is what the computation loses for each gigabyte.
+Repetitions take turns; medians, and the lowest and highest.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.filling import Filling, Run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
+from lakeckpt.checkpoint.digests import leaf_digests
 
 SLICE_BYTES = 2**20
 SLICES = 192
@@ -56,20 +58,31 @@ def slices(filling: Filling) -> list[Run]:
     return [Run(at=at, to=to[at : at + SLICE_BYTES], source=source[at : at + SLICE_BYTES]) for at in places]
 
 
-def copy(filling: Filling, number: int, run: Run, *, gently: bool) -> None:
-    """As captures do."""
-    if gently:
-        filling.bring(number, [run])
-    else:
-        np.copyto(run.to, run.source)
+def copy_fast(filling: Filling, number: int, run: Run) -> None:
+    """As captures do where bubbles are short."""
+    np.copyto(run.to, run.source)
     filling.filled(number)
 
 
+def copy_gently(filling: Filling, number: int, run: Run) -> None:
+    """As captures do where bubbles have room."""
+    filling.bring(number, [run])
+    filling.filled(number)
+
+
+def read(filling: Filling, number: int, run: Run) -> None:
+    """The checksums alone, of the source."""
+    leaf_digests(run.source.data, SLICE_BYTES)
+
+
+WAYS = {"copied fast": copy_fast, "copied gently": copy_gently, "only read": read}
+
+
 def measure(filling: Filling, rank: Connection, asked: argparse.Namespace) -> Measured:
-    """For each way, of each repetition: GB copied a second, the share that the computation took longer, and how many
-    seconds longer for each GB."""
+    """For each way, of each repetition: GB a second, the share that the computation took longer, and how many seconds
+    longer for each GB."""
     every = slices(filling)
-    found: Measured = {"fast": [], "gently": []}
+    found: Measured = {way: [] for way in WAYS}
     for repetition in range(-1, asked.repetitions):
         for way, measured in found.items():
             rank.send(asked.iterations)
@@ -77,7 +90,7 @@ def measure(filling: Filling, rank: Connection, asked: argparse.Namespace) -> Me
             rank.send(asked.iterations)
             begin, number = time.perf_counter(), 0
             while not rank.poll():
-                copy(filling, number % SLICES, every[number % SLICES], gently=way == "gently")
+                WAYS[way](filling, number % SLICES, every[number % SLICES])
                 number += 1
             copied, copying_s = number * SLICE_BYTES / 1e9, time.perf_counter() - begin
             beside_s = rank.recv()
@@ -126,8 +139,8 @@ def main() -> None:
         spread = f"{costs[0] * 1e3:.1f} … {costs[-1] * 1e3:.1f}"
         middles = (statistics.median(rates), statistics.median(shares), statistics.median(costs) * 1e3)
         rows.append([way, f"{middles[0]:.1f} GB/s", f"{middles[1]:+.1%}", f"{middles[2]:.1f} ms", spread])
-    title = f"matrices of {asked.width} by {4 * asked.width}, {asked.rows} rows, beside copies on another core"
-    show(title, ["copied", "at", "the computation takes", "more for each GB", "lowest … highest"], rows)
+    title = f"matrices of {asked.width} by {4 * asked.width}, {asked.rows} rows, beside another core that copies"
+    show(title, ["slices", "at", "the computation takes", "more for each GB", "lowest … highest"], rows)
     if asked.json is not None:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(
