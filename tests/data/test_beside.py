@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -170,3 +171,20 @@ kept = Beside(found)
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", "[True]\n")
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    taken: list[int] = []
+    beside = Beside(counting(taken, 5))
+    assert comes(lambda: len(taken) == 2)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            next(beside)
+        except StateUnavailable as error:
+            code = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert list(beside) == [0, 1, 2, 3, 4]

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors
+from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.source import BatchSource
 from lakeckpt.reading.positions import PositionReader
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import as_json, flat, ids, loader_of, some, until_error
@@ -135,6 +137,38 @@ def test_threads_end_with_the_iteration(folder: Path, how: str) -> None:
             next(iterator)
     del iterator
     assert ended(begun)
+
+
+def test_an_iteration_that_another_thread_lets_go_of_takes_nothing_from_the_one_that_begins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the garbage collector may, in any thread, at any moment."""
+    expected = ids(loader_of(folder))
+    loader = loader_of(folder)
+    source = loader.dataset._source
+    old = Ahead(source, iter(()))
+    clears, may_clear = threading.Event(), threading.Event()
+    inner = type(source).clear
+
+    def clear(self: BatchSource, *, again: bool = False) -> None:
+        if threading.current_thread() is closer:
+            clears.set()
+            may_clear.wait(PATIENCE_S)
+        inner(self, again=again)
+
+    monkeypatch.setattr(BatchSource, "clear", clear)
+    closer = threading.Thread(target=old.close)
+    closer.start()
+    assert clears.wait(PATIENCE_S)
+    found: list[Any] = []
+    beginner = threading.Thread(target=lambda: found.append(some(loader, 1)))
+    beginner.start()
+    beginner.join(0.3)
+    assert not found, "it begins while what was before is being cleared"
+    may_clear.set()
+    closer.join(PATIENCE_S)
+    beginner.join(PATIENCE_S)
+    assert ids(found[0]) == expected[:1] and ids(loader) == expected[1:]
 
 
 def test_a_forked_process_waits_for_no_thread_of_its_parent(folder: Path) -> None:

@@ -32,9 +32,7 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
     """
 
     def __init__(self, source: BatchSource, assignments: Iterator[Assignment]) -> None:
-        source.clear()
-        source.turn += 1
-        self._source, self._turn = source, source.turn
+        self._source, self._turn = source, source.begin_turn()
         self._assignments: Iterator[Assignment] | None = assignments
         self._announced: deque[Assignment] = deque()
         self._announce(_EACH_TIME)
@@ -61,9 +59,7 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
     def _close(self, *, again: bool) -> None:
         self._assignments = None
         self._announced.clear()
-        if self._source.turn == self._turn:
-            self._source.turn += 1
-            self._source.clear(again=again)
+        self._source.end_turn(self._turn, again=again)
 
     def _announce(self, count: int) -> bool:
         """Announce up to ``count`` more; tell whether there may be still more to announce."""

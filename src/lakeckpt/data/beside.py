@@ -67,6 +67,7 @@ class Beside(Iterator[T], Generic[T]):
         self, found: Callable[[Callable[[], bool]], Iterator[T]], *, prepare: Callable[[], None] = lambda: None
     ) -> None:
         shared = self._shared = _Shared()
+        self._process = os.getpid()
         self._ends_with: BaseException | None = None
         self.thread = threading.Thread(
             target=_run,
@@ -75,11 +76,16 @@ class Beside(Iterator[T], Generic[T]):
             daemon=True,  # the finalizer ends it; where that cannot run, nothing must wait for it
         )
         """Who takes them."""
-        self._finalizer = weakref.finalize(self, shared.end, os.getpid())
+        self._finalizer = weakref.finalize(self, shared.end, self._process)
         self.thread.start()
 
     def __next__(self) -> T:
         shared = self._shared
+        if self._process != os.getpid():
+            raise StateUnavailable(
+                "what this iterator gives is taken by a thread of the process that this one was forked from: iterate "
+                "over the loader anew in this process"
+            )
         if self._ends_with is None and shared.is_wanted:
             item, self._ends_with = shared.items.get()
             if self._ends_with is None:

@@ -7,6 +7,7 @@ and may skip is told by the receipts that it returns, and remembered until the p
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +27,7 @@ from lakeckpt.data.selecting import Selecting
 from lakeckpt.data.tensors import jagged
 from lakeckpt.data.transform import TransformContext
 from lakeckpt.errors import LakeckptError
+from lakeckpt.lake.deferring import Deferring
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.table import Table
 from lakeckpt.reading.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder
@@ -81,8 +83,9 @@ class BatchSource:
         self._recent: Any = None, None
         """The keys of the last assignment that had one layout, and that layout."""
         self._announced: deque[tuple[Assignment, Announced]] = deque()
-        self.turn = 0
-        """Whose it is to announce and to take: see `lakeckpt.data.ahead`."""
+        self._process = os.getpid()
+        self._turn = 0
+        self._turns = Deferring()
         self.generation = 0
         """How often another version was gone to: copies in other processes are out of date then."""
 
@@ -94,6 +97,8 @@ class BatchSource:
             "_layouts": {},
             "_recent": (None, None),
             "_announced": deque(),
+            "_process": None,
+            "_turns": None,
         }
 
     def repin(self, table: Table, columns: list[str] | None, selecting: Selecting | None) -> None:
@@ -102,6 +107,27 @@ class BatchSource:
         self._table, self._columns, self._selecting = table, columns, selecting
         self._reader, self._skipper, self._layouts, self._recent = None, None, {}, (None, None)
         self.generation += 1
+
+    def begin_turn(self) -> int:
+        """Say that somebody else announces and takes from now on; returns the number of his turn, to end it with."""
+        if self._process != os.getpid():  # a copy, or a fork, in which a thread that is not here may hold the lock
+            self._process, self._turns = os.getpid(), Deferring()
+        with self._turns.lock:
+            self._turns.catch_up()
+            self.clear()
+            self._turn += 1
+            return self._turn
+
+    def end_turn(self, turn: int, *, again: bool) -> None:
+        """``clear``, unless another turn was begun since. Waits for nothing: the garbage collector may call it."""
+
+        def end() -> None:
+            if self._turn == turn:
+                self._turn += 1
+                self.clear(again=again)
+
+        if self._process == os.getpid():
+            self._turns.when_free(end)
 
     def clear(self, *, again: bool = False) -> None:
         """Forget what was announced and decoded, and end threads. ``again``: as much will be read, as of an epoch."""

@@ -118,7 +118,8 @@ def _positions(delete: DeleteFile, wanted: set[str], io: FileIO) -> dict[str, In
         with pq.ParquetFile(pa.BufferReader(data)) as file:
             names = [_column(file.schema_arrow, PATH_FIELD_ID, "file_path")]
             names.append(_column(file.schema_arrow, POSITION_FIELD_ID, "pos"))
-            table = file.read(columns=names)
+            # By this thread: pyarrow's own let go of bytes that are Python's when they come to it, also as it ends.
+            table = file.read(columns=names, use_threads=False)
         paths = table.column(names[0]).cast(pa.large_string()).combine_chunks().dictionary_encode()
         positions = table.column(names[1]).cast(pa.int64()).combine_chunks()
         if paths.null_count or positions.null_count:
