@@ -68,14 +68,17 @@ def derive_key(domain: str, *numbers: int) -> tuple[int, int]:
     return int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
 
 
-_FIRST: UInt64Array = np.arange(1 << 15, dtype=np.uint64)
+_FIRST: UInt64Array = np.arange(1 << 10, dtype=np.uint64)
 
 
 def _count_up(words: UInt64Array) -> None:
-    """Make ``words`` 0 … n-1."""
-    for start in range(0, len(words), len(_FIRST)):
-        run = words[start : start + len(_FIRST)]
-        np.add(_FIRST[: len(run)], np.uint64(start), out=run)
+    """Make ``words`` 0 … n-1, in a few calls: a thread may have to wait for the interpreter after each."""
+    words[: len(_FIRST)] = _FIRST[: len(words)]
+    done = len(_FIRST)
+    while done < len(words):
+        more = min(done, len(words) - done)
+        np.add(words[:more], np.uint64(done), out=words[done : done + more])
+        done += more
 
 
 def _mix(words: UInt64Array, scratch: UInt64Array) -> None:
