@@ -231,20 +231,41 @@ def test_a_bubble_is_left_alone_while_longer_ones_hold_what_is_left_and_more() -
     assert policy.admits_at(1, 200.0) == 200.0, "no longer one is to come"
 
 
-def test_slices_move_gently_where_bubbles_hold_all_that_is_left_at_that_pace_and_more() -> None:
+def test_slices_move_gently_as_long_as_bubbles_hold_twice_the_rest_as_fast_as_can_be() -> None:
     policy = learnt([(10.0, 3.0), (10.0, 25.0)]).policy
     policy.begin_iteration()
-    policy.begin_capture(9)
+    policy.begin_capture(13)
     assert not policy.has_time(1, 90.0), "no bubble is open"
     policy.open("gap 0", "bubble", 100.0)
-    assert not policy.has_time(1, 100.0), "11 slices of 2.5 s, and not 9 and a quarter more"
-    assert policy.admits_at(1, 101.5) == 101.5, "as fast as can be, there is time for one"
+    assert policy.has_time(1, 100.0), "after it, 25 slices for 12"
+    policy.begin_capture(14)
+    assert not policy.has_time(1, 100.0)
+    assert policy.admits_at(1, 100.0) == 100.0, "as fast as can be"
+    policy.begin_capture(12)
+    assert policy.has_time(1, 101.5), "it fits no more, and the next bubble holds all"
+    assert policy.admits_at(1, 101.5) != 101.5
+    policy.begin_capture(13)
+    assert not policy.has_time(1, 101.5) and policy.admits_at(1, 101.5) == 101.5
     policy.open("gap 1", "bubble", 110.0)
-    policy.begin_capture(8)
-    assert policy.has_time(1, 110.0)
+    policy.begin_capture(12)
+    assert policy.has_time(1, 110.0), "after it, 22 slices for 11"
+    policy.begin_capture(13)
+    assert not policy.has_time(1, 110.0)
     policy.begin_capture(1)
-    assert policy.admits_at(1, 132.4) == 132.4
-    assert policy.has_time(1, 132.4) is False, "and there was no time for a gentle one and a quarter"
+    assert policy.has_time(1, 132.4), "it is the last one, and fits"
+    assert not policy.has_time(1, 132.6) and policy.admits_at(1, 132.6) == 132.6
+
+
+def test_a_slow_machine_is_known_by_gentle_slices_where_no_fast_one_was_measured_of_late() -> None:
+    policy = learnt([(10.0, 25.0)]).policy
+    policy.begin_iteration()
+    policy.begin_capture(12)
+    policy.open("gap 0", "bubble", 100.0)
+    assert policy.has_time(1, 100.0), "after it, 22 slices for 11"
+    for _ in range(40):
+        policy.moved(1, 0.0, 5.0, gently=True)
+    policy.begin_capture(12)
+    assert not policy.has_time(1, 100.0), "a fast one may take 2 s by now: 10"
 
 
 def test_the_pace_of_gentle_slices_is_learnt_by_itself_and_bounded() -> None:

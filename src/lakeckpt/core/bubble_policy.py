@@ -12,7 +12,8 @@ ends that are not sure; where there is none, a slice that outlasts its bubble co
 at the fence.
 
 How fast are slices copied? What copies as fast as it can takes the memory from ranks that compute: *gently*, it takes
-longer and costs them less. So slices are moved gently where the bubbles hold all that is left at that pace, and more.
+longer and costs them less. So a slice is moved gently as long as the bubbles will hold twice the rest, as fast as can
+be: first gently, and fast where bubbles turn out to be short. Where windows are foreseen, on a GPU, nothing is.
 
 Which bubbles are used? The longest: one is left alone while longer ones are yet to come that hold all that is left and
 more, at that pace. Each bubble in which slices move has an end that may come late by a part of one, so the fewer the
@@ -44,7 +45,9 @@ Kind = Literal["bubble", "free"]
 
 MOST_OF_A_SITE = 256
 _ROOM = 1.25
-"""Of what is left: what longer bubbles hold where a shorter one is left alone, and all where slices move gently."""
+"""Of what is left: what longer bubbles hold where a shorter one is left alone."""
+_SPARE = 2.0
+"""Of what is left after a slice: what bubbles hold as fast as can be, where that slice moves gently."""
 _GENTLE = 2.5
 _GENTLE_AT_MOST = 5.0
 """What a gentle slice takes of the time of another: until one was measured, and whatever was measured."""
@@ -198,12 +201,18 @@ class BubblePolicy:
         return min(found, default=None)
 
     def has_time(self, size_bytes: int, at_s: float) -> bool:
-        """Whether the bubbles hold what is left, and more, if slices are moved gently."""
-        if not self._open and not self._foreseen:
+        """Whether to move a slice gently: after it, or without the bubble that is open where it does not fit into that,
+        the bubbles hold twice the rest, as fast as can be."""
+        if "bubble" not in self._open or self._foreseen:
             return False
-        need_s = self._gentle_s(size_bytes)
-        holds_bytes = self._holds_bytes(size_bytes, at_s, CAUTIOUS, need_s, surely=True)
-        return holds_bytes >= _ROOM * max(self._left_bytes, size_bytes)
+        gentle_s = self._gentle_s(size_bytes)
+        fast_s = max(self.rate.seconds(size_bytes), gentle_s / _GENTLE)  # none may have been measured of late
+        now_s = self._remaining_s(at_s, CAUTIOUS)
+        fits = now_s >= gentle_s
+        holds_bytes = self._ahead_bytes(size_bytes, at_s, CAUTIOUS, fast_s, surely=True)
+        holds_bytes += int((now_s - gentle_s) / fast_s) * size_bytes if fits else 0
+        rest_bytes = max(self._left_bytes, size_bytes) - (size_bytes if fits else 0)
+        return holds_bytes >= _SPARE * rest_bytes
 
     def _gentle_s(self, size_bytes: int) -> float:
         """What a slice will take that is moved gently."""
@@ -233,19 +242,27 @@ class BubblePolicy:
     def capacity_bytes(self, slice_bytes: int, at_s: float, trust: float = USUAL) -> int:
         """What the rest of the bubble that is open and the bubbles yet to come before the next cut will hold, in whole
         slices, if the iteration is like the one before, by the quantile ``trust`` of their histories."""
-        return self._holds_bytes(slice_bytes, at_s, trust, self.rate.seconds(slice_bytes))
-
-    def _holds_bytes(self, slice_bytes: int, at_s: float, trust: float, need_s: float, *, surely: bool = False) -> int:
+        need_s = self.rate.seconds(slice_bytes)
         if need_s <= 0:
             return self._left_bytes
+        now = int(self._remaining_s(at_s, trust) / need_s) * slice_bytes
+        return now + self._ahead_bytes(slice_bytes, at_s, trust, need_s)
+
+    def _ahead_bytes(self, slice_bytes: int, at_s: float, trust: float, need_s: float, *, surely: bool = False) -> int:
+        """What the bubbles hold that are not open yet."""
         slices = sum(int(length_s / need_s) for length_s in self._lengths_ahead(trust, surely=surely))
         for one in self._foreseen:
-            if one.kind == "bubble":
-                slices += int(max(0.0, one.end_s - max(at_s, one.begin_s)) / need_s)
+            if one.kind == "bubble" and one.begin_s > at_s:
+                slices += int((one.end_s - one.begin_s) / need_s)
+        return slices * slice_bytes
+
+    def _remaining_s(self, at_s: float, trust: float) -> float:
+        """How much longer the bubble will be that is open; 0 where none is."""
+        found = [one.end_s - at_s for one in self._foreseen if one.kind == "bubble" and one.begin_s <= at_s < one.end_s]
         if "bubble" in self._open:
             site, begin_s = self._open["bubble"]
-            slices += int(max(0.0, self.history.remaining_s(site, max(0.0, at_s - begin_s), trust)) / need_s)
-        return slices * slice_bytes
+            found.append(self.history.remaining_s(site, max(0.0, at_s - begin_s), trust))
+        return max(found, default=0.0)
 
     def _lengths_ahead(self, trust: float, *, surely: bool = False) -> Iterable[float]:
         return self._sites_ahead(trust, surely=surely).values()
