@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakeckpt import Batch, LakeLoader, Receipt
+from lakeckpt import Batch, LakeDataset, LakeLoader, Receipt
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import consumption
 from lakeckpt.core.state import ReaderState
@@ -224,3 +225,31 @@ def test_the_state_stays_small_over_many_changes_of_topology(lake: Path) -> None
     rest = loader_of(lake, batch_size=1, num_lanes=6)
     rest.load_state_dict(state)
     assert sorted(rows + (flat(rest) if rest.epoch == 0 else [])) == list(range(ROWS))
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (1, 3)])
+def test_an_epoch_that_is_chosen_after_a_state_of_an_end_is_of_the_new_topology(
+    lake: Path, before: int, after: int
+) -> None:
+    def loader(rank: int, world_size: int) -> LakeLoader:
+        return LakeLoader(LakeDataset(lake, batch_size=10, shuffle=True, rank=rank, world_size=world_size))
+
+    reader = loader(0, before)
+    for _ in zip(range(len(reader)), reader, strict=False):
+        pass  # the loop does not see the end
+    state = reader.state_dict()
+    found: list[int] = []
+    for rank in range(after):
+        reader = loader(rank, after)
+        reader.load_state_dict(state)
+        reader.state_dict()  # as restoring does
+        reader.set_epoch(1)
+        found += [row for batch in reader for row in batch["id"].tolist()]
+    assert sorted(found) == sorted(set(found)) and len(found) == ROWS
+
+
+def test_a_loader_that_was_started_can_be_copied(lake: Path) -> None:
+    reader = LakeLoader(LakeDataset(lake, batch_size=10))
+    reader.start()
+    other = copy.deepcopy(reader)
+    assert [batch["id"].tolist() for batch in other] == [batch["id"].tolist() for batch in reader]

@@ -216,3 +216,13 @@ def test_a_transform_gets_its_context_where_it_asks_for_it(transform: Any, gets_
     assert bound is not None
     found = bound({}, context)  # type: ignore[arg-type]
     assert (found is context) == gets_it
+
+
+def _within(batch: Batch) -> dict[str, Batch]:
+    return {"inner": Batch({"x": batch["id"]})}  # which has no receipt
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_that_a_transform_made_anew_comes_from_workers_too(lake: Path, num_workers: int) -> None:
+    (found, *_) = LakeLoader(LakeDataset(lake, batch_size=10, transform=_within), num_workers=num_workers)
+    assert len(found["inner"]["x"]) == 10

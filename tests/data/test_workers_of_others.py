@@ -94,10 +94,25 @@ def test_a_state_loaded_in_the_main_process_reaches_workers(lake: Path, persiste
 
 def test_len_told_before_workers_begin_stays_true(lake: Path) -> None:
     for world_size, num_workers in itertools.product((1, 2), (0, 3)):
-        reader = plain(lake, num_workers, rank=0, world_size=world_size)
+        reader = plain(lake, num_workers, rank=0, world_size=world_size, num_lanes=None if world_size == 1 else 6)
         told = len(reader)
         items = [item for _ in range(2) for item in [len([1 for _ in reader])]]
         assert items == [told, told] == [len(reader)] * 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_one_rank_that_asks_for_the_length_does_not_read_otherwise_than_the_others(
+    lake: Path, num_workers: int
+) -> None:
+    found = []
+    for rank in range(2):
+        reader = plain(lake, num_workers, rank=rank, world_size=2)
+        if rank == 0:
+            with pytest.raises(TypeError, match="num_lanes"):
+                len(reader)
+        found += flat(reader)
+        assert len(reader) > 0  # by now it is known
+    assert sorted(found) == EVERY
 
 
 def test_the_same_base_seed_in_every_epoch_is_told_apart(lake: Path) -> None:

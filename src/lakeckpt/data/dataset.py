@@ -350,6 +350,12 @@ class LakeDataset(IterableDataset[Any]):
         rank, world_size = self.topology
         if self._progress.identity.endless:
             raise TypeError("an endless stream has no length")
+        if world_size > 1 and not self._progress.knows_lanes and not self._epochs.has_lanes(rank):
+            raise TypeError(
+                "how many micro-batches a rank gets depends on the number of lanes, which ranks must have the same: "
+                "before the first iteration it is not known how many workers there will be. Give LakeDataset num_lanes="
+                ", a multiple of ranks times workers, or take the length of a LakeLoader, or after iterating began"
+            )
         proposed = self._progress.settled(world_size, 0).segment.num_lanes
         state = self._progress.settled(world_size, 0, num_lanes=self._epochs.agree_lanes(rank, proposed))
         if not self.row_wise:

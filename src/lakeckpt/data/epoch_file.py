@@ -88,6 +88,11 @@ class EpochFile(SharedFile):
         with self._locked() as known:
             return int(known.setdefault(str(rank), {"turns": []}).setdefault("lanes", proposed))
 
+    def has_lanes(self, rank: int) -> bool:
+        """Whether the number of lanes that ``rank`` reads was agreed on."""
+        with self._locked() as known:
+            return "lanes" in known.get(str(rank), {})
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:
         with self.opened() as file:

@@ -191,6 +191,9 @@ class LakeLoader(Prepared, DataLoader[Any]):
         items = self._deliver(self._waiting, started[1])
         return self._as_prepared(items, self._progress.plan.steps) if self._is_prepared else items
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_early": None}  # what was begun is this one's
+
     def start(self) -> None:
         """Begin to read what the next iteration will deliver, within the limits of memory that hold for iterating.
 

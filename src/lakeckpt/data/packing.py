@@ -89,7 +89,7 @@ class _Packing:
         elif kind is np.ndarray:
             if _is_flat(value):
                 return self.array(value)
-        elif kind is Batch and value.receipt is self.receipt:
+        elif kind is Batch and getattr(value, "receipt", None) is self.receipt:
             return (_BATCH, *self._named(value))
         elif kind is dict:
             if all(type(name) is str for name in value):

@@ -144,6 +144,11 @@ class Progress:
         return self._plan
 
     @property
+    def knows_lanes(self) -> bool:
+        """Whether the number of lanes was given, or follows from a state."""
+        return self._num_lanes is not None or self._state is not None
+
+    @property
     def state(self) -> ReaderState:
         """The state of all that was delivered; `settle` first."""
         assert self._state is not None
@@ -228,6 +233,7 @@ class Progress:
             self._first_epoch = epoch
         else:
             self._set(self._next_epoch(epoch))
+            self._settled = None  # at an end there was nothing to plan anew: it is of the topology before
 
     def move_to(self, identity: Identity | IdentityOf) -> None:
         """Read the epoch at hand, of which nothing has been delivered, in the order of another table version."""
