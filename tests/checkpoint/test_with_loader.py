@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Bag
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,8 +17,9 @@ from lakeckpt.checkpoint.ledger import index_path, read_history
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.local import LocalStorage
+from lakeckpt.testing import LakeSpec
 from lakeckpt.tracking.readers import TrackedReader
-from tests.checkpoint.rig import Counter
+from tests.checkpoint.rig import Counter, MemoryStorage, manager
 
 ROWS = 103
 
@@ -160,3 +162,25 @@ def test_a_save_after_the_end_of_an_epoch_whose_last_step_was_saved_goes_on_with
     assert sorted(rows[0]) == sorted(rows[1]) == list(range(ROWS))
     report = audit(LocalStorage(tmp_path / "run"))
     assert report.exactly_once, report.words()
+
+
+def test_an_epoch_that_is_read_again_is_recorded_to_its_last_batch(tmp_path: Path) -> None:
+    lake = LakeSpec(files=((25,) * 4,)).write(tmp_path / "lake")
+    storage = MemoryStorage()
+
+    def made() -> dict[str, Any]:
+        return {"reader": LakeLoader(LakeDataset(lake, batch_size=10, shuffle=True)), "book": Counter([])}
+
+    objects = made()
+    saver = manager(storage, objects, persist_every=10)
+    saver.restore()
+    for _ in range(2):
+        objects["reader"].set_epoch(0)  # the same order: the same receipts
+        for batch in objects["reader"]:
+            objects["book"].value = [*objects["book"].value, batch["id"].tolist()]
+            saver.step()
+    again = made()
+    manager(storage, again).restore()
+    assert len(again["book"].value) == 20
+    state = again["reader"].state_dict()
+    assert (state["epoch"], state["step"]) in ((0, 10), (1, 0))

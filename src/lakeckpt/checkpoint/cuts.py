@@ -40,11 +40,12 @@ class Place:
 class ReaderTrack:
     """One tracked reader, from a restore on."""
 
-    __slots__ = ("_at", "_before", "_frontier", "_recorded", "_recorded_skips", "_recorder", "name", "reader")
+    __slots__ = ("_at", "_before", "_frontier", "_last", "_recorded", "_recorded_skips", "_recorder", "name", "reader")
 
     def __init__(self, name: str, reader: TrackedReader) -> None:
         self.name = name
         self.reader = reader
+        self._last = reader.last_receipt  # that was delivered then: where it is still the last one, nothing was since
         self._before = reader.last_receipt  # up to here it is recorded, or was delivered before the run began
         self._recorded: Mapping[str, Any] = reader.state_dict()
         self._recorded_skips = self._skipped(None)
@@ -55,7 +56,9 @@ class ReaderTrack:
     def cut(self, step: int, consumed: Receipt | None) -> None:
         """Note that optimizer step ``step`` is done, with all up to ``consumed`` (None: up to the last delivered)."""
         at = self.reader.last_receipt if consumed is None else consumed
-        if at is not None and at != self._before:
+        # An epoch that is read once more gives receipts that are equal to those of the time before.
+        was_before = at is self._before or (at == self._before and self.reader.last_receipt is self._last)
+        if at is not None and not was_before:
             self._at, self._frontier = at, frontier_after(at)
         if self._frontier is not None:
             self._recorder.note(step, self._frontier)
@@ -66,7 +69,8 @@ class ReaderTrack:
         # a script does there (a scheduler's step, say) is in the objects then, and must not be done again.
         last = self.reader.last_receipt
         if self._at is None:
-            state = self.reader.state_dict() if last == self._before else self._recorded
+            is_all = last is self._last and last == self._before
+            state = self.reader.state_dict() if is_all else self._recorded
             return Place(receipt=None, state=state, skips=self._recorded_skips)
         state = self.reader.state_dict(None if last is self._at else self._at)
         return Place(receipt=self._at, state=state, skips=self._skipped(self._at))
@@ -108,6 +112,7 @@ class ReaderTrack:
         if place.receipt is None:
             return
         self.reader.mark(place.receipt)
+        self._last = self.reader.last_receipt
         self._before, self._recorded = place.receipt, place.state
         self._recorded_skips = place.skips
         if self._at == place.receipt:
