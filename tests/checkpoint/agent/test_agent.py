@@ -285,3 +285,67 @@ def test_it_loads_no_torch() -> None:
     modules = "lakeckpt.checkpoint.agent.server, lakeckpt.checkpoint.agent.link"
     script = f"import sys; sys.modules['torch'] = None; import {modules}"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)
+
+
+def test_memory_that_an_earlier_attempt_left_stays_where_the_next_one_dies_before_it_captures(node: Node) -> None:
+    begin(node.storage)
+    with make_arena(node.arenas) as arena:
+        for step in range(1, 5):
+            fill(arena, step, common=step - 1)
+    begin(node.storage, slot=1)
+    link = AgentLink(node.hello(attempt=1), linger_s=0.2)
+    agent = node.pid
+    link.close(well=False)
+    assert ended(agent) and [info.steps for info in ArenaFolder(node.arenas).found()]
+
+
+@pytest.mark.parametrize("says_bye", [True, False])
+def test_what_was_captured_when_the_agent_has_to_end_is_in_storage_or_stays_in_memory(
+    node: Node, says_bye: bool
+) -> None:
+    begin(node.storage)
+    arena = make_arena(node.arenas)
+    fill(arena, 1)
+    link = node.link()
+    link.order(Order(step=1, number=0))
+    assert answer(link).slot == 1
+    agent = node.pid
+    fill(arena, 2)
+    fill(arena, 3)
+    os.kill(agent, signal.SIGTERM)
+    link.order(Order(step=3, number=1))
+    arena.close()
+    link.close(well=says_bye)
+    assert ended(agent)
+    if node.committed() == [1]:
+        assert [max(info.steps) for info in ArenaFolder(node.arenas).found()] == [3]
+
+
+def test_a_save_that_fails_before_the_first_step_is_told_as_one(node: Node) -> None:
+    begin(node.storage)
+    link = node.link()
+    link.order(Order(step=0, number=0))  # nobody captured it
+    found = answer(link)
+    assert (found.step, found.number, found.slot) == (0, 0, None) and found.kind
+    link.close(well=True)
+
+
+def test_a_fork_does_not_hide_from_the_agent_that_the_trainer_is_gone(node: Node) -> None:
+    begin(node.storage)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 1)
+    link = AgentLink(node.hello(), linger_s=0.2)
+    agent = node.pid
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.read(reading, 1)  # until the test is over
+        os._exit(0)
+    try:
+        link.close(well=False)
+        assert ended(agent) and node.committed() == [1]
+    finally:
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(child, 0)

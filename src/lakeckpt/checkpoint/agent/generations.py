@@ -41,10 +41,10 @@ class Generations:
                     return
         yield None
 
-    def steps(self, attempt: str) -> list[int]:
-        """The steps of all complete generations of an attempt."""
+    def steps(self, attempt: str | None = None) -> list[int]:
+        """The steps of all complete generations of an attempt; None: of any, save what a later one forgot."""
         every = (record for arena in list(self._found().values()) for record in arena.complete())
-        return sorted({record.step for record in every if record.attempt == attempt})
+        return sorted({record.step for record in every if attempt in (None, record.attempt)})
 
     def close(self) -> None:
         """Let go of the arenas."""

@@ -18,12 +18,13 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections import deque
 from dataclasses import replace
 from typing import Protocol
 
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import Bye, Hello, Order, Outcome, framed, receive
+from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Hello, Order, Outcome, framed, receive
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.agent.server import LINGER_S
@@ -60,6 +61,19 @@ class AgentLike(Protocol):
         ...
 
 
+_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a process that was forked: the agent is to notice when the trainer dies, not when this one ends."""
+    for link in list(_links):
+        link._hang_up()
+        link._gone = True
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 class AgentLink:
     """A trainer's link to the agent of its run on this node; ``hello`` says who it is."""
 
@@ -73,6 +87,7 @@ class AgentLink:
         self._unsent = bytearray()
         self._gone = False  # no agent could be started any more
         self._connect()
+        _links.add(self)
 
     def order(self, order: Order, /) -> None:
         """See `AgentLike`."""
@@ -140,7 +155,7 @@ class AgentLink:
             if not isinstance(message, Outcome):
                 self._hang_up()
                 return
-            if not message.number and not message.step and message.kind:
+            if message.step == NOT_SERVED:
                 raise AgentError(f"the agent cannot work for this trainer: {message.text}")
             self._pending.pop((message.step, message.number), None)
             if message.slot is not None:

@@ -66,7 +66,7 @@ class Order:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What came of an order: a commit in ``slot``, or the ``kind`` and ``text`` of an error; ``text`` of a commit: why
-    checkpoints that are not to be kept could not be removed behind it."""
+    checkpoints that are not to be kept could not be removed behind it. Of step `NOT_SERVED`: why none can be done."""
 
     step: int
     number: int
@@ -81,6 +81,8 @@ class Outcome:
 class Bye:
     """The trainer ends well: everything that it handed over is to be persisted, its arena is not needed any more."""
 
+
+NOT_SERVED = -1
 
 Message = Hello | Order | Outcome | Bye
 _KINDS: dict[str, type[Message]] = {"hello": Hello, "order": Order, "outcome": Outcome, "bye": Bye}

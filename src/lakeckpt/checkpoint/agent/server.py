@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
-from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Order, Outcome, receive, send
+from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Hello, Message, Order, Outcome, receive, send
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.publish import Attempt, Settings
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
-from lakeckpt.errors import LakeckptError, WireError
+from lakeckpt.errors import LakeckptError, SaveFailed, WireError
 from lakeckpt.lake.storage import Storage, open_storage
 
 __all__ = ["FIRST_TRAINER_S", "LINGER_S", "Agent", "main"]
@@ -128,15 +128,18 @@ class Agent:
                     session = _Session(message, connection, self._open_place(message), self._waiter, self._log)
                     self._adopt(session)
                     session.start()
-                elif isinstance(message, Order) and not self._draining:
-                    session.persister.order(message)
+                    if self._draining:  # since it was accepted
+                        session.leave()
+                elif isinstance(message, Order):
+                    session.order(message, draining=self._draining)
                 elif isinstance(message, Bye):
+                    session.said_bye = True
                     session.leave()
                     return
         except LakeckptError as error:
             self._log(f"a trainer cannot be served: {error.kind}: {error}")
             with contextlib.suppress(OSError):
-                send(connection, Outcome(step=0, number=0, kind=error.kind, text=str(error)))
+                send(connection, Outcome(step=NOT_SERVED, number=0, kind=error.kind, text=str(error)))
         finally:
             if session is not None and not session.left:
                 session.die()
@@ -169,7 +172,8 @@ class _Session:
         self.hello = hello
         self._name = f"rank {hello.rank} of {hello.world_size}, attempt {hello.attempt}"
         self._write = log
-        self.left = self.died = False
+        self.left = self.died = self.said_bye = False
+        self._ordered = 0
         self._connection = connection
         self._sending = threading.Lock()
         self.identity = identity_of(hello.run, rank=hello.rank, world_size=hello.world_size)
@@ -199,6 +203,15 @@ class _Session:
         self._log(f"is served, to {self.hello.uri}")
         self.persister.start()
 
+    def order(self, order: Order, *, draining: bool) -> None:
+        """Persist what is ordered, or say that it comes too late."""
+        self._ordered = max(self._ordered, order.step)
+        if not draining:
+            self.persister.order(order)
+            return
+        text = f"step {order.step} was not saved: the agent was told to end (SIGTERM)"
+        self._report(Outcome(step=order.step, number=order.number, kind=SaveFailed.kind, text=text))
+
     def is_alone(self) -> bool:
         """Whether the trainer is gone without a goodbye, whoever has noticed that."""
         try:
@@ -226,10 +239,14 @@ class _Session:
         return self.persister.is_done
 
     def tidy(self, *, is_current: bool) -> None:
-        """Remove the arena where nobody needs it: its trainer is gone, and all that is complete in it is in storage, or
-        a later attempt has gone on without it."""
-        captured = max(self._generations.steps(str(self.hello.attempt)), default=0)
-        if is_current and self.died and captured > self.persister.recorded:
+        """Remove the arena where nobody needs it: its trainer has ended well, and all that it ordered is in storage; or
+        all that is complete in it is; or a later attempt has gone on without it.
+
+        What an earlier attempt captured counts, too: this one may have gone on from there, and captured nothing yet.
+        """
+        captured = max(self._generations.steps(), default=0)
+        needed = self._ordered if self.said_bye else captured
+        if is_current and needed > self.persister.recorded and captured > self.persister.recorded:
             self._log(f"its memory stays, as step {captured} is not in storage: lakeckpt doctor removes it")
         else:
             self._generations.remove()
