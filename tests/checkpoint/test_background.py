@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,18 +10,22 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.background import Background
+from lakeckpt.checkpoint.cuts import Journal
 from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.publish import Attempt
 from lakeckpt.checkpoint.report import CaptureWarning, RetentionWarning, SaveWarning
 from lakeckpt.checkpoint.verify import verify
+from lakeckpt.checkpoint.waiting import SystemWaiter
 from lakeckpt.errors import ArenaTooLarge, AttemptSuperseded, ConfigError, SaveFailed, StorageError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.testing.storage import Fault, FaultyStorage
@@ -327,3 +332,64 @@ def test_a_save_right_after_a_captured_cut_takes_no_second_copy_and_is_never_lef
         again = saver.save()  # of the same cut: it consumed nothing, and is a commit all the same
         assert again is not None and again.step == 5 and copies == 6
     assert restored(storage, make_with_reader) == (5, made[5])
+
+
+class Captures:
+    """An engine whose captures are complete when they are waited for; of ``left_out`` there is none."""
+
+    def __init__(self, left_out: int | None) -> None:
+        self.completed: int | None = None
+        self._left_out, self._pending = left_out, None
+
+    def wait(self) -> int | None:
+        self.completed, self._pending = self._pending or self.completed, None
+        return self.completed
+
+    def cut(self, step: int, **_: Any) -> bool:
+        if step != self._left_out:
+            self._pending = step
+        return step != self._left_out
+
+
+class Orders:
+    """Notes what an agent is given."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[int, int]] = []
+
+    def order(self, order: Any) -> None:
+        self.got.append((order.step, order.number))
+
+    def outcomes(self) -> list[Any]:
+        return []
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def hold(self, *_: Any) -> Iterator[None]:
+        yield None
+
+    rank, world_size = 1, 2
+
+
+@pytest.mark.parametrize(("second", "left_out"), [(1, None), (2, None), (2, 2)])
+def test_orders_are_given_one_after_the_other_and_none_is_dropped(second: int, left_out: int | None) -> None:
+    every = Orders()
+    background = Background(
+        cast(Any, Captures(left_out)),
+        cast(Any, every),
+        cast(Any, every),
+        cast(Any, every),
+        Attempt(run="r", number=0, last=0, parent=None, seed=1),
+        tracks={},
+        journal=Journal({}, 0),
+        waiter=SystemWaiter(),
+        timeout_s=5,
+    )
+    background._settled = True
+    for step in (1, second):
+        background.save(step, None, patient=False)
+    cast(Any, background._engine).wait()
+    background._give()
+    assert every.got == [(1, 0), (second, 1)]

@@ -73,7 +73,7 @@ class Background:
         self._journal = journal
         self._waiter = waiter
         self._timeout_s = timeout_s
-        self._ready: dict[int, Order] = {}  # by step: to be given when its capture is complete
+        self._ready: dict[tuple[int, int], Order] = {}  # to be given when its capture is complete
         self._given: dict[tuple[int, int], Order] = {}
         self._held: dict[tuple[int, int], ExitStack] = {}
         self._saved: list[Saved] = []
@@ -105,6 +105,9 @@ class Background:
         failure: Exception | None = None
         captured, legs = False, self._journal.legs(step)
         try:
+            if self._ready:  # an order of this very step, perhaps: all ranks give it before they give the next one
+                self._engine.wait()
+                self._give()
             captured = self._no_arena is None and (
                 self._has_captured(step) or self._capture(step, legs, must=True, patient=patient)
             )
@@ -119,9 +122,10 @@ class Background:
         order = Order(step=step, number=self.attempt.saves, metric=metric, documents=self._new_documents())
         self.attempt.saves += 1
         if captured:
-            self._ready[step] = order
+            self._ready[step, order.number] = order
             self._give()
         else:
+            self._give()  # in the order of saves, on all ranks
             self._give_now(order)  # so that the agents of all ranks hear that this one has not got it
         if failure is not None:
             raise failure
@@ -178,9 +182,9 @@ class Background:
     def _give(self) -> None:
         """Give the orders whose captures are complete, and those whose captures were given up."""
         completed = self._engine.completed
-        for step in sorted(self._ready):
+        for step, number in sorted(self._ready):
             if completed is not None and step <= completed:
-                self._give_now(self._ready.pop(step))
+                self._give_now(self._ready.pop((step, number)))
 
     def _give_now(self, order: Order) -> None:
         self._given[order.step, order.number] = order
@@ -236,7 +240,7 @@ class Background:
         """Return when something came of every save, or raise `CheckpointIncomplete` where the agent is silent."""
         self._engine.wait()
         self._give()
-        for order in [self._ready.pop(step) for step in sorted(self._ready)]:
+        for order in [self._ready.pop(one) for one in sorted(self._ready)]:
             self._give_now(order)  # its capture was given up
         deadline_s = self._waiter.now() + 4 * self._timeout_s  # the agent reports what takes longer
         self._hear()

@@ -143,21 +143,31 @@ def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, t
     """
 
     def look() -> Manifest | None:
+        failing.clear()
         try:
-            entry = read_entry(storage, slot)
-        except ObjectMissing:
-            entry = None
-        except WireError as error:
-            raise SaveFailed(f"slot {slot} cannot be read back: {error}") from error
-        if entry is None:
-            if any(info.path == save.failure_path(0) for info in storage.list(f"{PARTS}/{save.folder}")):
-                raise gave_up(storage, save.failure_path(0), 0)
+            try:
+                entry = read_entry(storage, slot)
+            except ObjectMissing:
+                entry = None
+            except WireError as error:
+                raise SaveFailed(f"slot {slot} cannot be read back: {error}") from error
+            if entry is None:
+                if any(info.path == save.failure_path(0) for info in storage.list(f"{PARTS}/{save.folder}")):
+                    raise gave_up(storage, save.failure_path(0), 0)
+                return None
+        except StorageError as error:  # of one look: rank 0 may have committed
+            failing.append(error)
             return None
         if isinstance(entry, Manifest) and entry.save == save:
             return entry
         raise AttemptSuperseded(superseded(save.attempt, SlotTaken(slot, entry)))
 
+    failing: list[StorageError] = []
     manifest = poll(look, waiter=waiter, timeout_s=timeout_s)
+    if manifest is None and failing:
+        raise SaveFailed(
+            f"whether rank 0 committed the checkpoint of step {save.step} is not known: {failing[0]}"
+        ) from failing[0]
     if manifest is None:
         raise CheckpointIncomplete(
             f"rank 0 did not commit the checkpoint of step {save.step} within {timeout_s:g} s: see its log"

@@ -130,6 +130,7 @@ class Publisher:
             manifest = self._publish(save, taken, talk, again)
         except Exception:
             self._failed.add(save)
+            self._earlier = (self._earlier[0], Earlier())  # what was referred to may be what is not there: written anew
             raise
         if self._rank == 0:
             self._prune(manifest)
@@ -357,17 +358,18 @@ class Publisher:
         )
 
     def _put(self, manifest: Manifest) -> None:
-        """Put the manifest into its slot. Where the store fails, it is not known whether it is there."""
+        """Put the manifest into its slot. Where the store fails, or this is interrupted, it may be there or not."""
+        self._unknown[manifest.write_id] = manifest
         try:
             put_entry(self._storage, manifest)
         except SlotTaken as taken:
+            del self._unknown[manifest.write_id]  # what is there is another one
             self._settle(taken)
             raise SaveFailed(
                 f"slot {manifest.slot} holds an earlier commit of this attempt, whose answer was lost and which came "
                 f"late: it counts, and step {manifest.step} was not saved"
             ) from None
         except StorageError as error:
-            self._unknown[manifest.write_id] = manifest
             raise SaveFailed(f"the manifest of step {manifest.step} could not be put: {error}") from error
 
     def _write_documents(self, cut: StagedCut) -> None:
