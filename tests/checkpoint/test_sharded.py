@@ -267,3 +267,34 @@ def partial(rank: int, world_size: int, folder: str) -> None:
 
 def test_sums_that_are_not_added_up_are_refused(tmp_path: Path) -> None:
     run_processes(1, partial, 1, str(tmp_path))
+
+
+class Tied(torch.nn.Module):
+    """An embedding and a head with one weight, of fewer rows than there are ranks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(value))
+
+
+def _save_tied(rank: int, folder: str) -> None:
+    begin(rank, 4, folder)
+    for turn in range(2):
+        torch.manual_seed(turn)
+        model = Tied()
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with CheckpointManager(f"{folder}/run", {"model": model, "optimizer": optimizer}, persist_every=1) as saver:
+            assert saver.restore() == turn
+            model(torch.tensor([0, 1])).sum().backward()
+            optimizer.step()
+            saver.step()
+    dist.destroy_process_group()
+
+
+def test_tied_weights_of_which_a_rank_has_no_row_are_one_tensor_on_all(tmp_path: Path) -> None:
+    run_processes(4, _save_tied, str(tmp_path))

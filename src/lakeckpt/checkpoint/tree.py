@@ -103,6 +103,8 @@ class _Walk:
         local = local_of(tensor) if is_sharded(tensor) else tensor
         spec_of(path, local)  # refuses what has no memory to look at
         same = tied_key(local)
+        if same is None and is_sharded(tensor):  # of a rank without rows: ranks are to have one tree
+            same = (local.untyped_storage()._cdata, local.dtype, tuple(tensor.shape))
         if same is not None and same in self.tied:
             return TensorRef(key=self.tied[same])
         key = path

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-from lakeckpt import LakeLoadPlanner, LakeSavePlanner, LakeStorageReader, LakeStorageWriter, PerRank
+from lakeckpt import LakeLoadPlanner, LakeSavePlanner, LakeStorageReader, LakeStorageWriter, PerRank, read_state
 from lakeckpt.checkpoint.dcp.metadata import CHECKPOINT, metadata_from_bytes
 from lakeckpt.errors import (
     CheckpointDamaged,
@@ -350,3 +350,43 @@ def test_planners_show_no_bytes_of_values_but_documents() -> None:
     assert isinstance(found, io.BytesIO)
     with pytest.raises(pickle.UnpicklingError):
         pickle.loads(found.getvalue())
+
+
+def test_numbers_as_keys_are_found_again(tmp_path: Path) -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())  # its steps are ints, below an int
+    table(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    save({"optimizer": optimizer.state_dict()}, tmp_path / "c")
+    state = {"optimizer": optimizer.state_dict()}
+    state["optimizer"]["state"][0]["step"] = 9
+    load(state, tmp_path / "c")
+    assert state["optimizer"]["state"].keys() == {0} and state["optimizer"]["state"][0]["step"] == 1
+
+
+def _save_per_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    state = {"w": torch.ones(2), "reader": PerRank({"rank": rank}), "in": {"rng": PerRank(rank)}}
+    dcp.save(state, storage_writer=LakeStorageWriter(folder / "c"), planner=LakeSavePlanner())
+    with pytest.raises(ConfigError, match="use_collectives"):
+        dcp.save(
+            state,
+            storage_writer=LakeStorageWriter(folder / "alone"),
+            planner=LakeSavePlanner(),
+            use_collectives=False,
+        )
+    dist.destroy_process_group()
+
+
+def test_values_of_ranks_are_read_by_the_names_that_they_have_and_ranks_do_not_save_past_each_other(
+    tmp_path: Path,
+) -> None:
+    run_processes(2, _save_per_rank, tmp_path)
+    found = read_state(tmp_path / "c")
+    assert found.pop("w").tolist() == [1.0, 1.0]
+    assert found == {
+        "reader::rank:0": {"rank": 0},
+        "reader::rank:1": {"rank": 1},
+        "in": {"rng::rank:0": 0, "rng::rank:1": 1},
+    }

@@ -8,12 +8,16 @@ import pickle
 import pickletools
 import sys
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lakeckpt import read_state
 from lakeckpt.checkpoint.foreign import pickles
 from lakeckpt.checkpoint.foreign.pickles import Call, Name, describe
 from lakeckpt.checkpoint.foreign.plain import plain
@@ -237,3 +241,14 @@ def test_an_array_is_made_of_the_bytes_that_are_there_and_not_of_a_number_of_the
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("made", [torch.conj, lambda x: x.conj().imag, lambda x: x.imag, torch.abs])
+def test_numbers_whose_signs_torch_keeps_aside_are_what_torch_says(tmp_path: Path, made: Any) -> None:
+    value = made(torch.tensor([1 + 2j, 3 - 4j]))
+    torch.save({"w": value}, tmp_path / "w.pt")
+    dcp.save({"w": value}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for place in ("w.pt", "dcp"):
+        found = read_state(tmp_path / place)["w"]
+        assert found.tolist() == value.tolist() and found.dtype == value.dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from lakeckpt.errors import CheckpointMismatch
 
 __all__ = ["LakeLoadPlanner", "LakeSavePlanner"]
 
-_OF_RANK = "::rank:"
+OF_RANK = "::rank:"
 
 
 class LakeSavePlanner(DefaultSavePlanner):
@@ -65,9 +65,9 @@ class LakeLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None, "set_up_planner comes first"
         known = self.metadata.state_dict_metadata
         missing = [name for name in self.state_dict if name not in known]
-        alone = [name for name in missing if _OF_RANK in name and _saved_by_others(name, known)]
+        alone = [name for name in missing if OF_RANK in name and _saved_by_others(name, known)]
         if alone:
-            names = ", ".join(sorted(name.partition(_OF_RANK)[0] for name in alone))
+            names = ", ".join(sorted(name.partition(OF_RANK)[0] for name in alone))
             warnings.warn(
                 f"rank {_rank()} is new: the checkpoint holds no {names} of its own, and it keeps what it has",
                 RuntimeWarning,
@@ -100,13 +100,20 @@ def _put(state: Any, path: Sequence[str | int], value: object) -> None:
     """Put ``value`` in its place in nested containers."""
     *outer, last = path
     for step in outer:
-        state = state[step]
-    state[last] = value
+        state = state[_key(state, step)]
+    state[_key(state, last)] = value
+
+
+def _key(state: Any, step: str | int) -> Any:
+    """The key of ``state`` that torch's path has as ``step``: it makes text of numbers, such as an optimizer's keys."""
+    if isinstance(state, Mapping) and step not in state:
+        return next((key for key in state if str(key) == step), step)
+    return step
 
 
 def _by_rank(state: dict[str, Any], mappings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same with this rank's name for every `PerRank`."""
-    names = {name: f"{name}{_OF_RANK}{_rank()}" for name, value in state.items() if isinstance(value, PerRank)}
+    names = {name: f"{name}{OF_RANK}{_rank()}" for name, value in state.items() if isinstance(value, PerRank)}
     return (
         {names.get(name, name): value for name, value in state.items()},
         {names.get(name, name): path for name, path in mappings.items()},
@@ -114,7 +121,7 @@ def _by_rank(state: dict[str, Any], mappings: dict[str, Any]) -> tuple[dict[str,
 
 
 def _saved_by_others(name: str, known: dict[str, Any]) -> bool:
-    head = name.partition(_OF_RANK)[0] + _OF_RANK
+    head = name.partition(OF_RANK)[0] + OF_RANK
     return any(one.startswith(head) for one in known)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -89,7 +90,12 @@ class LakeStorageWriter(StorageWriter):
         self._place.move(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Refuse a folder that holds a checkpoint, unless it may be replaced."""
+        """Refuse a folder that holds a checkpoint, unless it may be replaced. `ConfigError` without collectives."""
+        if kwargs.get("use_collectives") is False and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                "with use_collectives=False each rank commits what it knows of, and the last one would replace the "
+                "others: leave it out, or save into a folder for each rank with no_dist=True"
+            )
         if is_coordinator and not self._overwrite and self._place.get().list(CHECKPOINT):
             raise CheckpointError(
                 f"there is a checkpoint in {describe(self._place.get())!r} already: save into another folder, or give "

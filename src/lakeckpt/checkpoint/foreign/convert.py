@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lakeckpt.checkpoint.dcp.metadata import CHECKPOINT
-from lakeckpt.checkpoint.dcp.planners import LakeLoadPlanner, LakeSavePlanner
+from lakeckpt.checkpoint.dcp.planners import OF_RANK, LakeLoadPlanner, LakeSavePlanner
 from lakeckpt.checkpoint.dcp.reader import LakeStorageReader
 from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
 from lakeckpt.checkpoint.dtypes import TensorSpec
@@ -228,7 +228,13 @@ def _state_of_lake(place: str, options: Mapping[str, Any] | None) -> dict[str, A
             flat[name] = empty_for(TensorSpec(key=name, dtype=dtype, shape=tuple(found.size)))[0]
     _alone(dcp_load, flat, storage_reader=reader, planner=LakeLoadPlanner())
     planned = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    return nested(flat, {name: tuple(path) for name, path in planned.items() if name in flat})
+    return nested(flat, {name: _path(name, path) for name, path in planned.items() if name in flat})
+
+
+def _path(name: str, path: Sequence[str | int]) -> tuple[str | int, ...]:
+    """Where the value saved as ``name`` lies: those of single ranks lie beside each other."""
+    _, mark, rank = name.rpartition(OF_RANK)
+    return (*path[:-1], f"{path[-1]}{mark}{rank}") if mark else tuple(path)
 
 
 def _item(state: dict[str, Any], item: str | None) -> dict[str, Any]:

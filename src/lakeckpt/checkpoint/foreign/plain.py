@@ -168,9 +168,12 @@ def _buffer(to: _Plain, described: Any, depth: int) -> bytes | bytearray:
 
 
 def _tensor(to: _Plain, call: Call, depth: int) -> torch.Tensor:
-    """``torch._utils._rebuild_tensor_v2(storage, first, shape, strides, …)``; the seventh of version 3 is the dtype."""
+    """``torch._utils._rebuild_tensor_v2(storage, first, shape, strides, gradient, hooks, metadata)``; version 3 has the
+    dtype before the metadata."""
     storage, first, shape, strides = call.arguments[:4]
-    dtype = to.value(call.arguments[6], depth) if str(call.function).endswith("_v3") else None
+    is_v3 = str(call.function).endswith("_v3")
+    dtype = to.value(call.arguments[6], depth) if is_v3 else None
+    metadata = to.value(call.arguments[6 + is_v3], depth) if len(call.arguments) > 6 + is_v3 else None
     if to.tensors is None or not isinstance(storage, Persistent):
         raise to.refused("tensor without a storage")
     sizes, steps = (tuple(to.value(one, depth)) for one in (shape, strides))
@@ -179,7 +182,13 @@ def _tensor(to: _Plain, call: Call, depth: int) -> torch.Tensor:
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise WireDamaged(f"{to.what}: a tensor of what is no dtype")
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    return to.tensors(storage.key, name, first, sizes, steps)
+    found = to.tensors(storage.key, name, first, sizes, steps)
+    if metadata is None:
+        return found
+    if not isinstance(metadata, dict) or not metadata.keys() <= {"conj", "neg"}:
+        raise to.refused(f"tensor with the metadata {metadata!r:.80}")
+    found = found.conj().resolve_conj() if metadata.get("conj") else found
+    return found.neg() if metadata.get("neg") else found
 
 
 def _parameter(to: _Plain, call: Call, depth: int) -> torch.Tensor:
