@@ -231,25 +231,25 @@ def test_a_bubble_is_left_alone_while_longer_ones_hold_what_is_left_and_more() -
     assert policy.admits_at(1, 200.0) == 200.0, "no longer one is to come"
 
 
-def test_slices_move_gently_as_long_as_bubbles_hold_twice_the_rest_as_fast_as_can_be() -> None:
+def test_slices_move_gently_as_long_as_bubbles_hold_three_times_the_rest_as_fast_as_can_be() -> None:
     policy = learnt([(10.0, 3.0), (10.0, 25.0)]).policy
     policy.begin_iteration()
-    policy.begin_capture(13)
+    policy.begin_capture(9)
     assert not policy.has_time(1, 90.0), "no bubble is open"
     policy.open("gap 0", "bubble", 100.0)
-    assert policy.has_time(1, 100.0), "after it, 25 slices for 12"
-    policy.begin_capture(14)
+    assert policy.has_time(1, 100.0), "after it, 25 slices for 8"
+    policy.begin_capture(10)
     assert not policy.has_time(1, 100.0)
     assert policy.admits_at(1, 100.0) == 100.0, "as fast as can be"
-    policy.begin_capture(12)
+    policy.begin_capture(8)
     assert policy.has_time(1, 101.5), "it fits no more, and the next bubble holds all"
     assert policy.admits_at(1, 101.5) != 101.5
-    policy.begin_capture(13)
+    policy.begin_capture(9)
     assert not policy.has_time(1, 101.5) and policy.admits_at(1, 101.5) == 101.5
     policy.open("gap 1", "bubble", 110.0)
-    policy.begin_capture(12)
-    assert policy.has_time(1, 110.0), "after it, 22 slices for 11"
-    policy.begin_capture(13)
+    policy.begin_capture(8)
+    assert policy.has_time(1, 110.0), "after it, 22 slices for 7"
+    policy.begin_capture(9)
     assert not policy.has_time(1, 110.0)
     policy.begin_capture(1)
     assert policy.has_time(1, 132.4), "it is the last one, and fits"
@@ -259,12 +259,12 @@ def test_slices_move_gently_as_long_as_bubbles_hold_twice_the_rest_as_fast_as_ca
 def test_a_slow_machine_is_known_by_gentle_slices_where_no_fast_one_was_measured_of_late() -> None:
     policy = learnt([(10.0, 25.0)]).policy
     policy.begin_iteration()
-    policy.begin_capture(12)
+    policy.begin_capture(8)
     policy.open("gap 0", "bubble", 100.0)
-    assert policy.has_time(1, 100.0), "after it, 22 slices for 11"
+    assert policy.has_time(1, 100.0), "after it, 22 slices for 7"
     for _ in range(40):
         policy.moved(1, 0.0, 5.0, gently=True)
-    policy.begin_capture(12)
+    policy.begin_capture(8)
     assert not policy.has_time(1, 100.0), "a fast one may take 2 s by now: 10"
 
 

@@ -12,8 +12,8 @@ ends that are not sure; where there is none, a slice that outlasts its bubble co
 at the fence.
 
 How fast are slices copied? What copies as fast as it can takes the memory from ranks that compute: *gently*, it takes
-longer and costs them less. So a slice is moved gently as long as the bubbles will hold twice the rest, as fast as can
-be: first gently, and fast where bubbles turn out to be short. Where windows are foreseen, on a GPU, nothing is.
+longer and costs them less. So a slice is moved gently as long as the bubbles will hold three times the rest, as fast as
+can be: first gently, and fast where bubbles turn out to be short. Where windows are foreseen, on a GPU, nothing is.
 
 Which bubbles are used? The longest: one is left alone while longer ones are yet to come that hold all that is left and
 more, at that pace. Each bubble in which slices move has an end that may come late by a part of one, so the fewer the
@@ -46,7 +46,7 @@ Kind = Literal["bubble", "free"]
 MOST_OF_A_SITE = 256
 _ROOM = 1.25
 """Of what is left: what longer bubbles hold where a shorter one is left alone."""
-_SPARE = 2.0
+_SPARE = 3.0
 """Of what is left after a slice: what bubbles hold as fast as can be, where that slice moves gently."""
 _GENTLE = 2.5
 _GENTLE_AT_MOST = 5.0
@@ -202,7 +202,7 @@ class BubblePolicy:
 
     def has_time(self, size_bytes: int, at_s: float) -> bool:
         """Whether to move a slice gently: after it, or without the bubble that is open where it does not fit into that,
-        the bubbles hold twice the rest, as fast as can be."""
+        the bubbles hold three times the rest, as fast as can be."""
         if "bubble" not in self._open or self._foreseen:
             return False
         gentle_s = self._gentle_s(size_bytes)
