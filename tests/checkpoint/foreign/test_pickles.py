@@ -252,3 +252,8 @@ def test_numbers_whose_signs_torch_keeps_aside_are_what_torch_says(tmp_path: Pat
     for place in ("w.pt", "dcp"):
         found = read_state(tmp_path / place)["w"]
         assert found.tolist() == value.tolist() and found.dtype == value.dtype
+
+
+def test_a_text_with_an_escape_that_is_none_is_damage() -> None:
+    with pytest.raises(WireDamaged):
+        describe(b"\x80\x02c" + b"a\\Kb\nc\n" + b".")
