@@ -38,6 +38,7 @@ class Accounted(BubbleGate):
         super().__init__(iterations=100_000, policy=self._looks)
         self._spans: list[tuple[float, float, float]] = []  # begin, end, processor time of slices
         self._since_s = 0.0
+        self.gentle_bytes = 0
 
     def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
         """See `BubbleGate`."""
@@ -52,6 +53,7 @@ class Accounted(BubbleGate):
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool = False) -> None:
         """See `BubbleGate`."""
         self._spans.append((begin_s, end_s, time.thread_time() - self._since_s))
+        self.gentle_bytes += size_bytes if gently else 0
         super().moved(size_bytes, begin_s, end_s, gently=gently)
 
     def rest(self) -> None:

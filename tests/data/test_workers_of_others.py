@@ -115,6 +115,19 @@ def test_one_rank_that_asks_for_the_length_does_not_read_otherwise_than_the_othe
     assert sorted(found) == EVERY
 
 
+def test_the_length_behind_a_state_of_other_lanes_is_not_guessed_either(lake: Path) -> None:
+    state = plain(lake, 0, rank=0, world_size=1, num_lanes=1).dataset.state_dict()
+    found = []
+    for rank in range(2):
+        reader = plain(lake, 2, rank=rank, world_size=2)
+        reader.dataset.load_state_dict(state)
+        if rank == 0:
+            with pytest.raises(TypeError, match="num_lanes"):
+                len(reader)
+        found += flat(reader)
+    assert sorted(found) == EVERY
+
+
 def test_the_same_base_seed_in_every_epoch_is_told_apart(lake: Path) -> None:
     import torch
 

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from lakeckpt.cli.demo.scenario import MOST_KILLS, DemoConfig, Fault, Phase, scenario_for, steps_per_epoch
+from lakeckpt.cli.demo.scenario import (
+    MOST_KILLS,
+    DemoConfig,
+    Fault,
+    Phase,
+    scenario_for,
+    steps_per_epoch,
+    usual_save_every,
+)
 from lakeckpt.errors import ConfigError
 
 SIZES = [
     (steps, save_every)
     for save_every in (1, 2, 3, 4, 7, 32)
     for steps in (max(8, 4 * save_every), 5 * save_every + 5, 482)
-]
+] + [(steps, usual_save_every(steps)) for steps in (8, 9, 13, 31, 88, 127, 128, 129)]
 
 
 @pytest.mark.parametrize(("steps", "save_every"), SIZES)
@@ -91,3 +99,7 @@ def test_impossible_faults_are_refused() -> None:
 @pytest.mark.parametrize(("rows", "expected"), [(512, 16), (513, 18), (8, 2), (15394, 482)])
 def test_steps_of_an_epoch_count_short_lanes_too(rows: int, expected: int) -> None:
     assert steps_per_epoch(rows, 8, 8) == expected
+
+
+def test_saves_usually_come_every_32_steps_and_more_often_where_there_is_little_text() -> None:
+    assert [usual_save_every(steps) for steps in (482, 128, 127, 88, 8)] == [32, 32, 31, 22, 2]

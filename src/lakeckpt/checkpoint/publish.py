@@ -128,9 +128,10 @@ class Publisher:
         """
         try:
             manifest = self._publish(save, taken, talk, again)
-        except Exception:
+        except Exception as error:
             self._failed.add(save)
-            self._earlier = (self._earlier[0], Earlier())  # what was referred to may be what is not there: written anew
+            if not isinstance(error, SaveLeftOut):  # what was referred to may be what is not there: written anew
+                self._earlier = (self._earlier[0], Earlier())
             raise
         if self._rank == 0:
             self._prune(manifest)

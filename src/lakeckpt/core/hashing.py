@@ -30,6 +30,7 @@ __all__ = [
     "DIGITS",
     "MAX_PERMUTED",
     "PERMUTATION_VERSION",
+    "USUAL",
     "Means",
     "derive_key",
     "hash64",

@@ -346,11 +346,14 @@ class LakeDataset(IterableDataset[Any]):
         self._epochs.go_to(self.topology[0], self._progress.epoch, dict(state))
 
     def __len__(self) -> int:
-        """Return the number of items of this rank in the epoch at hand: micro-batches, or rows in row-wise use."""
+        """Return the number of items of this rank in the epoch at hand: micro-batches, or rows in row-wise use.
+
+        `TypeError` for an endless stream, and on one of several ranks while the number of lanes is not known.
+        """
         rank, world_size = self.topology
         if self._progress.identity.endless:
             raise TypeError("an endless stream has no length")
-        if world_size > 1 and not self._progress.knows_lanes and not self._epochs.has_lanes(rank):
+        if world_size > 1 and not self._progress.knows_lanes(world_size) and not self._epochs.has_lanes(rank):
             raise TypeError(
                 "how many micro-batches a rank gets depends on the number of lanes, which ranks must have the same: "
                 "before the first iteration it is not known how many workers there will be. Give LakeDataset num_lanes="

@@ -82,8 +82,8 @@ class EpochFile(SharedFile):
     def agree_lanes(self, rank: int, proposed: int) -> int:
         """Return the number of lanes that ``rank`` reads, which is ``proposed`` where nobody has said another before.
 
-        Whoever needs it first decides: the workers' first iteration, or ``len`` in the main process, which does not
-        know how many workers there will be, and whose answer must stay true.
+        Whoever needs it first decides: the workers' first iteration, or ``len`` in the main process (where there is one
+        rank, or the number is known), which does not know how many workers will be, and whose answer must stay true.
         """
         with self._locked() as known:
             return int(known.setdefault(str(rank), {"turns": []}).setdefault("lanes", proposed))

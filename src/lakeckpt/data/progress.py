@@ -143,10 +143,10 @@ class Progress:
             self._plan = Plan(self._state)
         return self._plan
 
-    @property
-    def knows_lanes(self) -> bool:
-        """Whether the number of lanes was given, or follows from a state."""
-        return self._num_lanes is not None or self._state is not None
+    def knows_lanes(self, world_size: int) -> bool:
+        """Whether the number of lanes was given, or follows from a state, however many workers there will be."""
+        stored = None if self._state is None else self._state.segment.num_lanes
+        return self._num_lanes is not None or (stored is not None and stored % world_size == 0)
 
     @property
     def state(self) -> ReaderState:

@@ -90,6 +90,18 @@ def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: 
     assert committed(storage) == [7]
 
 
+def test_a_cut_that_is_gone_says_nothing_of_what_earlier_ones_wrote(tmp_path: Path) -> None:
+    """Else the next save would write anew what has not changed."""
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        fill(arena, 7)
+        desk = Desk(storage, tmp_path, EventWaiter(storage))
+        earlier = desk.persister._publisher._earlier
+        serve(desk, (3, 0))
+        assert desk.said() == [(3, "save_left_out")] and desk.persister._publisher._earlier is earlier
+
+
 def test_memory_that_is_not_as_it_was_captured_is_committed_by_none(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage, world_size=2)

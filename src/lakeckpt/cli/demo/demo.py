@@ -22,7 +22,7 @@ from lakeckpt.cli.demo.ledger import audit_job
 from lakeckpt.cli.demo.page import write_page
 from lakeckpt.cli.demo.picture import draw
 from lakeckpt.cli.demo.records import read_launches
-from lakeckpt.cli.demo.scenario import MOST_KILLS, DemoConfig, Phase, scenario_for, steps_per_epoch
+from lakeckpt.cli.demo.scenario import MOST_KILLS, DemoConfig, Phase, scenario_for, steps_per_epoch, usual_save_every
 from lakeckpt.cli.demo.supervise import DemoFailed, run_job
 from lakeckpt.cli.demo.terminal import Follower, make_progress, print_verdict
 from lakeckpt.cli.demo.verdict import JobFacts, Verdict, judge
@@ -31,7 +31,6 @@ from lakeckpt.errors import ConfigError
 __all__ = ["DemoSize", "run_demo"]
 
 _MARK = "lakeckpt-demo.json"
-_SAVE_EVERY = 32
 _NUM_LANES = 8
 _EPOCHS = 2
 
@@ -40,18 +39,18 @@ _EPOCHS = 2
 class DemoSize:
     """How much is trained on, and how many faults strike.
 
-    ``rows`` None means all the text there is, in rows of ``block`` bytes.
+    ``rows`` None means all the text there is, in rows of ``block`` bytes; ``save_every`` None, as is usual for so many.
     """
 
     rows: int | None
     block: int = 4096
     batch_size: int
-    save_every: int
+    save_every: int | None
     kills: int = MOST_KILLS
 
     @classmethod
     def full(cls) -> Self:
-        return cls(rows=None, batch_size=8, save_every=_SAVE_EVERY)
+        return cls(rows=None, batch_size=8, save_every=None)
 
     @classmethod
     def short(cls) -> Self:
@@ -79,11 +78,10 @@ def run_demo(
         highlight=False,
     )
     steps = steps_per_epoch(lake.rows, _NUM_LANES, size.batch_size)
-    if size.save_every == _SAVE_EVERY:  # Python's source may be less: Debian's comes without its tests
-        size = size.but(save_every=max(1, min(_SAVE_EVERY, steps // 4)))
-    phases = scenario_for(steps, size.save_every, kills=size.kills)
-    calm = _config(out, "without-faults", lake, size, seed, steps, (Phase(world_size=2, workers=1),))
-    rough = _config(out, "with-faults", lake, size, seed, steps, phases)
+    save_every = usual_save_every(steps) if size.save_every is None else size.save_every
+    phases = scenario_for(steps, save_every, kills=size.kills)
+    calm = _config(out, "without-faults", lake, size, save_every, seed, steps, (Phase(world_size=2, workers=1),))
+    rough = _config(out, "with-faults", lake, size, save_every, seed, steps, phases)
     rough = replace(rough, drop_reader_state=sabotage == "drop-reader-state")
     try:
         reference, faulted = _run_both(console, out, calm, rough)
@@ -119,7 +117,14 @@ def _conclude(
 
 
 def _config(
-    out: Path, name: str, lake: LakeFacts, size: DemoSize, seed: int, steps: int, phases: tuple[Phase, ...]
+    out: Path,
+    name: str,
+    lake: LakeFacts,
+    size: DemoSize,
+    save_every: int,
+    seed: int,
+    steps: int,
+    phases: tuple[Phase, ...],
 ) -> DemoConfig:
     folder = out.resolve() / name
     return DemoConfig(
@@ -128,7 +133,7 @@ def _config(
         records=str(folder / "records"),
         epochs=_EPOCHS,
         batch_size=size.batch_size,
-        save_every=size.save_every,
+        save_every=save_every,
         num_lanes=_NUM_LANES,
         seed=seed,
         learning_rate=6e-3,

@@ -15,7 +15,17 @@ from typing import Any, Literal, get_args
 
 from lakeckpt.errors import ConfigError
 
-__all__ = ["MOST_KILLS", "DemoConfig", "Fault", "Phase", "Point", "scenario_for", "steps_per_epoch", "topology"]
+__all__ = [
+    "MOST_KILLS",
+    "DemoConfig",
+    "Fault",
+    "Phase",
+    "Point",
+    "scenario_for",
+    "steps_per_epoch",
+    "topology",
+    "usual_save_every",
+]
 
 Point = Literal["before-update", "before-cut", "before-part", "before-commit"]
 _POINTS: tuple[str, ...] = get_args(Point)
@@ -115,6 +125,12 @@ def steps_per_epoch(rows: int, num_lanes: int, batch_size: int) -> int:
     """Optimizer steps of an epoch where the world size divides `MICRO_BATCHES_PER_STEP`."""
     per_lane = math.ceil(math.ceil(rows / num_lanes) / batch_size)
     return math.ceil(per_lane * num_lanes / MICRO_BATCHES_PER_STEP)
+
+
+def usual_save_every(steps: int) -> int:
+    """32, or less where an epoch of ``steps`` is so short that the faults would not fall between saves: there may be
+    little text, since Debian's Python comes without its tests."""
+    return max(1, min(32, steps // 4))
 
 
 def scenario_for(steps: int, save_every: int, *, kills: int = MOST_KILLS) -> tuple[Phase, ...]:
