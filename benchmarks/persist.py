@@ -184,10 +184,9 @@ def main() -> int:
     places = contextlib.ExitStack()
     arenas = places.enter_context(place_for_a_run("persist", under=given.arenas or MEMORY))
     place = places.enter_context(place_for_a_run("persist", under=given.place))
-    engine = CaptureEngine(
-        {"model": state}, identity_of(run, rank=0, world_size=1), folder=ArenaFolder(arenas), generations=2
-    )
-    generations = Generations(ArenaFolder(arenas), identity_of(run, rank=0, world_size=1))
+    identity = identity_of(uuid.uuid4().bytes, rank=0, world_size=1)
+    engine = CaptureEngine({"model": state}, identity, folder=ArenaFolder(arenas), generations=2)
+    generations = Generations(ArenaFolder(arenas), identity)
     try:
         engine.cut(1, attempt="0", cut=bytes(16), must=True)
         engine.wait()

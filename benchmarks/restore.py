@@ -43,7 +43,7 @@ from torch import nn
 from benchmarks.measure import show
 from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint.agent.generations import identity_of
+from lakeckpt.checkpoint.agent.generations import digest_of_run, identity_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.log import put_entry, read_entry
@@ -129,13 +129,15 @@ class Case:
 @contextlib.contextmanager
 def in_memory(job: Job, place: Path, arenas: Path) -> Iterator[list[Case]]:
     """Ways to restore a generation of an arena, and to copy as many bytes."""
-    committed, new, folder = LocalStorage(place / "committed"), LocalStorage(place / "new"), ArenaFolder(arenas)
+    committed, folder = LocalStorage(place / "committed"), ArenaFolder(arenas)
+    new = Early(LocalStorage(place / "new"), name=os.path.realpath(committed.name))
     with CheckpointManager(place / "committed", job.objects, persist_every=1) as manager:
         manager.restore()
         manager.step()
     begin = read_entry(committed, 0)
-    put_entry(new, begin)  # the same job, as its log would be before its first commit
-    engine = CaptureEngine(job.objects, identity_of(begin.run, rank=0, world_size=1), folder=folder, generations=2)
+    put_entry(new, begin)  # the same job, before its first commit
+    identity = identity_of(digest_of_run(begin.run, committed), rank=0, world_size=1)
+    engine = CaptureEngine(job.objects, identity, folder=folder, generations=2)
     try:
         engine.cut(2, attempt="0", cut=bytes(16), must=True)
         engine.wait()
@@ -153,7 +155,18 @@ def in_memory(job: Job, place: Path, arenas: Path) -> Iterator[list[Case]]:
         engine.close(remove=True)
 
 
-def ours(objects: dict[str, Any], storage: LocalStorage, arenas: ArenaFolder | None = None) -> None:
+@dataclass
+class Early:
+    """A log that takes itself for that of the run at ``name``, whose arenas it finds then."""
+
+    storage: LocalStorage
+    name: str
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.storage, name)
+
+
+def ours(objects: dict[str, Any], storage: Any, arenas: ArenaFolder | None = None) -> None:
     _, _, report = Restorer(storage, Solo(), objects, arenas=arenas).restore()
     assert not report.damaged and (report.captured is None) == (arenas is None), report
 

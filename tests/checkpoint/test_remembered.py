@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint.agent.generations import digest_of_run
+from lakeckpt.checkpoint.agent.leftovers import kept_in
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import read_log
@@ -24,6 +27,7 @@ from lakeckpt.checkpoint.remembered import Offer, Remembered, where_it_goes_on
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch
+from lakeckpt.lake.local import LocalStorage
 from tests.checkpoint.rig import (
     Counter,
     EventWaiter,
@@ -117,6 +121,33 @@ def test_a_job_that_died_goes_on_at_its_last_step_and_every_row_is_recorded_once
     assert [one.captured for one in begins] == [None, Captured(attempt=0, step=5)]
     assert manager(storage, objects_of(3)).restore() == 7
     assert dead.steps_done == 5
+
+
+def test_a_copy_of_a_run_goes_its_own_way(tmp_path: Path) -> None:
+    """It has the same id, attempts and steps, and beside the run memory and an agent of its own."""
+    run, copy, arenas = tmp_path / "run", tmp_path / "copy", tmp_path / "arenas"
+    with managed(run, objects_of(), arenas) as saver:
+        saver.restore()
+    shutil.copytree(run, copy)
+    objects, others = objects_of(1), objects_of(2)
+    with managed(run, objects, arenas) as saver, managed(copy, others, arenas) as beside:
+        saver.restore(), beside.restore()
+        train(saver, objects, 2), train(beside, others, 2)
+        saver.save(), beside.save()
+        for place, its in ((run, objects), (copy, others)):
+            shutil.copytree(place, tmp_path / "looked at" / place.name)
+            restored = objects_of(3)
+            assert manager(tmp_path / "looked at" / place.name, restored).restore() == 2
+            assert said(restored) == said(its) != said(objects_of(3))
+        agents = [one.agent for one in kept_in(ArenaFolder(arenas)) if one.arenas]
+        assert len(set(agents)) == 2 and None not in agents
+
+
+def test_a_link_to_a_run_is_no_copy(tmp_path: Path) -> None:
+    (tmp_path / "linked").symlink_to(tmp_path / "run")
+    one, other = LocalStorage(tmp_path / "run"), LocalStorage(tmp_path / "linked")
+    assert digest_of_run("id", one) == digest_of_run("id", other) != digest_of_run("id", LocalStorage(tmp_path))
+    assert digest_of_run("id", one) != digest_of_run("other id", one)
 
 
 def test_leaving_at_once_commits_what_was_restored_from_memory(tmp_path: Path) -> None:

@@ -354,7 +354,7 @@ def test_slabs_that_no_rank_needs_any_more_are_verified_all_the_same() -> None:
 def test_cuts_in_an_arena_are_persisted_slab_by_slab(tmp_path: Path) -> None:
     module, storage = table(), MemoryStorage()
     begin(storage)
-    folder, identity = ArenaFolder(tmp_path / "arenas"), identity_of("run", rank=0, world_size=1)
+    folder, identity = ArenaFolder(tmp_path / "arenas"), identity_of(bytes(16), rank=0, world_size=1)
     engine = CaptureEngine({"model": module}, identity, folder=folder, generations=3)
     generations = Generations(folder, identity)
     attempt = Attempt(run="run", number=0, last=0, parent=None, seed=0)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from lakeckpt.checkpoint.agent.generations import digest_of_run
 from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
 from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.arena import folder as folder_module
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.ledger import read_history
-from tests.checkpoint.agent.rig import RUN, fill, make_arena
+from tests.checkpoint.agent.rig import DIGEST, fill, make_arena
 from tests.checkpoint.scripts import Script
 
 Ask = Callable[..., tuple[int, Any]]
@@ -34,7 +35,7 @@ def left(arenas: Path) -> str:
     with make_arena(arenas) as arena:
         fill(arena, 3)
         fill(arena, 4)
-    place = AgentPlace.of(str(arenas), RUN)
+    place = AgentPlace(str(arenas), DIGEST.hex())
     for path in (place.log, place.lock, place.socket):
         Path(path).write_text("17")
     return arena.name
@@ -52,7 +53,7 @@ def filled(arenas: Path) -> Iterator[Arena]:
 def agent(arenas: Path) -> Iterator[int]:
     """An agent that serves the run: the process that holds its lock."""
     arenas.mkdir(mode=0o700, exist_ok=True)
-    lock = AgentPlace.of(str(arenas), RUN).take()
+    lock = AgentPlace(str(arenas), DIGEST.hex()).take()
     assert lock is not None
     os.truncate(lock, 0)
     os.write(lock, b"4711")
@@ -89,7 +90,7 @@ def test_an_arena_that_a_trainer_fills_stays(arenas: Path, left: str, filled: Ar
     assert "filled" in show("doctor", "--arenas", arenas)[1]
     status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
     assert (status, plain["reclaimed"]) == (0, [left])
-    assert (arenas / filled.name).exists() and Path(AgentPlace.of(str(arenas), RUN).log).exists()
+    assert (arenas / filled.name).exists() and Path(AgentPlace(str(arenas), DIGEST.hex()).log).exists()
 
 
 def test_arenas_that_an_agent_keeps_stay(arenas: Path, left: str, agent: int, ask: Ask, show: Show) -> None:
@@ -104,12 +105,12 @@ def test_arenas_that_an_agent_keeps_stay(arenas: Path, left: str, agent: int, as
 def test_what_came_into_use_after_it_was_looked_at_stays(arenas: Path, left: str) -> None:
     folder = ArenaFolder(arenas)
     (looked_at,) = kept_in(folder)
-    lock = AgentPlace.of(str(arenas), RUN).take()
+    lock = AgentPlace(str(arenas), DIGEST.hex()).take()
     assert lock is not None and reclaim(folder, looked_at) == []
     os.close(lock)
     with folder.open(left, writes=True):
         assert reclaim(folder, looked_at) == []
-        assert Path(AgentPlace.of(str(arenas), RUN).lock).exists()
+        assert Path(AgentPlace(str(arenas), DIGEST.hex()).lock).exists()
     assert [info.name for info in reclaim(folder, looked_at)] == [left]
 
 
@@ -117,7 +118,7 @@ def test_whoever_opened_a_lock_that_is_removed_before_it_is_locked_takes_the_new
     arenas: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arenas.mkdir(mode=0o700)
-    place = AgentPlace.of(str(arenas), RUN)
+    place = AgentPlace(str(arenas), DIGEST.hex())
     lock, removed = fcntl.flock, []
 
     def removed_meanwhile(descriptor: int, how: int) -> None:
@@ -167,7 +168,7 @@ def test_a_run_that_is_named_is_told_with_what_of_it_is_in_storage(
 ) -> None:
     history = read_history(good_run.storage)
     assert history.run is not None and history.tip is not None
-    place = AgentPlace.of(str(arenas), history.run)
+    place = AgentPlace(str(arenas), digest_of_run(history.run, good_run.storage).hex())
     Path(place.log).write_text("the agent ends")
     status, plain = ask("doctor", "--arenas", arenas, lake.parent / "good", "--reclaim")
     (run,) = plain["runs"]

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lakeckpt.checkpoint.agent.generations import Generations, identity_of
+from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
 from lakeckpt.checkpoint.agent.link import AgentLike, AgentLink, InnerAgent
 from lakeckpt.checkpoint.agent.orders import Hello
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack
@@ -58,8 +59,9 @@ def open_background(
     Raises `AgentError` where no agent can be started, `ArenaError` where the folder cannot hold arenas.
     """
     arenas.make()
-    identity = identity_of(attempt.run, rank=exchange.rank, world_size=exchange.world_size)
-    agent = _agent(place, attempt, exchange, arenas=arenas, settings=settings, waiter=waiter)
+    digest = digest_of_run(attempt.run, place.storage)
+    identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
+    agent = _agent(place, attempt, exchange, identity=identity, arenas=arenas, settings=settings, waiter=waiter)
     return Background(
         CaptureEngine(
             objects, identity, folder=arenas, step=step, gate=gate, generations=_generations(exchange.world_size)
@@ -86,6 +88,7 @@ def _agent(
     attempt: Attempt,
     exchange: Exchange,
     *,
+    identity: ArenaIdentity,
     arenas: ArenaFolder,
     settings: Settings,
     waiter: Waiter,
@@ -96,6 +99,7 @@ def _agent(
                 uri=place.uri,
                 storage_options=place.storage_options,
                 run=attempt.run,
+                digest=identity.run,
                 attempt=attempt.number,
                 last=attempt.last,
                 parent=attempt.parent,
@@ -109,7 +113,6 @@ def _agent(
                 timeout_s=float(settings.timeout_s),
             )
         )
-    identity = identity_of(attempt.run, rank=exchange.rank, world_size=exchange.world_size)
     return InnerAgent(
         place.storage,
         replace(attempt),

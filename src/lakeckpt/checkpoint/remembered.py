@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lakeckpt.checkpoint.agent.generations import Generations, identity_of
+from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
 from lakeckpt.checkpoint.agreement import Talk
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
@@ -25,6 +25,7 @@ from lakeckpt.checkpoint.load import Loaded, loaded_of
 from lakeckpt.checkpoint.manifest import Begin, Captured, Manifest, ReaderRecord
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import ArenaDamaged
+from lakeckpt.lake.storage import Storage
 from lakeckpt.tracking.merge import is_part, merge_states
 from lakeckpt.wire.codec import dumps, loads
 from lakeckpt.wire.skips import skips_from_wire, skips_to_wire
@@ -92,10 +93,11 @@ class Recalled:
 
 
 class Remembered:
-    """The memory of ``rank`` of ``world_size``, in ``folder``. Used by one thread; `let_go` of it at the end."""
+    """The memory of ``rank`` of ``world_size``, in ``folder``, of runs in ``storage``. Used by one thread; `let_go` of
+    it at the end."""
 
-    def __init__(self, folder: ArenaFolder, *, rank: int, world_size: int) -> None:
-        self._folder, self._rank, self._world_size = folder, rank, world_size
+    def __init__(self, folder: ArenaFolder, storage: Storage, *, rank: int, world_size: int) -> None:
+        self._folder, self._storage, self._rank, self._world_size = folder, storage, rank, world_size
         self._held = ExitStack()
 
     def found(self, run: str, offer: Offer) -> set[Captured]:
@@ -109,7 +111,8 @@ class Remembered:
         return {one for one in every if offer.takes(one)}
 
     def _generations(self, run: str) -> Generations:
-        return Generations(self._folder, identity_of(run, rank=self._rank, world_size=self._world_size))
+        digest = digest_of_run(run, self._storage)
+        return Generations(self._folder, identity_of(digest, rank=self._rank, world_size=self._world_size))
 
     def recall(self, run: str, which: Captured, *, recorded: int | None) -> Recalled:
         """Read a generation, which stays as it is until `let_go`; the log has recorded all up to step ``recorded``.

@@ -116,7 +116,7 @@ class Restorer:
         self._objects = objects
         self._chooser = Chooser(storage, world_size=exchange.world_size, speaker=exchange.rank == 0, clock=clock)
         self._memory = (
-            None if arenas is None else Remembered(arenas, rank=exchange.rank, world_size=exchange.world_size)
+            None if arenas is None else Remembered(arenas, storage, rank=exchange.rank, world_size=exchange.world_size)
         )
         self._forgotten: set[Captured] = set()
         self._all = Together(exchange)

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _known(places: Sequence[str], options: Mapping[str, Any] | None) -> dict[str | None, _Known]:
     """The runs at ``places``, by their digests. `CheckpointNotFound` where there is none."""
-    from lakeckpt.checkpoint.agent.leftovers import digest_of_run
+    from lakeckpt.checkpoint.agent.generations import digest_of_run
     from lakeckpt.checkpoint.ledger import read_history
     from lakeckpt.lake.storage import describe, open_storage
 
@@ -88,7 +88,7 @@ def _known(places: Sequence[str], options: Mapping[str, Any] | None) -> dict[str
         if history.run is None:
             raise CheckpointNotFound(f"there is no run at {describe(storage)}: name the place of a run")
         step = None if history.tip is None else history.tip.step
-        found[digest_of_run(history.run)] = _Known(place=describe(storage), step=step)
+        found[digest_of_run(history.run, storage).hex()] = _Known(place=describe(storage), step=step)
     return found
 
 

@@ -23,6 +23,8 @@ from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.lake.storage import Storage
 
 RUN = "0123456789abcdef" * 2
+DIGEST = bytes(range(16))
+"""By what the node knows it."""
 SIZE = 256
 SPEC = TensorSpec(key="m/w", dtype="uint8", shape=(SIZE,))
 OWN = TensorSpec(key="m/own", dtype="uint8", shape=(SIZE,))
@@ -41,7 +43,7 @@ def plan() -> SlicePlan:
 def make_arena(folder: str | Path, rank: int = 0, world_size: int = 1, *, generations: int = 3) -> Arena:
     slices = plan()
     layout = ArenaLayout(
-        identity=identity_of(RUN, rank=rank, world_size=world_size),
+        identity=identity_of(DIGEST, rank=rank, world_size=world_size),
         plan=slices.digest,
         data_bytes=slices.data_bytes,
         slice_bytes=slices.slice_bytes,
@@ -98,7 +100,7 @@ class Desk:
         self.settled = threading.Event()  # something was reported since it was cleared
         self.persister = Persister(
             storage,
-            Generations(ArenaFolder(folder), identity_of(RUN, rank=rank, world_size=world_size)),
+            Generations(ArenaFolder(folder), identity_of(DIGEST, rank=rank, world_size=world_size)),
             attempt(),
             rank=rank,
             world_size=world_size,

@@ -25,7 +25,7 @@ from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, open_storage
-from tests.checkpoint.agent.rig import RUN, begin, fill, make_arena
+from tests.checkpoint.agent.rig import DIGEST, RUN, begin, fill, make_arena
 from tests.patience import PATIENCE_S
 
 
@@ -41,6 +41,7 @@ class Node:
             uri=self.storage.name,
             storage_options={},
             run=RUN,
+            digest=DIGEST,
             attempt=attempt,
             last=attempt,
             parent=None,
@@ -59,7 +60,7 @@ class Node:
 
     @property
     def place(self) -> AgentPlace:
-        return AgentPlace.of(str(self.arenas), RUN)
+        return AgentPlace(str(self.arenas), DIGEST.hex())
 
     @property
     def pid(self) -> int:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from tests.checkpoint.agent.rig import RUN, fill, make_arena
+from tests.checkpoint.agent.rig import DIGEST, fill, make_arena
 
 
 def test_a_step_that_two_attempts_have_captured_is_found_for_each(tmp_path: Path) -> None:
     """An attempt that goes on from a step in memory, and ends at once, captures that step again."""
-    generations = Generations(ArenaFolder(tmp_path), identity_of(RUN, rank=0, world_size=1))
+    generations = Generations(ArenaFolder(tmp_path), identity_of(DIGEST, rank=0, world_size=1))
     with make_arena(tmp_path) as arena:
         for attempt in (0, 1):
             fill(arena, 6, attempt=attempt, common=5)

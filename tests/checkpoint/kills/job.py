@@ -173,7 +173,7 @@ class Site:
 
     def _train(self, asks: socket.socket, points: Points) -> None:
         def start(agent: link.AgentLink, log: str) -> None:
-            asks.send(json.dumps([agent._hello.arenas, agent._hello.run]).encode())
+            asks.send(json.dumps([agent._hello.arenas, agent._hello.digest.hex()]).encode())
             assert asks.recv(1) == b"+"
 
         link.AgentLink._start = start  # type: ignore[method-assign]

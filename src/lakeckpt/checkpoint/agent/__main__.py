@@ -1,4 +1,7 @@
-"""``python -m lakeckpt.checkpoint.agent FOLDER RUN [LINGER_S]``: the agent of a run on this node. Trainers start it."""
+"""``python -m lakeckpt.checkpoint.agent FOLDER DIGEST [LINGER_S]``: the agent of a run on this node.
+
+Trainers start it.
+"""
 
 import os
 import sys

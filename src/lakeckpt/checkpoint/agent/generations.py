@@ -7,6 +7,7 @@ looked for, not named. It only reads, and removes arenas that nobody fills. Impo
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 from lakeckpt.checkpoint.arena.arena import Arena, Held
@@ -14,13 +15,27 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.errors import ArenaError
+from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage import Storage
 
-__all__ = ["Generations", "identity_of"]
+__all__ = ["Generations", "digest_of_run", "identity_of"]
 
 
-def identity_of(run: str, *, rank: int, world_size: int) -> ArenaIdentity:
-    """Whose the arenas of ``rank`` of a run are."""
-    return ArenaIdentity(run=short_digest(run.encode()), rank=rank, world=world_size)
+def digest_of_run(run: str, storage: Storage) -> bytes:
+    """By what the arenas and the agent of the run in ``storage`` are known on a node: 16 bytes.
+
+    Of its place, too, where ``storage`` has a ``name``: a copy of a run has the same id, and goes its own way. A run
+    that was moved is another one here, and goes on from its newest checkpoint.
+    """
+    place = str(getattr(storage, "name", ""))
+    if isinstance(storage, LocalStorage):
+        place = os.path.realpath(place)
+    return short_digest(run.encode(), os.fsencode(place))
+
+
+def identity_of(digest: bytes, *, rank: int, world_size: int) -> ArenaIdentity:
+    """Whose the arenas of ``rank`` of the run with this `digest_of_run` are."""
+    return ArenaIdentity(run=digest, rank=rank, world=world_size)
 
 
 class Generations:

@@ -15,20 +15,14 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from lakeckpt.checkpoint.agent.generations import identity_of
 from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
 from lakeckpt.errors import ArenaDamaged, ArenaInUse
 
-__all__ = ["KeptArena", "KeptRun", "Use", "digest_of_run", "kept_in", "reclaim"]
+__all__ = ["KeptArena", "KeptRun", "Use", "kept_in", "reclaim"]
 
 Use = Literal["filled", "kept by its agent", "left", "damaged"]
 """Who needs an arena: its trainer; an agent, to persist it or for a trainer that died; nobody; nobody can use it."""
-
-
-def digest_of_run(run: str) -> str:
-    """By what the arenas and the agent of ``run`` know it: 32 hexadecimal digits."""
-    return identity_of(run, rank=0, world_size=1).run.hex()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +42,9 @@ class KeptArena:
 class KeptRun:
     """What a run keeps in a folder of arenas.
 
-    ``digest``: `digest_of_run`; None for arenas that cannot be read. ``agent``: the process of its agent, 0 where one
-    is about to begin or to end, None where none lives. ``files``: how many are left of an agent that has ended.
+    ``digest``: `digest_of_run`, as 32 hexadecimal digits; None for arenas that cannot be read. ``agent``: the process
+    of its agent, 0 where one is about to begin or to end, None where none lives. ``files``: how many are left of an
+    agent that has ended.
     """
 
     digest: str | None

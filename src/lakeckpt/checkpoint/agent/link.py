@@ -185,7 +185,7 @@ class AgentLink:
         self._unsent.clear()
 
     def _connect(self) -> None:
-        place = AgentPlace.of(self._hello.arenas, self._hello.run)
+        place = AgentPlace(self._hello.arenas, self._hello.digest.hex())
         for _ in range(_START_TRIES):
             connection = place.connected()
             if connection is None:
@@ -207,7 +207,7 @@ class AgentLink:
         """Start an agent; the process that is started here ends as soon as the agent runs in the background."""
         command = [
             self._python, "-P", "-m", "lakeckpt.checkpoint.agent",
-            self._hello.arenas, self._hello.run, str(self._linger_s),
+            self._hello.arenas, self._hello.digest.hex(), str(self._linger_s),
         ]  # fmt: skip
         # It imports what this process imports, wherever either of them is by now.
         places = os.pathsep.join(dict.fromkeys(os.path.abspath(one) for one in sys.path))

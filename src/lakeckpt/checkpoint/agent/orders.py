@@ -35,6 +35,8 @@ class Hello:
     uri: str
     storage_options: Mapping[str, Any]
     run: str
+    digest: bytes
+    """By what the run is known on this node."""
     attempt: int
     last: int
     parent: int | None
@@ -171,6 +173,7 @@ def _hello(plain: Mapping[str, Any]) -> Hello:
         uri=taken(plain, "uri", str),
         storage_options=taken(plain, "storage_options", dict),
         run=taken(plain, "run", str),
+        digest=taken(plain, "digest", bytes),
         attempt=number(plain, "attempt"),
         last=number(plain, "last"),
         parent=_optional(plain, "parent"),

@@ -11,26 +11,18 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from typing import Self
-
-from lakeckpt.checkpoint.digests import short_digest
 
 __all__ = ["AgentPlace", "short_path"]
 
 
 class AgentPlace:
-    """The place of an agent in ``folder``; ``digest``: of the name of its run, 32 hexadecimal digits."""
+    """The place of an agent in ``folder``; ``digest``: by what its run is known there (`digest_of_run`), as text."""
 
     __slots__ = ("lock", "log", "socket")
 
     def __init__(self, folder: str, digest: str) -> None:
         base = os.path.join(folder, digest)
         self.socket, self.lock, self.log = f"{base}.socket", f"{base}.lock", f"{base}.log"
-
-    @classmethod
-    def of(cls, folder: str, run: str) -> Self:
-        """The place of the agent of ``run``."""
-        return cls(folder, short_digest(run.encode()).hex())
 
     def connected(self) -> socket.socket | None:
         """A connection to the agent; None where none listens."""

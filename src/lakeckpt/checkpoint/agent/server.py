@@ -176,7 +176,7 @@ class _Session:
         self._ordered = 0
         self._connection = connection
         self._sending = threading.Lock()
-        self.identity = identity_of(hello.run, rank=hello.rank, world_size=hello.world_size)
+        self.identity = identity_of(hello.digest, rank=hello.rank, world_size=hello.world_size)
         self._generations = Generations(ArenaFolder(hello.arenas), self.identity)
         attempt = Attempt(
             run=hello.run,
@@ -292,16 +292,18 @@ def _printed(text: str) -> None:
     sys.stderr.flush()
 
 
-def main(folder: str, run: str, *, linger_s: float = LINGER_S) -> int:
-    """Be the agent of ``run`` in the background, unless there is one. Returns in the process that called, when trainers
-    can connect: 0, or 1 where it could not be."""
+def main(folder: str, digest: str, *, linger_s: float = LINGER_S) -> int:
+    """Be the agent of the run that is known by ``digest``, in the background, unless there is one.
+
+    Returns in the process that called, when trainers can connect: 0, or 1 where it could not be.
+    """
     told, tells = os.pipe()
     if os.fork():
         os.close(tells)
         return 0 if os.read(told, 1) else 1
     os.setsid()
     os.close(told)
-    place = AgentPlace.of(folder, run)
+    place = AgentPlace(folder, digest)
     lock = poll(lambda: _lock(place), waiter=SystemWaiter(), timeout_s=_END_S)
     if not lock:
         os.write(tells, b"+")
@@ -313,7 +315,7 @@ def main(folder: str, run: str, *, linger_s: float = LINGER_S) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
     os.write(tells, b"+")
     os.close(tells)
-    _printed(f"the agent of run {run} begins, process {os.getpid()}")
+    _printed(f"the agent of {digest} begins, process {os.getpid()}")
     try:
         agent.serve()
     finally:
