@@ -249,6 +249,46 @@ def test_where_an_arena_does_not_fit_on_one_rank_all_save_synchronously(
     assert steps_of(storage) == [3, 6, 7]
 
 
+def test_memory_that_is_gone_costs_captures_and_is_told_once_and_at_each_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on: what was captured before stays, and the next capture comes when there is memory again."""
+    storage, objects = MemoryStorage(), training()
+    room, is_full = ArenaFolder._check_room, False
+
+    def checked(*given: Any, **options: Any) -> None:
+        if is_full:
+            raise ArenaTooLarge("an arena of 3 generations does not fit")
+        room(*given, **options)
+
+    monkeypatch.setattr(ArenaFolder, "_check_room", checked)
+    with managed(storage, objects, tmp_path, persist_every=5) as saver:
+        saver.restore()
+        engine = saver._background._engine  # type: ignore[union-attr]
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                train(saver, objects, 1)
+                with contextlib.suppress(ArenaTooLarge):
+                    engine._idle()
+
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            steps(5)
+            saver.wait()
+            is_full = True
+            objects["model"].register_buffer("grown", torch.zeros(2**20))
+            steps(10)
+            lost = [str(one.message) for one in told if one.category is SaveWarning]
+            assert len(lost) == 3 and all("does not fit" in one and "synchronously" in one for one in lost)
+            with pytest.raises(SaveFailed, match="does not fit"):
+                saver.save()
+            is_full = False
+            steps(3)
+        assert saver.save() is not None
+    assert steps_of(storage) == [5, 18]
+
+
 def test_a_superseded_attempt_is_told_so(tmp_path: Path) -> None:
     storage, objects = MemoryStorage(), training()
     saver = managed(storage, objects, tmp_path)

@@ -81,19 +81,28 @@ class Background:
         self._captured: int | None = None  # the last cut of which a capture began, if it was not handed over
         self._settled = False
         self._no_arena: ArenaError | None = None
+        self._has_told = False  # that there is none any more
 
     # --- cuts
 
     def cut(self, step: int) -> None:
-        """Begin to capture the cut of ``step``, if that can be done now."""
+        """Begin to capture the cut of ``step``, if that can be done now.
+
+        `SaveFailed` where there is no arena any more: once, until there is one again.
+        """
+        failure: SaveFailed | None = None
         if self._no_arena is None:
             try:
-                self._capture(step, self._journal.legs(step), must=False)
+                if self._capture(step, self._journal.legs(step), must=False):
+                    self._has_told = False
             except ArenaError as error:
-                if self._settled:
-                    raise
-                self._no_arena = error
+                if not self._settled:
+                    self._no_arena = error
+                elif not self._has_told:
+                    self._has_told, failure = True, _no_arena_any_more(step, error)
         self._give()
+        if failure is not None:
+            raise failure
 
     def save(self, step: int, metric: float | None, *, patient: bool) -> bool:
         """Capture the cut of ``step``, and have it persisted. False where some rank has no arena: nothing was begun,
@@ -112,7 +121,8 @@ class Background:
                 self._has_captured(step) or self._capture(step, legs, must=True, patient=patient)
             )
         except ArenaError as error:
-            failure, self._no_arena = error, None if self._settled else error
+            failure = _no_arena_any_more(step, error)
+            self._no_arena = None if self._settled else error
         except Exception as error:
             failure = error
         if not self._settled and not self._all_have_arenas():
@@ -238,7 +248,8 @@ class Background:
 
     def wait(self) -> None:
         """Return when something came of every save, or raise `CheckpointIncomplete` where the agent is silent."""
-        self._engine.wait()
+        with suppress(ArenaError):  # a save has said so, or the next one will
+            self._engine.wait()
         self._give()
         for order in [self._ready.pop(one) for one in sorted(self._ready)]:
             self._give_now(order)  # its capture was given up
@@ -263,3 +274,11 @@ class Background:
         self._generations.close()
         self._engine.close()
         self._agent.close(well=well)
+
+
+def _no_arena_any_more(step: int, error: ArenaError) -> SaveFailed:
+    failure = SaveFailed(
+        f"step {step} was not captured: {error}. Where arenas do not fit, one that is started again saves synchronously"
+    )
+    failure.__cause__ = error
+    return failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.verify import verify
+from lakeckpt.errors import AgentError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, open_storage
 from tests.checkpoint.agent.rig import DIGEST, RUN, begin, fill, make_arena
@@ -266,6 +268,33 @@ def test_an_agent_that_takes_no_messages_does_not_hold_training_up(node: Node) -
         pid = node.pid
         link.close(well=True)
         assert ended(pid) and node.committed() == [3]
+
+
+def test_where_the_folder_was_removed_the_next_agent_makes_it_and_the_last_one_leaves_it_alone(node: Node) -> None:
+    begin(node.storage)
+    first, agent = node.link(), node.pid
+    shutil.rmtree(node.arenas)
+    link = node.link()
+    another = node.pid
+    assert another != agent
+    first.close(well=True)
+    assert ended(agent)
+    with node.place.connected() or pytest.fail("the socket was that of the other one"):
+        pass
+    with make_arena(node.arenas) as arena:
+        fill(arena, 3)
+        link.order(Order(step=3, number=0))
+        assert answer(link).slot == 1
+    link.close(well=True)
+    assert ended(another) and node.committed() == [3]
+
+
+def test_an_agent_that_has_nowhere_to_be_is_told_as_that(node: Node) -> None:
+    shutil.rmtree(node.arenas)
+    node.arenas.write_text("no folder")
+    with pytest.raises(AgentError, match=r"an agent cannot be started, as its log cannot be written: .*arenas"):
+        node.link()
+    node.arenas.unlink()
 
 
 ELSEWHERE = """

@@ -10,6 +10,7 @@ import pytest
 from lakeckpt.checkpoint.agent.orders import Order
 from lakeckpt.checkpoint.agent.persister import chosen
 from lakeckpt.checkpoint.agent.will import WILL
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.parts import SaveId
@@ -88,6 +89,17 @@ def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: 
         again = Desk(storage, tmp_path, EventWaiter(storage))
         serve(again, (7, 1))
     assert committed(storage) == [7]
+
+
+def test_where_nothing_is_in_memory_any_more_that_is_a_failure_and_no_choice(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    desk = Desk(storage, tmp_path, EventWaiter(storage))
+    with make_arena(tmp_path) as arena:
+        fill(arena, 3)
+    ArenaFolder(tmp_path).remove(arena.name)
+    serve(desk, (3, 0))
+    assert desk.said() == [(3, "save_failed")] and "its arena was removed" in desk.outcomes[0].text
 
 
 def test_a_cut_that_is_gone_says_nothing_of_what_earlier_ones_wrote(tmp_path: Path) -> None:

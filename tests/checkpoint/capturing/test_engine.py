@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,7 @@ def made(folder: ArenaFolder) -> Iterator[Made]:
     every: list[CaptureEngine] = []
 
     def make(objects: dict[str, Any], **options: Any) -> CaptureEngine:
-        every.append(CaptureEngine(objects, IDENTITY, **{"folder": folder, "slice_bytes": 4096, **options}))
+        every.append(CaptureEngine(objects, **{"identity": IDENTITY, "folder": folder, "slice_bytes": 4096, **options}))
         return every[-1]
 
     yield make
@@ -641,10 +643,110 @@ def test_an_arena_that_does_not_fit_is_told_at_the_next_cut(
 ) -> None:
     job = Job()
     engine = made(job.objects)
-    monkeypatch.setattr(type(folder), "_check_room", lambda *_: (_ for _ in ()).throw(ArenaTooLarge("no room")))
+    monkeypatch.setattr(type(folder), "_check_room", lambda *_, **__: (_ for _ in ()).throw(ArenaTooLarge("no room")))
     assert not cut(engine, 1)
     with pytest.raises(ArenaTooLarge, match="no room"):
         engine.wait()
+
+
+class OneFits:
+    """A file system with room for one arena of a size, and not for a larger one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: ArenaFolder) -> None:
+        self.room_bytes: int | None = None
+        check = ArenaFolder._check_room
+
+        def checked(given: ArenaFolder, opened: int, layout: Any, *, freed_bytes: int = 0) -> None:
+            taken = sum(one.size_bytes for one in folder.found()) - freed_bytes
+            self.room_bytes = layout.size_bytes * 3 // 2 if self.room_bytes is None else self.room_bytes
+            if taken + layout.size_bytes > self.room_bytes:
+                raise ArenaTooLarge("no room")
+            check(given, opened, layout, freed_bytes=freed_bytes)
+
+        patch.setattr(ArenaFolder, "_check_room", checked)
+
+
+def test_a_state_that_outgrows_all_memory_leaves_what_is_complete_where_it_is(
+    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits, job = OneFits(monkeypatch, folder), Job()
+    engine = made(job.objects)
+    for step in (1, 2):
+        job.step()
+        assert cut(engine, step, must=True)
+    engine.wait()
+    job.model.register_buffer("grown", torch.zeros(2**20))
+    for _ in range(3):
+        with pytest.raises(ArenaTooLarge, match="no room"):
+            cut(engine, 3, must=True)
+        assert steps_in(folder) == [2, 1]
+    assert fits.room_bytes is not None
+    fits.room_bytes *= 20
+    assert cut(engine, 4, must=True) and engine.wait() == 4
+    assert sorted(steps_in(folder)) == [1, 2, 4]
+
+
+def test_where_only_the_new_arena_fits_the_old_one_is_removed_for_it(
+    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    OneFits(monkeypatch, folder)
+    job = Job()
+    engine = made(job.objects)
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+    job.model.register_buffer("grown", torch.zeros(2**14))
+    assert cut(engine, 2, must=True) and engine.wait() == 2
+    assert steps_in(folder) == [2]
+
+
+@pytest.mark.parametrize("must", [False, True])
+def test_an_arena_that_somebody_removed_is_made_anew_and_that_is_told(
+    made: Made, folder: ArenaFolder, *, must: bool
+) -> None:
+    job = Job()
+    engine = made(job.objects)
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+    shutil.rmtree(folder.path)
+    job.step()
+    if must:
+        with pytest.warns(CaptureWarning, match=r"an arena was removed .* RemoveIPC=no"):
+            assert cut(engine, 2, must=True)
+    else:
+        assert not cut(engine, 2)
+        with pytest.warns(CaptureWarning, match="an arena was removed"):
+            engine.wait()
+        assert cut(engine, 2)
+    expected = state_of(job.objects)
+    assert engine.wait() == 2 and steps_in(folder) == [2]
+    assert_same(kept_state(folder, 2), expected)
+    job.step()
+    assert cut(engine, 3) and engine.wait() == 3, "told once"
+
+
+def test_memory_that_the_run_left_on_another_number_of_ranks_gives_way(
+    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt has begun since: nothing goes on from it. What another run left is not its own."""
+    job, another = Job(), b"another run's id"
+    for identity in (replace(IDENTITY, world=IDENTITY.world + 1), replace(IDENTITY, run=another)):
+        engine = made(job.objects, identity=identity)
+        assert cut(engine, 1, must=True)
+        engine.close()
+    lives = made(job.objects, identity=replace(IDENTITY, world=IDENTITY.world + 2))
+    assert cut(lives, 1, must=True)
+    lives.wait()
+    engine = made(job.objects)
+    for step in (2, 3):
+        job.step()
+        assert cut(engine, step, must=True)
+    engine.wait()
+    left = [(one.identity.run == another, one.identity.world, one.steps) for one in folder.found() if one.identity]
+    assert sorted(left) == sorted(
+        [(True, IDENTITY.world, (1,)), (False, IDENTITY.world + 2, (1,)), (False, IDENTITY.world, (3, 2))]
+    )
 
 
 def test_a_failing_copy_is_told_and_the_next_cut_is_captured(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,10 @@ from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Hello, Order, Outc
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.agent.server import LINGER_S
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.publish import Attempt, Settings
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
-from lakeckpt.errors import AgentError, SaveFailed, WireError
+from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
 from lakeckpt.lake.storage import Storage
 
 __all__ = ["AgentLike", "AgentLink", "InnerAgent"]
@@ -212,7 +213,11 @@ class AgentLink:
         # It imports what this process imports, wherever either of them is by now.
         places = os.pathsep.join(dict.fromkeys(os.path.abspath(one) for one in sys.path))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        told = os.open(log, flags, 0o600)
+        try:
+            ArenaFolder(self._hello.arenas).make()  # it may have been removed since
+            told = os.open(log, flags, 0o600)
+        except (OSError, ArenaError) as error:
+            raise AgentError(f"an agent cannot be started, as its log cannot be written: {error}") from error
         try:
             subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=told, stderr=told, start_new_session=True, check=True,

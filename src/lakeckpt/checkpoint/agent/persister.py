@@ -30,7 +30,7 @@ from lakeckpt.checkpoint.publish import Attempt, Publisher, Settings
 from lakeckpt.checkpoint.records import RecordTalk
 from lakeckpt.checkpoint.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.waiting import Waiter
-from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveLeftOut, StorageError
+from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, SaveLeftOut, StorageError
 from lakeckpt.lake.storage import Storage
 
 __all__ = ["Persister", "chosen"]
@@ -215,6 +215,11 @@ class Persister:
         with self._generations.hold(order.step, str(self._publisher.attempt.number)) as held:
             taken: StagedCut | Exception
             try:
+                if held is None and not self._generations.steps():
+                    raise SaveFailed(
+                        f"step {order.step} was not saved: nothing that rank {self.rank} has captured is in memory any "
+                        "more: its arena was removed, or all of its captures were given up"
+                    )
                 if held is None:
                     raise SaveLeftOut(
                         f"step {order.step} was left out: rank {self.rank} had not captured it, or newer cuts took its "

@@ -74,6 +74,10 @@ class AgentPlace:
             return int(told.read())
         return 0
 
+    def has(self, lock: int) -> bool:
+        """Whether ``lock``, which was taken, is that of this place still: its files may have been removed since."""
+        return _is_at(lock, self.lock)
+
     def remove(self) -> None:
         """Remove what an agent left. Only for whoever has the lock."""
         for path in (self.socket, self.log, self.lock):

@@ -320,8 +320,9 @@ def main(folder: str, digest: str, *, linger_s: float = LINGER_S) -> int:
         agent.serve()
     finally:
         _printed("the agent ends")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(place.socket)
+        if place.has(lock):  # else the socket there is another agent's
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(place.socket)
     return 0
 
 

@@ -94,6 +94,11 @@ class Arena:
         """Whether another opening of this arena fills it: its trainer lives."""
         return self._locks.taken(self._writer)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether anybody can find it: its file has not been removed."""
+        return os.fstat(self._descriptor).st_nlink > 0
+
     # --- what is complete
 
     def complete(self) -> list[GenerationRecord]:

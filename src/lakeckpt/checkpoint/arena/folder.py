@@ -16,6 +16,7 @@ import fcntl
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.arena.arena import Arena
@@ -82,6 +83,18 @@ class ArenaFolder:
                 raise
         finally:
             os.close(folder)
+
+    def has_room(self, layout: ArenaLayout, *, instead_of: Sequence[str]) -> bool:
+        """Whether an arena fits when those that are named are removed, as far as can be told beforehand."""
+        folder = self._opened(make=True)
+        try:
+            freed = sum(_size_bytes(name, folder) for name in set(instead_of))
+            self._check_room(folder, layout, freed_bytes=freed)
+        except ArenaTooLarge:
+            return False
+        finally:
+            os.close(folder)
+        return True
 
     def open(self, name: str, *, writes: bool = False) -> Arena:
         """Open an arena that `found` named. `ArenaDamaged`, `ArenaInUse`; ``FileNotFoundError`` where it is gone."""
@@ -183,12 +196,12 @@ class ArenaFolder:
 
     # --- making one
 
-    def _check_room(self, folder: int, layout: ArenaLayout) -> None:
+    def _check_room(self, folder: int, layout: ArenaLayout, *, freed_bytes: int = 0) -> None:
         told = os.fstatvfs(folder)
         free = told.f_bavail * told.f_frsize - int(_SPARED * told.f_blocks * told.f_frsize)
         if self.path.startswith(_SHM + "/"):
             free = min(free, available_bytes())
-        if layout.size_bytes > free:
+        if layout.size_bytes > free + freed_bytes:
             raise ArenaTooLarge(
                 f"an arena of {layout.generations} generations of {layout.data_bytes / 2**30:.2f} GiB takes "
                 f"{layout.size_bytes / 2**30:.2f} GiB, and {max(free, 0) / 2**30:.2f} GiB are free in {self.path!r}: "
@@ -228,6 +241,12 @@ class ArenaFolder:
         block = layout.to_bytes()
         written = os.pwrite(descriptor, block, 0)
         assert written == len(block), "a few bytes into allocated memory"
+
+
+def _size_bytes(name: str, folder: int) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
+    return 0
 
 
 def _nameless(folder: int) -> int | None:

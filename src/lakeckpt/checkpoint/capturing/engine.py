@@ -50,6 +50,9 @@ _RECORDS = 4096
 _DEFAULT_SCRATCH_BYTES = 256 * 2**20
 _SLOW = """CUDA cannot pin the memory of the arena: captures are correct, and training waits for copies at its fences. \
 Let arenas lie in host memory (/dev/shm), not on a disk"""
+_REMOVED = """the file of an arena was removed while its trainer lived; another one was made. Until the next cut is \
+complete, what is not in storage can be lost. Where nobody has emptied the folder, systemd does so as a user logs out: \
+RemoveIPC=no in logind.conf, or another folder for arenas, prevents that"""
 
 
 class CaptureEngine:
@@ -335,6 +338,8 @@ class CaptureEngine:
                 self._store.make(plan, max(size_bytes, self._documents_bytes), links)
                 if self._store.is_slow:
                     self._warning = _SLOW
+                if self._store.was_removed:
+                    self._store.was_removed, self._warning = False, _REMOVED
             except Exception as error:
                 self._failure = error
             with self._changed:

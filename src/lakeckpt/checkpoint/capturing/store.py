@@ -2,7 +2,9 @@
 
 `ArenaStore` holds the one arena that is being filled, with the copies of each slice made ready for each of its
 generations. Making an arena takes as long as copying all of it, so this is done by the copier, beside training. An
-arena that a plan has outgrown is kept until the new one holds two complete generations, unless both do not fit.
+arena that a plan has outgrown is kept until the new one holds two complete generations, unless both do not fit and the
+new one alone does. So are those that the run has left from another number of ranks: nothing goes on from them, since
+this attempt has begun. One whose file was removed by somebody is made anew.
 
 Called by the copier alone, but for `ready`. It starts no threads.
 """
@@ -34,6 +36,8 @@ class ArenaStore:
         self.arena: Arena | None = None
         self.is_slow = False
         """Whether its memory could not be pinned: copies from a device keep whoever makes them waiting."""
+        self.was_removed = False
+        """Whether somebody else removed an arena while it was being filled."""
         self._folder, self._identity, self._step, self._generations = folder, identity, step, generations
         self._outgrown: list[str] = []
         self._found: list[str] | None = None
@@ -43,8 +47,8 @@ class ArenaStore:
         self._links: Links = {}
 
     def ready(self, plan: CapturePlan, documents_bytes: int) -> bool:
-        """Whether the arena fits."""
-        layout = None if self.arena is None else self.arena.layout
+        """Whether the arena fits, and is where it can be found."""
+        layout = None if self.arena is None or not self.arena.is_there else self.arena.layout
         return layout is not None and layout.plan == plan.slices.digest and layout.documents_bytes >= documents_bytes
 
     def make(self, plan: CapturePlan, documents_bytes: int, links: Links) -> None:
@@ -59,6 +63,7 @@ class ArenaStore:
         )
         if self._found is None:
             self._found = self._left()
+        self.was_removed = self.was_removed or (self.arena is not None and not self.arena.is_there)
         self._let_go()
         self.arena = self._again(layout) or self._new(layout)
         self.arena.touch()
@@ -71,8 +76,16 @@ class ArenaStore:
             self.moves(plan, number)
 
     def _left(self) -> list[str]:
-        """The names of the arenas that an earlier process of this rank has left."""
-        return [one.name for one in self._folder.found() if one.identity == self._identity and not one.is_filled]
+        """The names of the arenas that an earlier process of this rank has left; those of other worlds are outgrown."""
+        found = []
+        for one in self._folder.found():
+            if one.identity is None or one.identity.run != self._identity.run or one.is_filled:
+                continue
+            if one.identity.world != self._identity.world:
+                self._outgrown.append(one.name)
+            elif one.identity == self._identity:
+                found.append(one.name)
+        return found
 
     def _again(self, layout: ArenaLayout) -> Arena | None:
         """One that was left and fits, without what the history no longer holds; None where there is none."""
@@ -97,7 +110,7 @@ class ArenaStore:
         try:
             return self._folder.create(layout)
         except ArenaTooLarge:
-            if not self._outgrown:
+            if not self._outgrown or not self._folder.has_room(layout, instead_of=self._outgrown):
                 raise
         self._remove_outgrown()  # both do not fit
         return self._folder.create(layout)
