@@ -101,10 +101,13 @@ def test_a_record_that_does_not_read_back_fails_the_save() -> None:
 
 
 def test_where_there_is_nobody_to_wait_for_any_more_it_ends_at_once() -> None:
+    def over() -> None:
+        raise SaveFailed("before their trainers died")
+
     storage = MemoryStorage()
     for rank in range(2):
         waiter = EventWaiter(storage)
-        talk = RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0, is_over=lambda: True)
+        talk = RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0, still=over)
         with pytest.raises(SaveFailed, match="before their trainers died"):
             talk.combine(b"x", lambda messages: messages[0])
         assert waiter.time_s == 0.0

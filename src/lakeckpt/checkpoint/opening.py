@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lakeckpt.checkpoint.agent import environment
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
 from lakeckpt.checkpoint.agent.link import AgentLike, AgentLink, InnerAgent
 from lakeckpt.checkpoint.agent.orders import Hello
@@ -98,6 +99,7 @@ def _agent(
             Hello(
                 uri=place.uri,
                 storage_options=place.storage_options,
+                environment=environment.told(),
                 run=attempt.run,
                 digest=identity.run,
                 attempt=attempt.number,

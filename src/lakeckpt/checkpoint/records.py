@@ -12,12 +12,13 @@ Retention removes the records with the parts. Imports without torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from lakeckpt.checkpoint.agreement import Merge
 from lakeckpt.checkpoint.commit import gave_up
 from lakeckpt.checkpoint.fields import fields_of, taken
 from lakeckpt.checkpoint.parts import PARTS, SaveId
-from lakeckpt.checkpoint.waiting import Waiter, poll
+from lakeckpt.checkpoint.waiting import LONGEST_S, Waiter, poll
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import MissingRanksError, ObjectMissing, SaveFailed, TrackingError, WireError, error_of
 from lakeckpt.lake.storage import Storage
@@ -27,6 +28,7 @@ from lakeckpt.wire.codec import dumps, loads
 __all__ = ["RecordTalk"]
 
 _KIND, _VERSION = "said", (1, 0)
+_T = TypeVar("_T")
 
 
 class RecordTalk:
@@ -41,13 +43,15 @@ class RecordTalk:
         world_size: int,
         waiter: Waiter,
         timeout_s: float,
-        is_over: Callable[[], bool] = lambda: False,
+        still: Callable[[], None] = lambda: None,
+        pause_s: float = LONGEST_S,
     ) -> None:
-        """``is_over``: asked whenever nothing was heard yet; True where there is nobody to wait for any more."""
+        """``still``: called whenever nothing was heard yet; raises where there is nobody to wait for any more.
+        ``pause_s``: how long it waits at the most before it looks again."""
         self.rank, self.world_size = rank, world_size
         self._storage, self._save = storage, save
         self._waiter, self._timeout_s = waiter, timeout_s
-        self._is_over = is_over
+        self._still, self._pause_s = still, pause_s
         self._round = 0
 
     def combine(self, data: bytes, merge: Merge, /) -> bytes:
@@ -89,10 +93,10 @@ class RecordTalk:
                     found[names[path]] = taken(self._read(path), "data", bytes)
             if len(found) == len(others):
                 return True
-            self._refuse_over()
+            self._still()
             return None
 
-        if poll(look, waiter=self._waiter, timeout_s=self._timeout_s) is None:
+        if self._poll(look, self._timeout_s) is None:
             silent = Intervals.of([(rank, rank + 1) for rank in others if rank not in found])
             raise MissingRanksError(
                 f"{name_ranks(silent)} of {self.world_size} said nothing of the save of step {self._save.step} within "
@@ -109,11 +113,11 @@ class RecordTalk:
                 return self._read(path)
             except ObjectMissing:
                 self._refuse_given_up({info.path for info in self._storage.list(self._folder)})
-                self._refuse_over()
+                self._still()
                 return None
 
         # Rank 0 waits for all others first, as long as it may.
-        heard = poll(look, waiter=self._waiter, timeout_s=2 * self._timeout_s)
+        heard = self._poll(look, 2 * self._timeout_s)
         if heard is None:
             raise MissingRanksError(
                 f"rank 0 of {self.world_size} did not say what follows for the save of step {self._save.step} within "
@@ -130,11 +134,8 @@ class RecordTalk:
         except WireError as error:
             raise SaveFailed(f"{path} does not read back as it was written: {error}") from error
 
-    def _refuse_over(self) -> None:
-        if self._is_over():
-            raise SaveFailed(
-                f"the save of step {self._save.step} was begun by some ranks only before their trainers died"
-            )
+    def _poll(self, look: Callable[[], _T | None], timeout_s: float) -> _T | None:
+        return poll(look, waiter=self._waiter, timeout_s=timeout_s, longest_s=self._pause_s)
 
     def _refuse_given_up(self, listed: set[str]) -> None:
         for rank in range(self.world_size):

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-__all__ = ["SystemWaiter", "Waiter", "poll"]
+__all__ = ["LONGEST_S", "SystemWaiter", "Waiter", "poll"]
 
 _FIRST_S = 0.005
-_LONGEST_S = 1.0
+LONGEST_S = 1.0
+"""The longest pause between two looks."""
 
 _T = TypeVar("_T")
 
@@ -41,10 +42,10 @@ class SystemWaiter:
         time.sleep(seconds)
 
 
-def poll(look: Callable[[], _T | None], *, waiter: Waiter, timeout_s: float) -> _T | None:
+def poll(look: Callable[[], _T | None], *, waiter: Waiter, timeout_s: float, longest_s: float = LONGEST_S) -> _T | None:
     """What ``look`` returns, as soon as that is not None; None when ``timeout_s`` have passed.
 
-    It looks at least once, and once more after the deadline's last wait.
+    It looks at least once, and once more after the deadline's last wait; ``longest_s``: the longest pause between.
     """
     deadline, pause = waiter.now() + timeout_s, _FIRST_S
     while (found := look()) is None:
@@ -52,5 +53,5 @@ def poll(look: Callable[[], _T | None], *, waiter: Waiter, timeout_s: float) -> 
         if left <= 0:
             return None
         waiter.wait(min(pause, left))
-        pause = min(2 * pause, _LONGEST_S)
+        pause = min(2 * pause, longest_s)
     return found

@@ -94,6 +94,7 @@ class Desk:
         rank: int = 0,
         world_size: int = 1,
         settings: Settings = SETTINGS,
+        linger_s: float = 0.0,
     ) -> None:
         self.outcomes: list[Outcome] = []
         self.log: list[str] = []
@@ -108,6 +109,7 @@ class Desk:
             waiter=waiter,
             report=self._report,
             log=self.log.append,
+            linger_s=linger_s,
         )
 
     def _report(self, outcome: Outcome) -> None:

@@ -12,10 +12,13 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lakeckpt.checkpoint.agent.environment import take_over, told
 from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.orders import Hello, Order, Outcome
 from lakeckpt.checkpoint.agent.place import AgentPlace
@@ -42,6 +45,7 @@ class Node:
         return Hello(
             uri=self.storage.name,
             storage_options={},
+            environment=told(),
             run=RUN,
             digest=DIGEST,
             attempt=attempt,
@@ -354,6 +358,84 @@ def test_what_was_captured_when_the_agent_has_to_end_is_in_storage_or_stays_in_m
     assert node.committed() == [1, 3] or (node.committed() == [1] and in_memory == [3])
 
 
+@pytest.mark.parametrize("says_bye", [True, False])
+def test_a_job_that_is_told_to_end_with_its_agent_loses_nothing(node: Node, *, says_bye: bool) -> None:
+    """Slurm and systemd signal all processes of a job: its trainers save once more, or just die."""
+    begin(node.storage)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 1)
+        link = node.link(linger_s=PATIENCE_S)
+        agent = node.pid
+        os.kill(agent, signal.SIGTERM)
+        assert not select.select([], [], [], 1.5)[0]
+        fill(arena, 2)
+        if says_bye:
+            link.order(Order(step=2, number=0))
+            assert answer(link).slot == 1
+    link.close(well=says_bye)
+    assert ended(agent) and node.committed() == [2] and ArenaFolder(node.arenas).found() == []
+
+
+class Within:
+    """An agent in a thread of the test."""
+
+    def __init__(self, node: Node, **options: Any) -> None:
+        lock = node.place.take()
+        assert lock is not None
+        self.lock, self.said = lock, list[str]()
+        self.agent = Agent(node.place.listener(), log=self.said.append, **options)
+        self.thread = threading.Thread(target=self.agent.serve, daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive(), self.said
+        os.close(self.lock)
+
+
+def test_an_agent_that_was_told_to_end_does_not_wait_for_ever_for_a_trainer_that_lives_on(node: Node) -> None:
+    begin(node.storage)
+    within = Within(node, grace_s=0.5, linger_s=PATIENCE_S)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 1)
+        link = node.link()
+        link.order(Order(step=1, number=0))
+        assert answer(link).slot == 1
+        within.agent.drain()
+        within.end()
+    link.close(well=False)
+    assert node.committed() == [1]
+
+
+def test_an_agent_opens_storage_in_the_environment_of_the_trainer_that_came_last(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is started again has new credentials; the agent that waits for it had those of the last one."""
+    begin(node.storage)
+    monkeypatch.setenv("LAKECKPT_TOKEN", "old")
+    monkeypatch.setenv("LAKECKPT_PROXY", "gone by now")
+    found: list[tuple[str | None, str | None]] = []
+
+    def opened(hello: Hello) -> Storage:
+        found.append((os.environ.get("LAKECKPT_TOKEN"), os.environ.get("LAKECKPT_PROXY")))
+        return open_storage(hello.uri)
+
+    within = Within(node, open_place=opened, linger_s=0.2)
+    others = dict(os.environb)
+    del others[b"LAKECKPT_PROXY"]
+    others[b"LAKECKPT_TOKEN"] = b"new=\xff"
+    new = b"\0".join(b"%s=%s" % one for one in others.items())
+    for one in (node.hello(), replace(node.hello(), environment=new)):
+        link = AgentLink(one, linger_s=0.2)
+        link.order(Order(step=0, number=0))
+        answer(link)
+        link.close(well=False)
+    within.end()
+    assert found == [("old", "gone by now"), ("new=\udcff", None)] and dict(os.environb) == others
+    take_over(told())
+    assert dict(os.environb) == others
+
+
 def test_a_save_that_fails_before_the_first_step_is_told_as_one(node: Node) -> None:
     begin(node.storage)
     link = node.link()
@@ -393,16 +475,10 @@ def test_an_agent_that_is_told_to_end_while_a_trainer_comes_ends(node: Node) -> 
         may_come.wait(PATIENCE_S)
         return open_storage(hello.uri)
 
-    lock = node.place.take()
-    assert lock is not None
-    said: list[str] = []
-    agent = Agent(node.place.listener(), open_place=opened, linger_s=0.0, log=said.append)
-    serving = threading.Thread(target=agent.serve, daemon=True)
-    serving.start()
+    within = Within(node, open_place=opened, linger_s=0.0)
     link = AgentLink(node.hello())
     assert comes.wait(PATIENCE_S)
-    agent.drain()
+    within.agent.drain()
     may_come.set()
-    serving.join(PATIENCE_S)
-    assert not serving.is_alive(), said
+    within.end()
     link.close(well=False)

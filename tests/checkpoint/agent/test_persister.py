@@ -15,6 +15,7 @@ from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.parts import SaveId
 from lakeckpt.checkpoint.verify import verify
+from lakeckpt.checkpoint.waiting import SystemWaiter
 from lakeckpt.lake.storage import Storage
 from lakeckpt.testing.storage import Fault, FaultyStorage
 from tests.checkpoint.agent.rig import SETTINGS, Desk, begin, content, fill, make_arena
@@ -297,6 +298,42 @@ def test_the_last_will_of_several_ranks_is_the_newest_cut_that_all_have(tmp_path
         desks[rank].persister.die()
     finish(desks)
     assert committed(storage) == [5] and holds(storage, 5, 3)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_last_will_waits_for_ranks_that_notice_later_that_another_died(tmp_path: Path, late: int) -> None:
+    """One that waits for a collective ends when its watchdog does, which is later than a save may take."""
+    storage, waiter = MemoryStorage(), SystemWaiter()
+    begin(storage, world_size=2)
+    settings = replace(SETTINGS, timeout_s=1.0)
+    desks = [
+        Desk(storage, tmp_path, waiter, rank=rank, world_size=2, settings=settings, linger_s=PATIENCE_S)
+        for rank in range(2)
+    ]
+    for rank, desk in enumerate(desks):
+        with make_arena(tmp_path, rank, 2) as arena:
+            fill(arena, 5)
+        desk.persister.start()
+    first, last = desks[1 - late].persister, desks[late].persister
+    first.die()
+    assert not first.join(2.5 * settings.timeout_s)
+    last.die()
+    assert first.join(PATIENCE_S) and last.join(PATIENCE_S)
+    assert committed(storage) == [5] and holds(storage, 5, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_last_will_that_waits_for_others_ends_when_another_attempt_begins(tmp_path: Path, rank: int) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    desk = Desk(storage, tmp_path, SystemWaiter(), rank=rank, world_size=2, linger_s=10**6)
+    with make_arena(tmp_path, rank, 2) as arena:
+        fill(arena, 5)
+    desk.persister.start()
+    desk.persister.die()
+    assert not desk.persister.join(0.2)
+    begin(storage, slot=1, world_size=2)
+    assert desk.persister.join(PATIENCE_S) and "superseded" in desk.log[-1]
 
 
 def test_an_order_that_only_some_trainers_gave_before_they_died_holds_nobody_up(tmp_path: Path) -> None:

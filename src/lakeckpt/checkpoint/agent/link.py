@@ -38,6 +38,8 @@ __all__ = ["AgentLike", "AgentLink", "InnerAgent"]
 
 _START_S = 60.0
 _START_TRIES = 3
+_AGAIN_S = 0.05
+"""How long a trainer waits before it tries again to reach an agent that has just turned it away, or has gone."""
 _BYE_S = 5.0
 """How long a goodbye waits for an agent that takes no message."""
 
@@ -121,6 +123,8 @@ class AgentLink:
             if found or not takes:
                 return bool(found)
             self._send()
+        if not self._got:
+            waiter.wait(min(timeout_s, _AGAIN_S))
         return True
 
     def close(self, *, well: bool) -> None:

@@ -34,6 +34,8 @@ class Hello:
 
     uri: str
     storage_options: Mapping[str, Any]
+    environment: bytes
+    """See `lakeckpt.checkpoint.agent.environment`."""
     run: str
     digest: bytes
     """By what the run is known on this node."""
@@ -172,6 +174,7 @@ def _hello(plain: Mapping[str, Any]) -> Hello:
     return Hello(
         uri=taken(plain, "uri", str),
         storage_options=taken(plain, "storage_options", dict),
+        environment=taken(plain, "environment", bytes),
         run=taken(plain, "run", str),
         digest=taken(plain, "digest", bytes),
         attempt=number(plain, "attempt"),

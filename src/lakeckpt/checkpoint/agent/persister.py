@@ -43,6 +43,7 @@ def chosen(waiting: Sequence[Order], *, leads: bool) -> tuple[Order, tuple[Order
 
 class Persister:
     """Persists cuts out of ``generations``. ``report`` is told what came of each order, on the persister's thread.
+    ``linger_s``: how much longer than a save a last will waits for other ranks' trainers, which may die later.
 
     `start` starts the thread; it ends when the trainer has gone (`leave`, `die`) and nothing is left to be done;
     `join` waits for that.
@@ -60,6 +61,7 @@ class Persister:
         waiter: Waiter,
         report: Callable[[Outcome], None],
         log: Callable[[str], None] = lambda text: None,
+        linger_s: float = 0.0,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._generations = generations
@@ -67,6 +69,7 @@ class Persister:
         self._waiter = waiter
         self._report = report
         self._log = log
+        self._linger_s = linger_s
         self._storage = RetryingStorage(
             storage,
             waiter=waiter,
@@ -210,7 +213,7 @@ class Persister:
             world_size=self.world_size,
             waiter=self._waiter,
             timeout_s=self._settings.timeout_s,
-            is_over=self._is_over if order.number != WILL else lambda: False,
+            still=partial(self._refuse_over, order),
         )
         with self._generations.hold(order.step, str(self._publisher.attempt.number)) as held:
             taken: StagedCut | Exception
@@ -232,9 +235,12 @@ class Persister:
         self._documents.clear()
         return manifest
 
-    def _is_over(self) -> bool:
-        """Whether the other ranks may never come to what this one is at: trainers died between two orders."""
-        return self._died and bool(self._storage.list(will_folder(self._publisher.attempt.number)))
+    def _refuse_over(self, order: Order) -> None:
+        """Raise where the other ranks may never come to what this one is at: trainers died between two orders."""
+        if order.number == WILL or not self._died:
+            return
+        if self._storage.list(will_folder(self._publisher.attempt.number)):
+            raise SaveFailed(f"the save of step {order.step} was begun by some ranks only before their trainers died")
 
     def _tell(self, order: Order, found: Manifest | Exception, took_s: float) -> None:
         if isinstance(found, Manifest):
@@ -261,6 +267,7 @@ class Persister:
     def _do_will(self) -> None:
         attempt = self._publisher.attempt
         self._publisher.catch_up()
+        self._until_s += self._linger_s
         step = agree_on_will(
             self._storage,
             attempt.number,
@@ -270,11 +277,18 @@ class Persister:
             world_size=self.world_size,
             waiter=self._waiter,
             timeout_s=self._settings.timeout_s,
+            linger_s=self._linger_s,
+            still=self._refuse_superseded,
         )
+        self._begin_work()
         if step is None:
             self._log("no cut of all ranks is newer than the newest commit")
         else:
             self._do(Order(step=step, number=WILL))
+
+    def _refuse_superseded(self) -> None:
+        """Raise where another attempt has begun: nobody needs the will any more."""
+        self._publisher.catch_up()
 
 
 def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) -> StagedCut:

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from lakeckpt.checkpoint.agent.environment import take_over
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Hello, Message, Order, Outcome, receive, send
 from lakeckpt.checkpoint.agent.persister import Persister
@@ -33,12 +34,14 @@ from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
 from lakeckpt.errors import LakeckptError, SaveFailed, WireError
 from lakeckpt.lake.storage import Storage, open_storage
 
-__all__ = ["FIRST_TRAINER_S", "LINGER_S", "Agent", "main"]
+__all__ = ["FIRST_TRAINER_S", "GRACE_S", "LINGER_S", "Agent", "main"]
 
 FIRST_TRAINER_S = 60.0
 """How long an agent waits for its first trainer."""
 LINGER_S = 900.0
 """How long it waits for trainers that died to come back, when their last will is done."""
+GRACE_S = 20.0
+"""How long an agent that was told to end goes on for trainers that live: mostly they were told to, too, and save."""
 _END_S = 30.0
 """How long a new agent waits for one that is about to end."""
 
@@ -54,6 +57,7 @@ class Agent:
         open_place: Callable[[Hello], Storage] | None = None,
         linger_s: float = LINGER_S,
         first_trainer_s: float = FIRST_TRAINER_S,
+        grace_s: float = GRACE_S,
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._listener = listener
@@ -61,10 +65,12 @@ class Agent:
         self._waiter = SystemWaiter() if waiter is None else waiter
         self._open_place = _opened if open_place is None else open_place
         self._linger_s, self._first_trainer_s = linger_s, first_trainer_s
+        self._grace_s = min(grace_s, linger_s)
         self._changed = threading.Condition()
         self._connected = 0
         self._sessions: list[_Session] = []
         self._draining = False
+        self._ends_s = float("inf")  # when orders are not taken any more
         self._idle_s = self._waiter.now()
 
     def serve(self) -> None:
@@ -73,6 +79,7 @@ class Agent:
         while (left_s := self._left_s()) > 0:
             with self._changed:
                 self._changed.wait(min(left_s, 1.0))
+            self._dismiss()
         self._listener.close()
         current = _current(self._sessions)
         for session in self._sessions:
@@ -81,12 +88,24 @@ class Agent:
             session.close()
 
     def drain(self) -> None:
-        """End when what was ordered is done; new trainers and orders are turned away."""
+        """End when what was ordered is done; new trainers are turned away.
+
+        Where a signal has told the trainers to end, too, they may save once more, or die: for a while orders are taken,
+        and last wills done.
+        """
+        if not self._draining:
+            self._ends_s = self._waiter.now() + self._grace_s
         self._draining = True  # a signal handler may not wait for the lock
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Leave the trainers that are still there when the time is over; those that are gone have left a will."""
+        if self._waiter.now() < self._ends_s:
+            return
         for session in list(self._sessions):
             if session.is_alone():
                 session.die()
-            else:
+            elif not session.left and not session.died:
                 session.leave()
 
     def _left_s(self) -> float:
@@ -125,13 +144,13 @@ class Agent:
                 if session is None:
                     if not isinstance(message, Hello):
                         return
-                    session = _Session(message, connection, self._open_place(message), self._waiter, self._log)
+                    take_over(message.environment)
+                    place = self._open_place(message)
+                    session = _Session(message, connection, place, self._waiter, self._log, self._linger_s)
                     self._adopt(session)
                     session.start()
-                    if self._draining:  # since it was accepted
-                        session.leave()
                 elif isinstance(message, Order):
-                    session.order(message, draining=self._draining)
+                    session.order(message)
                 elif isinstance(message, Bye):
                     session.said_bye = True
                     session.leave()
@@ -168,6 +187,7 @@ class _Session:
         storage: Storage,
         waiter: Waiter,
         log: Callable[[str], None],
+        linger_s: float,
     ) -> None:
         self.hello = hello
         self._name = f"rank {hello.rank} of {hello.world_size}, attempt {hello.attempt}"
@@ -196,6 +216,7 @@ class _Session:
             waiter=waiter,
             report=self._report,
             log=self._log,
+            linger_s=linger_s,
         )
 
     def start(self) -> None:
@@ -203,23 +224,25 @@ class _Session:
         self._log(f"is served, to {self.hello.uri}")
         self.persister.start()
 
-    def order(self, order: Order, *, draining: bool) -> None:
+    def order(self, order: Order) -> None:
         """Persist what is ordered, or say that it comes too late."""
         self._ordered = max(self._ordered, order.step)
-        if not draining:
+        if not self.left:
             self.persister.order(order)
             return
         text = f"step {order.step} was not saved: the agent was told to end (SIGTERM)"
         self._report(Outcome(step=order.step, number=order.number, kind=SaveFailed.kind, text=text))
 
     def is_alone(self) -> bool:
-        """Whether the trainer is gone without a goodbye, whoever has noticed that."""
+        """Whether the trainer is gone without a goodbye, and nobody has noticed that yet."""
+        if self.left or self.died:
+            return False
         try:
-            return not self.left and not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError:
-            return not self.left
+            return True
 
     def leave(self) -> None:
         """The trainer ended well, or the agent has to end."""

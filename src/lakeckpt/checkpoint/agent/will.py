@@ -6,7 +6,7 @@ answer. Ranks may be a step apart when they die: what one of them has alone is o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lakeckpt.checkpoint.fields import fields_of, number, taken
 from lakeckpt.checkpoint.parts import PARTS, SaveId
@@ -20,6 +20,7 @@ __all__ = ["WILL", "agree_on_will", "will_folder"]
 WILL = 999_999
 """The number of the save that is a last will: behind all that a trainer ordered."""
 _KIND, _VERSION = "will", (1, 0)
+_PAUSE_S = 5.0
 
 
 def will_folder(attempt: int) -> str:
@@ -37,14 +38,28 @@ def agree_on_will(
     world_size: int,
     waiter: Waiter,
     timeout_s: float,
+    linger_s: float,
+    still: Callable[[], None],
 ) -> int | None:
     """The step to persist: the newest of ``steps`` that all ranks have, if it is behind what anyone has ``recorded``.
 
-    Raises `MissingRanksError` naming the ranks whose agents said nothing in time, and `StorageError`.
+    Trainers need not die at once: one that waits for another's message may notice much later that there will be none,
+    so that ``linger_s`` are added to the time that a save has, ``timeout_s``.
+    ``still`` raises where it is not worth waiting for them any more. Raises `MissingRanksError` naming the ranks whose
+    agents said nothing in time, and `StorageError`.
     """
     if rank == 0 and world_size > 1:  # those who wait for an order of a trainer that died see that it is over
         storage.put(f"{will_folder(attempt)}/{rank:05d}.dies", [b""])
-    talk = RecordTalk(storage, _talk_of(attempt), rank=rank, world_size=world_size, waiter=waiter, timeout_s=timeout_s)
+    talk = RecordTalk(
+        storage,
+        _talk_of(attempt),
+        rank=rank,
+        world_size=world_size,
+        waiter=waiter,
+        timeout_s=timeout_s + linger_s,
+        still=still,
+        pause_s=min(_PAUSE_S, timeout_s / 4),  # so that all begin to persist at about the same time
+    )
     common, newest = _from_bytes(talk.combine(_to_bytes(steps, recorded), _merge))
     step = max(common, default=None)
     return step if step is not None and step > newest else None
