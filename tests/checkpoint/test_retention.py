@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.report import DamageWarning, RetentionWarning
 from lakeckpt.checkpoint.retention import Retention
 from lakeckpt.checkpoint.verify import VerifyReport, verify
-from lakeckpt.errors import AttemptSuperseded, ConfigError, SaveFailed, StorageError
+from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, ConfigError, SaveFailed, StorageError
 from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 
@@ -87,8 +88,28 @@ def test_a_chain_that_cannot_be_read_keeps_everything_for_now() -> None:
             storage.objects[slot_path(2)] = damaged
         else:
             del storage.objects[slot_path(2)]
-        assert Retention(storage).prune(newest, Keep(last=2)) == 0
+        kept = dict(storage.objects)
+        with pytest.raises(CheckpointDamaged, match=r"log/.* cannot be read .* everything does until it is mended"):
+            Retention(storage).prune(newest, Keep(last=2))
+        assert storage.objects == kept
         storage.objects = before
+
+
+def test_a_kept_checkpoint_that_cannot_be_read_keeps_everything_and_that_is_told() -> None:
+    storage = MemoryStorage()
+    run(storage, 3, keep=2)
+    path = read_history(storage).chain[1].parts[0].path
+    whole = storage.objects[path]
+    storage.objects[path] = whole[:20] + bytes([whole[20] ^ 1]) + whole[21:]
+    before = folders(storage)
+    with pytest.warns(RetentionWarning, match=rf"{path} of the checkpoint of step 2 cannot be read"):
+        run(storage, 1, keep=3)
+    assert before < folders(storage)
+    storage.objects[path] = whole
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(storage, 1, keep=2)
+    assert len(folders(storage)) == 2
 
 
 def test_a_save_that_is_not_committed_removes_nothing() -> None:

@@ -399,5 +399,5 @@ class Publisher:
         try:
             self._retention.prune(manifest, self._settings.keep)
             self.unpruned = ""
-        except StorageError as error:  # the checkpoint is committed; what should have gone goes after the next one
+        except (StorageError, CheckpointDamaged) as error:  # it is committed; what should have gone goes after the next
             self.unpruned = str(error)

@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.keep import Keep, kept_of
 from lakeckpt.checkpoint.log import read_entry, read_log, slot_path
 from lakeckpt.checkpoint.manifest import Manifest, PartRef
 from lakeckpt.checkpoint.parts import OBJECTS, PARTS, PartRecord, SaveId
-from lakeckpt.errors import ObjectMissing, WireError
+from lakeckpt.errors import CheckpointDamaged, ObjectMissing, WireError
 from lakeckpt.lake.storage import ObjectInfo, Storage
 
 __all__ = ["Retention"]
@@ -60,15 +60,16 @@ class Retention:
 
     def prune(self, newest: Manifest, keep: Keep) -> int:
         """Remove what is not needed behind ``newest``, which this attempt has just committed; the number of objects
-        removed. Safe to be killed at any moment, and to be repeated."""
+        removed. Safe to be killed at any moment, and to be repeated.
+
+        `CheckpointDamaged` where it cannot be read what is needed: everything stays, until it can, or need not be.
+        """
         self._known[newest.slot] = _Committed.of(newest)
         if _slot_is_taken(self._storage, newest.slot + 1):
             return 0  # superseded: nothing is ours to remove
         objects, parts = self._storage.list(OBJECTS), self._storage.list(PARTS)
         kept = self._kept(newest, keep, there={save for info in parts if (save := _save_of(info)) is not None})
-        needed = None if kept is None else self._needed(kept)
-        if kept is None or needed is None:
-            return 0
+        needed = self._needed(kept)
         saves = {one.save for one in kept}
         gone = [info.path for info in (*objects, *parts) if _may_go(info, newest=newest, kept=saves)]
         doomed = [path for path in gone if path not in needed]
@@ -81,46 +82,50 @@ class Retention:
         for info in self._storage.list(f"{OBJECTS}/{save.folder}"):
             self._storage.delete(info.path)
 
-    def _kept(self, newest: Manifest, keep: Keep, there: set[SaveId]) -> list[_Committed] | None:
-        """The checkpoints that must stay, or None where the chain cannot be read: then everything stays, this time."""
+    def _kept(self, newest: Manifest, keep: Keep, there: set[SaveId]) -> list[_Committed]:
+        """The checkpoints that must stay."""
         if keep.looks_back and not self._has_read_all:
             self._known |= {one.slot: _Committed.of(one) for one in read_log(self._storage).manifests}
             self._has_read_all = True
         chain = [self._known[newest.slot]]
         while chain[-1].parent is not None and (keep.looks_back or len(chain) < keep.last):
-            parent = self._read(chain[-1].parent)
-            if parent is None:
-                return None
-            chain.append(parent)
+            chain.append(self._read(chain[-1].parent))
         whole = [one for one in reversed(chain) if one.save in there or one.slot == newest.slot]
         slots = kept_of(whole, keep)
         return [one for one in whole if one.slot in slots]
 
-    def _needed(self, kept: Sequence[_Committed]) -> frozenset[str] | None:
-        """The files that the parts of ``kept`` name, or None where one cannot be read: then everything stays."""
+    def _needed(self, kept: Sequence[_Committed]) -> frozenset[str]:
+        """The files that the parts of ``kept`` name."""
         refs = {ref.path: (one.save, ref) for one in kept for ref in one.parts}
         self._files = {path: files for path, files in self._files.items() if path in refs}
         for path, (save, ref) in refs.items():
             if path not in self._files:
                 try:
                     part = PartRecord.from_bytes(self._storage.read(path))
-                except (WireError, ObjectMissing):
-                    return None
+                except (WireError, ObjectMissing) as error:
+                    raise _unreadable(path, f"of the checkpoint of step {save.step}", error) from error
                 if (part.save, part.rank) != (save, ref.rank):
-                    return None
+                    raise _unreadable(path, f"of the checkpoint of step {save.step}", "it is another's")
                 self._files[path] = frozenset(file.path for file in part.files)
         return frozenset[str]().union(*self._files.values())
 
-    def _read(self, slot: int) -> _Committed | None:
+    def _read(self, slot: int) -> _Committed:
         if slot not in self._known:
             try:
                 entry = read_entry(self._storage, slot)
-            except (WireError, ObjectMissing):
-                return None
+            except (WireError, ObjectMissing) as error:
+                raise _unreadable(slot_path(slot), "of the log", error) from error
             if not isinstance(entry, Manifest):
-                return None
+                raise _unreadable(slot_path(slot), "of the log", "it is no commit")
             self._known[slot] = _Committed.of(entry)
         return self._known[slot]
+
+
+def _unreadable(path: str, of: str, why: object) -> CheckpointDamaged:
+    return CheckpointDamaged(
+        f"{path} {of} cannot be read ({why}), and it says what must stay: so everything does until it is mended, or "
+        "the rule (keep=) does not need it any more. `lakeckpt verify` says what else is damaged"
+    )
 
 
 def _slot_is_taken(storage: Storage, slot: int) -> bool:
