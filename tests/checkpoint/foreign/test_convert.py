@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lakeckpt import CheckpointManager, LakeLoadPlanner, LakeStorageReader, convert_checkpoint, read_state
+from lakeckpt.checkpoint.dcp import planners
 from lakeckpt.checkpoint.foreign.safetensors import write_safetensors
 from lakeckpt.checkpoint.foreign.torch_writer import write_torch_file
 from lakeckpt.cli.main import main
@@ -123,6 +124,64 @@ def test_a_state_goes_through_either_form_and_back_to_torch(via: str, tmp_path: 
     again = {"model": training(seed=3)["model"].state_dict(), "step": 0}
     dcp.load(again, checkpoint_id=tmp_path / "third", no_dist=True)
     assert alike(again, {"model": state["model"], "step": 7})
+
+
+class Stepped:
+    """A scheduler's dict of steps, an optimizer that has no state of its own, and containers that hold nothing."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1, 3])
+
+    def state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "scheduler": dict(self.scheduler.state_dict())}
+
+    def steps(self, count: int) -> list[float]:
+        rates = []
+        for _ in range(count):
+            self.optimizer.step()
+            self.scheduler.step()
+            rates.append(self.optimizer.param_groups[0]["lr"])
+        return rates
+
+
+def test_keys_that_are_numbers_and_what_holds_nothing_go_through_our_form(tmp_path: Path) -> None:
+    """torch's DCP makes texts of such keys, and leaves such dicts out: our form says beside it what they were."""
+    stepped = Stepped()
+    others = {"empty": {}, "deep": [{}, {"a": {-3: "x", 5: torch.ones(2)}}], "odd": {"7": 1}}
+    torch.save({**stepped.state(), **others}, tmp_path / "state.pt")
+    convert_checkpoint(tmp_path / "state.pt", tmp_path / "ours", to="lakeckpt")
+    convert_checkpoint(tmp_path / "ours", tmp_path / "again", to="lakeckpt")
+    for place in ("ours", "again"):
+        found = read_state(tmp_path / place)
+        assert alike({name: found[name] for name in others}, others)
+        assert found["scheduler"]["milestones"] == {1: 1, 3: 1} and found["optimizer"]["state"] == {}
+        other = Stepped()
+        other.optimizer.load_state_dict(found["optimizer"])
+        other.scheduler.load_state_dict(found["scheduler"])
+        assert other.steps(4) == pytest.approx([0.1, 0.1, 0.01, 0.01])
+    live = {"scheduler": dict(Stepped().scheduler.state_dict()), "odd": {"7": 0}}
+    dcp.load(live, storage_reader=LakeStorageReader(tmp_path / "ours"), planner=LakeLoadPlanner(), no_dist=True)
+    assert live["odd"] == {"7": 1} and live["scheduler"]["milestones"] == {1: 1, 3: 1}
+
+
+def test_an_optimizer_without_a_state_is_whole_when_it_comes_from_torch_s_own_form(tmp_path: Path) -> None:
+    dcp.save({"optimizer": Stepped().state()["optimizer"]}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    other = Stepped()
+    other.optimizer.load_state_dict(read_state(tmp_path / "dcp")["optimizer"])
+    assert other.optimizer.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize(
+    "lie", [None, [["odd"]], [["odd", None], []], [["odd"], ["7"]], [["odd", "7"], []], [["deep", 5], []]]
+)
+def test_what_lies_about_keys_is_damage(lie: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planners, "_untold", lambda *_: [("::untold:x", lie)])
+    torch.save({"odd": {"7": 1}, "deep": [{"a": 1}]}, tmp_path / "state.pt")
+    convert_checkpoint(tmp_path / "state.pt", tmp_path / "ours", to="lakeckpt")
+    with pytest.raises(CheckpointDamaged, match=r"checkpoint\.lkc"):
+        read_state(tmp_path / "ours")
 
 
 def sharded(rank: int, world_size: int, folder: str) -> None:

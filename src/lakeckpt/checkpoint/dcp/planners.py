@@ -1,15 +1,16 @@
 """What does DCP save and load, and under which names?  torch's planners, without their pickle.
 
 `LakeSavePlanner` and `LakeLoadPlanner` leave all of DCP's planning (flattening, sharding, resharding, deduplication)
-to torch's default planners, and change two things. What is no tensor becomes a document of ours and back. A `PerRank`
-value gets a name of its own on each rank, so that nobody's is deduplicated away.
+to torch's default planners, and change three things. What is no tensor becomes a document of ours and back. A `PerRank`
+value gets a name of its own on each rank, so that nobody's is deduplicated away. And beside the paths of its names a
+checkpoint tells what they do not: which dicts are empty, and which keys are numbers, for whoever reads it by itself.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -19,11 +20,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem, WriteItemType
 
 from lakeckpt.checkpoint.dcp.value import PerRank, decode_value, encode_value
+from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.errors import CheckpointMismatch
 
 __all__ = ["LakeLoadPlanner", "LakeSavePlanner"]
 
 OF_RANK = "::rank:"
+UNTOLD = "::untold:"
 
 
 class LakeSavePlanner(DefaultSavePlanner):
@@ -35,6 +38,8 @@ class LakeSavePlanner(DefaultSavePlanner):
         """See torch."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.state_dict, self.mappings = _by_rank(self.state_dict, self.mappings)
+        if self.flatten_state_dict:
+            self.mappings |= dict(_untold(state_dict, ()))
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """A tensor as it is; the document of anything else. `UnsupportedValue` naming what cannot be written."""
@@ -118,6 +123,20 @@ def _by_rank(state: dict[str, Any], mappings: dict[str, Any]) -> tuple[dict[str,
         {names.get(name, name): value for name, value in state.items()},
         {names.get(name, name): path for name, path in mappings.items()},
     )
+
+
+def _untold(state: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str, Any]]:
+    """Of each dict that torch's paths do not tell whole: a name of its own, its path and the keys that are numbers."""
+    if isinstance(state, Mapping):
+        numbers = [key for key in state if type(key) is int]
+        if path and (numbers or not state):
+            keys = short_digest(repr(numbers).encode()).hex()[:8]  # ranks may have parts of a dict
+            yield f"{UNTOLD}{'.'.join(map(str, path))}:{keys}", [list(path), numbers]
+        for key, value in state.items():
+            yield from _untold(value, (*path, str(key)))
+    elif isinstance(state, list):
+        for place, value in enumerate(state):
+            yield from _untold(value, (*path, place))
 
 
 def _saved_by_others(name: str, known: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lakeckpt.checkpoint.dcp.metadata import CHECKPOINT
-from lakeckpt.checkpoint.dcp.planners import OF_RANK, LakeLoadPlanner, LakeSavePlanner
+from lakeckpt.checkpoint.dcp.planners import OF_RANK, UNTOLD, LakeLoadPlanner, LakeSavePlanner
 from lakeckpt.checkpoint.dcp.reader import LakeStorageReader
 from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
 from lakeckpt.checkpoint.dtypes import TensorSpec
@@ -42,6 +42,7 @@ from lakeckpt.errors import (
     ConfigError,
     NewerFormat,
     ObjectMissing,
+    WireDamaged,
     WireError,
 )
 from lakeckpt.lake.storage import Storage, describe, open_storage
@@ -228,7 +229,11 @@ def _state_of_lake(place: str, options: Mapping[str, Any] | None) -> dict[str, A
             flat[name] = empty_for(TensorSpec(key=name, dtype=dtype, shape=tuple(found.size)))[0]
     _alone(dcp_load, flat, storage_reader=reader, planner=LakeLoadPlanner())
     planned = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    return nested(flat, {name: _path(name, path) for name, path in planned.items() if name in flat})
+    paths = {name: _path(name, path) for name, path in planned.items() if name in flat}
+    try:
+        return nested(flat, paths, untold=[one for name, one in planned.items() if name.startswith(UNTOLD)])
+    except WireDamaged as error:
+        raise CheckpointDamaged(f"{CHECKPOINT} in {place!r}: {error}") from error
 
 
 def _path(name: str, path: Sequence[str | int]) -> tuple[str | int, ...]:

@@ -6,7 +6,7 @@ sharding was. Nothing is unpickled: see ``pickles``. Threads are started and joi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -104,31 +104,53 @@ def _chunk(storage: Storage, name: str, one: DcpTensor, chunk: DcpChunk) -> torc
     return found
 
 
-def nested(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
+def nested(flat: Mapping[str, Any], paths: Mapping[str, Path], *, untold: Iterable[Any] = ()) -> dict[str, Any]:
     """The state of its leaves, each at its path: texts are keys of dicts, numbers places in lists.
 
-    The states of optimizers get their parameters' numbers back, which DCP makes texts. `WireDamaged` where the paths
-    make no state.
+    DCP makes texts of keys that are numbers, and leaves empty dicts out. ``untold`` says which, where anybody has noted
+    that: the path of a dict, and its keys that are numbers. Where nobody has, the states of optimizers get their
+    parameters' numbers back, and an empty state. `WireDamaged` where the paths make no state.
     """
-    root: dict[str | int, Any] = {}
+    root = _Inner()
     for name, value in flat.items():
         *outer, last = paths.get(name, (name,))
-        at = root
-        for step in outer:
-            at = at.setdefault(step, _Inner())
-            if type(at) is not _Inner:
-                raise WireDamaged(f"{name!r:.80} stands inside of what is no container")
+        at = _inside(root, outer, name)
         if last in at:
             raise WireDamaged(f"{name!r:.80} stands where something else does")
         at[last] = value
-    built = _built(_Inner(root), depth=64)
+    for one in untold:
+        path, numbers = _untold(one)
+        _inside(root, path, ".".join(map(str, path))).numbers.update((str(number), number) for number in numbers)
+    built = _built(root, depth=64)
     if type(built) is not dict:
         raise WireDamaged("the state is no mapping")
     return built
 
 
 class _Inner(dict[str | int, Any]):
-    """A container that is being put together."""
+    """A container that is being put together. ``numbers``: of its keys, those that are to be numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[str, int] = {}
+
+
+def _inside(at: _Inner, path: Sequence[str | int], what: str) -> _Inner:
+    """The container at ``path``, which is made where there is none."""
+    for step in path:
+        at = at.setdefault(step, _Inner())
+        if type(at) is not _Inner:
+            raise WireDamaged(f"{what!r:.80} stands inside of what is no container")
+    return at
+
+
+def _untold(one: Any) -> tuple[list[str | int], list[int]]:
+    if type(one) is not list or [type(part) for part in one] != [list, list]:
+        raise WireDamaged(f"the keys of a dict are told by {one!r:.80}")
+    path, numbers = one
+    if not all(type(step) in (str, int) for step in path) or not all(type(number) is int for number in numbers):
+        raise WireDamaged(f"the keys of a dict are told by {one!r:.80}")
+    return path, numbers
 
 
 def _built(one: Any, *, depth: int) -> Any:
@@ -139,16 +161,21 @@ def _built(one: Any, *, depth: int) -> Any:
     inner = {key: _built(value, depth=depth - 1) for key, value in one.items()}
     numbers = [key for key in inner if type(key) is int]
     if not numbers:
-        return _with_numbers(inner) if set(inner) == {"state", "param_groups"} else inner
+        return _with_numbers({one.numbers.get(str(key), key): value for key, value in inner.items()})
     if len(numbers) != len(inner) or sorted(numbers) != list(range(len(inner))):
         raise WireDamaged("the places in a list are not those from 0 on")
     return [inner[number] for number in range(len(inner))]
 
 
 def _with_numbers(state: dict[Any, Any]) -> dict[Any, Any]:
-    """An optimizer's state, with numbers for its parameters where its groups have numbers."""
-    groups = state["param_groups"]
-    params = [one for group in groups if isinstance(group, dict) for one in group.get("params", ())]
+    """A dict as it is, but an optimizer's state with numbers for its parameters where its groups have numbers."""
+    groups = state.get("param_groups")
+    if not set(state) <= {"state", "param_groups"} or type(groups) is not list:
+        return state
+    if not all(type(group) is dict and type(group.get("params")) is list for group in groups):
+        return state
+    params = [one for group in groups for one in group["params"]]
+    state = {"state": {}, **state}
     if not isinstance(state["state"], dict) or not all(type(one) is int for one in params):
         return state
     known = {str(one): one for one in params}
