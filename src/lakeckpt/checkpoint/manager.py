@@ -244,6 +244,7 @@ class CheckpointManager:
         that cannot be written, with its path).
         """
         saver = self._ready()
+        self._schedule.begins()
         if self._background is None:
             return self._save(saver, metric)
         return self._save_behind(self._background, metric, sync=sync)
@@ -295,7 +296,6 @@ class CheckpointManager:
 
     def _save(self, saver: Saver, metric: float | None = None) -> CheckpointInfo:
         begun_s = self._waiter.now()
-        self._schedule.begins()
         info = CheckpointInfo.of(saver.save(self._step, metric=checked_metric(metric)))
         self._saved_step = self._step
         held_s = self._waiter.now() - begun_s
@@ -313,7 +313,6 @@ class CheckpointManager:
 
     def _save_behind(self, background: Background, metric: float | None, *, sync: bool) -> CheckpointInfo | None:
         begun_s = self._waiter.now()
-        self._schedule.begins()
         if not background.save(self._step, checked_metric(metric), patient=sync):
             text = f"saves are synchronous, as cuts cannot be captured on every rank: {background.problem}"
             warnings.warn(text, CaptureWarning, stacklevel=4)

@@ -71,7 +71,7 @@ class Schedule:
         return due
 
     def begins(self) -> None:
-        """A save begins now, at this step or asked for."""
+        """A save begins now: at a step at which it `is_due` this is known, at another one the caller says so."""
         self._saved_s = self._waiter.now()
         self._saves += 1
 

@@ -8,6 +8,7 @@ import pickle
 import random
 import tracemalloc
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lakeckpt.errors import (
     ConfigError,
     LakeckptError,
     SaveFailed,
+    StorageError,
     UnsupportedValue,
 )
 from lakeckpt.wire.codec import dumps, loads
@@ -390,3 +392,30 @@ def test_values_of_ranks_are_read_by_the_names_that_they_have_and_ranks_do_not_s
         "reader::rank:1": {"rank": 1},
         "in": {"rng::rank:0": 0, "rng::rank:1": 1},
     }
+
+
+class _FailsOnce(LakeStorageReader):
+    """A store that does not answer one rank, once."""
+
+    fails = True
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fails:
+            self.fails = False
+            raise StorageError("the store does not answer")
+        return super().read_metadata(*args, **kwargs)
+
+
+def _load_past_an_error(rank: int, folder: Path) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )
+    reader = _FailsOnce(folder / "c") if rank else LakeStorageReader(folder / "c")
+    with pytest.raises(CheckpointException, match="the store does not answer"):
+        dcp.load({"w": torch.zeros(2)}, storage_reader=reader, planner=LakeLoadPlanner())
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_could_not_read_what_there_is_goes_nowhere_without_the_others(tmp_path: Path) -> None:
+    save({"w": torch.ones(2)}, tmp_path / "c")
+    run_processes(2, _load_past_an_error, tmp_path)

@@ -63,8 +63,14 @@ class LakeStorageReader(StorageReader):
         self._place.move(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds. `CheckpointNotFound`, `CheckpointDamaged`, `NewerFormat`."""
+        """What the checkpoint holds. `CheckpointNotFound`, `CheckpointDamaged`, `NewerFormat`.
+
+        There is one document for all ranks. Where one rank could not read it, torch asks it for its own ``rank``'s, and
+        would go on without the others, which wait for it.
+        """
         storage = self._place.get()
+        if kwargs.get("rank") is not None:
+            raise CheckpointNotFound(f"{describe(storage)!r} holds nothing that is said of rank {kwargs['rank']} alone")
         try:
             return metadata_from_bytes(storage.read(CHECKPOINT))
         except ObjectMissing:
