@@ -15,7 +15,7 @@ import torch
 
 from lakeckpt import Batch, Ragged
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.data.packing import Layout, pack
+from lakeckpt.data.packing import Layout, Packed, pack
 from tests.data.reading import same
 
 RECEIPT = Receipt(
@@ -26,7 +26,11 @@ Pair = namedtuple("Pair", ["left", "right"])
 
 def crossed(value: Any, *, pinned: bool = False) -> Any:
     """``value`` as another process gets it; ``pinned``: as it does with memory that would be."""
-    packed = pack(value, RECEIPT)
+    return arrived(pack(value, RECEIPT), RECEIPT, pinned=pinned)
+
+
+def arrived(packed: Packed, receipt: Receipt, *, pinned: bool = False) -> Any:
+    """What another process makes of ``packed``."""
     slab = np.zeros(packed.size_bytes, np.uint8)
     place = 0
     for address, size in packed.leaves:
@@ -35,8 +39,8 @@ def crossed(value: Any, *, pinned: bool = False) -> Any:
         place += -(-size // 64) * 64
     layout = Layout(pickle.loads(pickle.dumps(packed.form)))
     if pinned:
-        return layout.build_pinned(torch.from_numpy(slab), packed.sizes, RECEIPT)
-    return layout.build(slab, packed.sizes, RECEIPT)
+        return layout.build_pinned(torch.from_numpy(slab), packed.sizes, receipt)
+    return layout.build(slab, packed.sizes, receipt)
 
 
 NUMBERS = torch.arange(24, dtype=torch.int32)

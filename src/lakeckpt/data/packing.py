@@ -28,9 +28,10 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.data.batch import Batch
 from lakeckpt.data.slots import ALIGNMENT
+from lakeckpt.reading.plain import PlainRows
 from lakeckpt.reading.ragged import Ragged
 
-__all__ = ["Form", "Layout", "Packed", "pack"]
+__all__ = ["Form", "Layout", "Packed", "PlainPacking", "pack"]
 
 Form = tuple[Any, ...]
 """(the structure, the leaves), in tuples: hashable, and equal for micro-batches of one kind."""
@@ -67,6 +68,36 @@ def pack(value: Any, receipt: Receipt) -> Packed:
     if packing.objects:
         packing.pickle_objects()
     return Packed((structure, tuple(packing.kinds)), packing.sizes, packing.leaves, packing.holds)
+
+
+class PlainPacking:
+    """How batches of rows of a window are packed whose columns are plain: as `pack` does it, without the batches.
+
+    ``arrays``: batches are of numpy's arrays, not of tensors. It holds no rows, which would keep the window in memory.
+    """
+
+    __slots__ = ("_form", "_shapes")
+
+    def __init__(self, rows: PlainRows, *, arrays: bool) -> None:
+        columns = rows.columns
+        kinds = tuple(
+            [
+                (_ARRAY, one.dtype, one.ndim, False) if arrays else (_TENSOR, _dtype_of(one), one.ndim, None)
+                for one in columns.values()
+            ]
+        )
+        self._form: Form = ((_BATCH, tuple(columns), tuple(range(len(columns)))), kinds)
+        self._shapes = [one.shape[1:] for one in columns.values()]
+
+    def pack(self, rows: PlainRows, start: int, stop: int) -> Packed:
+        """Rows [start, stop) of ``rows``, from which this was made."""
+        count = stop - start
+        sizes = [size for shape in self._shapes for size in (count, *shape)]
+        return Packed(self._form, sizes, rows.leaves(start, stop), [rows])
+
+
+def _dtype_of(array: npt.NDArray[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
 class _Packing:

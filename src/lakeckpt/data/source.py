@@ -32,6 +32,7 @@ from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.table import Table
 from lakeckpt.reading.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder
 from lakeckpt.reading.filtered import FilteredDecoder
+from lakeckpt.reading.plain import PlainRows
 from lakeckpt.reading.positions import Announced, NullFound, PositionReader
 from lakeckpt.reading.ragged import Ragged
 from lakeckpt.reading.skipping import Skipper
@@ -184,6 +185,23 @@ class BatchSource:
         if self._jagged:
             rows = {name: jagged(column) for name, column in rows.items()}
         return receipt, self._finished(Batch(rows, receipt), receipt)
+
+    def take_plain(self, assignment: Assignment) -> tuple[PlainRows, int, int] | None:
+        """`take` for whoever copies the batch that ``assignment`` gives: where its rows lie. None where that cannot be
+        told so: nothing was taken then, and the batch is to be taken."""
+        if self._transform is not None or self._output == "arrow":
+            return None
+        if self._reader is None or not self._announced or self._announced[0][0] is not assignment:
+            return None
+        found = self._reader.take_plain(self._announced[0][1])
+        if found is not None:
+            self._announced.popleft()
+        return found
+
+    @property
+    def gives_arrays(self) -> bool:
+        """Whether batches are of numpy's arrays."""
+        return self._output == "numpy"
 
     def _recall(self, assignment: Assignment) -> Announced:
         """What is known of ``assignment`` since it was announced; else it is announced now."""

@@ -19,6 +19,7 @@ import random
 import signal
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,13 +32,15 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from lakeckpt.core.plan import Assignment
+from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.data.channel import Channel, PeerGone
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.packing import Form, Packed, pack
+from lakeckpt.data.packing import Form, Packed, PlainPacking, pack
 from lakeckpt.data.slots import ALIGNMENT, SlotMemory, Slots
 from lakeckpt.data.tasks import from_task
 from lakeckpt.errors import LakeckptError
+from lakeckpt.reading.plain import PlainRows
 
 __all__ = ["FORMS", "Delivered", "Entry", "Orders", "WorkerSetup", "work"]
 
@@ -100,6 +103,7 @@ class _Worker:
         self._source = setup.dataset._source
         self._forms: dict[Form, int] = {}
         self._forms_met = 0
+        self._plain: weakref.WeakKeyDictionary[PlainRows, PlainPacking] = weakref.WeakKeyDictionary()
         self._iteration = -1
         self._tasks: deque[Assignment] = deque()
         self._skips = SkipList()
@@ -187,14 +191,23 @@ class _Worker:
 
     def _entry(self, assignment: Assignment) -> Entry:
         try:
-            receipt, value = self._source.take(assignment)
-            packed = pack(value, receipt)
+            receipt, packed = self._packed(assignment)
             offset = self._written(packed)
             number, form = self._form(packed)  # last: what is known here has to arrive there
             self._delivered_bytes += packed.size_bytes
             return number, form, offset, packed.size_bytes, packed.sizes, receipt.skips
         except Exception as error:
             return self._failed(error)
+
+    def _packed(self, assignment: Assignment) -> tuple[Receipt, Packed]:
+        if (found := self._source.take_plain(assignment)) is None:
+            receipt, value = self._source.take(assignment)
+            return receipt, pack(value, receipt)
+        rows, start, stop = found
+        packing = self._plain.get(rows)
+        if packing is None:
+            packing = self._plain[rows] = PlainPacking(rows, arrays=self._source.gives_arrays)
+        return assignment.receipt, packing.pack(rows, start, stop)
 
     def _written(self, packed: Packed) -> int:
         if not packed.size_bytes:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,7 @@ from lakeckpt.reading.convert import Nulls, convert
 from lakeckpt.reading.decode import RowGroupDecoder
 from lakeckpt.reading.gather import cut, join_rows
 from lakeckpt.reading.parts import Key, Piece, Served, parts_of
+from lakeckpt.reading.plain import PlainRows
 from lakeckpt.reading.ragged import map_namespace
 from lakeckpt.reading.skipping import Skipper
 from lakeckpt.reading.threads import Threads, usual_threads
@@ -223,8 +224,24 @@ class PositionReader:
         columns: Any = join_rows(cuts) if cuts else convert(self.schema.empty_table(), nulls=self._nulls)
         return columns if self._make is None else map_namespace(columns, self._make), tuple(skips)
 
+    def take_plain(self, announced: Announced) -> tuple[PlainRows, int, int] | None:
+        """`take`, for whoever copies the rows: where rows [start, stop) lie, without arrays over them. None where they
+        are not all of one window that is decoded, and plain: nothing was taken then."""
+        self._check_process()
+        if len(announced) != 1:
+            return None
+        slot, start, stop = announced[0]
+        plain = None if slot.decoded is None else slot.decoded.plain
+        return None if plain is None or self._served_within(slot, start, stop) is None else (plain, start, stop)
+
     def _within(self, slot: _Slot, start: int, stop: int) -> dict[str, Any] | None:
         """The rows, where they go on from the last ones of a decoded window, and more of it follow: nearly all do."""
+        columns = self._served_within(slot, start, stop)
+        return None if columns is None else cut(columns, start, stop, self._make or _as_it_is)
+
+    def _served_within(self, slot: _Slot, start: int, stop: int) -> Mapping[str, Any] | None:
+        """The columns of the window, if its rows up to ``start`` were served, all of them came and more follow: then
+        these are served, too."""
         decoded, served = slot.decoded, slot.served
         if decoded is None or decoded.columns is None or decoded.came is not None or slot.gone:
             return None
@@ -233,7 +250,7 @@ class PositionReader:
         served.add(start, stop)
         slot.waiting -= 1
         self._uses = slot.used = self._uses + 1
-        return cut(decoded.columns, start, stop, self._make or _as_it_is)
+        return decoded.columns
 
     def read(self, pieces: Iterable[Piece]) -> Any:
         """`take` of what is not announced any sooner; without what was skipped."""

@@ -31,6 +31,7 @@ from lakeckpt.reading.arrays import join, narrowed
 from lakeckpt.reading.convert import Nulls, convert_parts
 from lakeckpt.reading.decode import RowGroupDecoder
 from lakeckpt.reading.gather import Pieces, column_bytes, gather, laid_out
+from lakeckpt.reading.plain import PlainRows
 from lakeckpt.reading.ragged import Column
 from lakeckpt.reading.recycled import Recycled
 from lakeckpt.reading.skipping import Skipper
@@ -60,6 +61,8 @@ class DecodedWindow:
     columns: Mapping[str, Column[Array] | Pieces] | None
     table: pa.Table | None
     size_bytes: int
+    plain: PlainRows | None = None
+    """Where the columns lie, if all of them are plain."""
     came: Int64Array | None = None
     """int64, shape (rows of the window + 1,): how many rows came before each position; None: all of them."""
     gaps: tuple[Gap, ...] = ()
@@ -134,7 +137,15 @@ class WindowDecoder:
         columns = dict(zip(names, self._threads.map(whole, names), strict=True))
         size = max(held, column_bytes(columns))
         self._memory.limit_bytes = max(self._memory.limit_bytes, size)
-        return DecodedWindow(columns=columns, table=None, size_bytes=size, came=came, gaps=gaps, damage=damage)
+        return DecodedWindow(
+            columns=columns,
+            table=None,
+            size_bytes=size,
+            plain=PlainRows.of(columns),
+            came=came,
+            gaps=gaps,
+            damage=damage,
+        )
 
     def close(self, *, gives_back: bool) -> None:
         """Close the files that are open; a later `decode` opens them again. ``gives_back``: what Arrow keeps, too."""

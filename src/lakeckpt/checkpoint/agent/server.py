@@ -165,8 +165,7 @@ class Agent:
             with self._changed:
                 self._connected -= 1
                 self._changed.notify_all()
-            if session is None:
-                connection.close()
+            connection.close()
 
     def _adopt(self, session: _Session) -> None:
         """Serve this one, too. Of those before it that have the same arenas, the ones that are done are forgotten."""
