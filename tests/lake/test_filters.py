@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import functools
+import operator
 import pickle
 from typing import Any
 
@@ -149,6 +151,9 @@ def test_a_filter_that_was_pickled_to_a_worker_is_the_same(data: st.DataObject) 
         ({"a": 3}, ConfigError, "filters are"),
         ([("a", ">")], ConfigError, "filters are"),
         ([("a", ">", 1j)], ConfigError, "cannot hold"),
+        ([("a", ">", 2**70)], ConfigError, "cannot hold"),
+        ([("a", "in", [2**70])], ConfigError, "cannot hold"),
+        ([("b", "==", "\ud800")], ConfigError, "cannot hold"),
         (3, ConfigError, "filters are"),
     ],
     ids=str,
@@ -172,6 +177,37 @@ def test_numbers_are_compared_where_pyarrow_overflows() -> None:
     big = pa.table({"u": pa.array([1, 2**63 + 5, None], pa.uint64()), "d": pa.array([decimal.Decimal("1.25")] * 3)})
     for one, kept in ((f("u") > 3, [False, True, False]), (f("d") > 1, [True] * 3)):
         assert row_filter(one, big.schema).mask(big).to_pylist() == kept
+
+
+@pytest.mark.parametrize("operation", ["==", "<", ">=", "in"])
+def test_numbers_above_int64_are_compared_in_their_column(operation: str) -> None:
+    values = [2**63 - 1, 2**63, 2**64 - 1]
+    table = pa.table({"u": pa.array(values, pa.uint64())})
+    wanted = {"==": [2**63], "<": [2**63 - 1], ">=": [2**63, 2**64 - 1], "in": [2**63]}[operation]
+    given = [2**63] if operation == "in" else 2**63
+    assert table.filter(row_filter([("u", operation, given)], SCHEMA).mask(table))["u"].to_pylist() == wanted
+
+
+@pytest.mark.parametrize("chained", ["to the left", "to the right", "tuples"])
+def test_a_thousand_alternatives_are_one_filter_however_they_are_nested(chained: str) -> None:
+    parts = [f("a") == n for n in range(1000)]
+    given: Any = [[("a", "==", n)] for n in range(1000)]
+    if chained == "to the left":
+        given = functools.reduce(operator.or_, parts)
+    elif chained == "to the right":
+        given = functools.reduce(lambda right, left: left | right, parts[::-1])
+    found = row_filter(given, SCHEMA)
+    assert found.digest == row_filter(functools.reduce(operator.or_, parts[::-1]), SCHEMA).digest
+    table = pa.table({"a": pa.array([-1, 0, 999, 1000], pa.int32())})
+    assert found.mask(table).to_pylist() == [False, True, True, False]
+
+
+def test_what_is_nested_too_deep_is_refused() -> None:
+    given = f("a") == 0
+    for n in range(2000):
+        given = (given & (f("u") == n)) | (f("a") == n)
+    with pytest.raises(ConfigError, match="too many parts inside one another"):
+        row_filter(given, SCHEMA)
 
 
 def test_a_value_that_cannot_be_compared_is_named_when_it_is_met() -> None:

@@ -182,6 +182,7 @@ def test_where_nothing_is_the_refusal_says_what_was_looked_for(place: Place) -> 
         ("_delta_log/00000000000000000000.json", "delta"),
         (".hoodie/hoodie.properties", "hudi"),
         ("metadata/v1.metadata.json", "iceberg"),
+        ("metadata/v1.metadata.json.gz", "iceberg"),
     ],
 )
 def test_a_folder_whose_files_are_not_its_rows_is_told_by_its_format(place: Place, path: str, kind: str) -> None:
@@ -191,6 +192,45 @@ def test_a_folder_whose_files_are_not_its_rows_is_told_by_its_format(place: Plac
     found = find(root)
     assert (found.format, found.place) == (kind, root) and sorted(paths(found)) == sorted([path, "part-0.parquet"])
     assert (listed := find([f"{root}/part-0.parquet"])).format == "parquet" and paths(listed) == ["part-0.parquet"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "_delta_log/0.json",
+        ".hoodie/hoodie.properties",
+        "metadata/v1.metadata.json",
+        "metadata/00001-a.metadata.json.gz",
+    ],
+)
+def test_a_table_in_a_folder_of_files_is_not_taken_for_more_files(place: Place, path: str) -> None:
+    root, find, put = place
+    put("other.parquet")
+    put("of/events/part-0.parquet")
+    put(f"of/events/{path}")
+    with pytest.raises(ConfigError, match=r"the folder 'of/events' in .* is a table of its own"):
+        find(root)
+    assert paths(find(f"{root}/**/*.parquet")) == ["of/events/part-0.parquet", "other.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("path", "folder"),
+    [
+        ("_delta_log/0.json", "day=1"),
+        ("_delta_log/0.json", "day=1/hour=2"),
+        (".hoodie/hoodie.properties", "day=1"),
+        ("metadata/v1.metadata.json", "data/day=1"),
+    ],
+)
+def test_a_partition_of_a_table_is_not_taken_for_a_table(place: Place, path: str, folder: str) -> None:
+    root, find, put = place
+    put("day=1/hour=2/x.parquet")
+    assert paths(find(f"{root}/day=1")) == ["hour=2/x.parquet"]
+    put(f"{folder}/part-0.parquet")
+    put(path)
+    with pytest.raises(ConfigError, match="is a folder of the table"):
+        find(f"{root}/{folder}")
+    assert paths(find([f"{root}/{folder}/part-0.parquet"]))
 
 
 def test_a_folder_in_two_formats_asks_which(tmp_path: Path) -> None:

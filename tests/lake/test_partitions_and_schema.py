@@ -47,6 +47,12 @@ def test_names_and_values_are_percent_decoded() -> None:
     assert values(["a%20b=x%2Fy%3D1/f", "a%20b=ü=z/f"]) == {"a b": ["x/y=1", "ü=z"]}
 
 
+@pytest.mark.parametrize("path", ["k=a%FF/f", "%FE=a/f"])
+def test_what_is_no_text_when_it_is_decoded_is_refused(path: str) -> None:
+    with pytest.raises(SchemaError, match="not UTF-8 when it is percent-decoded"):
+        values(["k=a/f", path])
+
+
 def test_one_integer_written_two_ways_is_one_value() -> None:
     (column,) = partition_columns(["m=7/f", "m=07/f"])
     assert column.values == (7,)

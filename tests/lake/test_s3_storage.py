@@ -6,11 +6,12 @@ import os
 import pickle
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from moto.s3.models import s3_backends
+from moto.s3.models import FakeKey, s3_backends
 
 from lakeckpt.errors import (
     ConditionalPutUnsupported,
@@ -22,6 +23,7 @@ from lakeckpt.errors import (
     StorageTimeout,
 )
 from lakeckpt.lake import s3 as s3_module
+from lakeckpt.lake import s3_client
 from lakeckpt.lake.s3 import PART_BYTES, SPAN_BYTES, S3Storage
 from lakeckpt.lake.s3_signer import Signer
 from lakeckpt.lake.storage import clear_leftovers, open_storage
@@ -340,6 +342,39 @@ def test_more_objects_than_one_page_are_listed(storage: S3Storage, s3: S3) -> No
     for n in range(1003):
         backend.put_object(s3.bucket, f"run/{n:05d}", b"")
     assert [info.path for info in storage.list()] == [f"{n:05d}" for n in range(1003)]
+
+
+def test_a_listing_that_goes_on_nowhere_is_not_taken_for_whole(
+    storage: S3Storage, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.client.put_object(Bucket=s3.bucket, Key="run/x", Body=b"")
+    leaves = s3_client._leaves
+
+    def as_version_1(element: Any) -> dict[str, str]:
+        return {**leaves(element), "IsTruncated": "true", "NextContinuationToken": ""}
+
+    monkeypatch.setattr(s3_client, "_leaves", as_version_1)
+    with pytest.raises(StorageError, match="the store says that its listing goes on, and not where"):
+        storage.list()
+
+
+KEYS = ["a b/c d.parquet", "a+b/c.parquet", "a%20b/ü&=?#.parquet", "plain.parquet"]
+
+
+@pytest.mark.parametrize("encode", [urllib.parse.quote_plus, urllib.parse.quote], ids=["Amazon's", "others'"])
+def test_keys_are_read_however_a_store_spells_them_in_listings(
+    storage: S3Storage, s3: S3, monkeypatch: pytest.MonkeyPatch, encode: Callable[..., str]
+) -> None:
+    """Amazon and MinIO write a space as a plus, and a plus as %2B; others write a space as %20."""
+
+    def spelled(key: FakeKey, encoding_type: str | None = None) -> str:
+        return encode(key.name, safe="/") if encoding_type == "url" else str(key.name)
+
+    monkeypatch.setattr(FakeKey, "safe_name", spelled)
+    for key in KEYS:
+        s3.client.put_object(Bucket=s3.bucket, Key=f"run/{key}", Body=key.encode())
+    found = [info.path for info in storage.list()]
+    assert sorted(found) == sorted(KEYS) and [storage.read(path).decode() for path in found] == found
 
 
 def test_a_listing_says_etag_and_time_and_leaves_placeholders_out(storage: S3Storage, s3: S3) -> None:

@@ -101,6 +101,34 @@ def test_every_value_is_compared_with_every_constant_as_pyarrow_does(name: str) 
     assert compared >= 12 * len(values)
 
 
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_every_value_is_looked_for_among_values_of_other_types_as_pyarrow_does(name: str) -> None:
+    """The kernel casts these to the type of the column: what is nearest to 0.1 in a float32 column is in [0.1]."""
+    kind, values = KINDS[name]
+    others = OTHERS[name]
+    near = [pa.scalar(one).cast(kind) for one in (0.1, 0.3)] if pa.types.is_floating(kind) else []
+    values = [*values, *(one.as_py() for one in near)]
+    column = pa.array([one for one in [*values, None] for _ in range(2)], kind)
+    table = pa.table({name: column, "row": range(len(column))})
+    bounds = bounds_of(written(table.select([name]), row_group_size=2), table.schema)
+    compared = 0
+    for looked_for in [[one] for one in others] + [[pa.scalar(0.1), pa.scalar(0.3)]] * bool(near):
+        for expression in (f(name).isin(looked_for), ~f(name).isin(looked_for)):
+            try:
+                kept = set(table.filter(expression)["row"].to_pylist())
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError):
+                continue
+            compared += 1
+            keep = row_filter(expression, table.schema)
+            assert {row for row, stays in enumerate(keep.mask(table).to_pylist()) if stays} == kept, str(keep)
+            found = verdicts(keep.node, bounds, len(column) // 2)
+            for group in range(len(column) // 2):
+                here = len(kept & {2 * group, 2 * group + 1})
+                assert not (found.none[group] and here), f"{keep} prunes {column[2 * group]}"
+                assert not (found.every[group] and here < 2), f"{keep} takes all of {column[2 * group]}"
+    assert compared
+
+
 @given(data=st.data(), name=st.sampled_from(sorted(KINDS)))
 def test_bounds_hold_every_value(data: st.DataObject, name: str) -> None:
     kind, values = KINDS[name]

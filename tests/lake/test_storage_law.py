@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from lakeckpt.errors import ObjectExists, StorageError
 from lakeckpt.lake.fsspec_storage import FsspecStorage
@@ -68,6 +69,75 @@ def test_a_filesystem_that_caches_listings_is_kept_from_it(kind: type[StaleListi
     assert paths(storage.list()) == ["x"]
     filesystem.rm_file(f"{root}/x")
     assert storage.list() == []
+
+
+class Flaky(MemoryFileSystem):
+    """Lists as most filesystems of fsspec do, by its own ``find``; a folder cannot be listed, for a reason."""
+
+    protocol = "flaky"
+    cachable = False
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    find = AbstractFileSystem.find
+    fails: ClassVar[dict[str, OSError]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("flaky://", "memory://"))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        if (failure := self.fails.get(path.rstrip("/").rpartition("/")[2])) is not None:
+            raise failure
+        return super().ls(path, detail=detail, **options)
+
+
+@pytest.mark.parametrize("folder", ["run", "a", "deep"])
+@pytest.mark.parametrize("failure", [ConnectionResetError("reset"), PermissionError("no"), TimeoutError("late")])
+def test_a_folder_that_cannot_be_listed_is_not_left_out(
+    monkeypatch: pytest.MonkeyPatch, folder: str, failure: OSError
+) -> None:
+    """fsspec leaves it out: of a table files are missing then, and of a log all of it."""
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    storage = open_storage("flaky://lake/run")
+    assert storage.list() == [] and storage.list("a/x") == []
+    for path in ("a/x", "a/deep/y", "z"):
+        storage.put(path, [b"1"])
+    assert [info.path for info in storage.list()] == ["a/deep/y", "a/x", "z"]
+    assert [info.path for info in storage.list("a/x")] == ["a/x"]
+    monkeypatch.setitem(Flaky.fails, folder, failure)
+    with pytest.raises(StorageError, match=type(failure).__name__):
+        storage.list()
+    monkeypatch.setitem(Flaky.fails, folder, FileNotFoundError(folder))  # since its parent was listed
+    assert [info.path for info in storage.list()] == {"run": [], "a": ["z"], "deep": ["a/x", "z"]}[folder]
+    Flaky.store.clear()
+
+
+class Unsized(Flaky):
+    """Tells sizes of files one by one, as web servers do; of one of them not at all."""
+
+    protocol = "unsized"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("unsized://", "memory://"))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        return [{**one, "size": None} for one in super().ls(path, detail=True, **options)]
+
+    def info(self, path: str, **options: Any) -> Any:
+        found = super().info(path, **options)
+        return {**found, "size": None} if path.endswith("endless") else found
+
+
+def test_sizes_are_asked_for_where_a_listing_has_none() -> None:
+    fsspec.register_implementation("unsized", Unsized, clobber=True)
+    storage = open_storage("unsized://lake/run")
+    storage.put("a/x", [b"123"])
+    assert [(info.path, info.size_bytes) for info in storage.list()] == [("a/x", 3)]
+    storage.put("a/endless", [b"123"])
+    with pytest.raises(StorageError, match=r"does not say how large .*endless"):
+        storage.list()
+    Flaky.store.clear()
 
 
 def test_check_key_takes_only_str() -> None:

@@ -139,6 +139,16 @@ def test_files_of_different_kinds_are_both_named(tmp_path: Path) -> None:
         open_table(tmp_path)
 
 
+def test_a_file_outside_of_the_folders_whose_column_it_has_itself_is_refused(tmp_path: Path) -> None:
+    """Its own values would be nulls: the path says nothing of them."""
+    write(tmp_path / "day=5" / "x.parquet", pa.table({"v": [1]}))
+    write(tmp_path / "early.parquet", pa.table({"v": [2]}))
+    assert open_table(tmp_path).num_rows == 2
+    write(tmp_path / "late.parquet", pa.table({"v": [3], "day": [7]}))
+    with pytest.raises(SchemaError, match=r"'late\.parquet' has a column 'day' of its own and lies in no folder day=…"):
+        open_table(tmp_path)
+
+
 def test_arguments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="threads must be at least 1, not 0"):
         open_table(tmp_path, threads=0)

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from lakeckpt.errors import DataFileChanged, TableVersionGone
+from lakeckpt.errors import DataFileChanged, SchemaError, TableVersionGone
 from lakeckpt.lake.columns import resolve
 from lakeckpt.lake.deletes import Deletes
 from lakeckpt.lake.footer import FileSummary
 from lakeckpt.lake.formats.pinned import PinnedFile, PinnedFiles
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.listing import Found, list_exactly, open_root
-from lakeckpt.lake.partitions import coded, partition_columns
+from lakeckpt.lake.partitions import coded, partition_columns, partition_names
 from lakeckpt.lake.schema import plain_schema, table_schema
 from lakeckpt.lake.storage import ObjectInfo, check_key, redact_uri
 
@@ -61,6 +61,13 @@ def index_of(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) -> T
     """The index of plain Parquet files: the schema from their footers, partitions from their paths."""
     paths = tuple(info.path for info in files)
     partitions = partition_columns(paths)
+    for name in (one.name for one in partitions):
+        for path, summary in zip(paths, summaries, strict=True):
+            if name in summary.schema.names and name not in partition_names(path):
+                raise SchemaError(
+                    f"{path!r} has a column {name!r} of its own and lies in no folder {name}=…, as other files do: "
+                    "move it into one, or read the files as two tables"
+                )
     schema = table_schema([(path, s.schema) for path, s in zip(paths, summaries, strict=True)], partitions)
     return TableIndex(**_listing(files, summaries), partitions=partitions, schema=schema)
 

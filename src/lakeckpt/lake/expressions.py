@@ -12,9 +12,8 @@ Functions are those of `FUNCTIONS`: of one row at a time, and with the same answ
 from __future__ import annotations
 
 import ctypes
-import functools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -36,6 +35,7 @@ __all__ = [
     "columns_of",
     "compiled",
     "digest_of",
+    "joined",
     "parse",
     "text_of",
     "type_of",
@@ -116,7 +116,12 @@ def parse(expression: pc.Expression, schema: pa.Schema) -> Node:
     Raises `ConfigError` for what a filter cannot hold: functions that are not in `FUNCTIONS`, constants of nested
     types, columns by number. Columns that the schema does not have are left for the caller to find.
     """
-    return _normal(_fitted(_Parser(expression).node(), schema))
+    try:
+        return _normal(_fitted(_Parser(expression).node(), schema))
+    except RecursionError:
+        raise ConfigError(
+            "the filter has too many parts inside one another: use isin([...]), or tuples, and fewer of either"
+        ) from None
 
 
 def compiled(node: Node) -> pc.Expression | None:
@@ -131,12 +136,20 @@ def compiled(node: Node) -> pc.Expression | None:
     if node.name in COMPARISONS:
         return getattr(operator, _OPERATORS[node.name])(*parts)
     if node.name in ("and_kleene", "or_kleene"):
-        return functools.reduce(operator.and_ if node.name == "and_kleene" else operator.or_, parts)
+        return joined(operator.and_ if node.name == "and_kleene" else operator.or_, parts)
     if node.name == "is_in":
         return _contained(parts[0], node.values)
     if node.name in ("invert", "is_null", "is_valid"):
         return ~parts[0] if node.name == "invert" else getattr(parts[0], node.name)()
     return None
+
+
+def joined(join: Callable[[Any, Any], Any], parts: Sequence[Any]) -> Any:
+    """``parts``, one at least, joined two by two: a chain of a thousand would be a thousand deep."""
+    if len(parts) == 1:
+        return parts[0]
+    half = len(parts) // 2
+    return join(joined(join, parts[:half]), joined(join, parts[half:]))
 
 
 def _contained(part: pc.Expression, values: tuple[Constant, ...]) -> pc.Expression:
@@ -312,12 +325,18 @@ class _Parser:
             )
         arguments: list[Node] = []
         call = Call(name=name, arguments=())
-        while (pair := self._pairs[self._at]) != ("end", name):
-            if pair[0] == "options":
+        # Chains of one operator, which pyarrow nests, are one call: their parts are sorted, and nested no more, later.
+        chained = ("call", name) if name in ("and_kleene", "or_kleene") else None
+        depth = 1
+        while depth:
+            pair = self._pairs[self._at]
+            if pair == ("end", name) or pair == chained:
+                depth += 1 if pair == chained else -1
+                self._at += 1
+            elif pair[0] == "options":
                 call = self._with_options(call, self._scalar(self._next()[1]))
             else:
                 arguments.append(self.node())
-        self._at += 1
         return replace(call, arguments=tuple(arguments))
 
     def _with_options(self, call: Call, options: pa.StructScalar) -> Call:

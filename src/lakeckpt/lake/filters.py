@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from operator import and_, or_
 from typing import Any, TypeAlias
 
@@ -22,7 +21,7 @@ import pyarrow.acero as acero
 import pyarrow.compute as pc
 
 from lakeckpt.errors import ConfigError, SchemaError
-from lakeckpt.lake.expressions import Node, columns_of, compiled, digest_of, parse, text_of
+from lakeckpt.lake.expressions import Node, columns_of, compiled, digest_of, joined, parse, text_of
 
 __all__ = ["Filters", "RowFilter", "row_filter"]
 
@@ -140,7 +139,7 @@ def _of_tuples(filters: Any, schema: pa.Schema) -> pc.Expression:
     for group in groups:
         if isinstance(group, str) or not isinstance(group, Sequence) or not group or not all(map(_is_predicate, group)):
             raise _no_filter(filters)
-    return reduce(or_, [reduce(and_, [_predicate(one, schema) for one in group]) for group in groups])
+    return joined(or_, [joined(and_, [_predicate(one, schema) for one in group]) for group in groups])
 
 
 def _is_predicate(one: object) -> bool:
@@ -161,8 +160,10 @@ def _predicate(one: Sequence[Any], schema: pa.Schema) -> pc.Expression:
                 f"the filter {one!r} compares with None, which is true of no row: use "
                 f"pyarrow.compute.field({name!r}).is_null() or .is_valid()"
             )
-        expression = _OPERATORS[operation](pc.field(name), value)
-    except (pa.ArrowException, TypeError) as error:
+        expression = _OPERATORS[operation](pc.field(name), _held(value, kind))
+    except ConfigError:
+        raise
+    except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
         raise ConfigError(f"the filter {one!r} has a value that pyarrow cannot hold: {_one_line(error)}") from error
     try:
         _bound(expression, schema)
@@ -171,6 +172,13 @@ def _predicate(one: Sequence[Any], schema: pa.Schema) -> pc.Expression:
             f"the filter {one!r} compares the column {name!r}, which is {kind}, with {value!r}: {error}"
         ) from error
     return expression
+
+
+def _held(value: Any, kind: pa.DataType) -> Any:
+    """``value`` as pyarrow can hold it: integers above int64 in the type of their column alone."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return pa.scalar(value, kind)
+    return value
 
 
 def _values(one: Sequence[Any], kind: pa.DataType) -> pa.Array:

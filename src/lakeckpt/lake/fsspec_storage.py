@@ -28,6 +28,8 @@ from typing import Any
 
 import fsspec
 import fsspec.asyn
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from lakeckpt.errors import (
     ConfigError,
@@ -110,12 +112,52 @@ class FsspecStorage:
             place = f"{root}/{folder}" if folder else root
             try:
                 filesystem.invalidate_cache()
-                entries = self._call("find", place or "/", detail=True)
+                entries = self._found(filesystem, place or "/")
             except FileNotFoundError:
                 return []
-        below = f"{root}/"
-        found = [_info(entry, name[len(below) :]) for name, entry in entries.items() if name.startswith(below)]
+            below = f"{root}/"
+            entries = {name: self._sized(name, one) for name, one in entries.items() if name.startswith(below)}
+            found = [_info(one, name[len(below) :]) for name, one in entries.items()]
         return sorted((info for info in found if info is not None), key=lambda info: info.path)
+
+    def _found(self, filesystem: Any, place: str) -> Mapping[str, Mapping[str, Any]]:
+        """All that lies below ``place``, by name. fsspec's own ``find`` leaves out what it fails to list."""
+        kind = type(filesystem)
+        if isinstance(filesystem, AsyncFileSystem):
+            is_own = kind._find is AsyncFileSystem._find
+        else:
+            is_own = kind.find is AbstractFileSystem.find
+        if not is_own:
+            told: Mapping[str, Mapping[str, Any]] = self._call("find", place, detail=True)
+            return told
+        found, folders, seen = {}, [place.rstrip("/")], set[str]()
+        while folders:
+            folder = folders.pop()
+            seen.add(folder)
+            try:
+                entries = self._call("ls", folder or "/", detail=True)
+            except FileNotFoundError:
+                if len(seen) == 1:
+                    raise
+                continue  # since it was listed
+            for entry in entries:
+                name = entry["name"].rstrip("/")
+                if entry.get("type") != "directory":
+                    found[entry["name"]] = entry
+                elif name not in seen and name.startswith(f"{folder}/"):
+                    folders.append(name)
+        if not found and (told := self._call("info", place)).get("type") == "file":
+            found[told["name"]] = told
+        return found
+
+    def _sized(self, name: str, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """An entry of a listing with its size, which some stores (web servers) only tell of each file."""
+        if entry.get("type", "file") != "file" or entry.get("size") is not None:
+            return entry
+        told: Mapping[str, Any] = {**entry, **self._call("info", name)}
+        if told.get("size") is None:
+            raise StorageError(f"{self.name} does not say how large {name!r} is: copy the table to another store")
+        return told
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         check_key(path)

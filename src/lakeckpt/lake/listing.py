@@ -34,8 +34,10 @@ __all__ = ["Found", "Source", "common_root", "find_files", "list_exactly", "open
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
 MAX_SINGLE_LISTINGS = 64
-METADATA_FILE = ".metadata.json"
+METADATA_FILES = (".metadata.json", ".metadata.json.gz")
 _MAGIC = re.compile(r"[*?\[]")
+_INNER = re.compile(r"/(?:_delta_log|\.hoodie)/.|/metadata/(?:v?\d+)[^/]*\.metadata\.json(?:\.gz)?$")
+"""Behind the folder of a table that lies in another folder."""
 _IN_A_SET, _ESCAPED = re.compile(r"([\\\[\]^&~|])"), r"\\\1"
 
 
@@ -92,7 +94,7 @@ def list_exactly(storage: Storage, paths: Sequence[str], *, threads: int) -> dic
 def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableFormat | None) -> Found:
     """A folder or one file."""
     text = _absolute(text)
-    if text.endswith(METADATA_FILE):
+    if text.endswith(METADATA_FILES):
         root = text.rpartition("/")[0].rpartition("/")[0]
         return Found(
             storage=open_root(root, storage_options), uri=redact_uri(root), files=(), format="iceberg", place=text
@@ -110,6 +112,8 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
         infos = [_below(info, name) for info in infos] if name else infos
     uri = redact_uri(text)
     told = _format_of(uri, infos, kind)
+    if told == "parquet":
+        _refuse_part_of_table(text, storage_options)
     if told != "parquet":
         return Found(storage=storage, uri=uri, files=tuple(infos), format=told, place=text)
     files = [info for info in infos if _is_data_file(info.path)]
@@ -227,14 +231,17 @@ def _is_data_file(path: str) -> bool:
 def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) -> TableFormat:
     """The format of the table that these objects are, ``kind`` if it is one; `ConfigError` where they could be two."""
     found: dict[TableFormat, str] = {}
+    within: dict[str, str] = {}
     for info in infos:
         top, _, below = info.path.partition("/")
         if top == "_delta_log" and below:
             found.setdefault("delta", info.path)
         elif top == ".hoodie" and below:
             found.setdefault("hudi", info.path)
-        elif top == "metadata" and below.endswith(METADATA_FILE):
+        elif top == "metadata" and below.endswith(METADATA_FILES):
             found.setdefault("iceberg", info.path)
+        elif (inner := _INNER.search(info.path)) is not None:
+            within.setdefault(info.path[: inner.start()], info.path)
     if kind in found:
         return kind
     if len(found) > 1 and kind is None:
@@ -242,7 +249,32 @@ def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) 
         raise ConfigError(
             f"{uri!r} is a table in more than one format, {both}: say which by format={next(iter(found))!r}"
         )
+    if within and not found:
+        folder, path = next(iter(within.items()))
+        raise ConfigError(
+            f"the folder {folder!r} in {uri!r} is a table of its own ({path!r}), whose files alone are not its rows: "
+            "open it by itself, or name the files that you mean by a glob or a list"
+        )
     return next(iter(found), "parquet")
+
+
+def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) -> None:
+    """`ConfigError` where a folder ``key=value`` is part of a Delta, Hudi or Iceberg table."""
+    root = text
+    while is_partition_folder(root.rpartition("/")[2]):
+        root = root.rpartition("/")[0]
+    if root == text or not split_uri(root)[1].strip("/"):
+        return
+    above, _, name = root.rpartition("/")
+    places = [(root, "_delta_log"), (root, ".hoodie")]
+    if name == "data" and split_uri(above)[1].strip("/"):
+        places.append((above, "metadata"))
+    for table, folder in places:
+        if _format_of(table, open_root(table, storage_options).list(folder), None) != "parquet":
+            raise ConfigError(
+                f"{redact_uri(text)!r} is a folder of the table {redact_uri(table)!r}, whose files alone are not its "
+                "rows: open that table with a filter, or name the files that you mean by a glob or a list"
+            )
 
 
 def _nothing_in_folder(uri: str, infos: Sequence[ObjectInfo]) -> str:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from lakeckpt.errors import SchemaError
 from lakeckpt.lake.values import Value, arrow_scalar, from_plain, to_plain
 
-__all__ = ["STORED", "PartitionColumn", "Value", "coded", "is_partition_folder", "partition_columns"]
+__all__ = ["STORED", "PartitionColumn", "Value", "coded", "is_partition_folder", "partition_columns", "partition_names"]
 
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 _INTEGER = re.compile(r"-?[0-9]{1,19}")
@@ -108,17 +108,31 @@ def partition_columns(paths: Sequence[str]) -> tuple[PartitionColumn, ...]:
     return tuple(_column(name, [pairs.get(name) for pairs in found]) for name in names)
 
 
+def partition_names(path: str) -> set[str]:
+    """The partition columns that a path says."""
+    return set(_of_path(path))
+
+
 def _of_path(path: str) -> dict[str, str | None]:
     pairs: dict[str, str | None] = {}
     for folder in path.split("/")[:-1]:
         if not is_partition_folder(folder):
             continue
         name, _, raw = folder.partition("=")
-        name = unquote(name)
+        name = _decoded(name, path)
         if name in pairs:
             raise SchemaError(f"the path {path!r} has the partition {name!r} twice: rename one of the folders")
-        pairs[name] = None if raw == NULL_PARTITION else unquote(raw)
+        pairs[name] = None if raw == NULL_PARTITION else _decoded(raw, path)
     return pairs
+
+
+def _decoded(text: str, path: str) -> str:
+    try:
+        return unquote(text, errors="strict")
+    except UnicodeDecodeError as error:
+        raise SchemaError(
+            f"the path {path!r} has a partition that is not UTF-8 when it is percent-decoded ({error}): rename it"
+        ) from error
 
 
 def _column(name: str, raw: Sequence[str | None]) -> PartitionColumn:

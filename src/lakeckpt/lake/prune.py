@@ -146,9 +146,10 @@ def _with_nulls(true: Flags, false: Flags, known: Bounds) -> Verdicts:
 
 
 def _contained(node: Call, known: Bounds) -> Verdicts:
-    """``is_in``: never null; null is in the values or it is not."""
+    """``is_in``: never null; null is in the values or it is not. Values are what they are in the column's type, to
+    which the kernel casts them: 0.1 is in a float32 column that holds what is nearest to it."""
     holds_null = any(not one.scalar.is_valid for one in node.values)
-    values = [_as_bound(one.scalar) for one in node.values if one.scalar.is_valid]
+    values = [_as_bound(one.scalar).cast(known.low.type) for one in node.values if one.scalar.is_valid]
     if node.options or any(one.plain[0] == "float" and one.plain[-1] == "nan" for one in node.values):
         return _anything(len(known.rows))
     true, only = np.zeros((2, len(known.rows)), np.bool_)

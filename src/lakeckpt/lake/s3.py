@@ -26,7 +26,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote_plus
 
 from lakeckpt.errors import (
     ConfigError,
@@ -192,14 +192,14 @@ class S3Storage:
                     raise
                 now = time.time() if page.date is None else parsedate_to_datetime(page.date).timestamp()
                 for item in page.items:
-                    begun_ns, key = _nanoseconds(item.get("Initiated")), unquote(item.get("Key", ""))
+                    begun_ns, key = _nanoseconds(item.get("Initiated")), unquote_plus(item.get("Key", ""))
                     old = begun_ns is not None and now - begun_ns / 1e9 > UPLOAD_LIFETIME_S
                     if old and key.startswith(self._root):
                         self._open().abort_upload(what, key, item.get("UploadId", ""))
                         cleared += 1
                 if page.next is None or page.next == marker:
                     return cleared
-                marker = unquote(page.next)
+                marker = unquote_plus(page.next)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class S3Storage:
 
     def _infos(self, page: Page) -> Iterator[ObjectInfo]:
         for item in page.items:
-            path = unquote(item.get("Key", ""))[len(self._root) :]
+            path = unquote_plus(item.get("Key", ""))[len(self._root) :]
             if not path or path.endswith("/") or is_temporary(path):
                 continue
             etag = item.get("ETag", "").strip('"') or None

@@ -241,6 +241,8 @@ class S3Client:
             root = _parsed(answer.content)
             leaves = _leaves(root)
             truncated = leaves.get("IsTruncated", "false").lower() == "true"
+            if truncated and not leaves.get(more):
+                raise StorageError(f"{what}: the store says that its listing goes on, and not where ({more})")
             items = [_leaves(one) for one in root if _tag(one) == element]
             return Page(items=items, next=leaves.get(more) if truncated else None, date=answer.headers.get("date"))
 

@@ -192,9 +192,10 @@ def test_a_folder_whose_newest_version_is_in_doubt_is_refused(table: Table) -> N
     assert ids(newest) == ids(table)
 
 
-def test_compressed_metadata_is_read_and_damaged_metadata_refused(table: Table) -> None:
+@pytest.mark.parametrize("name", ["90001-x.gz.metadata.json", "90001-x.metadata.json.gz"])
+def test_compressed_metadata_is_read_and_damaged_metadata_refused(table: Table, name: str) -> None:
     metadata = Path(table.metadata_location.removeprefix("file://"))
-    packed = metadata.with_name("90001-x.gz.metadata.json")
+    packed = metadata.with_name(name)
     packed.write_bytes(gzip.compress(metadata.read_bytes()))
     assert ids(packed) == ids(table)
     packed.write_bytes(gzip.compress(metadata.read_bytes())[:-9])

@@ -22,8 +22,8 @@ from pyiceberg.manifest import DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import StaticTable, Table
-from pyiceberg.transforms import IdentityTransform
-from pyiceberg.types import LongType, NestedField, StringType
+from pyiceberg.transforms import IdentityTransform, VoidTransform
+from pyiceberg.types import LongType, NestedField, StringType, UUIDType
 
 from lakeckpt import open_table
 from lakeckpt.errors import DataFileDamaged, TableError, TableFeatureUnsupported, TableVersionGone
@@ -39,6 +39,7 @@ from tests.lake.formats.iceberg_tables import (
     position_deletes,
     vector_blob,
     warehouse,
+    with_ids,
     write_bytes,
 )
 from tests.lake.formats.rows import delivered, rows_of
@@ -144,6 +145,33 @@ def test_equality_deletes_without_a_partition_reach_all_and_those_of_old_partiti
     assert left(divided) == [0, 1, 10, 11, 21]
     commit(divided, [equality_deletes(divided, pa.table({"id": pa.array([0, 10, 21])}), [1], partition=("a",))])
     assert left(divided) == [1, 10, 11, 21]
+
+
+def test_a_partitioning_of_nothing_but_fields_that_were_removed_is_none(catalog: SqlCatalog) -> None:
+    """In a table that was of version 1 a removed field stays, as void: its deletes by value are deletes everywhere."""
+    spec = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "p"))
+    table = catalog.create_table("db.old", ICEBERG_SCHEMA, partition_spec=spec, properties={"format-version": "1"})
+    table.append(pa.table({"id": [1, 2, 3], "p": ["x", "x", "y"]}))
+    with table.update_spec() as change:
+        change.remove_field("p")
+    with table.transaction() as change:
+        change.upgrade_table_version(2)
+    table = catalog.load_table("db.old")
+    table.append(pa.table({"id": [4], "p": ["z"]}))
+    values = pa.table({"id": pa.array([2, 4], pa.int64())})
+    assert [type(one.transform) for one in table.spec().fields] == [VoidTransform]
+    commit(table, [equality_deletes(table, values, [1], spec_id=table.spec().spec_id, partition=(None,))])
+    assert left(catalog.load_table("db.old")) == [1, 3]
+
+
+def test_equality_deletes_compare_uuids(catalog: SqlCatalog) -> None:
+    kind = pa.binary(16)
+    table = catalog.create_table("db.uuids", Schema(NestedField(1, "id", UUIDType(), required=False)))
+    data = parquet_bytes(with_ids(pa.table({"id": pa.array([b"a" * 16, b"b" * 16, None], kind)}), [1]))
+    location = write_bytes(table, "d.parquet", data)
+    commit(table, [Entry(DataFileContent.DATA, location, FileFormat.PARQUET, 3, len(data))])
+    commit(table, [equality_deletes(table, pa.table({"id": pa.array([b"b" * 16, None], kind)}), [1])])
+    assert open_table(table).num_rows == 1
 
 
 def test_deletion_vectors_are_honoured(table: Table) -> None:

@@ -118,10 +118,15 @@ def _is_in(rows: pa.Table, values: pa.Table) -> np.ndarray[tuple[int], np.dtype[
     count = rows.num_rows
     codes = np.zeros(count + values.num_rows, np.int64)
     for place in range(rows.num_columns):
-        both = pa.chunked_array(
-            [*rows.column(place).chunks, *values.column(place).cast(rows.column(place).type).chunks]
-        )
+        mine = _stored(rows.column(place))
+        both = pa.chunked_array([*mine.chunks, *_stored(values.column(place)).cast(mine.type).chunks])
         encoded = both.combine_chunks().dictionary_encode(null_encoding="encode")
         pairs = np.stack([codes, np.asarray(encoded.indices.to_numpy(zero_copy_only=False), np.int64)])
         codes = np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1)
     return np.isin(codes[:count], codes[count:])
+
+
+def _stored(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The values of an extension type (UUIDs) as they are stored."""
+    kind = column.type
+    return column.cast(kind.storage_type) if isinstance(kind, pa.BaseExtensionType) else column

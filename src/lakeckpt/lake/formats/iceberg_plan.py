@@ -36,7 +36,7 @@ from pyiceberg.manifest import (
     ManifestFile,
 )
 from pyiceberg.partitioning import PartitionSpec
-from pyiceberg.transforms import IdentityTransform
+from pyiceberg.transforms import IdentityTransform, VoidTransform
 from pyiceberg.types import StringType
 
 from lakeckpt.errors import TableError, TableFeatureUnsupported
@@ -111,7 +111,8 @@ def plan_files(
     with ThreadPoolExecutor(max_workers=max(1, min(threads, len(manifests)))) as pool:
         entries = [entry for found in pool.map(lambda one: _live_entries(one, io), manifests) for entry in found]
     data = [entry for entry in entries if entry.file.content == DataFileContent.DATA]
-    whole = {spec_id for spec_id, spec in specs.items() if spec.is_unpartitioned()}
+    # Partitioned by nothing any more, as by nothing ever: what such a spec deletes by value, it deletes everywhere.
+    whole = {key for key, spec in specs.items() if all(isinstance(one.transform, VoidTransform) for one in spec.fields)}
     deletes = _Deletes.of((entry for entry in entries if entry.file.content != DataFileContent.DATA), whole)
     seen: set[str] = set()
     for entry in data:
