@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -347,6 +349,43 @@ def test_a_trainer_that_is_killed_loses_nothing_that_was_captured(tmp_path: Path
     assert ended(agent)
     storage = LocalStorage(run)
     assert str(restored(storage)) == job.stdout.strip() and verify(storage).every_damage == ()
+
+
+BEFORE_ANY_SAVE = """
+    import os, signal, sys
+    import lakeckpt
+    from tests.checkpoint.rig import train_step, training
+    from tests.checkpoint.test_background import managed
+    objects = training()
+    objects["reader"] = lakeckpt.LakeLoader(lakeckpt.LakeDataset(sys.argv[3], batch_size=4))
+    saver = managed(sys.argv[1], objects, sys.argv[2], persist_every=1000)
+    saver.restore()
+    for _ in zip(range(5), objects["reader"]):
+        train_step(objects)
+        saver.step()
+        saver._background._engine.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_last_will_before_any_save_has_what_a_checkpoint_needs(tmp_path: Path) -> None:
+    run, arenas, lake = tmp_path / "run", tmp_path / "arenas", tmp_path / "lake"
+    lake.mkdir()
+    pq.write_table(pa.table({"id": range(40)}), lake / "a.parquet")
+    job = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(BEFORE_ANY_SAVE), str(run), str(arenas), str(lake)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert job.returncode == -signal.SIGKILL, job.stderr
+    (lock,) = arenas.glob("*.lock")
+    agent = int(lock.read_text())
+    os.kill(agent, signal.SIGTERM)
+    assert ended(agent)
+    report = verify(LocalStorage(run))
+    assert report.every_damage == () and [one.step for one in report.checkpoints] == [5]
+    assert list((run / "index").iterdir())
 
 
 def test_a_save_right_after_a_captured_cut_takes_no_second_copy_and_is_never_left_out(tmp_path: Path) -> None:

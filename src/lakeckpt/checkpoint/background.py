@@ -95,6 +95,8 @@ class Background:
             try:
                 if self._capture(step, self._journal.legs(step), must=False):
                     self._has_told = False
+                    if documents := self._new_documents():  # this cut may be a last will
+                        self._agent.keep(documents)
             except ArenaError as error:
                 if not self._settled:
                     self._no_arena = error

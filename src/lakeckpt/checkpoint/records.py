@@ -44,14 +44,16 @@ class RecordTalk:
         waiter: Waiter,
         timeout_s: float,
         still: Callable[[], None] = lambda: None,
+        linger_s: float = 0.0,
         pause_s: float = LONGEST_S,
     ) -> None:
         """``still``: called whenever nothing was heard yet; raises where there is nobody to wait for any more.
-        ``pause_s``: how long it waits at the most before it looks again."""
+        ``linger_s``: how much longer than ``timeout_s`` others may take until they begin. ``pause_s``: how long it
+        waits at the most before it looks again."""
         self.rank, self.world_size = rank, world_size
         self._storage, self._save = storage, save
         self._waiter, self._timeout_s = waiter, timeout_s
-        self._still, self._pause_s = still, pause_s
+        self._still, self._linger_s, self._pause_s = still, linger_s, pause_s
         self._round = 0
 
     def combine(self, data: bytes, merge: Merge, /) -> bytes:
@@ -71,6 +73,12 @@ class RecordTalk:
             raise
         self._put(f"said-{number}", {"data": result})
         return result
+
+    def settle(self, data: bytes) -> None:
+        """Say what follows, whatever others say, on rank 0; on others, what `combine` does, without hearing of it."""
+        number, self._round = self._round, self._round + 1
+        if self.world_size > 1:
+            self._put(f"{self.rank:05d}.says-{number}" if self.rank else f"said-{number}", {"data": data})
 
     def _put(self, name: str, value: Mapping[str, object]) -> None:
         self._storage.put(f"{self._folder}/{name}", [dumps(dict(value), kind=_KIND, version=_VERSION)])
@@ -96,7 +104,7 @@ class RecordTalk:
             self._still()
             return None
 
-        if self._poll(look, self._timeout_s) is None:
+        if self._poll(look, self._timeout_s + self._linger_s) is None:
             silent = Intervals.of([(rank, rank + 1) for rank in others if rank not in found])
             raise MissingRanksError(
                 f"{name_ranks(silent)} of {self.world_size} said nothing of the save of step {self._save.step} within "
@@ -117,7 +125,7 @@ class RecordTalk:
                 return None
 
         # Rank 0 waits for all others first, as long as it may.
-        heard = self._poll(look, 2 * self._timeout_s)
+        heard = self._poll(look, 2 * self._timeout_s + self._linger_s)
         if heard is None:
             raise MissingRanksError(
                 f"rank 0 of {self.world_size} did not say what follows for the save of step {self._save.step} within "

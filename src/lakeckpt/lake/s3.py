@@ -105,6 +105,12 @@ class S3Storage:
     def __repr__(self) -> str:
         return f"S3Storage({self.name!r})"
 
+    @property
+    def place(self) -> str:
+        """What tells it apart from places of the same name at other endpoints."""
+        told = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+        return f"{self._options.endpoint or next(filter(None, told), '')} {self._bucket} {self._root}"
+
     def __reduce__(self) -> tuple[Any, ...]:
         place = self._place if self._client is None else self._client[1].place
         return (_rebuild, (self._uri, self._options, place))

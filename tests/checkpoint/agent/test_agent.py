@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.agent.environment import take_over, told
 from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.orders import Hello, Order, Outcome
 from lakeckpt.checkpoint.agent.place import AgentPlace
-from lakeckpt.checkpoint.agent.server import Agent
+from lakeckpt.checkpoint.agent.server import STILL_ENDS, Agent
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
@@ -299,6 +299,67 @@ def test_an_agent_that_has_nowhere_to_be_is_told_as_that(node: Node) -> None:
     with pytest.raises(AgentError, match=r"an agent cannot be started, as its log cannot be written: .*arenas"):
         node.link()
     node.arenas.unlink()
+
+
+def test_what_is_to_be_kept_is_kept_by_the_agent_that_takes_the_place_of_another(node: Node) -> None:
+    begin(node.storage)
+    with make_arena(node.arenas) as arena:
+        link = node.link()
+        link.keep({"index/a.lkc": b"an index"})
+        fill(arena, 3)
+        first = node.pid
+        os.kill(first, signal.SIGKILL)
+        assert ended(first)
+        assert link.outcomes() == []
+        second = node.pid
+        assert second != first
+    link.close(well=False)  # it dies, and has ordered nothing
+    assert ended(second) and node.committed() == [3] and node.storage.read("index/a.lkc") == b"an index"
+
+
+def test_a_job_that_is_started_while_the_last_agent_ends_waits_for_its_end(node: Node) -> None:
+    begin(node.storage)
+    first = node.link(linger_s=PATIENCE_S)
+    agent = node.pid
+    os.kill(agent, signal.SIGTERM)
+    assert not select.select([], [], [], 0.3)[0]
+    came: list[AgentLink] = []
+    coming = threading.Thread(target=lambda: came.append(node.link(linger_s=0.0)))
+    coming.start()
+    coming.join(1.0)
+    assert coming.is_alive(), "the one before serves its trainer"
+    first.close(well=True)
+    coming.join(PATIENCE_S)
+    assert came and ended(agent)
+    another = node.pid
+    came[0].close(well=True)
+    assert another != agent and ended(another)
+
+
+def test_an_agent_that_does_not_end_is_named(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = node.place.take()
+    assert lock is not None
+    os.write(lock, b"4711")
+    monkeypatch.setattr(
+        subprocess,
+        "run",
+        lambda command, **_: (_ for _ in ()).throw(subprocess.CalledProcessError(STILL_ENDS, command)),
+    )
+    with pytest.raises(AgentError, match="the agent before, which was told to end, still works: process 4711"):
+        node.link()
+    os.close(lock)
+
+
+def test_what_a_later_attempt_has_captured_is_not_removed_by_the_agent_of_an_earlier_one(node: Node) -> None:
+    begin(node.storage)
+    within = Within(node, linger_s=0.0)
+    arena = make_arena(node.arenas)
+    link = node.link()
+    fill(arena, 1, attempt=3)
+    link.close(well=True)
+    arena.close()
+    within.end()
+    assert [info.steps for info in ArenaFolder(node.arenas).found()] == [(1,)], within.said
 
 
 ELSEWHERE = """

@@ -262,6 +262,54 @@ def test_when_a_trainer_dies_its_newest_complete_cut_is_persisted(tmp_path: Path
     assert committed(storage) == [6] and holds(storage, 6) and desk.outcomes[0].number == WILL
 
 
+def test_a_last_will_takes_along_what_the_trainer_gave_to_be_kept_and_with_orders_that_waited(tmp_path: Path) -> None:
+    """And no order that waited keeps it from trying again where the store fails once."""
+    storage = MemoryStorage()
+    begin(storage)
+    faulty = FaultyStorage(storage, fail_at={("put", 1): Fault.ERROR})
+    with make_arena(tmp_path) as arena:
+        fill(arena, 5)
+    desk = Desk(faulty, tmp_path, EventWaiter(storage))
+    desk.persister.keep({"index/a.lkc": b"kept"})
+    for number, path in enumerate(("index/b.lkc", "index/c.lkc")):
+        desk.persister.order(Order(step=3 + number, number=number, documents={path: b"ordered"}))
+    desk.persister.die()
+    run(desk)
+    assert committed(storage) == [5] and holds(storage, 5), desk.log
+    assert [step for step, _ in desk.said()] == [5], "the will stands for what it ordered"
+    assert {storage.objects[f"index/{name}.lkc"] for name in "bc"} == {b"ordered"}
+    assert storage.objects["index/a.lkc"] == b"kept"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_with_nothing_new_does_not_wait_for_a_last_will(tmp_path: Path, rank: int) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    waiter = SystemWaiter()
+    desks = [Desk(storage, tmp_path, waiter, rank=one, world_size=2, linger_s=10**6) for one in range(2)]
+    with make_arena(tmp_path, 1 - rank, 2) as arena:
+        fill(arena, 5)
+    for desk in (desks[rank], desks[1 - rank]):  # the other one waits for what it says
+        desk.persister.start()
+        desk.persister.die()
+        assert desk.persister.join(PATIENCE_S), desk.log
+    assert committed(storage) == [] and "no cut of all ranks" in desks[0].log[-1]
+
+
+def test_a_last_will_that_waits_for_others_ends_in_time_where_the_agent_has_to(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    desk = Desk(
+        storage, tmp_path, SystemWaiter(), world_size=2, settings=replace(SETTINGS, timeout_s=0.5), linger_s=10**6
+    )
+    with make_arena(tmp_path, 0, 2) as arena:
+        fill(arena, 5)
+    desk.persister.start()
+    desk.persister.die()
+    desk.persister.hurry()
+    assert desk.persister.join(PATIENCE_S) and "told to end" in desk.log[-1]
+
+
 def test_a_cut_that_is_committed_already_is_no_last_will(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)

@@ -150,6 +150,7 @@ def test_keys_that_are_numbers_and_what_holds_nothing_go_through_our_form(tmp_pa
     """torch's DCP makes texts of such keys, and leaves such dicts out: our form says beside it what they were."""
     stepped = Stepped()
     others = {"empty": {}, "deep": [{}, {"a": {-3: "x", 5: torch.ones(2)}}], "odd": {"7": 1}}
+    others |= {"a.b": {}, "a": {"b": {}, "c": torch.ones(2)}, "config": {"param_groups": [{"params": [1, 2]}]}}
     torch.save({**stepped.state(), **others}, tmp_path / "state.pt")
     convert_checkpoint(tmp_path / "state.pt", tmp_path / "ours", to="lakeckpt")
     convert_checkpoint(tmp_path / "ours", tmp_path / "again", to="lakeckpt")

@@ -27,7 +27,7 @@ def digest_of_run(run: str, storage: Storage) -> bytes:
     Of its place, too, where ``storage`` has a ``name``: a copy of a run has the same id, and goes its own way. A run
     that was moved is another one here, and goes on from its newest checkpoint.
     """
-    place = str(getattr(storage, "name", ""))
+    place = str(getattr(storage, "place", getattr(storage, "name", "")))
     if isinstance(storage, LocalStorage):
         place = os.path.realpath(place)
     return short_digest(run.encode(), os.fsencode(place))
@@ -60,6 +60,11 @@ class Generations:
         """The steps of all complete generations of an attempt; None: of any, save what a later one forgot."""
         every = (record for arena in list(self._found().values()) for record in arena.complete())
         return sorted({record.step for record in every if attempt in (None, record.attempt)})
+
+    def holds_later(self, attempt: int) -> bool:
+        """Whether an attempt that began later than ``attempt`` has captured into these arenas."""
+        every = (record.attempt for arena in list(self._found().values()) for record in arena.complete())
+        return any(one.isdecimal() and int(one) > attempt for one in every)
 
     def close(self) -> None:
         """Let go of the arenas."""

@@ -107,7 +107,8 @@ def _removed(folder: ArenaFolder, kept: KeptRun) -> list[ArenaInfo]:
 def _is_removed(folder: ArenaFolder, name: str) -> bool:
     """Remove an arena, unless a trainer has begun to fill it."""
     try:
-        with folder.open(name, writes=True):  # nobody else can fill it from now on
+        with folder.open(name, writes=True) as arena:  # nobody else can fill it from now on
+            arena.empty()
             folder.remove(name)
     except ArenaInUse:
         return False

@@ -20,14 +20,15 @@ import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Hello, Order, Outcome, framed, receive
+from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Documents, Hello, Order, Outcome, framed, receive
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.agent.place import AgentPlace
-from lakeckpt.checkpoint.agent.server import LINGER_S
+from lakeckpt.checkpoint.agent.server import LINGER_S, STILL_ENDS
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.publish import Attempt, Settings
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
@@ -49,6 +50,10 @@ class AgentLike(Protocol):
 
     def order(self, order: Order, /) -> None:
         """Hand a cut over. Never raises for want of an agent: that is an outcome, too."""
+        ...
+
+    def keep(self, documents: Mapping[str, bytes], /) -> None:
+        """Have these (path → document) in storage before the next commit, also where it is a last will."""
         ...
 
     def outcomes(self) -> list[Outcome]:
@@ -85,6 +90,9 @@ class AgentLink:
         self._linger_s = linger_s
         self._python = python
         self._pending: dict[tuple[int, int], Order] = {}
+        self._newest = -1  # the number of the last order
+        self._kept: list[tuple[int, Mapping[str, bytes]]] = []
+        """What was to be kept, and the last order before it: one after that takes it into storage when it commits."""
         self._got: list[Outcome] = []
         self._connection: socket.socket | None = None
         self._unsent = bytearray()
@@ -96,11 +104,20 @@ class AgentLink:
         """See `AgentLike`."""
         self._read_all()
         self._pending[order.step, order.number] = order
+        self._newest = max(self._newest, order.number)
         if self._connection is not None:
             self._unsent += framed(order)
             self._send()
         if self._connection is None:
             self._go_on()
+
+    def keep(self, documents: Mapping[str, bytes], /) -> None:
+        """See `AgentLike`. An agent that takes the place of this one is told, too."""
+        self._read_all()
+        self._kept.append((self._newest, documents))
+        if self._connection is not None:
+            self._unsent += framed(Documents(documents=documents))
+            self._send()
 
     def outcomes(self) -> list[Outcome]:
         """See `AgentLike`."""
@@ -164,6 +181,7 @@ class AgentLink:
                 raise AgentError(f"the agent cannot work for this trainer: {message.text}")
             self._pending.pop((message.step, message.number), None)
             if message.slot is not None:
+                self._kept = [one for one in self._kept if one[0] >= message.number]
                 known = max(self._hello.last, message.slot)
                 self._hello = replace(
                     self._hello, last=known, parent=known, recorded=max(self._hello.recorded, message.step)
@@ -194,10 +212,12 @@ class AgentLink:
         for _ in range(_START_TRIES):
             connection = place.connected()
             if connection is None:
-                self._start(place.log)
+                self._start(place)
                 connection = poll(place.connected, waiter=SystemWaiter(), timeout_s=_START_S)
             if connection is not None:
                 self._unsent += framed(self._hello)
+                for _, documents in self._kept:
+                    self._unsent += framed(Documents(documents=documents))
                 for order in self._pending.values():
                     self._unsent += framed(replace(order, again=True))
                 self._connection = connection
@@ -208,8 +228,9 @@ class AgentLink:
             f"no agent answers at {place.socket!r} within {_START_S:g} s of being started: see {place.log!r}"
         )
 
-    def _start(self, log: str) -> None:
+    def _start(self, place: AgentPlace) -> None:
         """Start an agent; the process that is started here ends as soon as the agent runs in the background."""
+        log = place.log
         command = [
             self._python, "-P", "-m", "lakeckpt.checkpoint.agent",
             self._hello.arenas, self._hello.digest.hex(), str(self._linger_s),
@@ -228,6 +249,10 @@ class AgentLink:
                 timeout=_START_S, env={**os.environ, "PYTHONPATH": places},
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
+            if getattr(error, "returncode", None) == STILL_ENDS:
+                raise AgentError(
+                    f"the agent before, which was told to end, still works: process {place.agent()}, see {place.log!r}"
+                ) from error
             raise AgentError(f"an agent cannot be started with {' '.join(command)}: {error}. See {log!r}") from error
         finally:
             os.close(told)
@@ -266,6 +291,10 @@ class InnerAgent:
     def order(self, order: Order, /) -> None:
         """See `AgentLike`."""
         self._persister.order(order)
+
+    def keep(self, documents: Mapping[str, bytes], /) -> None:
+        """See `AgentLike`."""
+        self._persister.keep(documents)
 
     def outcomes(self) -> list[Outcome]:
         """See `AgentLike`."""

@@ -1,8 +1,8 @@
 """What do trainers and their agent say to each other?  A few messages over a local socket, each one document.
 
-A trainer says who it is (`Hello`), hands cuts over (`Order`) and says goodbye (`Bye`); the agent answers each order
-with an `Outcome`. A trainer that goes without a goodbye has died. Documents are those of ``wire``: nothing is
-unpickled.
+A trainer says who it is (`Hello`), hands cuts over (`Order`), and what goes with them (`Documents`), and says goodbye
+(`Bye`); the agent answers each order with an `Outcome`. A trainer that goes without a goodbye has died. Messages are
+documents of ``wire``: nothing is unpickled.
 
 Imports without torch.
 """
@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.codec import Limits, dumps, loads
 
-__all__ = ["Bye", "Hello", "Message", "Order", "Outcome", "framed", "receive", "send"]
+__all__ = ["Bye", "Documents", "Hello", "Message", "Order", "Outcome", "framed", "receive", "send"]
 
 _KIND, _VERSION = "agent", (1, 0)
 _LENGTH_BYTES = 8
@@ -68,6 +68,13 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """What must be there before a commit of any cut from now on, also of a last will: path → a document."""
+
+    documents: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What came of an order: a commit in ``slot``, or the ``kind`` and ``text`` of an error; ``text`` of a commit: why
     checkpoints that are not to be kept could not be removed behind it. Of step `NOT_SERVED`: why none can be done."""
@@ -88,8 +95,14 @@ class Bye:
 
 NOT_SERVED = -1
 
-Message = Hello | Order | Outcome | Bye
-_KINDS: dict[str, type[Message]] = {"hello": Hello, "order": Order, "outcome": Outcome, "bye": Bye}
+Message = Hello | Order | Documents | Outcome | Bye
+_KINDS: dict[str, type[Message]] = {
+    "hello": Hello,
+    "order": Order,
+    "documents": Documents,
+    "outcome": Outcome,
+    "bye": Bye,
+}
 
 
 def send(connection: socket.socket, message: Message) -> None:
@@ -135,7 +148,7 @@ def _to_plain(message: Message) -> dict[str, Any]:
         keep = message.keep
         plain["keep"] = [keep.last, keep.every, keep.best, keep.best_is]
         plain["storage_options"] = dict(message.storage_options)
-    if isinstance(message, Order):
+    if isinstance(message, Order | Documents):
         plain["documents"] = dict(message.documents)
     plain["message"] = next(name for name, kind in _KINDS.items() if kind is type(message))
     return plain
@@ -164,9 +177,11 @@ def _from_plain(value: object) -> Message:
             kind=taken(plain, "kind", str),
             text=taken(plain, "text", str),
         )
+    if kind == "documents":
+        return Documents(documents=taken(plain, "documents", dict))
     if kind == "bye":
         return Bye()
-    raise WireDamaged(f"trainers and agents say hello, order, outcome and bye, got {kind!r:.40}")
+    raise WireDamaged(f"trainers and agents say hello, order, documents, outcome and bye, got {kind!r:.40}")
 
 
 def _hello(plain: Mapping[str, Any]) -> Hello:

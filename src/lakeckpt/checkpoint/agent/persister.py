@@ -85,7 +85,7 @@ class Persister:
         self._left = self._died = False
         self._superseded: AttemptSuperseded | None = None
         self._committed: dict[SaveId, Manifest] | None = None  # by agents before this one; None: not looked for yet
-        self._until_s = float("inf")
+        self._until_s = self._hurried_s = float("inf")
         self._thread = threading.Thread(target=self._run, name=f"lakeckpt-persister-{rank}", daemon=True)
 
     # --- what the trainer does
@@ -100,6 +100,11 @@ class Persister:
             self._waiting.append(order)
             self._changed.notify_all()
 
+    def keep(self, documents: Mapping[str, bytes]) -> None:
+        """Have these written before the next commit, of whatever."""
+        with self._changed:
+            self._documents |= documents
+
     def leave(self) -> None:
         """The trainer ends well, or the agent has to: what is ordered is done, and then nothing more."""
         with self._changed:
@@ -111,6 +116,10 @@ class Persister:
         with self._changed:
             self._died = True
             self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """The agent has to end: a last will waits no longer for others than a save does."""
+        self._hurried_s = min(self._hurried_s, self._waiter.now())
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until all is done; False where it is not by then."""
@@ -149,8 +158,11 @@ class Persister:
     def _next(self) -> tuple[Order, tuple[Order, ...]] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._left or self._died)
-            if not self._waiting or (self._died and not self._left):
-                return None  # a trainer's last will is newer than what it ordered
+            if self._died and not self._left:  # a trainer's last will is newer than what it ordered
+                self._documents |= {path: data for one in self._waiting for path, data in one.documents.items()}
+                self._waiting = []
+            if not self._waiting:
+                return None
             order, left_out = chosen(self._waiting, leads=self.rank == 0)
             self._waiting = [one for one in self._waiting if one is not order and one not in left_out]
             self._documents |= {path: data for one in (*left_out, order) for path, data in one.documents.items()}
@@ -215,6 +227,7 @@ class Persister:
             timeout_s=self._settings.timeout_s,
             still=partial(self._refuse_over, order),
         )
+        documents: Mapping[str, bytes] = {}
         with self._generations.hold(order.step, str(self._publisher.attempt.number)) as held:
             taken: StagedCut | Exception
             try:
@@ -228,11 +241,14 @@ class Persister:
                         f"step {order.step} was left out: rank {self.rank} had not captured it, or newer cuts took its "
                         "place while an earlier one was persisted"
                     )
-                taken = _staged(contents_of(held), order, self._documents)
+                with self._changed:
+                    documents = dict(self._documents)
+                taken = _staged(contents_of(held), order, documents)
             except LakeckptError as error:
                 taken = error
             manifest = self._publisher.publish(save, taken, talk, again=order.again)
-        self._documents.clear()
+        with self._changed:
+            self._documents = {path: data for path, data in self._documents.items() if path not in documents}
         return manifest
 
     def _refuse_over(self, order: Order) -> None:
@@ -287,8 +303,10 @@ class Persister:
             self._do(Order(step=step, number=WILL))
 
     def _refuse_superseded(self) -> None:
-        """Raise where another attempt has begun: nobody needs the will any more."""
+        """Raise where another attempt has begun, so that nobody needs the will any more, or the agent has to end."""
         self._publisher.catch_up()
+        if self._waiter.now() > self._hurried_s + self._settings.timeout_s:
+            raise SaveFailed("the agent was told to end, and other ranks' trainers seem to live")
 
 
 def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) -> StagedCut:

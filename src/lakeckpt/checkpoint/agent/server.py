@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 from lakeckpt.checkpoint.agent.environment import take_over
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
-from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Hello, Message, Order, Outcome, receive, send
+from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Documents, Hello, Message, Order, Outcome, receive, send
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
@@ -34,7 +34,7 @@ from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
 from lakeckpt.errors import LakeckptError, SaveFailed, WireError
 from lakeckpt.lake.storage import Storage, open_storage
 
-__all__ = ["FIRST_TRAINER_S", "GRACE_S", "LINGER_S", "Agent", "main"]
+__all__ = ["FIRST_TRAINER_S", "GRACE_S", "LINGER_S", "STILL_ENDS", "Agent", "main"]
 
 FIRST_TRAINER_S = 60.0
 """How long an agent waits for its first trainer."""
@@ -42,8 +42,10 @@ LINGER_S = 900.0
 """How long it waits for trainers that died to come back, when their last will is done."""
 GRACE_S = 20.0
 """How long an agent that was told to end goes on for trainers that live: mostly they were told to, too, and save."""
-_END_S = 30.0
+_END_S = 45.0
 """How long a new agent waits for one that is about to end."""
+STILL_ENDS = 2
+"""What `main` returns where that has not ended by then."""
 
 
 class Agent:
@@ -96,6 +98,8 @@ class Agent:
         if not self._draining:
             self._ends_s = self._waiter.now() + self._grace_s
         self._draining = True  # a signal handler may not wait for the lock
+        with contextlib.suppress(OSError):  # who comes now is to start another agent, which waits for this one's end
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._dismiss()
 
     def _dismiss(self) -> None:
@@ -107,6 +111,7 @@ class Agent:
                 session.die()
             elif not session.left and not session.died:
                 session.leave()
+            session.persister.hurry()
 
     def _left_s(self) -> float:
         """How long to wait for more to do, in seconds."""
@@ -144,13 +149,16 @@ class Agent:
                 if session is None:
                     if not isinstance(message, Hello):
                         return
-                    take_over(message.environment)
+                    with contextlib.suppress(OSError):  # of a name that the system takes from nobody
+                        take_over(message.environment)
                     place = self._open_place(message)
                     session = _Session(message, connection, place, self._waiter, self._log, self._linger_s)
                     self._adopt(session)
                     session.start()
                 elif isinstance(message, Order):
                     session.order(message)
+                elif isinstance(message, Documents):
+                    session.persister.keep(message.documents)
                 elif isinstance(message, Bye):
                     session.said_bye = True
                     session.leave()
@@ -265,7 +273,11 @@ class _Session:
         all that is complete in it is; or a later attempt has gone on without it.
 
         What an earlier attempt captured counts, too: this one may have gone on from there, and captured nothing yet.
+        What a later one has captured, which another agent serves, is not this one's to judge.
         """
+        if self._generations.holds_later(self.hello.attempt):
+            self._log("its memory stays: a later attempt uses it")
+            return
         captured = max(self._generations.steps(), default=0)
         needed = self._ordered if self.said_bye else captured
         if is_current and needed > self.persister.recorded and captured > self.persister.recorded:
@@ -317,18 +329,19 @@ def _printed(text: str) -> None:
 def main(folder: str, digest: str, *, linger_s: float = LINGER_S) -> int:
     """Be the agent of the run that is known by ``digest``, in the background, unless there is one.
 
-    Returns in the process that called, when trainers can connect: 0, or 1 where it could not be.
+    Returns in the process that called, when trainers can connect: 0, or 1 where it could not be, and 2 where the one
+    before it has not ended.
     """
     told, tells = os.pipe()
     if os.fork():
         os.close(tells)
-        return 0 if os.read(told, 1) else 1
+        return {b"+": 0, b"-": STILL_ENDS}.get(os.read(told, 1), 1)
     os.setsid()
     os.close(told)
     place = AgentPlace(folder, digest)
     lock = poll(lambda: _lock(place), waiter=SystemWaiter(), timeout_s=_END_S)
     if not lock:
-        os.write(tells, b"+")
+        os.write(tells, b"-" if lock is None else b"+")
         return 0
     os.truncate(lock, 0)
     os.write(lock, b"%d" % os.getpid())

@@ -56,10 +56,14 @@ def agree_on_will(
         rank=rank,
         world_size=world_size,
         waiter=waiter,
-        timeout_s=timeout_s + linger_s,
+        timeout_s=timeout_s,
+        linger_s=linger_s,
         still=still,
         pause_s=min(_PAUSE_S, timeout_s / 4),  # so that all begin to persist at about the same time
     )
+    if max(steps, default=recorded) <= recorded:  # whatever the others have, there is nothing for all
+        talk.settle(_to_bytes([], recorded))
+        return None
     common, newest = _from_bytes(talk.combine(_to_bytes(steps, recorded), _merge))
     step = max(common, default=None)
     return step if step is not None and step > newest else None

@@ -198,6 +198,35 @@ class Arena:
                 self._put_sequence(number, record.sequence + 1)
                 self._locks.drop(number)
 
+    @property
+    def idle_bytes(self) -> int:
+        """What `empty` would give back."""
+        numbers = [number for number in range(self.layout.generations) if not self._is_held(number)]
+        return sum(end - begin for begin, end in map(self._pages_of, numbers))
+
+    def empty(self) -> None:
+        """Give back the memory of all generations that nobody holds, also where others have it mapped; they hold
+        nothing any more. What somebody holds, to persist it, stays as it is."""
+        assert self.writes, "this opening of the arena only reads"
+        for number in range(self.layout.generations):
+            with self._lock:
+                if number == self._filling or self._holding[number] or not self._locks.take(number):
+                    continue
+                sequence = self._sequence(number)
+                self._put_sequence(number, sequence + 1 + sequence % 2)
+                begin, end = self._pages_of(number)
+                with contextlib.suppress(OSError, ValueError):  # a file system that cannot
+                    self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
+                self._locks.drop(number)
+
+    def _pages_of(self, number: int) -> tuple[int, int]:
+        """The whole pages in which documents and data of a generation lie."""
+        begin = -(-self.layout.documents_at(number) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return begin, max(begin, self.layout.data_at(number) + self.layout.data_bytes)
+
+    def _is_held(self, number: int) -> bool:
+        return number == self._filling or self._holding[number] > 0 or self._locks.taken(number)
+
     def touch(self) -> None:
         """Have all memory of the arena mapped in this process: done later, page by page, it takes as long as a copy."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

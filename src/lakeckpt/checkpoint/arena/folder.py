@@ -85,11 +85,11 @@ class ArenaFolder:
             os.close(folder)
 
     def has_room(self, layout: ArenaLayout, *, instead_of: Sequence[str]) -> bool:
-        """Whether an arena fits when those that are named are removed, as far as can be told beforehand."""
+        """Whether an arena fits when those that are named are removed, as far as can be told beforehand: what somebody
+        holds of them stays."""
         folder = self._opened(make=True)
         try:
-            freed = sum(_size_bytes(name, folder) for name in set(instead_of))
-            self._check_room(folder, layout, freed_bytes=freed)
+            self._check_room(folder, layout, freed_bytes=sum(self._idle_bytes(name) for name in set(instead_of)))
         except ArenaTooLarge:
             return False
         finally:
@@ -117,13 +117,20 @@ class ArenaFolder:
             os.close(folder)
 
     def remove(self, name: str) -> None:
-        """Remove an arena; its memory is free when the last process that has it mapped ends. None there: nothing."""
+        """Remove an arena; what somebody holds of it, to persist it, is free when he lets go. None there: nothing."""
+        with contextlib.suppress(ArenaError, FileNotFoundError), self.open(name, writes=True) as arena:
+            arena.empty()  # others may have it mapped for long
         with contextlib.suppress(FileNotFoundError):
             folder = self._opened(make=False)
             try:
                 os.unlink(name, dir_fd=folder)
             finally:
                 os.close(folder)
+
+    def _idle_bytes(self, name: str) -> int:
+        with contextlib.suppress(ArenaError, FileNotFoundError), self.open(name) as arena:
+            return arena.idle_bytes
+        return 0
 
     # --- the folder and its files
 
@@ -241,12 +248,6 @@ class ArenaFolder:
         block = layout.to_bytes()
         written = os.pwrite(descriptor, block, 0)
         assert written == len(block), "a few bytes into allocated memory"
-
-
-def _size_bytes(name: str, folder: int) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
-    return 0
 
 
 def _nameless(folder: int) -> int | None:

@@ -39,7 +39,8 @@ class LakeSavePlanner(DefaultSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.state_dict, self.mappings = _by_rank(self.state_dict, self.mappings)
         if self.flatten_state_dict:
-            self.mappings |= dict(_untold(state_dict, ()))
+            nothing: list[tuple[str, Any]] = [(UNTOLD, [[], []])]  # says that all is told
+            self.mappings |= dict([*nothing, *_untold(state_dict, ())])
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """A tensor as it is; the document of anything else. `UnsupportedValue` naming what cannot be written."""
@@ -130,7 +131,7 @@ def _untold(state: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str, Any]
     if isinstance(state, Mapping):
         numbers = [key for key in state if type(key) is int]
         if path and (numbers or not state):
-            keys = short_digest(repr(numbers).encode()).hex()[:8]  # ranks may have parts of a dict
+            keys = short_digest(repr((path, numbers)).encode()).hex()[:8]  # ranks may have parts of a dict
             yield f"{UNTOLD}{'.'.join(map(str, path))}:{keys}", [list(path), numbers]
         for key, value in state.items():
             yield from _untold(value, (*path, str(key)))

@@ -231,7 +231,8 @@ def _state_of_lake(place: str, options: Mapping[str, Any] | None) -> dict[str, A
     planned = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     paths = {name: _path(name, path) for name, path in planned.items() if name in flat}
     try:
-        return nested(flat, paths, untold=[one for name, one in planned.items() if name.startswith(UNTOLD)])
+        untold = [one for name, one in planned.items() if name.startswith(UNTOLD)]
+        return nested(flat, paths, untold=untold or None)  # of an older lakeckpt there are none
     except WireDamaged as error:
         raise CheckpointDamaged(f"{CHECKPOINT} in {place!r}: {error}") from error
 

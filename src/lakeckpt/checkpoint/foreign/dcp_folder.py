@@ -104,7 +104,9 @@ def _chunk(storage: Storage, name: str, one: DcpTensor, chunk: DcpChunk) -> torc
     return found
 
 
-def nested(flat: Mapping[str, Any], paths: Mapping[str, Path], *, untold: Iterable[Any] = ()) -> dict[str, Any]:
+def nested(
+    flat: Mapping[str, Any], paths: Mapping[str, Path], *, untold: Iterable[Any] | None = None
+) -> dict[str, Any]:
     """The state of its leaves, each at its path: texts are keys of dicts, numbers places in lists.
 
     DCP makes texts of keys that are numbers, and leaves empty dicts out. ``untold`` says which, where anybody has noted
@@ -118,10 +120,10 @@ def nested(flat: Mapping[str, Any], paths: Mapping[str, Path], *, untold: Iterab
         if last in at:
             raise WireDamaged(f"{name!r:.80} stands where something else does")
         at[last] = value
-    for one in untold:
+    for one in untold or ():
         path, numbers = _untold(one)
         _inside(root, path, ".".join(map(str, path))).numbers.update((str(number), number) for number in numbers)
-    built = _built(root, depth=64)
+    built = _built(root, depth=64, guesses=untold is None)
     if type(built) is not dict:
         raise WireDamaged("the state is no mapping")
     return built
@@ -153,15 +155,16 @@ def _untold(one: Any) -> tuple[list[str | int], list[int]]:
     return path, numbers
 
 
-def _built(one: Any, *, depth: int) -> Any:
+def _built(one: Any, *, depth: int, guesses: bool) -> Any:
     if type(one) is not _Inner:
         return one
     if not depth:
         raise WireDamaged("more containers inside one another than we read")
-    inner = {key: _built(value, depth=depth - 1) for key, value in one.items()}
+    inner = {key: _built(value, depth=depth - 1, guesses=guesses) for key, value in one.items()}
     numbers = [key for key in inner if type(key) is int]
     if not numbers:
-        return _with_numbers({one.numbers.get(str(key), key): value for key, value in inner.items()})
+        inner = {one.numbers.get(str(key), key): value for key, value in inner.items()}
+        return _with_numbers(inner) if guesses else inner
     if len(numbers) != len(inner) or sorted(numbers) != list(range(len(inner))):
         raise WireDamaged("the places in a list are not those from 0 on")
     return [inner[number] for number in range(len(inner))]
