@@ -49,13 +49,14 @@ def run(args: argparse.Namespace) -> int:
     profiles = read_profiles(storage, args.attempt)
     if not profiles and not list_slots(storage):
         raise CheckpointNotFound(f"there is no run at {describe(storage)}: name the place of a run")
-    if args.trace is not None:
+    if args.trace is not None and profiles:
         _write_trace(args.trace, profiles)
     plain = overview(profiles)
     if console is None:
         print_json(plain)
     elif not profiles:
-        console.print(f"[bold]{literal(describe(storage))}[/]  no profile of idle windows was saved here")
+        untraced = "" if args.trace is None else f", so that {literal(str(args.trace))} was not written"
+        console.print(f"[bold]{literal(describe(storage))}[/]  no profile of idle windows was saved here{untraced}")
     else:
         _show(console, plain, describe(storage), sites=10**9 if args.all else _SITES)
     return 0

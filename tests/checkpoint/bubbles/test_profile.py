@@ -138,6 +138,9 @@ def test_a_run_without_a_profile_is_no_error_and_no_run_is_one(
 ) -> None:
     (run / "log").mkdir()
     (run / "log" / "0000000001.lkc").write_bytes(b"an entry")
+    trace = tmp_path / "none.json"
+    assert main(["report", str(run), "--attempt", "9", "--trace", str(trace)]) == 0 and not trace.exists()
+    assert "was not written" in " ".join(capsys.readouterr().out.split())
     assert main(["report", str(run), "--attempt", "9"]) == 0
     assert "no profile" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "nothing")]) == 2
