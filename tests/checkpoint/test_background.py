@@ -333,22 +333,24 @@ JOB = """
 """
 
 
-def test_a_trainer_that_is_killed_loses_nothing_that_was_captured(tmp_path: Path) -> None:
-    """The agent's process persists the newest capture, and ends: its trainer comes back to another place."""
-    run, arenas = tmp_path / "run", tmp_path / "arenas"
-    job = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(JOB), str(run), str(arenas)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+def killed(script: str, run: Path, arenas: Path, *more: Path) -> str:
+    """What a job said that killed itself; its agent has done the last will, and ended."""
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, (run, arenas, *more))]
+    job = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert job.returncode == -signal.SIGKILL, job.stderr
     (lock,) = arenas.glob("*.lock")
     agent = int(lock.read_text())
     os.kill(agent, signal.SIGTERM)  # it drains: the last will is done, and it does not wait for anybody
     assert ended(agent)
+    return job.stdout.strip()
+
+
+def test_a_trainer_that_is_killed_loses_nothing_that_was_captured(tmp_path: Path) -> None:
+    """The agent's process persists the newest capture, and ends: its trainer comes back to another place."""
+    run, arenas = tmp_path / "run", tmp_path / "arenas"
+    said = killed(JOB, run, arenas)
     storage = LocalStorage(run)
-    assert str(restored(storage)) == job.stdout.strip() and verify(storage).every_damage == ()
+    assert str(restored(storage)) == said and verify(storage).every_damage == ()
 
 
 BEFORE_ANY_SAVE = """
@@ -372,17 +374,7 @@ def test_a_last_will_before_any_save_has_what_a_checkpoint_needs(tmp_path: Path)
     run, arenas, lake = tmp_path / "run", tmp_path / "arenas", tmp_path / "lake"
     lake.mkdir()
     pq.write_table(pa.table({"id": range(40)}), lake / "a.parquet")
-    job = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(BEFORE_ANY_SAVE), str(run), str(arenas), str(lake)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert job.returncode == -signal.SIGKILL, job.stderr
-    (lock,) = arenas.glob("*.lock")
-    agent = int(lock.read_text())
-    os.kill(agent, signal.SIGTERM)
-    assert ended(agent)
+    killed(BEFORE_ANY_SAVE, run, arenas, lake)
     report = verify(LocalStorage(run))
     assert report.every_damage == () and [one.step for one in report.checkpoints] == [5]
     assert list((run / "index").iterdir())
