@@ -27,6 +27,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.verify import verify
+from lakeckpt.checkpoint.waiting import SystemWaiter, poll
 from lakeckpt.errors import AgentError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, open_storage
@@ -93,6 +94,14 @@ def ended(pid: int) -> bool:
         return bool(select.select([watched], [], [], PATIENCE_S)[0])
     finally:
         os.close(watched)
+
+
+def turned_away(node: Node) -> bool:
+    """Whether nobody can connect to the agent any more: it was told to end."""
+    connection = node.place.connected()
+    if connection is not None:
+        connection.close()
+    return connection is None
 
 
 def answer(link: AgentLink) -> Outcome:
@@ -322,7 +331,7 @@ def test_a_job_that_is_started_while_the_last_agent_ends_waits_for_its_end(node:
     first = node.link(linger_s=PATIENCE_S)
     agent = node.pid
     os.kill(agent, signal.SIGTERM)
-    assert not select.select([], [], [], 0.3)[0]
+    assert poll(lambda: True if turned_away(node) else None, waiter=SystemWaiter(), timeout_s=PATIENCE_S)
     came: list[AgentLink] = []
     coming = threading.Thread(target=lambda: came.append(node.link(linger_s=0.0)))
     coming.start()
@@ -428,7 +437,7 @@ def test_a_job_that_is_told_to_end_with_its_agent_loses_nothing(node: Node, *, s
         link = node.link(linger_s=PATIENCE_S)
         agent = node.pid
         os.kill(agent, signal.SIGTERM)
-        assert not select.select([], [], [], 1.5)[0]
+        assert poll(lambda: True if turned_away(node) else None, waiter=SystemWaiter(), timeout_s=PATIENCE_S)
         fill(arena, 2)
         if says_bye:
             link.order(Order(step=2, number=0))
