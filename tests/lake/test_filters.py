@@ -188,6 +188,15 @@ def test_numbers_above_int64_are_compared_in_their_column(operation: str) -> Non
     assert table.filter(row_filter([("u", operation, given)], SCHEMA).mask(table))["u"].to_pylist() == wanted
 
 
+@pytest.mark.parametrize("given", [[("x", "<", 2**63)], [("x", "in", [1, 2**70])], [("x", ">=", -(2**80))]])
+def test_integers_above_int64_are_compared_with_floats(given: Any) -> None:
+    table = pa.table({"x": [1.0, 2.0**70]})
+    wanted = {"<": [1.0], "in": [1.0, 2.0**70], ">=": [1.0, 2.0**70]}[given[0][1]]
+    assert table.filter(row_filter(given, SCHEMA).mask(table))["x"].to_pylist() == wanted
+    with pytest.raises(ConfigError, match="is no floating-point number"):
+        row_filter([("x", "<", 2**63 + 1)], SCHEMA)
+
+
 @pytest.mark.parametrize("chained", ["to the left", "to the right", "tuples"])
 def test_a_thousand_alternatives_are_one_filter_however_they_are_nested(chained: str) -> None:
     parts = [f("a") == n for n in range(1000)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lakeckpt.errors import ConfigError, StorageError, TableNotFound
+from lakeckpt.lake import listing
 from lakeckpt.lake.listing import Found, Source, find_files
 from lakeckpt.lake.storage import open_storage
 from tests.lake.conftest import S3
@@ -211,6 +212,50 @@ def test_a_table_in_a_folder_of_files_is_not_taken_for_more_files(place: Place, 
     with pytest.raises(ConfigError, match=r"the folder 'of/events' in .* is a table of its own"):
         find(root)
     assert paths(find(f"{root}/**/*.parquet")) == ["of/events/part-0.parquet", "other.parquet"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "_trash/t/_delta_log/0.json",
+        ".Trash/t/_delta_log/0.json",
+        "t/_delta_log/0.json",
+        "t/metadata/2024-run.metadata.json",
+    ],
+)
+def test_a_log_of_which_no_file_would_be_read_is_no_table_in_the_folder(place: Place, path: str) -> None:
+    root, find, put = place
+    put("a.parquet")
+    put(path)
+    if path.startswith((".", "_")):
+        put(f"{path.partition('/')[0]}/t/part-0.parquet")
+    assert paths(find(root)) == ["a.parquet"]
+
+
+def test_who_may_not_look_above_a_partition_reads_it_all_the_same(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, find, put = place
+    put("day=1/a.parquet")
+    opened = listing.open_root
+
+    class Scoped:
+        """Lists nothing above the partition."""
+
+        def __init__(self, storage: Any) -> None:
+            self.storage = storage
+
+        def list(self, prefix: str = "") -> Any:
+            if prefix in ("_delta_log", ".hoodie"):
+                raise StorageError("AccessDenied")
+            return self.storage.list(prefix)
+
+    def scoped(text: str, options: Any) -> Any:
+        storage = opened(text, options)
+        return Scoped(storage) if text == root else storage
+
+    monkeypatch.setattr(listing, "open_root", scoped)
+    assert paths(find(f"{root}/day=1")) == ["a.parquet"]
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,29 @@ def test_a_folder_that_cannot_be_listed_is_not_left_out(
     Flaky.store.clear()
 
 
+class OfFoldersAlone(Flaky):
+    """Cannot list a file, as fsspec's SFTP."""
+
+    protocol = "folders"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("folders://", "memory://"))
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
+        if self.isfile(path):
+            raise NotADirectoryError(path)
+        return super().ls(path, detail=detail, **options)
+
+
+def test_one_file_is_found_where_only_folders_can_be_listed() -> None:
+    fsspec.register_implementation("folders", OfFoldersAlone, clobber=True)
+    storage = open_storage("folders://lake/run")
+    storage.put("a/x", [b"123"])
+    assert [info.path for info in storage.list("a/x")] == ["a/x"] and storage.list("a/y") == []
+    Flaky.store.clear()
+
+
 class Unsized(Flaky):
     """Tells sizes of files one by one, as web servers do; of one of them not at all."""
 

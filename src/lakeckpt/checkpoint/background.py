@@ -97,6 +97,7 @@ class Background:
                     self._has_told = False
                     if documents := self._new_documents():  # this cut may be a last will
                         self._agent.keep(documents)
+                        self._told |= documents.keys()
             except ArenaError as error:
                 if not self._settled:
                     self._no_arena = error
@@ -131,7 +132,9 @@ class Background:
             return False
         self._journal.handed_over(legs, step)
         self._captured = None
-        order = Order(step=step, number=self.attempt.saves, metric=metric, documents=self._new_documents())
+        documents = self._new_documents()
+        self._told |= documents.keys()
+        order = Order(step=step, number=self.attempt.saves, metric=metric, documents=documents)
         self.attempt.saves += 1
         if captured:
             self._ready[step, order.number] = order
@@ -185,9 +188,7 @@ class Background:
         if self._exchange.rank:
             return {}
         every = {path: one for track in self._tracks.values() for path, one in documents_of(track.reader).items()}
-        new = {path: one.dumps() for path, one in every.items() if path not in self._told}
-        self._told |= new.keys()
-        return new
+        return {path: one.dumps() for path, one in every.items() if path not in self._told}
 
     # --- orders
 

@@ -63,7 +63,7 @@ def index_of(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) -> T
     partitions = partition_columns(paths)
     for name in (one.name for one in partitions):
         for path, summary in zip(paths, summaries, strict=True):
-            if name in summary.schema.names and name not in partition_names(path):
+            if summary.schema.get_field_index(name) >= 0 and name not in partition_names(path):
                 raise SchemaError(
                     f"{path!r} has a column {name!r} of its own and lies in no folder {name}=…, as other files do: "
                     "move it into one, or read the files as two tables"

@@ -176,16 +176,20 @@ def _predicate(one: Sequence[Any], schema: pa.Schema) -> pc.Expression:
 
 def _held(value: Any, kind: pa.DataType) -> Any:
     """``value`` as pyarrow can hold it: integers above int64 in the type of their column alone."""
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return pa.scalar(value, kind)
-    return value
+    if not isinstance(value, int) or -(2**63) <= value < 2**63:
+        return value
+    if pa.types.is_floating(kind):
+        if float(value) != value:
+            raise ValueError(f"{value} is no floating-point number")
+        return float(value)
+    return pa.scalar(value, kind)
 
 
 def _values(one: Sequence[Any], kind: pa.DataType) -> pa.Array:
     values = one[2]
     if isinstance(values, str | bytes) or not isinstance(values, Collection):
         raise ConfigError(f"the filter {one!r} needs a list of values after {one[1]!r}, got {values!r}")
-    listed = list(values)
+    listed = [_held(one, kind) if pa.types.is_floating(kind) else one for one in values]
     try:
         return pa.array(listed, kind)
     except (pa.ArrowException, TypeError, OverflowError, ValueError):

@@ -136,12 +136,14 @@ class FsspecStorage:
             seen.add(folder)
             try:
                 entries = self._call("ls", folder or "/", detail=True)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 if len(seen) == 1:
-                    raise
+                    break  # it may be a file
                 continue  # since it was listed
             for entry in entries:
                 name = entry["name"].rstrip("/")
+                if self._scheme in ("http", "https") and ("?" in name or "#" in name):
+                    continue  # links of an index by which it is sorted
                 if entry.get("type") != "directory":
                     found[entry["name"]] = entry
                 elif name not in seen and name.startswith(f"{folder}/"):

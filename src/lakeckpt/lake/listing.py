@@ -14,6 +14,7 @@ Nothing is opened here.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -23,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from lakeckpt.errors import ConfigError, TableNotFound
+from lakeckpt.errors import ConfigError, StorageError, TableNotFound
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.partitions import is_partition_folder
 from lakeckpt.lake.storage import ObjectInfo, Storage, check_key, open_storage, redact_uri, split_uri
@@ -36,7 +37,7 @@ PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
 MAX_SINGLE_LISTINGS = 64
 METADATA_FILES = (".metadata.json", ".metadata.json.gz")
 _MAGIC = re.compile(r"[*?\[]")
-_INNER = re.compile(r"/(?:_delta_log|\.hoodie)/.|/metadata/(?:v?\d+)[^/]*\.metadata\.json(?:\.gz)?$")
+_INNER = re.compile(r"/(?:_delta_log|\.hoodie)/.|/metadata/(?:v\d+|\d{5,}-[\w-]+)(?:\.gz)?\.metadata\.json(?:\.gz)?$")
 """Behind the folder of a table that lies in another folder."""
 _IN_A_SET, _ESCAPED = re.compile(r"([\\\[\]^&~|])"), r"\\\1"
 
@@ -249,8 +250,10 @@ def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) 
         raise ConfigError(
             f"{uri!r} is a table in more than one format, {both}: say which by format={next(iter(found))!r}"
         )
-    if within and not found:
-        folder, path = next(iter(within.items()))
+    data = [info.path for info in infos if _is_data_file(info.path)] if within and not found else []
+    for folder, path in within.items() if not found else ():
+        if not any(one.startswith(f"{folder}/") for one in data):
+            continue
         raise ConfigError(
             f"the folder {folder!r} in {uri!r} is a table of its own ({path!r}), whose files alone are not its rows: "
             "open it by itself, or name the files that you mean by a glob or a list"
@@ -270,7 +273,10 @@ def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) 
     if name == "data" and split_uri(above)[1].strip("/"):
         places.append((above, "metadata"))
     for table, folder in places:
-        if _format_of(table, open_root(table, storage_options).list(folder), None) != "parquet":
+        infos: Sequence[ObjectInfo] = ()
+        with contextlib.suppress(StorageError):  # who may not look there cannot know
+            infos = open_root(table, storage_options).list(folder)
+        if _format_of(table, infos, None) != "parquet":
             raise ConfigError(
                 f"{redact_uri(text)!r} is a folder of the table {redact_uri(table)!r}, whose files alone are not its "
                 "rows: open that table with a filter, or name the files that you mean by a glob or a list"

@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.checkpoint.waiting import SystemWaiter, poll
-from lakeckpt.errors import AgentError
+from lakeckpt.errors import AgentError, ConfigError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, open_storage
 from tests.checkpoint.agent.rig import DIGEST, RUN, begin, fill, make_arena
@@ -504,6 +504,45 @@ def test_an_agent_opens_storage_in_the_environment_of_the_trainer_that_came_last
     assert found == [("old", "gone by now"), ("new=\udcff", None)] and dict(os.environb) == others
     take_over(told())
     assert dict(os.environb) == others
+
+
+def test_a_variable_that_cannot_be_set_keeps_no_other_one_from_being_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAKECKPT_TOKEN", "old")
+    before = told()
+    assert take_over(before + b"\0=odd\0LAKECKPT_TOKEN=new") == [""]
+    assert os.environ["LAKECKPT_TOKEN"] == "new"
+    take_over(before)
+
+
+def test_an_agent_that_cannot_open_the_place_says_why_when_it_begins_and_fails_saves_later(node: Node) -> None:
+    begin(node.storage)
+    broken = threading.Event()
+
+    def opened(hello: Hello) -> Storage:
+        if broken.is_set():
+            raise ConfigError("no such store")
+        return open_storage(hello.uri)
+
+    within = Within(node, open_place=opened, linger_s=PATIENCE_S)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 1)
+        link = node.link()
+        link.order(Order(step=1, number=0))
+        assert answer(link).slot == 1
+        broken.set()
+        link._hang_up()
+        link.order(Order(step=2, number=1))  # it connects anew
+        found = answer(link)
+        assert (found.step, found.kind) == (2, "save_failed") and "no such store" in found.text
+        another = node.link()
+        assert another.wait(PATIENCE_S)
+        with pytest.raises(AgentError, match="cannot work for this trainer: no such store"):
+            another.outcomes()
+        broken.clear()
+        link.close(well=True)
+        another.close(well=False)
+    within.agent.drain()
+    within.end()
 
 
 def test_a_save_that_fails_before_the_first_step_is_told_as_one(node: Node) -> None:

@@ -7,6 +7,7 @@ anywhere. Imports without torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 __all__ = ["take_over", "told"]
@@ -20,11 +21,20 @@ def told() -> bytes:
     return b"\0".join(b"%s=%s" % one for one in os.environb.items())
 
 
-def take_over(data: bytes) -> None:
-    """Have the environment that another process has `told`. What is the same is not touched: other threads read it."""
+def take_over(data: bytes) -> list[str]:
+    """Have the environment that another process has `told`. What is the same is not touched: other threads read it.
+
+    Returns the names that the system does not let one set (there may be an empty one): these are left out.
+    """
     found = dict(one.split(b"=", 1) for one in data.split(b"\0") if b"=" in one)
     for name in os.environb.keys() - found.keys() - _OURS:
-        del os.environb[name]
+        with contextlib.suppress(OSError, ValueError):
+            del os.environb[name]
+    refused = []
     for name, value in found.items():
         if name not in _OURS and os.environb.get(name) != value:
-            os.environb[name] = value
+            try:
+                os.environb[name] = value
+            except (OSError, ValueError):
+                refused.append(os.fsdecode(name))
+    return refused

@@ -97,6 +97,7 @@ class AgentLink:
         self._connection: socket.socket | None = None
         self._unsent = bytearray()
         self._gone = False  # no agent could be started any more
+        self._was_served = False
         self._connect()
         _links.add(self)
 
@@ -113,8 +114,8 @@ class AgentLink:
 
     def keep(self, documents: Mapping[str, bytes], /) -> None:
         """See `AgentLike`. An agent that takes the place of this one is told, too."""
-        self._read_all()
         self._kept.append((self._newest, documents))
+        self._read_all()
         if self._connection is not None:
             self._unsent += framed(Documents(documents=documents))
             self._send()
@@ -178,7 +179,13 @@ class AgentLink:
                 self._hang_up()
                 return
             if message.step == NOT_SERVED:
-                raise AgentError(f"the agent cannot work for this trainer: {message.text}")
+                self._hang_up()
+                text = f"the agent cannot work for this trainer: {message.text}"
+                if not self._was_served:
+                    raise AgentError(text)
+                self._fail(text)
+                return
+            self._was_served = True
             self._pending.pop((message.step, message.number), None)
             if message.slot is not None:
                 self._kept = [one for one in self._kept if one[0] >= message.number]
@@ -194,12 +201,14 @@ class AgentLink:
             self._connect()
             self._gone = False
         except AgentError as error:
-            self._gone = True
-            self._got += [
-                Outcome(step=step, number=number, kind=SaveFailed.kind, text=str(error))
-                for step, number in self._pending
-            ]
-            self._pending.clear()
+            self._fail(str(error))
+
+    def _fail(self, text: str) -> None:
+        self._gone = True
+        self._got += [
+            Outcome(step=step, number=number, kind=SaveFailed.kind, text=text) for step, number in self._pending
+        ]
+        self._pending.clear()
 
     def _hang_up(self) -> None:
         if self._connection is not None:

@@ -169,7 +169,7 @@ def _from_plain(value: object) -> Message:
         )
     if kind == "outcome":
         return Outcome(
-            step=number(plain, "step"),
+            step=number(plain, "step", least=NOT_SERVED),
             number=number(plain, "number"),
             slot=_optional(plain, "slot"),
             created_s=taken(plain, "created_s", float),

@@ -30,7 +30,7 @@ from lakeckpt.checkpoint.publish import Attempt, Publisher, Settings
 from lakeckpt.checkpoint.records import RecordTalk
 from lakeckpt.checkpoint.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.waiting import Waiter
-from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, SaveLeftOut, StorageError
+from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, SaveLeftOut
 from lakeckpt.lake.storage import Storage
 
 __all__ = ["Persister", "chosen"]
@@ -140,7 +140,7 @@ class Persister:
 
     def _run(self) -> None:
         self._begin_work()
-        with contextlib.suppress(StorageError):  # it is looked for again with the first order
+        with contextlib.suppress(LakeckptError):  # it is looked for again with the first order, and told
             self._look_back()
         while (taken := self._next()) is not None:
             order, left_out = taken

@@ -149,8 +149,8 @@ class Agent:
                 if session is None:
                     if not isinstance(message, Hello):
                         return
-                    with contextlib.suppress(OSError):  # of a name that the system takes from nobody
-                        take_over(message.environment)
+                    if refused := take_over(message.environment):
+                        self._log(f"variables of a trainer's environment cannot be set: {refused!r:.200}")
                     place = self._open_place(message)
                     session = _Session(message, connection, place, self._waiter, self._log, self._linger_s)
                     self._adopt(session)

@@ -33,6 +33,7 @@ from lakeckpt.errors import ArenaDamaged, ArenaInUse, WireError
 __all__ = ["Arena", "Held"]
 
 _SEQUENCE_BYTES = 8
+_REMOVE = 9  # MADV_REMOVE
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the interpreter's lock, those of `mmap` do not
 
@@ -214,24 +215,32 @@ class Arena:
                     continue
                 sequence = self._sequence(number)
                 self._put_sequence(number, sequence + 1 + sequence % 2)
+                self._holding[number] += 1  # so that nobody here takes our own lock for shared
+            try:
                 begin, end = self._pages_of(number)
-                with contextlib.suppress(OSError, ValueError):  # a file system that cannot
-                    self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
-                self._locks.drop(number)
+                if end > begin:  # where a file system cannot, it stays taken until nobody has it mapped
+                    self._advise(begin, end - begin, _REMOVE)
+            finally:
+                self._let_go(number)
 
     def _pages_of(self, number: int) -> tuple[int, int]:
         """The whole pages in which documents and data of a generation lie."""
         begin = -(-self.layout.documents_at(number) // mmap.PAGESIZE) * mmap.PAGESIZE
-        return begin, max(begin, self.layout.data_at(number) + self.layout.data_bytes)
+        end = (self.layout.data_at(number) + self.layout.data_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        return begin, max(begin, end)
 
     def _is_held(self, number: int) -> bool:
         return number == self._filling or self._holding[number] > 0 or self._locks.taken(number)
 
     def touch(self) -> None:
         """Have all memory of the arena mapped in this process: done later, page by page, it takes as long as a copy."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        with contextlib.suppress(AttributeError):  # an older Linux maps pages as they are written first
-            _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(self._map)), _POPULATE_WRITE)
+        self._advise(0, len(self._map), _POPULATE_WRITE)  # an older Linux maps pages as they are written first
+
+    def _advise(self, at: int, size_bytes: int, advice: int) -> None:
+        """Tell the system something of our memory; other threads run meanwhile. Nothing where it does not know that."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + at
+        with contextlib.suppress(AttributeError):
+            _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), advice)
 
     def _end(self, number: int) -> None:
         with self._lock:
