@@ -535,9 +535,8 @@ def test_an_agent_that_cannot_open_the_place_says_why_when_it_begins_and_fails_s
         found = answer(link)
         assert (found.step, found.kind) == (2, "save_failed") and "no such store" in found.text
         another = node.link()
-        assert another.wait(PATIENCE_S)
         with pytest.raises(AgentError, match="cannot work for this trainer: no such store"):
-            another.outcomes()
+            answer(another)
         broken.clear()
         link.close(well=True)
         another.close(well=False)
