@@ -330,6 +330,8 @@ def test_a_job_that_is_started_while_the_last_agent_ends_waits_for_its_end(node:
     begin(node.storage)
     first = node.link(linger_s=PATIENCE_S)
     agent = node.pid
+    first.order(Order(step=0, number=0))
+    assert answer(first).kind, "it is served, and has captured nothing"
     os.kill(agent, signal.SIGTERM)
     assert poll(lambda: True if turned_away(node) else None, waiter=SystemWaiter(), timeout_s=PATIENCE_S)
     came: list[AgentLink] = []
@@ -436,14 +438,16 @@ def test_a_job_that_is_told_to_end_with_its_agent_loses_nothing(node: Node, *, s
         fill(arena, 1)
         link = node.link(linger_s=PATIENCE_S)
         agent = node.pid
+        link.order(Order(step=1, number=0))
+        assert answer(link).slot == 1, "it is served"
         os.kill(agent, signal.SIGTERM)
         assert poll(lambda: True if turned_away(node) else None, waiter=SystemWaiter(), timeout_s=PATIENCE_S)
         fill(arena, 2)
         if says_bye:
-            link.order(Order(step=2, number=0))
-            assert answer(link).slot == 1
+            link.order(Order(step=2, number=1))
+            assert answer(link).slot == 2
     link.close(well=says_bye)
-    assert ended(agent) and node.committed() == [2] and ArenaFolder(node.arenas).found() == []
+    assert ended(agent) and node.committed() == [1, 2] and ArenaFolder(node.arenas).found() == []
 
 
 class Within:
