@@ -83,7 +83,7 @@ class Flaky(MemoryFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        return MemoryFileSystem._strip_protocol(path.replace("flaky://", "memory://"))
+        return MemoryFileSystem._strip_protocol(path.replace(f"{cls.protocol}://", "memory://"))
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
         if (failure := self.fails.get(path.rstrip("/").rpartition("/")[2])) is not None:
@@ -117,10 +117,6 @@ class OfFoldersAlone(Flaky):
 
     protocol = "folders"
 
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return MemoryFileSystem._strip_protocol(path.replace("folders://", "memory://"))
-
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
         if self.isfile(path):
             raise NotADirectoryError(path)
@@ -139,10 +135,6 @@ class Unsized(Flaky):
     """Tells sizes of files one by one, as web servers do; of one of them not at all."""
 
     protocol = "unsized"
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return MemoryFileSystem._strip_protocol(path.replace("unsized://", "memory://"))
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
         return [{**one, "size": None} for one in super().ls(path, detail=True, **options)]

@@ -281,7 +281,7 @@ class Background:
 
 def _no_arena_any_more(step: int, error: ArenaError) -> SaveFailed:
     failure = SaveFailed(
-        f"step {step} was not captured: {error}. Where arenas do not fit, one that is started again saves synchronously"
+        f"step {step} was not captured: {error}. A job that is started where arenas do not fit saves synchronously"
     )
     failure.__cause__ = error
     return failure

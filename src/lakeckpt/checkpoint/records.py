@@ -104,11 +104,12 @@ class RecordTalk:
             self._still()
             return None
 
-        if self._poll(look, self._timeout_s + self._linger_s) is None:
+        timeout_s = self._timeout_s + self._linger_s
+        if self._poll(look, timeout_s) is None:
             silent = Intervals.of([(rank, rank + 1) for rank in others if rank not in found])
             raise MissingRanksError(
                 f"{name_ranks(silent)} of {self.world_size} said nothing of the save of step {self._save.step} within "
-                f"{self._timeout_s:g} s: see the logs of their agents; nothing was committed"
+                f"{timeout_s:g} s: see the logs of their agents; nothing was committed"
             )
         return found
 
@@ -125,11 +126,12 @@ class RecordTalk:
                 return None
 
         # Rank 0 waits for all others first, as long as it may.
-        heard = self._poll(look, 2 * self._timeout_s + self._linger_s)
+        timeout_s = 2 * self._timeout_s + self._linger_s
+        heard = self._poll(look, timeout_s)
         if heard is None:
             raise MissingRanksError(
                 f"rank 0 of {self.world_size} did not say what follows for the save of step {self._save.step} within "
-                f"{2 * self._timeout_s:g} s: see the log of its agent; nothing was committed"
+                f"{timeout_s:g} s: see the log of its agent; nothing was committed"
             )
         if "error" in heard:
             raise error_of(taken(heard, "error", str), taken(heard, "text", str), otherwise=TrackingError)
