@@ -15,35 +15,63 @@ from lakeckpt.core.bubble_policy import BubblePolicy, Kind
 from lakeckpt.core.bubble_record import MovedSlice, shares
 
 
-class _Looks(BubblePolicy):
-    """Knows what processor time each look at it took."""
+class _Account:
+    """What processor time the copier's thread took, and when: spans that follow each other."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.spans: list[tuple[float, float, float]] = []
+        self.spans: list[tuple[float, float, float]] = []  # begin, end, processor time
+        self._last: tuple[float, float] | None = None
 
-    def admits_at(self, size_bytes: int, at_s: float) -> float | None:
+    def pause(self) -> None:
+        """What comes before the next mark is of no span."""
+        self._last = None
+
+    def mark(self, *, slept: bool = False) -> None:
+        """A span ends here, and the next one begins. ``slept``: the thread has waited, and worked at its end alone."""
+        now, cpu_s = time.perf_counter(), time.thread_time()
+        if self._last is not None:
+            begin, took = self._last[0], cpu_s - self._last[1]
+            self.spans.append((max(begin, now - took) if slept else begin, now, took))
+        self._last = now, cpu_s
+
+
+class _Looks(BubblePolicy):
+    """Tells when the copier wakes up to look at it, and when it has seen enough."""
+
+    def __init__(self, account: _Account) -> None:
+        super().__init__()
+        self._account = account
+
+    def has_time(self, size_bytes: int, at_s: float) -> bool:
         """See `BubblePolicy`."""
-        before_s = time.thread_time()
-        found = super().admits_at(size_bytes, at_s)
-        self.spans.append((at_s, time.perf_counter(), time.thread_time() - before_s))
+        self._account.mark(slept=True)
+        return super().has_time(size_bytes, at_s)
+
+    def admits_at(self, size_bytes: int, at_s: float, *, gently: bool | None = None) -> float | None:
+        """See `BubblePolicy`."""
+        found = super().admits_at(size_bytes, at_s, gently=gently)
+        self._account.mark()
         return found
 
 
 class Accounted(BubbleGate):
-    """Knows what processor time each slice took, and each look at the policy."""
+    """Knows what processor time the copier took from its first look to its last slice, and when."""
 
     def __init__(self) -> None:
-        self._looks = _Looks()
-        super().__init__(iterations=100_000, policy=self._looks)
-        self._spans: list[tuple[float, float, float]] = []  # begin, end, processor time of slices
-        self._since_s = 0.0
+        self._account = _Account()
+        super().__init__(iterations=100_000, policy=_Looks(self._account))
         self.gentle_bytes = 0
+
+    def start(self, size_bytes: int, /) -> None:
+        """See `BubbleGate`."""
+        self._account.pause()
+        super().start(size_bytes)
 
     def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
         """See `BubbleGate`."""
+        self._account.mark()
         gently = self.let(size_bytes, urgent)
-        self._since_s = time.thread_time()
+        self._account.mark()
         return gently
 
     def let(self, size_bytes: int, urgent: threading.Event) -> bool:
@@ -52,9 +80,10 @@ class Accounted(BubbleGate):
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool = False) -> None:
         """See `BubbleGate`."""
-        self._spans.append((begin_s, end_s, time.thread_time() - self._since_s))
+        self._account.mark()
         self.gentle_bytes += size_bytes if gently else 0
         super().moved(size_bytes, begin_s, end_s, gently=gently)
+        self._account.mark()
 
     def rest(self) -> None:
         """The iteration is over, and the next one is another gate's: to the policy, the next of its own follows it."""
@@ -64,8 +93,8 @@ class Accounted(BubbleGate):
             self._step = None
 
     def in_bubbles_s(self, step: int) -> float:
-        """The processor time that lay in bubbles, of each slice and look by its share, from iteration ``step`` on."""
-        spans = sorted([*self._spans, *self._looks.spans])
+        """The processor time that lay in bubbles, of each span by its share, from iteration ``step`` on."""
+        spans = sorted(self._account.spans)
         found = 0.0
         for record in self.records():
             if record.step < step:

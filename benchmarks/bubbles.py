@@ -12,8 +12,8 @@ Printed for each way: the median time of an iteration, to the very end of its ca
 without in the same round, the Hodges-Lehmann estimate of paired differences of logarithms with its 95 % interval (the
 few rounds that other work fell into do not move it, and noise does not push it up, as it does ratios), and their mean.
 Since other work makes intervals wide all the same, also what captures took of the rank's core, by processor time: the
-training thread in cuts, fences and the hooks of windows, and the copier but for the part of its slices and of its looks
-at the policy that lay in bubbles, by the fastest iteration without captures. What a slice takes from others (caches,
+training thread in cuts, fences and the hooks of windows, and the copier but for what lay in bubbles from its first look
+at the policy to its last slice, by the fastest iteration without captures. What a slice takes from others (caches,
 the bandwidth of memory) only the first shows. Then what the training thread spent in cuts and fences, by the clock; and
 for each rank the share of bytes that moved inside of bubbles, by when they were copied, not by what the gate meant to
 do: of the rounds that count, and of all from the very first iteration, of which nothing was known; what was left for

@@ -178,12 +178,12 @@ class BubblePolicy:
 
     # --- what is decided
 
-    def admits_at(self, size_bytes: int, at_s: float) -> float | None:
+    def admits_at(self, size_bytes: int, at_s: float, *, gently: bool | None = None) -> float | None:
         """The instant, ``at_s`` or later, from which a slice of ``size_bytes`` may move if no window opens or closes.
 
-        None: not before another window opens.
+        None: not before another window opens. ``gently``: what `has_time` says of it, where it was asked already.
         """
-        gently = self.has_time(size_bytes, at_s)
+        gently = self.has_time(size_bytes, at_s) if gently is None else gently
         need_s = self._gentle_s(size_bytes) if gently else self.rate.seconds(size_bytes)
         trust = CAUTIOUS if gently else self._trust(size_bytes, at_s)
         found = [

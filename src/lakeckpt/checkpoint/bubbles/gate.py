@@ -112,9 +112,10 @@ class BubbleGate:
             gently = False
             while not urgent.is_set():
                 now = self.clock()
-                at = self._policy.admits_at(size_bytes, now)
+                has_time = self._policy.has_time(size_bytes, now)
+                at = self._policy.admits_at(size_bytes, now, gently=has_time)
                 if at is not None and at <= now:
-                    gently = self._policy.has_time(size_bytes, now)
+                    gently = has_time
                     self._policy.admitted(now)
                     break
                 self._changed.wait(self._look_again_s if at is None else min(at - now, self._look_again_s))
