@@ -6,7 +6,7 @@ has the same number of steps (with ``tail="drop"`` they are dropped).
 
 `replan` opens a segment where the topology or the batch size changes; while the lanes and the batch size stay, the deal
 goes on, so that micro-batches are the same for every number of ranks that divides the lanes; else what is left is
-re-cut. It never reads a table, and never changes a state.
+re-cut (also where ranks that go on row by row would come out of step). It never reads a table or changes a state.
 """
 
 from __future__ import annotations
@@ -181,6 +181,13 @@ class Plan:
             layouts.update({key.epoch: (key.num_lanes, key.rotation) for key in assignment.layouts})
         return self.deal.rest(self.micro_batch(step + 1)).plus(back, layouts)
 
+    def in_step_with(self, opened: Segment) -> bool:
+        """Whether ``opened`` may go on with this deal. Not where ranks go on row by row and a step of it would have
+        micro-batches of two turns: at an epoch's end those are not of one size."""
+        if self.state.identity.tail not in ("rows", "even") or opened.topology[:2] != self.segment.topology[:2]:
+            return True
+        return (opened.micro_batch - self.deal.first) % opened.world_size == 0
+
     @property
     def at_end(self) -> bool:
         """Whether nothing of the epoch is left to be dealt."""
@@ -239,7 +246,7 @@ def replan(state: ReaderState, *, num_lanes: int, batch_size: int, world_size: i
     opened = Segment(
         micro_batch=number, step=state.step, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size
     )
-    if state.row:
+    if state.row or not plan.in_step_with(opened):
         rest = plan.rest(state.step, state.row)
         return replace(state, base=rest, segments=(opened,), row=0)
     segments = (*state.segments, opened)
