@@ -22,6 +22,7 @@ import torch
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.background import Background
+from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.cuts import Journal
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.publish import Attempt
@@ -301,6 +302,50 @@ def test_a_superseded_attempt_is_told_so(tmp_path: Path) -> None:
         saver.save()
     saver.close()
     assert steps_of(storage) == []
+
+
+def test_a_step_that_is_saved_twice_keeps_no_later_one_from_being_saved(tmp_path: Path) -> None:
+    """Also by a job that goes on from the memory that was left."""
+    storage, objects = MemoryStorage(), training()
+    with contextlib.suppress(KeyError), managed(storage, objects, tmp_path, persist_every=3) as saver:
+        saver.restore()
+        train(saver, objects, 3)
+        saver.save()
+        saver.save()
+        train(saver, objects, 1)
+        saver.wait()
+        raise KeyError("the job fails")
+    objects = training()
+    with managed(storage, objects, tmp_path, persist_every=3) as saver:
+        done = saver.restore()
+        assert done in (3, 4)  # the agent of the failed job may have had no time yet
+        for _ in range(4):
+            train(saver, objects, 3)
+            info = saver.wait()
+            assert info is not None and info.step > done
+            done = info.step
+
+
+def test_saves_that_are_never_captured_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, objects = MemoryStorage(), training()
+    with contextlib.suppress(KeyError), managed(storage, objects, tmp_path, on_save_failure="raise") as saver:
+        saver.restore()
+        train(saver, objects, 1)
+        saver.save()
+        with monkeypatch.context() as patched:
+            patched.setattr(CaptureEngine, "cut", lambda *args, **options: False)
+            for number in range(6):
+                train(saver, objects, 1)
+                if number % 3 == 2:
+                    with pytest.raises(SaveFailed, match=f"nor were the {number} saves before it"):
+                        saver.save(sync=False)
+                else:
+                    assert saver.save(sync=False) is None
+                with contextlib.suppress(SaveFailed):
+                    saver.wait()
+        train(saver, objects, 1)
+        assert saver.save() is not None
+        raise KeyError
 
 
 @pytest.mark.parametrize("capture_every", [0, -1, 1.5, True, "1"])

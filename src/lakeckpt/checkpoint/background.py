@@ -34,6 +34,8 @@ from lakeckpt.wire.codec import dumps
 __all__ = ["Background", "Saved"]
 
 _NOTHING_SPARE_S = 0.01
+_PATIENCE = 3
+"""How many saves in a row may be left out, with nothing under way, before that is a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ class Background:
         self._settled = False
         self._no_arena: ArenaError | None = None
         self._has_told = False  # that there is none any more
+        self._missed = 0  # saves in a row without a capture, with nothing under way that would explain it
 
     # --- cuts
 
@@ -130,6 +133,12 @@ class Background:
             failure = error
         if not self._settled and not self._all_have_arenas():
             return False
+        self._missed = 0 if captured or failure or self._given else self._missed + 1
+        if self._missed and not self._missed % _PATIENCE:
+            failure = SaveFailed(
+                f"step {step} was not captured, nor were the {self._missed - 1} saves before it: no memory of the "
+                "arena was to spare, though nothing is being persisted. `lakeckpt doctor` lists what lies in memory"
+            )
         self._journal.handed_over(legs, step)
         self._captured = None
         documents = self._new_documents()

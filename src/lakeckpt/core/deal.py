@@ -34,6 +34,10 @@ class Deal(Protocol):
     """Micro-batches of what is left, in turn from each lane. Micro-batches below ``first`` are not its own."""
 
     @property
+    def first(self) -> int:
+        """The first micro-batch, that of lane 0."""
+
+    @property
     def end(self) -> int | None:
         """One past the last micro-batch; None where there is no last one."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.checkpoint.arena.arena import Arena
@@ -295,6 +295,30 @@ def test_a_generation_that_every_rank_may_need_is_not_begun_again(folder: ArenaF
         assert arena.begin(common=1) is None  # another rank has step 1 and no newer one
         assert capture(arena, 4, common=2)
         assert [record.step for record in arena.complete()] == [4, 3, 2]
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=30), st.sampled_from([3, 4]), st.booleans())
+@example(steps=[3, 3, 4, 5], generations=3, knows=False)
+def test_several_of_one_step_never_keep_a_newer_one_from_being_begun(
+    steps: list[int], generations: int, knows: bool
+) -> None:
+    """A policy saves a step, and the user does, too: of such generations the last one alone is what a rank needs.
+    ``steps``: how many times each step is captured."""
+    with tempfile.TemporaryDirectory() as name, made(ArenaFolder(Path(name, "a")), generations=generations) as arena:
+        last: dict[int, bytes] = {}
+        for step, times in enumerate(steps, 1):
+            for number in range(times):
+                filling = arena.begin(common=max(last, default=0) or None if knows else None)
+                assert filling is not None, f"{[record.step for record in arena.complete()]} before step {step}"
+                fill(filling, step)
+                last[step] = bytes([step, number]) * 8
+                filling.complete(step=step, attempt="a", cut=last[step], documents=b"")
+                with arena.hold(step) as held, arena.hold() as newest:
+                    assert held is not None and newest is not None
+                    assert held.record.cut == newest.record.cut == last[step]
+                if step > 1:
+                    with arena.hold(step - 1) as before:
+                        assert knows or (before is not None and before.record.cut == last[step - 1])
 
 
 def test_a_generation_is_complete_only_when_all_of_it_was_filled(folder: ArenaFolder) -> None:

@@ -105,16 +105,16 @@ class Arena:
     def complete(self) -> list[GenerationRecord]:
         """The records of the complete generations, the newest step first. Documents and data are not looked at."""
         found = [record for _, record in self._records()]
-        return sorted(found, key=lambda record: (record.step, record.sequence), reverse=True)
+        return sorted(found, key=_age, reverse=True)
 
     @contextmanager
     def hold(self, step: int | None = None, *, attempt: str | None = None) -> Iterator[Held | None]:
         """The complete generation of ``step`` (None: the newest), kept from being written while the block runs.
 
         None where there is no such generation. ``attempt``: whose it is to be, since an attempt that went on from a
-        step in memory may capture that step again.
+        step in memory may capture that step again. Of several of one step it is the one that was captured last.
         """
-        for number, record in sorted(self._records(), key=lambda one: one[1].step, reverse=True):
+        for number, record in sorted(self._records(), key=lambda one: _age(one[1]), reverse=True):
             if step not in (None, record.step) or attempt not in (None, record.attempt):
                 continue
             if not self._hold(number):
@@ -169,23 +169,23 @@ class Arena:
         """Begin a generation; None where there is none to spare (one is filled at a time): this cut is left out then.
 
         ``common``: the newest step that every rank is known to have complete; what is not older stays. None: nothing is
-        known, and a generation is begun only where two newer ones are complete, because one rank may be a step ahead of
-        another when it dies.
+        known, and a generation is begun only where those of two newer steps are complete, because one rank may be a
+        step ahead of another when it dies. Of several of one step only the one that was captured last is kept.
         """
         assert self.writes, "this opening of the arena only reads"
         records = dict(self._records())
-        steps = sorted((record.step for record in records.values()), reverse=True)
-        newest = steps[0] if steps else None
+        kept = {records[number].step: number for number in sorted(records, key=lambda n: _age(records[n]))}
+        steps = sorted(kept, reverse=True)
         safe = common if common is not None else (steps[1] if len(steps) > 2 else None)
-        spare = [n for n in range(self.layout.generations) if n not in records]
+        spare = sorted(set(range(self.layout.generations)) - set(kept.values()), key=records.__contains__)
         if safe is not None:
-            old = [n for n, record in records.items() if record.step < safe and record.step != newest]
-            spare += sorted(old, key=lambda n: records[n].step)
+            spare += [kept[step] for step in reversed(steps[1:]) if step < safe]
         for number in spare:
             with self._lock:
                 if self._filling is None and not self._holding[number] and self._locks.take(number):
-                    sequence = self._sequence(number)
-                    sequence += 1 + sequence % 2  # odd, and another than any before: also where a writer died
+                    # Odd, and larger than any before: also where a writer died.
+                    sequence = max(map(self._sequence, range(self.layout.generations)))
+                    sequence += 1 + sequence % 2
                     self._put_sequence(number, sequence)
                     self._filling = number
                     return Filling(arena=self, number=number, sequence=sequence)
@@ -322,6 +322,11 @@ class Held:
             f"in the arena {self.arena.name!r}, {what} of step {self.record.step} is not what was written: take an "
             "older generation, or a checkpoint"
         )
+
+
+def _age(record: GenerationRecord) -> tuple[int, int]:
+    """By which generations are told apart as older and newer."""
+    return record.step, record.sequence
 
 
 def _mapped(descriptor: int, size_bytes: int, *, writes: bool) -> mmap.mmap:

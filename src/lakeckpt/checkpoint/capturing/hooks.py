@@ -4,13 +4,15 @@ Before an optimizer steps, and before a state is loaded into an optimizer or a m
 is *proven* once its hook was seen to fire; until then, and for good where it was seen to go around its hooks, `trusted`
 is false and captures must be made at the cut, before training goes on. It goes around them where a step is captured
 into a CUDA graph (replays call no Python), and where its parameters have other versions at a cut while no hook fired
-since the last one (updated by hand, or by a kernel of somebody's own).
+since the last one, neither its own nor that of another optimizer of theirs (updated by hand, or by a kernel of
+somebody's own).
 
 It holds no lock and copies nothing. Hooks run on whichever thread steps.
 """
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,6 +22,9 @@ import torch
 from lakeckpt.checkpoint.report import CaptureWarning
 
 __all__ = ["UpdateHooks", "versions_of"]
+
+_Seen = tuple[list[torch.Tensor], list[int]]
+"""Parameters, and how often each was changed."""
 
 _PATIENCE = 3
 """After how many cuts an optimizer that was never seen to step is told of."""
@@ -31,7 +36,7 @@ class UpdateHooks:
     ``fence`` is called before each change, ``void`` where what is being captured may change without one.
     """
 
-    __slots__ = ("_around", "_fence", "_fired", "_handles", "_optimizers", "_proven", "_unseen", "_versions", "_void")
+    __slots__ = ("_around", "_fence", "_fired", "_handles", "_optimizers", "_proven", "_seen", "_unseen", "_void")
 
     def __init__(self, objects: Mapping[str, Any], fence: Callable[[], None], void: Callable[[], None]) -> None:
         self._fence, self._void = fence, void
@@ -40,7 +45,7 @@ class UpdateHooks:
         self._around: set[str] = set()
         self._fired: set[str] = set()
         self._unseen = dict.fromkeys(self._optimizers, 0)
-        self._versions: dict[str, list[int]] = {}
+        self._seen: dict[str, _Seen] = {}
         self._handles: list[Any] = []
         for name, one in self._optimizers.items():
             if not hasattr(one, "_optimizer_step_pre_hooks"):  # it wraps another one, and is none but by its class
@@ -79,11 +84,11 @@ class UpdateHooks:
     def trusted(self) -> bool:
         """At a cut: whether the next update will be announced, by all that is known. Warns once where it is not."""
         for name, one in self._optimizers.items():
-            versions = versions_of(_parameters(one))
-            before, self._versions[name] = self._versions.get(name), versions
+            parameters = list(_parameters(one))
+            seen, self._seen[name] = self._seen.get(name), (parameters, versions_of(parameters))
             if name in self._fired or name in self._around:
                 continue
-            if before is not None and before != versions:
+            if seen is not None and self._unannounced(seen, self._seen[name]):
                 self._goes_around(name, "its parameters were changed and its hooks for steps were not called")
             elif name not in self._proven:
                 self._unseen[name] += 1
@@ -96,6 +101,16 @@ class UpdateHooks:
                     )
         self._fired.clear()
         return self._proven.issuperset(self._optimizers) and not self._around
+
+    def _unannounced(self, before: _Seen, now: _Seen) -> bool:
+        """Whether a parameter was changed that no optimizer holds of which a hook was called."""
+        if before[1] == now[1] and len(before[0]) == len(now[0]) and all(map(operator.is_, before[0], now[0])):
+            return False
+        fired = [one for name, one in self._optimizers.items() if name in self._fired]
+        announced = {id(one) for optimizer in fired for one in _parameters(optimizer)}
+        known = {id(one): version for one, version in zip(*before, strict=True)}  # others came since
+        changed = (one for one, version in zip(*now, strict=True) if known.get(id(one), version) != version)
+        return any(id(one) not in announced for one in changed)
 
     def _goes_around(self, name: str, why: str) -> None:
         if name not in self._around:

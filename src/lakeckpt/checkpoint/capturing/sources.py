@@ -11,7 +11,8 @@ returns may be called later and elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -110,7 +111,7 @@ class ModuleSource:
 
     def renew(self) -> bool:
         """See `Source`."""
-        if self._containers is not None and _same(self._containers) and self._places.hold():
+        if self._containers is not None and all(one.hold() for one in self._containers) and self._places.hold():
             return False
         before = self._places
         self._take()
@@ -122,32 +123,43 @@ class ModuleSource:
         return lambda: document
 
 
-_Containers = list[tuple[dict[str, Any], list[str], list[int]]]
+class _Contents:
+    """What was in a dict, under which names. It is held: else something new could be made where it lay, and be taken
+    for it."""
+
+    __slots__ = ("_held", "_names", "_of")
+
+    def __init__(self, of: dict[str, Any]) -> None:
+        self._of, self._names, self._held = of, list(of), list(of.values())
+
+    def hold(self) -> bool:
+        """Whether the same is in it still."""
+        return _are(self._of.values(), self._held) and list(self._of) == self._names
+
+    def are_of(self, of: object) -> bool:
+        """Whether it is this dict."""
+        return self._of is of
 
 
-def _containers(module: torch.nn.Module) -> _Containers | None:
+def _are(some: Collection[object], others: Collection[object]) -> bool:
+    """Whether they are the same objects, in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+_MAKES = ("state_dict", "_save_to_state_dict", "get_extra_state")
+"""Methods that make the state dict of a module: where one is not torch's own, more than its containers makes it."""
+
+
+def _containers(module: torch.nn.Module) -> list[_Contents] | None:
     """All dicts in which the state of ``module`` lies, and what is in them; None where more than these makes it."""
-    found: _Containers = []
-    plain = torch.nn.Module
+    found = []
     for one in module.modules():
-        kind = type(one)
-        overridden = (
-            kind.state_dict is not plain.state_dict
-            or kind._save_to_state_dict is not plain._save_to_state_dict
-            or kind.get_extra_state is not plain.get_extra_state
-        )
+        kind, own = type(one), vars(one)
+        overridden = any(name in own or getattr(kind, name) is not getattr(torch.nn.Module, name) for name in _MAKES)
         if overridden or one._state_dict_hooks or one._state_dict_pre_hooks:
             return None
-        for each in (one._modules, one._parameters, one._buffers):
-            found.append((each, list(each), list(map(id, each.values()))))
+        found += [_Contents(each) for each in (one._modules, one._parameters, one._buffers)]
     return found
-
-
-def _same(containers: _Containers) -> bool:
-    for each, names, ids in containers:
-        if len(each) != len(ids) or (ids and (list(map(id, each.values())) != ids or list(each) != names)):
-            return False
-    return True
 
 
 class OptimizerSource:
@@ -181,7 +193,7 @@ class OptimizerSource:
         steady = {id(value) for state in optimizer.state.values() for value in _values(state)}
         self.changing = frozenset(key for key in flat.tensors if id(self.known_as(key)) not in steady)
         self._entries, self._groups = None if flat.sharded else _entries(optimizer), _groups(optimizer)
-        self._parameters = list(map(id, optimizer.state))
+        self._parameters = list(optimizer.state)
 
     def known_as(self, key: str) -> torch.Tensor:
         """See `Source`."""
@@ -193,25 +205,21 @@ class OptimizerSource:
         if (
             self._entries is not None
             and self._groups is not None
-            and list(map(id, optimizer.state)) == self._parameters
-            and all(
-                list(map(id, state.values())) == ids and list(state) == names for state, names, ids in self._entries
-            )
+            and _are(optimizer.state, self._parameters)
+            and all(map(_Contents.are_of, self._entries, optimizer.state.values()))
+            and all(one.hold() for one in self._entries)
             and (groups := _groups(optimizer)) is not None
-            and [params for params, _ in groups] == [params for params, _ in self._groups]
+            and _same_parameters(groups, self._groups)
             and self._places.hold()
         ):
-            if groups != self._groups:
+            options = [one for _, one in groups]
+            if options != [one for _, one in self._groups]:
                 self._groups = groups
-                self._flat = _regrouped(self._flat, [options for _, options in groups])
+                self._flat = _regrouped(self._flat, options)
             return False
         before, groups = self._places, self._groups
         self._take()
-        same_groups = (
-            groups is not None
-            and self._groups is not None
-            and ([params for params, _ in groups] == [params for params, _ in self._groups])
-        )
+        same_groups = groups is not None and self._groups is not None and _same_parameters(groups, self._groups)
         return not (same_groups and self._places.are(before))
 
     def document(self) -> Callable[[], bytes]:
@@ -233,10 +241,11 @@ def _values(state: object) -> Iterable[object]:
     return state.values() if isinstance(state, dict) else ()
 
 
-def _entries(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[str], list[int]]] | None:
+def _entries(optimizer: torch.optim.Optimizer) -> list[_Contents] | None:
     """The state of each parameter, and what is in it; None where there is more to it than tensors."""
     hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or any(hooks):
+    overridden = "state_dict" in vars(optimizer) or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    if overridden or any(hooks):
         return None
     found = []
     for state in optimizer.state.values():
@@ -244,11 +253,18 @@ def _entries(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], lis
             value is None or isinstance(value, torch.Tensor) for value in state.values()
         ):
             return None
-        found.append((state, list(state), list(map(id, state.values()))))
+        found.append(_Contents(state))
     return found
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[tuple[list[int], dict[str, Any]]] | None:
+_Groups = list[tuple[list[Any], dict[str, Any]]]
+
+
+def _same_parameters(some: _Groups, others: _Groups) -> bool:
+    return len(some) == len(others) and all(_are(one, other) for (one, _), (other, _) in zip(some, others, strict=True))
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> _Groups | None:
     """The parameters and the options of each group; None where an option is no plain value."""
     found = []
     for group in optimizer.param_groups:
@@ -260,7 +276,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[tuple[list[int], dict[str,
         params = options.pop("params")
         if not all(map(_is_plain, options.values())):
             return None
-        found.append((list(map(id, params)), options))
+        found.append((list(params), options))
     return found
 
 
