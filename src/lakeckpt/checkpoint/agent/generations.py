@@ -48,8 +48,9 @@ class Generations:
     @contextlib.contextmanager
     def hold(self, step: int, attempt: str) -> Iterator[Held | None]:
         """The generation of ``step`` that ``attempt`` captured, kept from being written while the block runs; None
-        where there is none. An earlier attempt may have left another one of the same step."""
-        for arena in list(self._found().values()):
+        where there is none. An earlier attempt may have left another one of the same step, and a state that outgrew its
+        arena another one of the same attempt: that in the arena which is filled now is the newer one."""
+        for arena in sorted(self._found().values(), key=lambda one: not one.is_filled):
             with arena.hold(step, attempt=attempt) as held:
                 if held is not None:
                     yield held

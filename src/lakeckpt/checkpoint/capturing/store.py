@@ -150,7 +150,7 @@ class ArenaStore:
 
     def completed(self) -> None:
         """A generation is complete: let go of what it replaces."""
-        if self._outgrown and self.arena is not None and len(self.arena.complete()) >= _ENOUGH:
+        if self._outgrown and self.arena is not None and len({one.step for one in self.arena.complete()}) >= _ENOUGH:
             self._remove_outgrown()
 
     def close(self, *, remove: bool) -> None:
