@@ -1,9 +1,13 @@
 """When is a checkpoint due?  By steps: a pure function that every rank computes. By time: rank 0 announces it ahead.
 
-Rank 0 alone looks at its clock. At a *check* it announces two steps: the next save (or none), and the next check, which
-lies about halfway to when the save falls due by the pace measured so far; so the others read a handful of notes per
-save instead of one per step. The announcement made at cut c is read at the next cut, so that a save is always
-announced a step ahead.
+Rank 0 alone looks at its clock. At a *check* it announces two steps: the next save (or none), and the next check; so
+the others read a handful of notes per save instead of one per step. The announcement made at cut c is read at the next
+cut, so that a save is always announced a step ahead.
+
+The next check lies halfway to when the save falls due, and no further than an eighth of the interval, by the slower of
+two paces: since the start, and since the check before. No further, too, than as many steps as were measured: the first
+ones may be quick only because they filled a GPU's queue. So a save is late by no more than what steps of an eighth of
+the interval come to take longer meanwhile. A rank that is alone, and has nobody to tell, checks at every step.
 
 How much time between saves is best follows from what a save costs and how often the job fails (`best_interval_s`):
 seldom saves lose more work to a failure, frequent ones cost more without one.
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from math import inf, isfinite, sqrt
+from math import isfinite, sqrt
 from typing import Protocol
 
 from lakeckpt.errors import ConfigError
@@ -32,6 +36,8 @@ __all__ = [
 ]
 
 _MOST_STEPS_BETWEEN_CHECKS = 10_000
+_CHECKS = 8
+"""So many checks at least fall into the interval between two saves."""
 _DEFAULT_S = 600.0
 
 
@@ -59,6 +65,11 @@ class Pace:
     """What a save costs the training loop, the median of the latest ones; None before the first."""
     took_s: float | None = None
     """How long it takes until a save is committed, likewise."""
+    steps_lately: int = 0
+    """Steps since the check before, which took `lately_s`; 0 where there was none."""
+    lately_s: float = 0.0
+    is_alone: bool = False
+    """Whether there is no other rank to tell, so that a check costs next to nothing."""
 
 
 class Policy(Protocol):
@@ -173,11 +184,20 @@ def _at_interval(step: int, pace: Pace, interval_s: float) -> Announcement:
     """The announcement for a save ``interval_s`` after the last one."""
     if not pace.steps_done:  # no pace yet
         return Announcement(save=None, check=step + 1)
-    left_s, pace_s = interval_s - pace.since_save_s, pace.elapsed_s / pace.steps_done
-    if left_s <= pace_s:
+    left_s, step_s = interval_s - pace.since_save_s, _paces_s(pace)
+    if left_s <= min(step_s):
         return Announcement(save=step + 1, check=step + 1)
-    ahead = left_s / (2 * pace_s) if pace_s > 0 else inf
-    return Announcement(save=None, check=step + int(min(max(ahead, 1), _MOST_STEPS_BETWEEN_CHECKS)))
+    if pace.is_alone:
+        return Announcement(save=None, check=step + 1)
+    most, ahead_s = min(pace.steps_done, _MOST_STEPS_BETWEEN_CHECKS), min(left_s / 2, interval_s / _CHECKS)
+    ahead = min(ahead_s / max(step_s), most) if max(step_s) > 0 else most
+    return Announcement(save=None, check=step + max(int(ahead), 1))
+
+
+def _paces_s(pace: Pace) -> tuple[float, float]:
+    """The seconds that a step took since the start, and since the check before."""
+    whole_s = pace.elapsed_s / pace.steps_done
+    return whole_s, pace.lately_s / pace.steps_lately if pace.steps_lately else whole_s
 
 
 def policy_of(

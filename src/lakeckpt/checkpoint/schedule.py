@@ -1,7 +1,7 @@
 """Does a save fall at this step?  The same answer on every rank, without a message at most steps.
 
 A policy by steps is asked directly. For any other, rank 0 publishes an announcement at each check (see ``policy``), and
-the other ranks fetch it at the cut after the check. What saves cost is measured on rank 0.
+the other ranks, if there are any, fetch it at the cut after the check. What saves cost is measured on rank 0.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Schedule:
         "_costs",
         "_exchange",
         "_first",
+        "_looked",
         "_name",
         "_policy",
         "_saved_s",
@@ -47,6 +48,7 @@ class Schedule:
         self._checked: int | None = None
         self._ahead = Announcement(save=None, check=0)
         self._begun_s = self._saved_s = 0.0
+        self._looked = (0, 0.0)
         self._costs: deque[float] = deque(maxlen=_COSTS)
         self._took: deque[float] = deque(maxlen=_COSTS)
 
@@ -54,6 +56,7 @@ class Schedule:
         """The run goes on after ``step``."""
         self._first = step
         self._begun_s = self._saved_s = self._waiter.now()
+        self._looked = (step, self._begun_s)
         self._check(step)
 
     def is_due(self, step: int) -> bool:
@@ -87,6 +90,8 @@ class Schedule:
             return
         if self._exchange.rank == 0:
             self._ahead = self._policy.announce(step, self._pace(step))
+            if self._exchange.world_size == 1:
+                return
             text = json.dumps({"save": self._ahead.save, "check": self._ahead.check})
             self._exchange.publish(self._note(step), text.encode())
         else:
@@ -94,6 +99,7 @@ class Schedule:
 
     def _pace(self, step: int) -> Pace:
         now_s = self._waiter.now()
+        (before, before_s), self._looked = self._looked, (step, now_s)
         return Pace(
             steps_done=step - self._first,
             elapsed_s=now_s - self._begun_s,
@@ -101,6 +107,9 @@ class Schedule:
             saves=self._saves,
             cost_s=median(self._costs) if self._costs else None,
             took_s=median(self._took) if self._took else None,
+            steps_lately=step - before,
+            lately_s=now_s - before_s,
+            is_alone=self._exchange.world_size == 1,
         )
 
     def _note(self, step: int) -> str:
