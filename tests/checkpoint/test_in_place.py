@@ -175,6 +175,68 @@ def test_moments_keep_a_dtype_that_is_not_their_parameters() -> None:
             )
 
 
+class Nested(torch.optim.SGD):
+    """An optimizer whose states lie in lists and dicts, as Shampoo's and SOAP's do."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        assert all(isinstance(one.get("name", ""), str) for one in self.state.values())
+
+
+def nested(fill: float) -> dict[str, Any]:
+    model = torch.nn.Linear(3, 2).to(torch.bfloat16)
+    optimizer = Nested(model.parameters(), lr=0.1)
+    for parameter in model.parameters() if fill else ():
+        optimizer.state[parameter] = {
+            "GG": [torch.full((3,), fill), (torch.full((2,), fill, dtype=torch.float64), [])],
+            "inner": {"step": torch.tensor(7), "mean": torch.full(parameter.shape, fill), "bits": torch.tensor([3])},
+            "name": "left",
+            "codes": b"ab",
+            "count": 5,
+        }
+    return {"model": model, "optimizer": optimizer}
+
+
+def kinds(state: Any) -> Any:
+    """What lies where in a state: values, and the dtypes of tensors."""
+    if isinstance(state, dict):
+        return {key: kinds(one) for key, one in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(kinds(one) for one in state)
+    return (state.dtype, state.tolist()) if isinstance(state, torch.Tensor) else state
+
+
+@pytest.mark.parametrize("live", [0.0, 2 / 3])
+def test_states_in_lists_and_dicts_keep_their_dtypes_and_texts_stay_texts(live: float) -> None:
+    storage, objects = MemoryStorage(), nested(1 / 3)
+    saver = manager(storage, objects)
+    saver.restore()
+    saver.save()
+    fresh = nested(live)
+    manager(storage, fresh).restore()
+    assert kinds(fresh["optimizer"].state_dict()) == kinds(objects["optimizer"].state_dict())
+
+
+def test_the_count_of_steps_is_where_torch_puts_it() -> None:
+    """A fused optimizer counts in float32."""
+
+    def built(step: torch.Tensor | None) -> dict[str, Any]:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        for parameter in model.parameters() if step is not None else ():
+            moments = {"exp_avg": torch.ones_like(parameter), "exp_avg_sq": torch.ones_like(parameter)}
+            optimizer.state[parameter] = {"step": step, **moments}
+        return {"model": model, "optimizer": optimizer}
+
+    storage = MemoryStorage()
+    saver = manager(storage, built(torch.tensor(3)))
+    saver.restore()
+    saver.save()
+    fresh = built(None)
+    manager(storage, fresh).restore()
+    assert [state["step"].dtype for state in fresh["optimizer"].state.values()] == [torch.float32] * 2
+
+
 @pytest.mark.parametrize("local", [True, False])
 def test_large_tensors_come_in_pieces_and_a_flipped_bit_in_any_of_them_is_noticed(
     local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

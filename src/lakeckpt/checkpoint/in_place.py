@@ -160,7 +160,7 @@ def _load(one: Any, tree: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         one.load_state_dict(state)
     if isinstance(one, torch.optim.Optimizer):
-        _keep_dtypes(one, state)
+        _keep_as_saved(one, state)
 
 
 def _as_they_are(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -176,12 +176,25 @@ def _memory_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
     return None if same is None else (*same, is_sharded(tensor), tuple(tensor.shape))
 
 
-def _keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Undo the cast to the parameter's dtype that torch does on loading: a float32 moment of a bfloat16 parameter."""
+def _keep_as_saved(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Undo what torch does to the ``state`` of parameters on loading, however deep it lies: a float32 moment of a
+    bfloat16 parameter is cast, a text becomes another one."""
     saved = chain(*(group["params"] for group in state["param_groups"]))
     live = chain(*(group["params"] for group in optimizer.param_groups))
     for number, parameter in zip(saved, live, strict=True):
-        for key, value in state["state"].get(number, {}).items():
-            now = optimizer.state[parameter].get(key)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(now.device)
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = _as_saved(state["state"].get(number), optimizer.state[parameter])
+
+
+def _as_saved(saved: Any, now: Any, *, key: object = None) -> Any:
+    """``now``, which torch made of ``saved``, with dtypes and texts as they were: but not a count of steps, whose dtype
+    torch chooses."""
+    if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
+        return now if key == "step" or now.dtype == saved.dtype else saved.to(now.device)
+    if isinstance(saved, str) and isinstance(now, str) and now.startswith("<generator object "):
+        return saved
+    if isinstance(saved, dict) and isinstance(now, dict):
+        now |= {key: _as_saved(one, now[key], key=key) for key, one in saved.items() if key in now}
+    elif type(saved) is type(now) and isinstance(saved, (list, tuple)) and len(saved) == len(now):
+        return type(now)(_as_saved(*pair) for pair in zip(saved, now, strict=True))
+    return now
