@@ -101,6 +101,124 @@ def test_one_value_loads_into_weights_tied_or_not(second: float | None) -> None:
         assert torch.equal(live.first, torch.ones(3)) and torch.equal(live.second, torch.ones(3))
 
 
+def stepped(kind: str, **options: Any) -> dict[str, Any]:
+    """A model and an optimizer that has taken a step."""
+    objects = fresh(kind, **options)
+    objects["model"](torch.ones(2, 3)).sum().backward()
+    objects["optimizer"].step()
+    return objects
+
+
+def fresh(kind: str, **options: Any) -> dict[str, Any]:
+    model = torch.nn.Linear(3, 2)
+    cls = globals().get(kind) or getattr(torch.optim, kind)
+    return {"model": model, "optimizer": cls(model.parameters(), **{"lr": 0.1, **options})}
+
+
+def saved(objects: dict[str, Any]) -> MemoryStorage:
+    storage = MemoryStorage()
+    saver = manager(storage, objects)
+    saver.restore()
+    saver.save()
+    return storage
+
+
+class First(torch.optim.SGD):
+    """Has one state."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter][self.name] = torch.ones(1)
+
+    name = "first"
+
+
+class Second(First):
+    """Has another one."""
+
+    name = "second"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (stepped("SGD", momentum=0.9), fresh("Adam"), "optimizer: group 0 has no 'betas' in the checkpoint"),
+        (stepped("SGD"), stepped("Adam"), "group 0 has no 'eps' in the checkpoint, and Adam needs it"),
+        (fresh("Adam"), fresh("SGD"), "group 0 has no 'momentum'"),
+        (stepped("First"), stepped("Second"), "parameter 0 has 'first' in the checkpoint, and 'second' here"),
+    ],
+)
+def test_the_state_of_another_kind_of_optimizer_is_refused_with_nothing_changed(
+    old: dict[str, Any], new: dict[str, Any], message: str
+) -> None:
+    storage = saved(old)
+    before = str({name: one.state_dict() for name, one in new.items()})
+    with pytest.raises(CheckpointMismatch, match=message) as caught:
+        manager(storage, new).restore()
+    assert str({name: one.state_dict() for name, one in new.items()}) == before
+    assert not getattr(caught.value, "__notes__", [])
+
+
+class Own(torch.optim.Adam):
+    """Loads as it wants to."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for group in state_dict["param_groups"]:
+            group.setdefault("betas", (0.5, 0.5))
+        super().load_state_dict(state_dict)
+
+
+def without(objects: dict[str, Any], *options: str) -> dict[str, Any]:
+    """As an older version of torch saved it."""
+    for group in objects["optimizer"].param_groups:
+        for option in options:
+            group.pop(option, None)
+    return objects
+
+
+def marked(objects: dict[str, Any]) -> dict[str, Any]:
+    """With a key of the user's and those of a scheduler."""
+    torch.optim.lr_scheduler.OneCycleLR(objects["optimizer"], max_lr=0.1, total_steps=5)
+    objects["optimizer"].param_groups[0]["name"] = "body"
+    return objects
+
+
+def hooked(objects: dict[str, Any]) -> dict[str, Any]:
+    """With a hook that makes the state fit."""
+    objects["optimizer"].register_load_state_dict_pre_hook(
+        lambda _, state: [group.setdefault("momentum", 0.5) for group in state["param_groups"]] and None
+    )
+    return objects
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (without(stepped("SGD"), "nesterov", "maximize", "foreach", "differentiable", "fused"), stepped("SGD")),
+        (without(stepped("AdamW"), "foreach", "capturable", "decoupled_weight_decay", "fused"), fresh("AdamW")),
+        (without(stepped("RMSprop"), "momentum", "centered", "capturable"), fresh("RMSprop")),
+        (without(stepped("Adagrad"), "fused", "maximize"), stepped("Adagrad")),
+        (stepped("AdamW"), fresh("Adam")),
+        (marked(stepped("Adam")), fresh("Adam")),
+        (stepped("Adam"), marked(stepped("Adam"))),
+        (stepped("Adam", amsgrad=True), stepped("Adam")),
+        (stepped("Adam"), stepped("Adam", amsgrad=True)),
+        (stepped("RMSprop", centered=True), stepped("RMSprop", momentum=0.9)),
+        (stepped("SGD", momentum=0.9), stepped("SGD")),
+        (fresh("Adam"), stepped("Adam")),
+        (without(stepped("Adam"), "betas"), fresh("Own")),
+        (without(stepped("SGD"), "momentum"), hooked(fresh("SGD"))),
+    ],
+)
+def test_what_an_optimizer_takes_though_it_looks_otherwise_is_restored(
+    old: dict[str, Any], new: dict[str, Any]
+) -> None:
+    manager(saved(old), new).restore()
+    new["model"](torch.ones(2, 3)).sum().backward()
+    new["optimizer"].step()
+
+
 def test_an_index_that_cannot_be_read_is_told_and_does_not_stop_one_rank_of_a_job(
     loader: LakeLoader, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
@@ -121,7 +122,63 @@ def _of_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, specs:
                     f"{name}: {key} of parameter {number} is {list(spec.shape)} in the checkpoint and the parameter is "
                     f"{list(parameter.shape)}"
                 )
+    if _loads_as_torch_does(optimizer):
+        lines += _of_options(name, optimizer, tree["param_groups"]) + _of_states(name, optimizer, tree)
     return lines
+
+
+def _loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nothing of its own may make a state fit: a method, a hook, another optimizer inside."""
+    loads = getattr(optimizer.load_state_dict, "__func__", None) is torch.optim.Optimizer.load_state_dict
+    return loads and "param_groups" in vars(optimizer) and not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def _of_options(name: str, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[str]:
+    """The options without which loading would leave the optimizer: torch takes groups as they were saved."""
+    kind = type(optimizer).__name__
+    return [
+        f"{name}: group {number} has no {option!r} in the checkpoint, and {kind} needs it"
+        for number, (saved, live) in enumerate(zip(_completed(optimizer, groups), optimizer.param_groups, strict=False))
+        for option in optimizer.defaults
+        if option in live and option not in saved
+    ]
+
+
+def _completed(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups with what ``__setstate__`` fills in that older versions did not have; none where it cannot be asked.
+    It is asked of a stand-in without parameters."""
+    found = [copy.deepcopy({**group, "params": []}) for group in groups]
+    stand_in = object.__new__(type(optimizer))
+    stand_in.__dict__ |= vars(optimizer) | {"defaults": dict(optimizer.defaults)}
+    try:
+        stand_in.__setstate__({"state": defaultdict(dict), "param_groups": found})
+    except Exception:  # with parameters it may well do
+        return []
+    return found
+
+
+def _of_states(name: str, optimizer: torch.optim.Optimizer, tree: Any) -> list[str]:
+    """The parameters whose state has nothing in common with the live one, though the same is switched on."""
+    lines = []
+    for group, live in zip(tree["param_groups"], optimizer.param_groups, strict=True):
+        if _switches(group, optimizer) != _switches(live, optimizer):
+            continue
+        for number, parameter in zip(group["params"], live["params"], strict=True):
+            saved = {key: None for key in _dict(tree["state"].get(number)) if key != "step"}
+            here = {key: None for key in _dict(optimizer.state.get(parameter)) if key != "step"}
+            if saved and here and saved.keys().isdisjoint(here):
+                had, has = (", ".join(map(repr, keys)) for keys in (saved, here))
+                lines.append(f"{name}: parameter {number} has {had} in the checkpoint, and {has} here")
+    return lines
+
+
+def _dict(state: object) -> dict[Any, Any]:
+    return state if isinstance(state, dict) else {}
+
+
+def _switches(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The options that say which state there is."""
+    return {key: group[key] for key in optimizer.defaults if isinstance(group.get(key), (bool, str))}
 
 
 def refuse(lines: list[str], *, where: str) -> CheckpointMismatch:
