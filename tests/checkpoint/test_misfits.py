@@ -246,3 +246,63 @@ def test_an_index_that_cannot_be_read_is_told_and_does_not_stop_one_rank_of_a_jo
     (damage,) = saver.restore_report.damaged
     assert damage.path == index_path(loader.table.index.digest)
     assert len(list(again)) == 2
+
+
+class Expanded(torch.nn.Module):
+    """A buffer of which several elements are one place in memory."""
+
+    def __init__(self, buffer: torch.Tensor, *, weight: float = 0.0) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), weight))
+        self.register_buffer("mask", buffer)
+
+
+@pytest.mark.parametrize(
+    ("old", "live"),
+    [
+        (torch.ones(1).expand(4), torch.ones(1).expand(4)),
+        (torch.full((1,), 3.0).expand(4), torch.ones(1).expand(4)),
+        (torch.full((), float("nan")).expand(4), torch.full((), float("nan")).expand(4)),
+        (torch.full((4,), 3.0), torch.ones(()).expand(4)),
+        (torch.arange(3.0).expand(2, 3), torch.zeros(3).expand(2, 3)),
+        (torch.arange(3.0)[:, None].expand(3, 2), torch.zeros(3, 1).expand(3, 2)),
+        (torch.ones(1).expand(4), torch.zeros(4)),
+        (torch.arange(6.0).as_strided((4, 3), (1, 1)), torch.zeros(6).as_strided((4, 3), (1, 1))),
+    ],
+)
+def test_a_buffer_that_overlaps_itself_is_restored_where_its_memory_can_hold_what_was_saved(
+    old: torch.Tensor, live: torch.Tensor
+) -> None:
+    storage = saved({"model": Expanded(old, weight=5.0)})
+    found = Expanded(live)
+    manager(storage, {"model": found}).restore()
+    assert str(found.state_dict()) == str(Expanded(old, weight=5.0).state_dict())
+    assert found.mask.data_ptr() == live.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("old", "live"),
+    [
+        (torch.arange(4.0), torch.ones(1).expand(4)),
+        (torch.arange(6.0).reshape(2, 3), torch.zeros(3).expand(2, 3)),
+        (torch.arange(12.0).reshape(4, 3), torch.zeros(6).as_strided((4, 3), (1, 1))),
+    ],
+)
+def test_what_the_memory_of_a_buffer_cannot_hold_is_refused_by_its_name_with_nothing_changed(
+    old: torch.Tensor, live: torch.Tensor
+) -> None:
+    storage = saved({"model": Expanded(old, weight=5.0)})
+    found = Expanded(live)
+    before = str(found.state_dict())
+    with pytest.raises(CheckpointMismatch, match=r"model: mask overlaps itself .* contiguous") as caught:
+        manager(storage, {"model": found}).restore()
+    assert str(found.state_dict()) == before and not getattr(caught.value, "__notes__", [])
+
+
+def test_a_state_of_an_optimizer_that_overlaps_itself_gets_memory_of_its_own() -> None:
+    old, new = stepped("SGD", momentum=0.9), stepped("SGD", momentum=0.9)
+    weight = new["model"].weight
+    new["optimizer"].state[weight]["momentum_buffer"] = torch.zeros(1).expand(2, 3)
+    old["optimizer"].state[old["model"].weight]["momentum_buffer"].copy_(torch.arange(6.0).reshape(2, 3))
+    manager(saved(old), new).restore()
+    assert new["optimizer"].state[weight]["momentum_buffer"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]

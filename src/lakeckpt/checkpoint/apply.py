@@ -23,7 +23,8 @@ from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.load import Loaded
 from lakeckpt.checkpoint.manifest import ReaderRecord
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.tensors import spec_of
+from lakeckpt.checkpoint.shards import is_sharded
+from lakeckpt.checkpoint.tensors import holds, overlaps_itself, spec_of
 from lakeckpt.checkpoint.tree import flatten, rebuild, references
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import CheckpointMismatch, StateError, StateMismatch
@@ -78,8 +79,7 @@ def _of_module(name: str, module: torch.nn.Module, tree: Any, loaded: Loaded) ->
         if not (isinstance(live, TensorRef) and isinstance(saved, TensorRef)):
             lines.append(f"{name}: {key} is a tensor on one side only")
             continue
-        spec = spec_of(live.key, flat.leaf(live.key))
-        lines += _of_tensors(f"{name}: {key}", spec, loaded.specs.get(saved.key))
+        lines += _of_tensors(f"{name}: {key}", flat.leaf(live.key), saved.key, loaded)
         other, known = ties.setdefault(live.key, (key, saved.key))
         if known in loaded.specs and saved.key in loaded.specs and not _same(known, saved.key, loaded):
             lines.append(f"{name}: {other} and {key} are one tensor in the module, and two different ones were saved")
@@ -93,14 +93,20 @@ def _same(one: str, other: str, loaded: Loaded) -> bool:
     return one == other or loaded.source.same(one, other)
 
 
-def _of_tensors(what: str, live: TensorSpec, saved: TensorSpec | None) -> list[str]:
+def _of_tensors(what: str, target: torch.Tensor, key: str, loaded: Loaded) -> list[str]:
+    live, saved = spec_of(what, target), loaded.specs.get(key)
     if saved is None:
         return [f"{what} is named and not stored"]
-    if (live.dtype, live.shape) == (saved.dtype, saved.shape):
+    if (live.dtype, live.shape) != (saved.dtype, saved.shape):
+        return [
+            f"{what} is {saved.dtype} {list(saved.shape)} in the checkpoint and {live.dtype} {list(live.shape)} in the "
+            "module"
+        ]
+    if is_sharded(target) or not overlaps_itself(target) or holds(target, loaded.read([key])[key]):
         return []
     return [
-        f"{what} is {saved.dtype} {list(saved.shape)} in the checkpoint and {live.dtype} {list(live.shape)} in the "
-        "module"
+        f"{what} overlaps itself in the module (strides {list(target.stride())}, as of an expanded tensor), and its "
+        "elements differ in the checkpoint: make it contiguous, by clone()"
     ]
 
 

@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.apply import is_large
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.load import Loaded
 from lakeckpt.checkpoint.shards import is_sharded, local_of, offsets_of
-from lakeckpt.checkpoint.tensors import empty_for, host_bytes, spec_of, tied_key
+from lakeckpt.checkpoint.tensors import empty_for, fill, host_bytes, overlaps_itself, spec_of, tied_key
 from lakeckpt.checkpoint.tree import flatten, rebuild, references
 from lakeckpt.errors import CheckpointError, CheckpointMismatch, StorageError
 from lakeckpt.wire.codec import TensorRef
@@ -44,13 +44,12 @@ def load_in_place(objects: Mapping[str, Any], loaded: Loaded) -> None:
     direct = _direct(targets, loaded)
     loaded.source.fill({saved: host_bytes(local_of(targets[key])) for key, saved in direct.items()})
     rest = {key: targets[key] for key in targets if key not in direct}
-    divided = [key for key, target in rest.items() if key in loaded.wholes or is_sharded(target)]
+    divided = [key for key, target in rest.items() if is_sharded(target) or _takes_parts(key, target, loaded)]
     for key in divided:
         loaded.read_part(key, offsets_of(key, rest[key]), local_of(rest[key]))
     for keys in _batches([key for key in rest if key not in divided], loaded.specs):
         for key, tensor in loaded.read(keys).items():
-            with torch.no_grad():
-                targets[key].copy_(tensor)
+            fill(targets[key], tensor)
     for name in sorted(large, key=lambda name: isinstance(large[name], torch.nn.Module)):  # optimizers first
         try:
             _load(large[name], loaded.trees[name], targets)
@@ -58,6 +57,10 @@ def load_in_place(objects: Mapping[str, Any], loaded: Loaded) -> None:
             raise
         except Exception as error:
             raise CheckpointMismatch(f"{name!r} refused its state from the checkpoint: {error!r}") from error
+
+
+def _takes_parts(key: str, target: torch.Tensor, loaded: Loaded) -> bool:
+    return key in loaded.wholes and not overlaps_itself(target)
 
 
 def _targets(name: str, one: Any, loaded: Loaded) -> dict[str, torch.Tensor]:
@@ -92,8 +95,9 @@ def _live_states(
         for name, saved in dict(tree["state"].get(number, {})).items():
             if not isinstance(saved, TensorRef):
                 continue
-            if isinstance(states.get(name), torch.Tensor):
-                found[saved.key] = states[name]
+            known = states.get(name)
+            if isinstance(known, torch.Tensor) and (is_sharded(known) or not overlaps_itself(known)):
+                found[saved.key] = known
             elif is_sharded(parameter) and specs[saved.key].shape == tuple(parameter.shape):
                 found[saved.key] = torch.empty_like(parameter.detach(), dtype=getattr(torch, specs[saved.key].dtype))
     return found

@@ -13,7 +13,7 @@ import torch
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.errors import UnsupportedValue
 
-__all__ = ["empty_for", "host_bytes", "on_host", "spec_of", "tied_key"]
+__all__ = ["empty_for", "fill", "holds", "host_bytes", "on_host", "overlaps_itself", "spec_of", "tied_key"]
 
 
 def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
@@ -42,6 +42,33 @@ def tied_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
     if not tensor.numel():
         return None
     return (tensor.data_ptr(), str(tensor.device), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements are (or may be) one place in memory, as where it is an expanded one."""
+    reach = 1  # the places that the dimensions before take
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return bool(tensor.numel())
+        reach += stride * (size - 1)
+    return False
+
+
+def holds(tensor: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether memory laid out as that of ``tensor``, which overlaps itself, can hold ``values``, of its shape and
+    dtype, contiguous in host memory."""
+    trial = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    fill(trial, values)
+    return torch.equal(*(one.contiguous().reshape(-1).view(torch.uint8) for one in (trial, values)))
+
+
+def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` into ``tensor``, once to each place of an expanded one."""
+    for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        if not stride and size > 1:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    with torch.no_grad():
+        tensor.copy_(values)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
