@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from lakeckpt.checkpoint.verify import VerifyReport, verify
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, ConfigError, SaveFailed, StorageError
 from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
+from tests.patience import PATIENCE_S
 
 
 def folders(storage: MemoryStorage) -> set[str]:
@@ -215,6 +217,48 @@ def test_the_highest_may_be_the_best() -> None:
         saver.step()
         saver.save(metric=metric)
     assert sorted(step for step, status in statuses(verify(storage)).items() if status == "intact") == [2, 3]
+
+
+def metrics_of(storage: Any) -> dict[int, float | None]:
+    return {one.step: one.metric for one in read_history(storage).chain}
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_the_metric_of_a_cut_counts_where_the_with_ends_or_a_save_gives_none(captures: bool, tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    more = {"capture_every": 1, "arenas": tmp_path, "timeout_s": PATIENCE_S} if captures else {}
+    for metrics in ((9.0, 1.0), (2.0, 5.0), (3.0, torch.tensor(4.0, requires_grad=True) * 2)):
+        saver = manager(storage, {"n": Counter([TENSOR])}, keep=Keep(last=1, best=1), **more)
+        with saver:
+            saver.restore()
+            for metric in metrics:
+                saver.step(metric=metric)
+    assert metrics_of(storage) == {2: 1.0, 4: 5.0, 6: 8.0}
+    assert [step for step, status in statuses(verify(storage)).items() if status == "intact"] == [2, 6]
+
+
+def test_a_metric_is_of_its_cut_alone_and_a_save_may_give_another() -> None:
+    storage, running = MemoryStorage(), torch.tensor(7.0)
+    saver = manager(storage, {"n": Counter([1])})
+    saver.restore()
+    saver.step(metric=running)
+    running += 1  # of the next step
+    saver.save()
+    saver.step(metric=6.0)
+    saver.save(metric=5.0)
+    saver.step(metric=4.0)
+    saver.step()
+    saver.save()
+    assert metrics_of(storage) == {1: 7.0, 2: 5.0, 4: None}
+
+
+@pytest.mark.parametrize("metric", ["low", [1.0], torch.ones(2)])
+def test_a_metric_that_is_no_number_is_refused_before_the_cut(metric: Any) -> None:
+    saver = manager(MemoryStorage(), {"n": Counter()})
+    saver.restore()
+    with pytest.raises(ConfigError, match="metric is a number"):
+        saver.step(metric=metric)
+    assert saver.steps_done == 0
 
 
 def test_a_checkpoint_that_a_rule_keeps_is_missed() -> None:

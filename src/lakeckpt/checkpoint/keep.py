@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from lakeckpt.errors import ConfigError
 
-__all__ = ["Commit", "Keep", "Ranked", "checked_metric", "kept_ever_since", "kept_of"]
+__all__ = ["Commit", "Keep", "Ranked", "checked_metric", "held_metric", "kept_ever_since", "kept_of"]
 
 
 class Ranked(Protocol):
@@ -113,6 +113,16 @@ def kept_ever_since(commits: Sequence[Commit], tip: int) -> frozenset[int]:
     return frozenset(
         slot for slot in kept.get(tip, ()) if all(slot in some for other, some in kept.items() if other > slot)
     )
+
+
+def held_metric(metric: Any) -> Any:
+    """What to remember of a metric, for `checked_metric` when it is wanted: of a tensor a copy, so that nobody waits for
+    a GPU, and no graph is kept. `ConfigError` where it can be no number."""
+    if not hasattr(metric, "detach"):
+        return checked_metric(metric)
+    if metric.numel() != 1:
+        raise ConfigError(f"metric is a number that says how good the state is, got {metric!r:.80}")
+    return metric.detach().clone()
 
 
 def checked_metric(metric: object) -> float | None:

@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.commit import Verify
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader
-from lakeckpt.checkpoint.keep import Keep, checked_metric
+from lakeckpt.checkpoint.keep import Keep, checked_metric, held_metric
 from lakeckpt.checkpoint.log import list_slots, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.opening import Place, open_background
@@ -127,6 +127,7 @@ class CheckpointManager:
         self._saver: Saver | None = None
         self._step = 0
         self._saved_step = 0
+        self._metric: Any = None
         self._report: RestoreReport | None = None
         self._closed = False
 
@@ -210,12 +211,13 @@ class CheckpointManager:
 
         ``consumed`` says up to which receipt the data of this and all earlier steps goes, where the loop fetches ahead
         of training; by default, all that the readers have delivered. ``metric`` says how good this state is, for
-        ``keep=Keep(best=…)``; rank 0's counts. Saves if the policy says so, and returns what was committed, else None;
-        with ``capture_every``, a save only begins, and what is returned, or raised, is what came of an earlier one.
-        Errors as for `save`.
+        ``keep=Keep(best=…)``, whenever this cut is saved; rank 0's counts. Saves if the policy says so, and returns
+        what was committed, else None; with ``capture_every``, a save only begins, and what is returned, or raised, is
+        what came of an earlier one. Errors as for `save`.
         """
         saver = self._ready()
         receipts = by_reader(consumed, self._tracks)
+        self._metric = held_metric(metric)
         self._step += 1
         for name, track in self._tracks.items():
             track.cut(self._step, receipts.get(name))
@@ -225,8 +227,8 @@ class CheckpointManager:
         captured = self._captures is not None and self._captures.is_due(self._step)
         try:
             if self._background is not None:
-                return self._cut(self._background, metric, due=due, captured=captured)
-            return self._save(saver, metric) if due else None
+                return self._cut(self._background, due=due, captured=captured)
+            return self._save(saver) if due else None
         except (SaveFailed, CheckpointIncomplete) as error:
             if not self._warn_only:
                 raise
@@ -236,18 +238,20 @@ class CheckpointManager:
 
     def save(self, *, metric: float | None = None, sync: bool = True) -> CheckpointInfo | None:
         """Save the last cut now, whatever the policy says; call it on every rank, right after `step`. ``metric`` as
-        for `step`. Returns what was committed; with ``sync=False`` (where there is ``capture_every``) the save only
-        begins, and None is returned.
+        for `step`; default: the one that was given there. Returns what was committed; with ``sync=False`` (where there
+        is ``capture_every``) the save only begins, and None is returned.
 
         Raises `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
         `AttemptSuperseded` (stop), `DisagreementError` (the ranks are not at one cut) and `UnsupportedValue` (a state
         that cannot be written, with its path).
         """
         saver = self._ready()
+        if metric is not None:
+            self._metric = held_metric(metric)
         self._schedule.begins()
         if self._background is None:
-            return self._save(saver, metric)
-        return self._save_behind(self._background, metric, sync=sync)
+            return self._save(saver)
+        return self._save_behind(self._background, sync=sync)
 
     def wait(self) -> CheckpointInfo | None:
         """Return when everything that was saved is committed: the newest of what was, since the last call that said so.
@@ -294,31 +298,31 @@ class CheckpointManager:
 
     # --- inside
 
-    def _save(self, saver: Saver, metric: float | None = None) -> CheckpointInfo:
+    def _save(self, saver: Saver) -> CheckpointInfo:
         begun_s = self._waiter.now()
-        info = CheckpointInfo.of(saver.save(self._step, metric=checked_metric(metric)))
+        info = CheckpointInfo.of(saver.save(self._step, metric=checked_metric(self._metric)))
         self._saved_step = self._step
         held_s = self._waiter.now() - begun_s
         self._schedule.saved(cost_s=held_s, took_s=held_s)
         warn_of_unpruned(saver.unpruned)
         return info
 
-    def _cut(self, background: Background, metric: float | None, *, due: bool, captured: bool) -> CheckpointInfo | None:
+    def _cut(self, background: Background, *, due: bool, captured: bool) -> CheckpointInfo | None:
         """A cut that may be captured beside training, and is persisted if a save is due."""
         if due:
-            return self._save_behind(background, metric, sync=False)
+            return self._save_behind(background, sync=False)
         if captured:
             background.cut(self._step)
         return self._heard(background)
 
-    def _save_behind(self, background: Background, metric: float | None, *, sync: bool) -> CheckpointInfo | None:
+    def _save_behind(self, background: Background, *, sync: bool) -> CheckpointInfo | None:
         begun_s = self._waiter.now()
-        if not background.save(self._step, checked_metric(metric), patient=sync):
+        if not background.save(self._step, checked_metric(self._metric), patient=sync):
             text = f"saves are synchronous, as cuts cannot be captured on every rank: {background.problem}"
             warnings.warn(text, CaptureWarning, stacklevel=4)
             self._background = None
             background.close(well=True)
-            return self._save(self._ready(), metric)
+            return self._save(self._ready())
         self._schedule.saved(cost_s=self._waiter.now() - begun_s)
         if not sync:
             return self._heard(background)
