@@ -11,7 +11,7 @@ import torch
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader
 from lakeckpt.checkpoint.ledger import index_path
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.errors import CheckpointMismatch, ConfigError, StorageError
+from lakeckpt.errors import CheckpointMismatch, ConfigError, StorageError, UnsupportedValue
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.testing import LakeSpec
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
@@ -44,6 +44,9 @@ def test_a_state_that_is_no_mapping_of_objects_is_refused(state: Any, message: s
         ({"persist_every": "5"}, "positive int"),
         ({"policy": 5}, "policy is an object with"),
         ({"policy": 5, "persist_every": 5}, "not two"),
+        ({"bubbles": 3}, "bubbles is a lakeckpt.Bubbles, .*, got 3"),
+        ({"arenas": 3, "capture_every": 1}, "arenas is the path of a folder, .*, got 3"),
+        ({"arenas": 3}, "arenas is the path of a folder"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_each_by_its_name(options: dict[str, Any], message: str) -> None:
@@ -306,3 +309,58 @@ def test_a_state_of_an_optimizer_that_overlaps_itself_gets_memory_of_its_own() -
     old["optimizer"].state[old["model"].weight]["momentum_buffer"].copy_(torch.arange(6.0).reshape(2, 3))
     manager(saved(old), new).restore()
     assert new["optimizer"].state[weight]["momentum_buffer"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+class Views:
+    """Two views of one memory, of which one has torch's negative bit."""
+
+    def __init__(self) -> None:
+        self.whole = torch.tensor([1 + 2j, 3 + 4j])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plain": self.whole.imag, "negative": self.whole.conj().imag}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = {key: value.tolist() for key, value in state.items()}
+
+
+def test_a_view_with_the_negative_bit_is_another_value_than_the_memory_it_shows() -> None:
+    storage, found = saved({"views": Views()}), Views()
+    manager(storage, {"views": found}).restore()
+    assert found.loaded == {"plain": [2.0, 4.0], "negative": [-2.0, -4.0]}
+
+
+class Derived(Counter):
+    """Its state holds what was computed, with a graph, more than once."""
+
+    def __init__(self) -> None:
+        weight = torch.ones(2, requires_grad=True)
+        mean = weight * 2
+        super().__init__({"mean": mean, "list": [mean, (weight, {"deep": mean + 1})], "text": "x"})
+
+
+class Stubborn(Counter):
+    """Takes nothing but what it had."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state["value"] == 1:
+            raise ValueError("never")
+
+
+def test_an_object_whose_state_has_a_graph_is_restored_and_goes_back_where_another_one_refuses() -> None:
+    storage = saved({"derived": Derived(), "stubborn": Counter(1)})
+    live = Derived()
+    live.value["mean"] = live.value["mean"] * 5
+    with pytest.raises(CheckpointMismatch, match="'stubborn' refused"):
+        manager(storage, {"derived": live, "stubborn": Stubborn(2)}).restore()
+    assert live.value["mean"].tolist() == [10.0, 10.0]
+    manager(storage, {"derived": live, "stubborn": Counter(2)}).restore()
+    assert live.value["mean"].tolist() == [2.0, 2.0] and live.value["list"][1][1]["deep"].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_a_masked_tensor_is_refused_by_its_path() -> None:
+    masked = torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False]))
+    with pytest.raises(UnsupportedValue, match=r"n/value/at: a MaskedTensor .* cannot be stored"):
+        saved({"n": Counter({"at": masked})})

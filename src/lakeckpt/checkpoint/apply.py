@@ -232,7 +232,7 @@ def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, Read
                 _start(one)
             else:
                 live = one.state_dict()
-                undo.append((name, _undo(one, copy.deepcopy(live))))
+                undo.append((name, _undo(one, copy.deepcopy(live, _copies_of_computed(live)))))
                 one.load_state_dict(rebuild(loaded.trees[name], tensors, live))
         except StateError:
             go_back(name)
@@ -241,6 +241,21 @@ def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, Read
             go_back(name)
             raise CheckpointMismatch(f"{name!r} refused its state from the checkpoint: {error!r}") from error
     return go_back
+
+
+def _copies_of_computed(state: Any) -> dict[int, Any]:
+    """id → a copy, of the tensors in ``state`` that are part of a graph, for ``deepcopy``, which refuses them."""
+    copies, seen, todo = {}, set(), [state]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor) and not one.is_leaf:
+            copies[id(one)] = one.detach().clone()
+        elif isinstance(one, (dict, list, tuple)):
+            todo += one.values() if isinstance(one, dict) else one
+    return copies
 
 
 def _load_skipped(one: Any, skips: SkipList) -> None:

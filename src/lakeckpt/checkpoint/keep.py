@@ -116,8 +116,8 @@ def kept_ever_since(commits: Sequence[Commit], tip: int) -> frozenset[int]:
 
 
 def held_metric(metric: Any) -> Any:
-    """What to remember of a metric, for `checked_metric` when it is wanted: of a tensor a copy, so that nobody waits for
-    a GPU, and no graph is kept. `ConfigError` where it can be no number."""
+    """What to remember of a metric, for `checked_metric` when it is wanted: of a tensor a copy, so that nobody waits
+    for a GPU, and no graph is kept. `ConfigError` where it can be no number."""
     if not hasattr(metric, "detach"):
         return checked_metric(metric)
     if metric.numel() != 1:

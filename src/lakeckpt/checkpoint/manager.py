@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_state
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.commit import Verify
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader
@@ -26,7 +27,6 @@ from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.opening import Place, open_background
 from lakeckpt.checkpoint.policy import Policy, policy_of
 from lakeckpt.checkpoint.publish import Publisher, Settings
-from lakeckpt.checkpoint.random_states import RANDOM
 from lakeckpt.checkpoint.ranks import check_topology, exchange_of
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, RestoreReport, SaveWarning, warn_of_unpruned
 from lakeckpt.checkpoint.restorer import Restorer
@@ -103,8 +103,9 @@ class CheckpointManager:
         exchange: Exchange | None = None,
         waiter: Waiter | None = None,
     ) -> None:
-        self._objects = _checked(state)
-        _check_settings(verify, on_save_failure, timeout_s)
+        self._objects = checked_state(state)
+        check_settings(verify, on_save_failure, timeout_s)
+        check_capturing(arenas, bubbles)
         chosen = policy_of(persist_every, policy, between_failures=mean_time_between_failures)
         rule = keep if isinstance(keep, Keep) else Keep(last=keep)
         if not isinstance(uri, (str, PathLike, Storage)):
@@ -366,32 +367,9 @@ class CheckpointManager:
         return f"CheckpointManager({describe(self._storage)!r}, {sorted(self._objects)}, step={self._step})"
 
 
-def _check_settings(verify: object, on_save_failure: object, timeout_s: object) -> None:
-    if verify not in ("sizes", "bytes"):
-        raise ConfigError(f"verify is 'sizes' or 'bytes', got {verify!r}")
-    if on_save_failure not in ("raise", "warn", None):
-        raise ConfigError(f"on_save_failure is 'raise' or 'warn', got {on_save_failure!r}")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
-        raise ConfigError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")
-
-
 def _captures(every: object, exchange: Exchange, waiter: Waiter) -> Schedule | None:
     if every is None:
         return None
     if not isinstance(every, timedelta) and (type(every) is not int or every < 1):
         raise ConfigError(f"capture_every is a positive number of optimizer steps, a timedelta, or None, got {every!r}")
     return Schedule(policy_of(every), exchange, waiter, name="capture")
-
-
-def _checked(state: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(state, Mapping):
-        raise ConfigError(
-            'state is a mapping of names to objects, such as {"model": model, "reader": loader}, got '
-            f"{type(state).__name__}"
-        )
-    for name, one in state.items():
-        if not isinstance(name, str) or not name or "/" in name or name == RANDOM:
-            raise ConfigError(f"names of state are non-empty strings without '/', and not {RANDOM!r}; got {name!r}")
-        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
-            raise ConfigError(f"{name!r} is a {type(one).__name__} without state_dict and load_state_dict")
-    return dict(state)

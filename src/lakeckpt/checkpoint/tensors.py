@@ -29,7 +29,8 @@ def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
             f"{key}: a {kind} is spread over ranks in a way that is not supported: use DTensor (FSDP2), or gather it "
             "before it is saved"
         )
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+    is_masked = isinstance(tensor, torch.masked.MaskedTensor)
+    if is_masked or tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         raise UnsupportedValue(
             f"{key}: a {kind} of layout {tensor.layout} and dtype {tensor.dtype} on {tensor.device} cannot be stored: "
             "give a plain dense tensor"
@@ -41,7 +42,8 @@ def tied_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """What is equal for two tensors that are the same memory seen the same way; None for empty ones."""
     if not tensor.numel():
         return None
-    return (tensor.data_ptr(), str(tensor.device), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj())
+    seen = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.data_ptr(), str(tensor.device), *seen)
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

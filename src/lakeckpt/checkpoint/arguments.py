@@ -1,0 +1,45 @@
+"""Can a manager be made of these arguments?  What cannot be right is refused by its name, before anything is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+from lakeckpt.checkpoint.random_states import RANDOM
+from lakeckpt.errors import ConfigError
+
+__all__ = ["check_capturing", "check_settings", "checked_state"]
+
+
+def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """name → object, of a ``state`` that can be saved and restored; `ConfigError` for another one."""
+    if not isinstance(state, Mapping):
+        raise ConfigError(
+            'state is a mapping of names to objects, such as {"model": model, "reader": loader}, got '
+            f"{type(state).__name__}"
+        )
+    for name, one in state.items():
+        if not isinstance(name, str) or not name or "/" in name or name == RANDOM:
+            raise ConfigError(f"names of state are non-empty strings without '/', and not {RANDOM!r}; got {name!r}")
+        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+            raise ConfigError(f"{name!r} is a {type(one).__name__} without state_dict and load_state_dict")
+    return dict(state)
+
+
+def check_settings(verify: object, on_save_failure: object, timeout_s: object) -> None:
+    """Raise `ConfigError` for one that cannot be."""
+    if verify not in ("sizes", "bytes"):
+        raise ConfigError(f"verify is 'sizes' or 'bytes', got {verify!r}")
+    if on_save_failure not in ("raise", "warn", None):
+        raise ConfigError(f"on_save_failure is 'raise' or 'warn', got {on_save_failure!r}")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
+        raise ConfigError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")
+
+
+def check_capturing(arenas: object, bubbles: object) -> None:
+    """Raise `ConfigError` for one that cannot be."""
+    if not isinstance(arenas, (str, PathLike, type(None))):
+        raise ConfigError(f"arenas is the path of a folder, or None for one in memory, got {arenas!r}")
+    if bubbles is not None and not (hasattr(bubbles, "gate") and callable(getattr(bubbles, "kept", None))):
+        raise ConfigError(f"bubbles is a lakeckpt.Bubbles, or None, got {bubbles!r}")
