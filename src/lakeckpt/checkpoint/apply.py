@@ -1,6 +1,7 @@
 """Does a loaded state fit the live objects, and how is it put into them?  First all is compared, then all is applied.
 
-`differences` lists every missing, extra and mis-shaped entry before anything is touched. `apply` then loads readers and
+`differences` lists every missing, extra and mis-shaped entry before anything is touched, the options that an optimizer
+would be left without among them, and what the memory of a live tensor cannot hold. `apply` then loads readers and
 small objects, with a copy of their old state to go back to if one refuses after all, on any rank. Optimizers and
 modules, whose entries were compared one by one, come last: see ``in_place``. Types come from the live objects, so that
 nothing in a file can name code.

@@ -166,7 +166,9 @@ class CheckpointManager:
 
         Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` where a reader
         refuses its state, with nothing changed on any; `CheckpointDamaged` where there are checkpoints and none is
-        whole. Tensors of modules and optimizers are read in place: where that fails for good, the error says so.
+        whole. Tensors of modules and optimizers are read in place, and then each loads its state. Where that fails for
+        good, as by a hook or a ``load_state_dict`` that refuses what fits otherwise, they hold a mixture of states, and
+        the error says so.
         """
         self._refuse_closed()
         if self._saver is not None:
