@@ -117,11 +117,17 @@ class Job:
             self._iterators, self._ended = [], []
             self.epoch += 1
             return None
-        # Where single rows are dealt, ranks may differ by the last one: nobody can deal it to all of them.
-        if ended and not self.dataset.row_wise:
-            raise Violation(f"epoch {self.epoch}: ranks {ended} of {len(items)} have ended and the others go on")
+        self._check_ends(ended)
         self._ended = ended
         return self._taken(items)
+
+    def _check_ends(self, ended: list[int]) -> None:
+        """Ranks end together; row by row, some may get one last row more: nobody can deal it to all of them."""
+        ranks = f"epoch {self.epoch}: ranks {ended} of {self.topology.world_size} have ended"
+        if self._ended:
+            raise Violation(f"{ranks}, and the others go on for more than one row")
+        if ended and self.dataset.identity.tail != "rows":
+            raise Violation(f"{ranks} and the others go on")
 
     def _begin(self) -> None:
         if self.tracked:

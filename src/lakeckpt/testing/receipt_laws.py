@@ -31,16 +31,25 @@ def check_receipts(receipts: list[Receipt], world_size: int, dataset: LakeDatase
             )
         if dataset.identity.endless and receipt.rows != dataset.block_size:
             raise Violation(f"a micro-batch of an endless stream is full, got {receipt}")
-    if dataset.row_wise or len(receipts) != world_size:
+    _check_places(receipts)
+    if len(receipts) != world_size:  # row by row, some ranks may have ended before the last row
         return
-    if len({receipt.step for receipt in receipts}) != 1:
-        raise Violation(f"the ranks are at steps {[receipt.step for receipt in receipts]}")
     rows = sum(receipt.rows for receipt in receipts)
     if any(receipt.step_rows != rows for receipt in receipts):
         raise Violation(f"a step of {rows} rows, of which receipts say {[receipt.step_rows for receipt in receipts]}")
     weight = sum(receipt.weight for receipt in receipts)
     if rows and not math.isclose(weight, world_size):
         raise Violation(f"the weights of a step of {world_size} ranks add up to {weight}")
+
+
+def _check_places(receipts: list[Receipt]) -> None:
+    """All ranks are at one step; those that go on row by row at one row of it, too."""
+    places = [(receipt.step, receipt.row) for receipt in receipts]
+    if len(set(places)) <= 1:
+        return
+    if all(row is None for _, row in places):
+        raise Violation(f"the ranks are at steps {[step for step, _ in places]}")
+    raise Violation(f"the ranks are not in step: they are at (step, row) {places}")
 
 
 class TrueRows:
