@@ -110,7 +110,7 @@ class _Law:
         self._in_order = probe.tracked
         if probe.keys.comparable:
             self._groups = probe.keys.of_table()
-        self._drops = probe.dataset.identity.tail != "short"
+        self._drops = probe.dataset.identity.tail in ("drop", "even")
         self._endless = probe.endless
         probe.close()
         if expected is not None:
@@ -167,6 +167,7 @@ class _Law:
         if self._expected is None:
             self._expected = Counter(job.observed.rows.get(job.epoch - 1, Counter()))
         job.observed.check(job.epoch - 1, self._expected, may_miss=job.may_miss())
+        job.check_dealt()
 
     # --- histories
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import Plan, consumed
+from lakeckpt.core.plan import Plan, consumed, replan, start
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.convert_state import convert_state
@@ -22,6 +22,7 @@ from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Topology
+from lakeckpt.testing.dropped import dealt, most_dropped, planned_drop
 from lakeckpt.testing.observed import Observed, Violation
 from lakeckpt.testing.receipt_laws import TrueRows, check_receipts
 from lakeckpt.testing.row_keys import Key, RowKeys
@@ -74,6 +75,8 @@ class Job:
         self._true_rows = None if groups is None else TrueRows(self.dataset, groups)
         single = self.dataset.row_wise and getattr(self.loaders[0], "batch_size", None) is None
         self.keys = RowKeys(self.dataset, key, single=single)
+        self._most_rows = _rows_of_an_item(self.loaders[0], self.dataset)
+        self._saved = saved
         if saved is not None:
             self._restore(saved)
         self.first_epoch = int(getattr(self.loaders[0], "epoch", self.dataset.epoch)) if saved is None else 0
@@ -145,6 +148,8 @@ class Job:
             keys.append(tuple(found))
             if item is _END:
                 continue
+            if self._true_rows is None and len(found) > self._most_rows:
+                self.observed.most_keys = max(self.observed.most_keys, len(found))
             if not self.tracked:
                 self.observed.add(self.epoch, found)
                 continue
@@ -208,18 +213,39 @@ class Job:
                     f"too many: {said.difference(seen)}, too few: {seen.difference(said)}"
                 )
 
-    def reader_state(self) -> ReaderState:
-        """Return where the job is, as a reader state."""
-        state = self.loaders[0].state_dict()
-        return ReaderState.from_plain(state if self.tracked else convert_state(state))
+    # --- ends
+
+    def check_dealt(self) -> None:
+        """Hold the receipts of the epoch that has ended to its plan: it gave all that there was to give."""
+        if self._plan is None or self.endless:
+            return
+        ended = self._plan.state.epoch
+        missing = dealt(self._plan).difference(self.observed.positions.get(ended, Intervals.empty()))
+        if missing:
+            raise Violation(f"epoch {ended} has ended, and its positions {missing} were never given")
 
     def may_miss(self) -> int:
-        """How many rows of an epoch this topology may drop."""
+        """How many keys the epoch that has ended may lack: those of the rows that ``tail="drop"`` leaves out.
+
+        One each; where rows have several, as many as the items had that gave the most.
+        """
         identity = self.dataset.identity
-        if identity.tail == "short" or identity.endless:
+        if identity.endless or identity.tail not in ("drop", "even"):
             return 0
-        last = self.reader_state().segment
-        return last.num_lanes * (last.batch_size + 1) + last.world_size * last.batch_size
+        rows = planned_drop(self._plan) if self._plan is not None else self._dropped_untracked()
+        items = -(-rows // self._most_rows)
+        return items * self.observed.most_keys if self.observed.most_keys else rows
+
+    def _dropped_untracked(self) -> int:
+        """As many as are planned from where this job began; once a state was re-cut, parts of workers may have gone on
+        without that, and only the bound is known."""
+        ended, now = self.epoch - 1, ReaderState.from_plain(convert_state(self.loaders[0].state_dict())).segment
+        topology = {"num_lanes": now.num_lanes, "batch_size": now.batch_size, "world_size": now.world_size}
+        state = None if self._saved is None else ReaderState.from_plain(convert_state(self._saved.states[0]))
+        if state is None or state.epoch != ended:
+            state = start(self.dataset.identity, epoch=ended, **topology)
+        state = replan(state, **topology)
+        return planned_drop(Plan(state)) if state.base is None else most_dropped(state)
 
 
 def _dataset_of(loader: Any) -> LakeDataset:
@@ -230,6 +256,12 @@ def _dataset_of(loader: Any) -> LakeDataset:
             f"torchdata StatefulDataLoader over a LakeDataset, got {type(loader).__name__}"
         )
     return found
+
+
+def _rows_of_an_item(loader: Any, dataset: LakeDataset) -> int:
+    """How many rows an item of ``loader`` has at most."""
+    dealt_at_once = 1 if dataset.row_wise else dataset.block_size
+    return dealt_at_once if loader is dataset else dealt_at_once * (getattr(loader, "batch_size", None) or 1)
 
 
 def _as_json(state: Any) -> Mapping[str, Any]:

@@ -27,11 +27,15 @@ class Observed:
     """epoch → how often each row was consumed."""
     positions: dict[int, Intervals] = field(default_factory=dict)
     """epoch → positions that receipts said were consumed."""
+    most_keys: int = 0
+    """The most keys of an item; 0 while no item gave more keys than it has rows."""
 
     def copy(self) -> Observed:
         """Return an account that goes on apart from this one."""
         return Observed(
-            rows={epoch: Counter(rows) for epoch, rows in self.rows.items()}, positions=dict(self.positions)
+            rows={epoch: Counter(rows) for epoch, rows in self.rows.items()},
+            positions=dict(self.positions),
+            most_keys=self.most_keys,
         )
 
     def add(self, epoch: int, keys: Iterable[Hashable]) -> None:
