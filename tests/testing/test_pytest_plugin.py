@@ -84,7 +84,7 @@ def test_some(lakeckpt_table):
     assert "2 passed" in ran.stdout, ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("wrong", ["some", "-1", ""])
+@pytest.mark.parametrize("wrong", ["some", "-1", "0", ""])
 def test_a_wrong_option_is_refused(tmp_path: Path, wrong: str) -> None:
     ran = run_suite(tmp_path, "def test(): pass", f"--lakeckpt-offsets={wrong}")
     assert ran.returncode == 4 and "--lakeckpt-offsets" in ran.stderr

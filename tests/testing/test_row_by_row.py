@@ -91,7 +91,8 @@ def test_receipts_of_single_rows_add_up_as_those_of_batches(lake: Path) -> None:
     first, second = (_receipt(rank) for rank in range(2))
     check_receipts([first, second], 2, dataset)
     check_receipts([first], 2, dataset)  # the last row of an epoch
-    for changes in ({"row": 4}, {"step": 6}):
+    elsewhere: list[dict[str, Any]] = [{"row": 4}, {"step": 6}]
+    for changes in elsewhere:
         with pytest.raises(Violation, match=r"they are at \(step, row\)"):
             check_receipts([first, replace(second, **changes)], 2, dataset)
     with pytest.raises(Violation, match="a step of 20 rows, of which receipts say"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lakeckpt.errors import ConfigError
+from lakeckpt.testing.counts import count
 
 __all__ = ["Attempt", "Topology", "TopologyLike", "script"]
 
@@ -26,8 +27,12 @@ class Topology:
     """More keyword arguments of ``make_loader``, such as ``batch_size`` or ``num_lanes``."""
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or self.num_workers < 0:
-            raise ConfigError(f"no such topology: {self.world_size} ranks of {self.num_workers} workers")
+        object.__setattr__(self, "world_size", count("a topology's world_size", self.world_size, least=1))
+        object.__setattr__(self, "num_workers", count("a topology's num_workers", self.num_workers, least=0))
+        if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
+            raise ConfigError(
+                f"a topology's options are arguments of make_loader, such as {{'batch_size': 8}}, got {self.options!r}"
+            )
 
     @classmethod
     def of(cls, value: TopologyLike) -> Topology:
@@ -63,8 +68,9 @@ class Attempt:
     lost: int = 0
 
     def __post_init__(self) -> None:
-        if (self.steps or 0) < 0 or self.lost < 0:
-            raise ConfigError(f"an attempt takes 0 or more steps, got {self.steps} and {self.lost} lost")
+        if self.steps is not None:
+            object.__setattr__(self, "steps", count("an attempt's steps", self.steps, least=0, otherwise=" or None"))
+        object.__setattr__(self, "lost", count("an attempt's lost steps", self.lost, least=0))
         object.__setattr__(self, "topology", Topology.of(self.topology))
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from functools import partial
 
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Attempt, Topology, TopologyLike, script
+from lakeckpt.testing.counts import count
 from lakeckpt.testing.job import Job, MakeLoader, Saved, Step
 from lakeckpt.testing.observed import Observed, Violation
 from lakeckpt.testing.offsets import Offsets, chosen, wanted
@@ -49,8 +50,10 @@ def assert_exactly_once(
             `lakeckpt.LakeLoader` over a new `lakeckpt.LakeDataset` made with these ``rank`` and ``world_size`` (or the
             dataset itself, or a torchdata ``StatefulDataLoader`` over one; states then go on elsewhere by
             `lakeckpt.convert_state`). Small tables: every restore reads the rest of the epoch.
-        topologies: (ranks, workers), or (ranks, workers, options), or `Topology`; all ranks run in this process.
-        offsets: at how many steps of an epoch to restore, or ``"all"``. None: 12, or what the pytest plugin was told.
+        topologies: (ranks, workers), or (ranks, workers, options), or `Topology`; all ranks run in this process. A
+            loader that has not the ``num_workers`` that its topology asks for is refused.
+        offsets: at how many steps of an epoch to restore, 1 or more, or ``"all"``. None: 12, or what the pytest plugin
+            was told.
         chains: how many random histories of several checkpoints, crashes and topologies to replay.
         key: what tells rows apart: None, whole rows; a column; or a function from an item to the keys of its rows
             (needed where a transform gives something else than columns).
@@ -58,14 +61,16 @@ def assert_exactly_once(
             those of one run without a restore.
         seed: chooses the histories.
 
-    Raises AssertionError saying what does not hold, with the smallest history found that shows it, as a script.
+    Raises AssertionError saying what does not hold, with the smallest history found that shows it, as a script; and
+    ConfigError where the arguments leave nothing to prove.
     """
     every = [Topology.of(one) for one in topologies]
     if not every:
         raise ConfigError("assert_exactly_once needs at least one topology")
+    offsets, chains = wanted(offsets), count("chains", chains, least=0)
     law = _Law(make_loader, key=key, expected=expected, first=every[0])
     for number, topology in enumerate(every):
-        law.restore_everywhere(topology, every[number + 1 :] + every[:number], wanted(offsets))
+        law.restore_everywhere(topology, every[number + 1 :] + every[:number], offsets)
     choose = random.Random(seed)
     for _ in range(chains):
         history = [
@@ -113,8 +118,13 @@ class _Law:
         self._drops = probe.dataset.identity.tail in ("drop", "even")
         self._endless = probe.endless
         probe.close()
+        self._rows = probe.dataset.identity.rows
         if expected is not None:
             self._expected = Counter(canonical(one) for one in expected)
+            if self._rows and not self._expected:
+                raise ConfigError(
+                    f"expected= is empty, and an epoch has {self._rows} rows: it holds the keys of all of them"
+                )
         elif self._groups is not None:
             self._expected = Counter(one for group in self._groups for one in group)
 
@@ -202,6 +212,11 @@ class _Law:
             self._finish(job)
         finally:
             job.close()
+        if self._rows and not self._expected:
+            raise ConfigError(
+                f"an epoch of {self._rows} rows gave no key at all, so that nothing could be missed: let key= return "
+                "the keys of the rows that an item holds, or give expected="
+            )
 
     def restore_everywhere(self, topology: Topology, others: list[Topology], offsets: Offsets) -> None:
         """Run ``topology`` through an epoch; restore it at ``offsets``, on itself and on one of ``others`` in turn."""

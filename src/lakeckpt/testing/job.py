@@ -71,6 +71,7 @@ class Job:
             for rank in range(topology.world_size)
         ]
         self.dataset = _dataset_of(self.loaders[0])
+        _check_workers(self.loaders, topology)
         self.tracked = isinstance(self.loaders[0], LakeLoader) or hasattr(self.loaders[0], "last_receipt")
         self._true_rows = None if groups is None else TrueRows(self.dataset, groups)
         single = self.dataset.row_wise and getattr(self.loaders[0], "batch_size", None) is None
@@ -256,6 +257,19 @@ def _dataset_of(loader: Any) -> LakeDataset:
             f"torchdata StatefulDataLoader over a LakeDataset, got {type(loader).__name__}"
         )
     return found
+
+
+def _check_workers(loaders: list[Any], topology: Topology) -> None:
+    """Refuse loaders without the workers that were asked for. Those that have some unasked test no less than is said,
+    and what has no ``num_workers`` (a dataset, somebody's own loader) does not tell."""
+    for rank, loader in enumerate(loaders):
+        has = getattr(loader, "num_workers", None)
+        if topology.num_workers and isinstance(has, int) and has != topology.num_workers:
+            raise ConfigError(
+                f"make_loader(rank={rank}, world_size={topology.world_size}, num_workers={topology.num_workers}) "
+                f"returned a {type(loader).__name__} of {has} workers: pass num_workers on to it, or give topologies= "
+                f"of the workers that it has, such as ({topology.world_size}, {has})"
+            )
 
 
 def _rows_of_an_item(loader: Any, dataset: LakeDataset) -> int:

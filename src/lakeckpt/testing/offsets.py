@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-__all__ = ["DEFAULT_OFFSETS", "VARIABLE", "Offsets", "chosen", "wanted"]
+from lakeckpt.errors import ConfigError
+from lakeckpt.testing.counts import count
+
+__all__ = ["DEFAULT_OFFSETS", "VARIABLE", "Offsets", "chosen", "told", "wanted"]
 
 Offsets = int | Literal["all"]
 
@@ -18,21 +21,29 @@ DEFAULT_OFFSETS = 12
 
 
 def wanted(offsets: Offsets | None) -> Offsets:
-    """Return ``offsets``, or what this run wants where it is None."""
-    if offsets is not None:
-        return offsets
-    told = os.environ.get(VARIABLE, str(DEFAULT_OFFSETS))
-    return "all" if told == "all" else int(told)
+    """Return ``offsets``, or what this run wants where it is None; ConfigError where that is no number of offsets."""
+    if offsets is None:
+        return told(os.environ.get(VARIABLE, str(DEFAULT_OFFSETS)), f"{VARIABLE} (the marker's, or the option's)")
+    return "all" if offsets == "all" else count("offsets", offsets, least=1, otherwise=" or 'all'")
 
 
-def chosen(offsets: Offsets, count: int) -> list[int]:
-    """Return which of the offsets 0 … ``count`` - 1 to restore at: evenly spread, the first and the last among them.
+def told(text: str, by: str) -> Offsets:
+    """Return what ``text`` says, which came ``by`` a variable or an option."""
+    if text == "all":
+        return "all"
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ConfigError(f"{by} must be an integer of at least 1 or 'all', got {text!r}")
+    return int(text)
+
+
+def chosen(offsets: Offsets, existing: int) -> list[int]:
+    """Return which of the offsets 0 … ``existing`` - 1 to restore at: evenly spread, the first and the last among them.
 
     >>> chosen(3, 11), chosen("all", 3), chosen(1, 9)
     ([0, 5, 10], [0, 1, 2], [4])
     """
-    if offsets == "all" or count <= offsets:
-        return list(range(count))
-    if offsets < 2:
-        return [count // 2][:offsets]
-    return sorted({round(i * (count - 1) / (offsets - 1)) for i in range(offsets)})
+    if offsets == "all" or existing <= offsets:
+        return list(range(existing))
+    if offsets == 1:
+        return [existing // 2]
+    return sorted({round(i * (existing - 1) / (offsets - 1)) for i in range(offsets)})

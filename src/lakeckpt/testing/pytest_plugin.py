@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lakeckpt.testing.offsets import VARIABLE
+from lakeckpt.testing.offsets import VARIABLE, told
 
 if TYPE_CHECKING:
     from lakeckpt.lake.table import Table
@@ -85,6 +85,4 @@ def lakeckpt_table(tmp_path: Path) -> Callable[..., Table]:
 
 
 def _offsets(text: str) -> str:
-    if text != "all" and not (text.isascii() and text.isdigit()):
-        raise ValueError(f"--lakeckpt-offsets is a number or 'all', got {text!r}")
-    return text
+    return str(told(text, "--lakeckpt-offsets"))
