@@ -29,8 +29,17 @@ from lakeckpt.checkpoint.publish import Attempt
 from lakeckpt.checkpoint.report import CaptureWarning, RetentionWarning, SaveWarning
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.checkpoint.waiting import SystemWaiter
-from lakeckpt.errors import ArenaTooLarge, AttemptSuperseded, ConfigError, SaveFailed, StorageError
+from lakeckpt.errors import (
+    ArenaTooLarge,
+    AttemptSuperseded,
+    CheckpointIncomplete,
+    ConfigError,
+    DisagreementError,
+    SaveFailed,
+    StorageError,
+)
 from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage import open_storage
 from lakeckpt.testing.storage import Fault, FaultyStorage
 from tests.checkpoint.agent.test_agent import ended
 from tests.checkpoint.rig import EventWaiter, MemoryStorage, Reader, good, manager, run_ranks, train_step, training
@@ -192,6 +201,49 @@ def test_ranks_save_behind_training_without_waiting_for_one_another(tmp_path: Pa
 
     results = good(run_ranks(world_size, body))
     assert steps_of(storage)[-1] == 7 and restored(storage) == (7, results[0])
+
+
+def test_ranks_that_are_not_at_one_cut_are_told_so_whatever_a_failure_does(tmp_path: Path) -> None:
+    """Rank 1 reads in another order. A save that fails is a warning; this one would fail for ever."""
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+
+    def body(rank: int, exchange: Any) -> None:
+        objects = training() | {"reader": Reader(rank=rank, world_size=2, seed=rank)}
+        options = {"exchange": exchange, "waiter": waiter, "persist_every": 3, "on_save_failure": "warn"}
+        with managed(storage, objects, tmp_path, **options) as saver:
+            saver.restore()
+            train(saver, objects, 3)
+            saver.wait()
+
+    for result in run_ranks(2, body):
+        assert isinstance(result, DisagreementError) and "state of reader 'reader'" in str(result)
+    assert read_history(storage).chain == ()
+
+
+def test_a_rank_that_is_gone_at_the_first_save_leaves_it_incomplete(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+
+    def body(rank: int, exchange: Any) -> None:
+        objects = training()
+        saver = managed(storage, objects, tmp_path, exchange=exchange, waiter=waiter)
+        saver.restore()
+        train(saver, objects, 1)
+        if rank:
+            raise KeyError("this rank dies")
+        saver.save()
+
+    result, _ = run_ranks(2, body)
+    assert isinstance(result, CheckpointIncomplete)
+
+
+def test_what_lies_in_memory_of_this_process_is_saved_by_this_process(tmp_path: Path) -> None:
+    uri, objects = f"memory://{tmp_path.name}-{os.getpid()}/run", training()
+    with CheckpointManager(uri, objects, capture_every=1, arenas=tmp_path, timeout_s=PATIENCE_S) as saver:
+        saver.restore()
+        made = train(saver, objects, 2)
+    assert steps_of(open_storage(uri)) == [2] and restored(open_storage(uri)) == (2, made[2])
 
 
 def test_a_save_that_is_left_out_for_a_newer_one_is_no_failure(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def write(storage: MemoryStorage, rank: int, *, save: SaveId = SAVE, data: memor
 def collect(storage: MemoryStorage) -> list[PartRecord]:
     waiter = EventWaiter(storage)
     waiter.died()
-    refs, parts = collect_parts(storage, SAVE, world_size=2, expected=EXPECTED, waiter=waiter, timeout_s=5)
+    refs, parts = collect_parts(storage, SAVE, world_size=2, cut=b"c", expected=EXPECTED, waiter=waiter, timeout_s=5)
     assert [ref.digest for ref in refs] == [short_digest(storage.objects[ref.path]) for ref in refs]
     return parts
 
@@ -64,6 +64,14 @@ def test_a_part_that_lacks_or_adds_a_unit_is_refused() -> None:
             storage.put(SAVE.part_path(1), [changed.to_bytes()])
             with pytest.raises(SaveFailed, match="agreed on"):
                 collect(storage)
+
+
+def test_a_part_of_another_cut_is_refused() -> None:
+    storage = MemoryStorage()
+    write(storage, 0)
+    storage.put(SAVE.part_path(1), [replace(write(storage, 1), cut=b"d").to_bytes()])
+    with pytest.raises(SaveFailed, match="the part of rank 1 does not hold what the ranks agreed on"):
+        collect(storage)
 
 
 def test_a_part_of_another_rank_or_save_in_its_place_is_refused() -> None:

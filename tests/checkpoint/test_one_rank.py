@@ -643,3 +643,26 @@ def test_what_was_delivered_before_the_run_began_is_not_of_it() -> None:
     saver.save()
     record = read_history(storage).tip.readers["reader"]
     assert record.consumed() == {} and record.steps.runs == ()
+
+
+def test_what_was_delivered_before_a_restore_is_not_of_the_run_whatever_is_delivered_after_it() -> None:
+    """A job that tries again in one process, with the same loader; and one that only looked at a batch."""
+    storage, reader = MemoryStorage(), Reader(rows=120)
+    for attempt, looked in enumerate([True, False, True]):
+        saver = manager(storage, {"reader": reader})
+        if looked:
+            next(iter(reader))
+            reader.load_state_dict(reader.state_dict() if attempt else Reader(rows=120).state_dict())
+        assert saver.restore() == 2 * attempt
+        batches = iter(reader)
+        for number in range(3):  # the third one is lost
+            next(batches)
+            saver.step()
+            if number == 1:
+                saver.save()
+    records = [one.readers["reader"] for one in read_history(storage).chain]
+    assert [[each.consumed[0].pairs() for each in one.stretches] for one in records] == [
+        [[(0, 20)]],
+        [[(20, 40)]],
+        [[(40, 60)]],
+    ]

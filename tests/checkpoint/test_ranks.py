@@ -630,3 +630,21 @@ def test_a_reader_that_cannot_tell_its_place_on_one_rank_fails_the_save_on_all()
     results = run_ranks(2, body)
     assert isinstance(results[0], SaveFailed) and "failure of rank 1: forgotten" in str(results[0])
     assert isinstance(results[1], StateUnavailable)
+
+
+def test_ranks_that_track_other_readers_are_named_and_nothing_is_committed() -> None:
+    """Such as a loader for validation, on rank 0 alone: what is saved of it could not be restored by the others."""
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        objects = rank_state(rank, 3) | ({} if rank else {"val": Reader()})
+        saver = manager(storage, objects, exchange=exchange, waiter=EventWaiter(storage))
+        saver.restore()
+        next(iter(objects["reader"]))
+        saver.step()
+        saver.save()
+
+    for result in run_ranks(3, body):
+        assert isinstance(result, DisagreementError)
+        assert "tracked readers: 'reader' on ranks 1-2; 'reader', 'val' on rank 0" in str(result)
+    assert read_history(storage).chain == ()

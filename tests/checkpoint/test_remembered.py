@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import signal
 import subprocess
@@ -380,6 +381,31 @@ def test_the_newest_cut_that_all_ranks_have_is_taken(tmp_path: Path) -> None:
         return saver.restore()
 
     assert good(run_ranks(2, third, waiters=[waiter])) == [5, 5]
+
+
+def test_a_step_of_which_ranks_have_other_cuts_in_memory_is_not_restored(tmp_path: Path) -> None:
+    """Their readers had gone different ways before that step."""
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+    alive = []
+
+    def body(rank: int, exchange: HubExchange, attempt: int) -> int:
+        objects = objects_of(rank=rank, world_size=2)
+        options: dict[str, Any] = {"exchange": exchange, "waiter": waiter, "arenas": tmp_path / str(rank)}
+        saver = managed(storage, objects, **options)
+        alive.append(saver)
+        step = saver.restore()
+        if attempt == 0:
+            train(saver, objects, 1)
+            saver.save()
+            train(saver, objects, 1)
+            objects["reader"].lie = rank
+            train(saver, objects, 1)
+        return step
+
+    for attempt, expected in enumerate([0, 2]):
+        found = run_ranks(2, functools.partial(body, attempt=attempt), waiters=[waiter])
+        assert good(found) == [expected, expected]
 
 
 def test_captures_by_the_clock_fall_on_the_same_steps_of_all_ranks(tmp_path: Path) -> None:

@@ -26,7 +26,17 @@ from lakeckpt.checkpoint.journal import Leg, legs_to_bytes
 from lakeckpt.checkpoint.publish import Attempt
 from lakeckpt.checkpoint.report import CheckpointInfo
 from lakeckpt.checkpoint.waiting import Waiter
-from lakeckpt.errors import ArenaError, CheckpointError, CheckpointIncomplete, SaveFailed, error_of
+from lakeckpt.errors import (
+    ArenaError,
+    CheckpointError,
+    CheckpointIncomplete,
+    LakeckptError,
+    MissingRanksError,
+    SaveFailed,
+    StateError,
+    TrackingError,
+    error_of,
+)
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.merge import is_part
 from lakeckpt.wire.codec import dumps
@@ -44,7 +54,7 @@ class Saved:
 
     step: int
     info: CheckpointInfo | None
-    error: CheckpointError | None
+    error: LakeckptError | None
     took_s: float
     unpruned: str = ""
     """Why checkpoints that are not to be kept could not be removed behind it."""
@@ -157,7 +167,10 @@ class Background:
 
     def _all_have_arenas(self) -> bool:
         facts = {} if self._no_arena is None else {"no arena": str(self._no_arena)}
-        without = everyone(self._exchange, facts).facts.get("no arena")
+        try:
+            without = everyone(self._exchange, facts).facts.get("no arena")
+        except MissingRanksError as error:
+            raise CheckpointIncomplete(f"whether all ranks have an arena is not known: {error}") from error
         if without:
             self._no_arena = self._no_arena or ArenaError("; ".join(sorted(without)))
             return False
@@ -175,7 +188,7 @@ class Background:
 
     def _capture(self, step: int, legs: Mapping[str, tuple[Leg, ...]], *, must: bool, patient: bool = False) -> bool:
         states = {name: dict(one[-1].record.state) for name, one in legs.items()}
-        agreed = {name: state for name, state in states.items() if not is_part(state)}
+        agreed = {name: None if is_part(state) else state for name, state in states.items()}
         digest = short_digest(b"%d of %d" % (step, self.attempt.number), dumps(agreed, kind="value", version=(1, 0)))
         readers = {name: legs_to_bytes(one) for name, one in legs.items()}
         deadline_s = self._waiter.now() + self._timeout_s
@@ -253,8 +266,11 @@ class Background:
                 created_s=outcome.created_s,
             )
         else:
-            found = error_of(outcome.kind, outcome.text, otherwise=SaveFailed)
-            error = found if isinstance(found, CheckpointError) else SaveFailed(outcome.text)
+            error = error_of(outcome.kind, outcome.text, otherwise=SaveFailed)
+            if isinstance(error, MissingRanksError):
+                error = CheckpointIncomplete(outcome.text)
+            elif not isinstance(error, (CheckpointError, TrackingError, StateError)):
+                error = SaveFailed(outcome.text)
         unpruned = "" if info is None else outcome.text
         return Saved(step=outcome.step, info=info, error=error, took_s=outcome.took_s, unpruned=unpruned)
 

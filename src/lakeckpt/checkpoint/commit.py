@@ -52,7 +52,14 @@ def publish_failure(storage: Storage, save: SaveId, rank: int, error: Exception)
 
 
 def collect_parts(
-    storage: Storage, save: SaveId, *, world_size: int, expected: Expected, waiter: Waiter, timeout_s: float
+    storage: Storage,
+    save: SaveId,
+    *,
+    world_size: int,
+    cut: bytes,
+    expected: Expected,
+    waiter: Waiter,
+    timeout_s: float,
 ) -> tuple[list[PartRef], list[PartRecord]]:
     """Wait for the parts of all ranks; each is read and checked as it comes.
 
@@ -69,7 +76,7 @@ def collect_parts(
             if name == f"{rank:05d}.failed":
                 raise gave_up(storage, info.path, rank)
             if name == f"{rank:05d}.lkc" and rank not in found:
-                found[rank] = _checked_part(storage, info.path, rank, save, expected)
+                found[rank] = _checked_part(storage, info.path, rank, save, cut, expected[rank])
         return True if len(found) == world_size else None
 
     if poll(look, waiter=waiter, timeout_s=timeout_s) is None:
@@ -93,7 +100,7 @@ def gave_up(storage: Storage, path: str, rank: int) -> CheckpointError:
 
 
 def _checked_part(
-    storage: Storage, path: str, rank: int, save: SaveId, expected: Expected
+    storage: Storage, path: str, rank: int, save: SaveId, cut: bytes, wanted: frozenset[tuple[str, bytes]]
 ) -> tuple[PartRef, PartRecord]:
     data = storage.read(path)
     try:
@@ -102,9 +109,9 @@ def _checked_part(
         raise SaveFailed(f"{path}: the part of rank {rank} does not read back as it was written: {error}") from error
     wrote = {(f"tensor:{one.spec.key}", one.digest) for one in part.tensors}
     wrote |= {(f"tree:{one.item}", one.digest) for one in part.trees}
-    wanted = expected[rank]
     loose = {name for name, digest in wanted if not digest}
-    if part.save != save or part.rank != rank or {(n, b"" if n in loose else d) for n, d in wrote} != wanted:
+    is_of_it = (part.save, part.rank, part.cut) == (save, rank, cut)
+    if not is_of_it or {(n, b"" if n in loose else d) for n, d in wrote} != wanted:
         raise SaveFailed(f"{path}: the part of rank {rank} does not hold what the ranks agreed on at the cut")
     return PartRef(rank=rank, path=path, size_bytes=len(data), digest=short_digest(data)), part
 

@@ -45,6 +45,7 @@ class ReaderTrack:
     def __init__(self, name: str, reader: TrackedReader) -> None:
         self.name = name
         self.reader = reader
+        reader.mark()  # what was delivered before is not of this run's history
         self._last = reader.last_receipt  # that was delivered then: where it is still the last one, nothing was since
         self._before = reader.last_receipt  # up to here it is recorded, or was delivered before the run began
         self._recorded: Mapping[str, Any] = reader.state_dict()

@@ -351,6 +351,8 @@ class CheckpointManager:
     def _place(self) -> Place:
         """Where the run lies, as an agent can open it."""
         uri = self._storage.name if isinstance(self._storage, LocalStorage) else self._uri
+        if getattr(self._storage, "is_of_this_process", False):
+            uri = None
         return Place(storage=self._storage, uri=uri, storage_options=self._storage_options)
 
     def _ready(self) -> Saver:

@@ -191,6 +191,7 @@ class Publisher:
         try:
             tell = self._told() if self._rank == 0 else {}
             if isinstance(taken, StagedCut):
+                facts["tracked readers"] = ", ".join(map(repr, sorted(taken.readers))) or "none"
                 facts |= {
                     f"state of reader {name!r}": state_digest(legs[-1].record.state)
                     for name, legs in taken.readers.items()
@@ -326,6 +327,7 @@ class Publisher:
             self._storage,
             save,
             world_size=self._world_size,
+            cut=agreement.cut,
             expected={rank: frozenset({*agreement.share(rank), (f"tree:{RANDOM}", b"")}) for rank in ranks},
             waiter=self._waiter,
             timeout_s=self._settings.timeout_s,

@@ -100,15 +100,20 @@ class Remembered:
         self._folder, self._storage, self._rank, self._world_size = folder, storage, rank, world_size
         self._held = ExitStack()
 
-    def found(self, run: str, offer: Offer) -> set[Captured]:
-        """The generations of ``run`` that are complete here, of those that are on ``offer``."""
+    def found(self, run: str, offer: Offer) -> dict[Captured, bytes]:
+        """The generations of ``run`` that are complete here, of those that are on ``offer``, and the digests of their
+        cuts: those of other ranks have the same, unless the ranks were not at one cut."""
         attempts = {offer.attempt} | ({offer.also.attempt} if offer.also is not None else set())
         generations = self._generations(run)
         try:
-            every = {Captured(attempt=one, step=step) for one in attempts for step in generations.steps(str(one))}
+            every = {
+                Captured(attempt=one, step=step): cut
+                for one in attempts
+                for step, cut in generations.cuts(str(one)).items()
+            }
         finally:
             generations.close()
-        return {one for one in every if offer.takes(one)}
+        return {one: cut for one, cut in every.items() if offer.takes(one)}
 
     def _generations(self, run: str) -> Generations:
         digest = digest_of_run(run, self._storage)

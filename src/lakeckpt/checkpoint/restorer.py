@@ -164,15 +164,17 @@ class Restorer:
         """The newest cut that goes on from the one that rank 0 has ``told`` of and that all ranks have in memory."""
         if not told["offer"]:
             return None
-        mine: set[Captured] = set()
+        mine: dict[Captured, bytes] = {}
         if self._memory is not None:
             try:
-                mine = self._memory.found(told["run"], Offer.from_text(told["offer"])) - self._forgotten
+                mine = self._memory.found(told["run"], Offer.from_text(told["offer"]))
             except (ArenaError, OSError) as error:
                 warnings.warn(_UNSEEN.format(self._exchange.rank, error), DamageWarning, stacklevel=6)
-        said = everyone(self._exchange, {"memory": " ".join(sorted(one.to_text() for one in mine))}).facts["memory"]
-        common = set.intersection(*({Captured.from_text(one) for one in text.split()} for text in said))
-        return max(common, key=lambda one: (one.step, one.attempt), default=None)
+        text = " ".join(sorted(f"{one.to_text()}={cut.hex()}" for one, cut in mine.items()))
+        said = everyone(self._exchange, {"memory": text}).facts["memory"]
+        common = set.intersection(*(set(text.split()) for text in said))
+        cuts = {Captured.from_text(one.partition("=")[0]) for one in common} - self._forgotten
+        return max(cuts, key=lambda one: (one.step, one.attempt), default=None)
 
     def _go_back(self) -> None:
         """Readers and small objects, and the versions of tables, are as they were before the last try."""

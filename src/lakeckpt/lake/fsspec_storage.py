@@ -282,6 +282,11 @@ class FsspecStorage:
         else:
             self._call("pipe_file", f"{root}/{path}", data, mode="create", size_bytes=len(data))
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether what lies here is seen by this process alone."""
+        return self._scheme == "memory"
+
     def _require_conditional_put(self) -> None:
         """Make sure, once, that the store refuses to put where an object is."""
         if self._conditional:

@@ -594,3 +594,22 @@ def test_an_agent_that_is_told_to_end_while_a_trainer_comes_ends(node: Node) -> 
     may_come.set()
     within.end()
     link.close(well=False)
+
+
+def test_an_agent_that_ends_before_a_trainer_has_reached_it_is_started_again_soon(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks' agent is there as this rank starts one, and ends with them before it connects."""
+    begin(node.storage)
+    start, starts = AgentLink._start, []
+
+    def there_at_first(link: AgentLink, place: AgentPlace) -> None:
+        starts.append(SystemWaiter().now())
+        if len(starts) > 1:
+            start(link, place)
+
+    monkeypatch.setattr(AgentLink, "_start", there_at_first)
+    link = node.link()
+    agent = node.pid
+    link.close(well=True)
+    assert ended(agent) and len(starts) == 2 and starts[1] - starts[0] < 30

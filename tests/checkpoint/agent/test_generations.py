@@ -20,4 +20,5 @@ def test_a_step_that_two_attempts_have_captured_is_found_for_each(tmp_path: Path
                 assert held is not None and held.record.attempt == attempt
         with generations.hold(6, "2") as held:
             assert held is None
+        assert generations.cuts("0").keys() == generations.cuts("1").keys() == {6} and generations.cuts("2") == {}
     generations.close()

@@ -40,6 +40,9 @@ def layout(**changes: object) -> ArenaLayout:
     return ArenaLayout(**{**told, **changes})  # type: ignore[arg-type]
 
 
+CUT = bytes(16)
+
+
 def stamp(step: int, number: int) -> bytes:
     """What slice ``number`` holds at a step."""
     size = SLICE if number < SLICES - 1 else SLICE - 7
@@ -297,13 +300,14 @@ def test_a_generation_that_every_rank_may_need_is_not_begun_again(folder: ArenaF
         assert [record.step for record in arena.complete()] == [4, 3, 2]
 
 
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=30), st.sampled_from([3, 4]), st.booleans())
-@example(steps=[3, 3, 4, 5], generations=3, knows=False)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=30), st.sampled_from([3, 4]), st.booleans(), st.booleans())
+@example(steps=[3, 3, 4, 5], generations=3, knows=False, restarts=False)
+@example(steps=[3, 3, 4, 5], generations=4, knows=False, restarts=True)
 def test_several_of_one_step_never_keep_a_newer_one_from_being_begun(
-    steps: list[int], generations: int, knows: bool
+    steps: list[int], generations: int, knows: bool, restarts: bool
 ) -> None:
     """A policy saves a step, and the user does, too: of such generations the last one alone is what a rank needs.
-    ``steps``: how many times each step is captured."""
+    ``steps``: how many times each step is captured, each time by another attempt if the job ``restarts``."""
     with tempfile.TemporaryDirectory() as name, made(ArenaFolder(Path(name, "a")), generations=generations) as arena:
         last: dict[int, bytes] = {}
         for step, times in enumerate(steps, 1):
@@ -312,13 +316,24 @@ def test_several_of_one_step_never_keep_a_newer_one_from_being_begun(
                 assert filling is not None, f"{[record.step for record in arena.complete()]} before step {step}"
                 fill(filling, step)
                 last[step] = bytes([step, number]) * 8
-                filling.complete(step=step, attempt="a", cut=last[step], documents=b"")
+                filling.complete(step=step, attempt=str(number if restarts else 0), cut=last[step], documents=b"")
                 with arena.hold(step) as held, arena.hold() as newest:
                     assert held is not None and newest is not None
                     assert held.record.cut == newest.record.cut == last[step]
                 if step > 1:
                     with arena.hold(step - 1) as before:
                         assert knows or (before is not None and before.record.cut == last[step - 1])
+
+
+def test_what_an_attempt_before_has_captured_of_a_step_goes_last(folder: ArenaFolder) -> None:
+    """Another rank may have died before it captured that step again."""
+    with made(folder, generations=4) as arena:
+        for step, attempt in ((3, "0"), (4, "0"), (4, "1"), (5, "1"), (6, "1")):
+            filling = arena.begin()
+            assert filling is not None
+            fill(filling, step)
+            filling.complete(step=step, attempt=attempt, cut=CUT, documents=b"")
+        assert [(one.step, one.attempt) for one in arena.complete()] == [(6, "1"), (5, "1"), (4, "1"), (4, "0")]
 
 
 def test_a_generation_is_complete_only_when_all_of_it_was_filled(folder: ArenaFolder) -> None:

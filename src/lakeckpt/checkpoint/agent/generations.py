@@ -50,7 +50,7 @@ class Generations:
         """The generation of ``step`` that ``attempt`` captured, kept from being written while the block runs; None
         where there is none. An earlier attempt may have left another one of the same step, and a state that outgrew its
         arena another one of the same attempt: that in the arena which is filled now is the newer one."""
-        for arena in sorted(self._found().values(), key=lambda one: not one.is_filled):
+        for arena in reversed(self._by_age()):
             with arena.hold(step, attempt=attempt) as held:
                 if held is not None:
                     yield held
@@ -61,6 +61,11 @@ class Generations:
         """The steps of all complete generations of an attempt; None: of any, save what a later one forgot."""
         every = (record for arena in list(self._found().values()) for record in arena.complete())
         return sorted({record.step for record in every if attempt in (None, record.attempt)})
+
+    def cuts(self, attempt: str) -> dict[int, bytes]:
+        """Step → digest of the cut, of the generations of an attempt, as `hold` finds them."""
+        every = (record for arena in self._by_age() for record in reversed(arena.complete()))
+        return {record.step: record.cut for record in every if record.attempt == attempt}
 
     def holds_later(self, attempt: int) -> bool:
         """Whether an attempt that began later than ``attempt`` has captured into these arenas."""
@@ -79,6 +84,10 @@ class Generations:
             if not arena.is_filled:
                 self._folder.remove(name)
         self.close()
+
+    def _by_age(self) -> list[Arena]:
+        """The arenas, that which is filled now last."""
+        return sorted(self._found().values(), key=lambda one: one.is_filled)
 
     def _found(self) -> dict[str, Arena]:
         there = {one.name for one in self._folder.found() if one.identity == self._identity}

@@ -38,7 +38,8 @@ from lakeckpt.lake.storage import Storage
 __all__ = ["AgentLike", "AgentLink", "InnerAgent"]
 
 _START_S = 60.0
-_START_TRIES = 3
+_ANSWER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 28.5)
+"""How long an agent that was there, or was started, is waited for, until another one is started: it may have ended."""
 _AGAIN_S = 0.05
 """How long a trainer waits before it tries again to reach an agent that has just turned it away, or has gone."""
 _BYE_S = 5.0
@@ -218,11 +219,11 @@ class AgentLink:
 
     def _connect(self) -> None:
         place = AgentPlace(self._hello.arenas, self._hello.digest.hex())
-        for _ in range(_START_TRIES):
+        for answer_s in _ANSWER_S:
             connection = place.connected()
             if connection is None:
                 self._start(place)
-                connection = poll(place.connected, waiter=SystemWaiter(), timeout_s=_START_S)
+                connection = poll(place.connected, waiter=SystemWaiter(), timeout_s=answer_s)
             if connection is not None:
                 self._unsent += framed(self._hello)
                 for _, documents in self._kept:
@@ -234,7 +235,7 @@ class AgentLink:
                 if self._connection is not None:
                     return  # else it was about to end: another one is started
         raise AgentError(
-            f"no agent answers at {place.socket!r} within {_START_S:g} s of being started: see {place.log!r}"
+            f"no agent answers at {place.socket!r} within {sum(_ANSWER_S):g} s of being started: see {place.log!r}"
         )
 
     def _start(self, place: AgentPlace) -> None:

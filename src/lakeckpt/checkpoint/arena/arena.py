@@ -170,16 +170,21 @@ class Arena:
 
         ``common``: the newest step that every rank is known to have complete; what is not older stays. None: nothing is
         known, and a generation is begun only where those of two newer steps are complete, because one rank may be a
-        step ahead of another when it dies. Of several of one step only the one that was captured last is kept.
+        step ahead of another when it dies. Of several that an attempt has captured of one step only the last one is
+        kept, and that of an attempt before as long as there is room.
         """
         assert self.writes, "this opening of the arena only reads"
         records = dict(self._records())
-        kept = {records[number].step: number for number in sorted(records, key=lambda n: _age(records[n]))}
-        steps = sorted(kept, reverse=True)
-        safe = common if common is not None else (steps[1] if len(steps) > 2 else None)
-        spare = sorted(set(range(self.layout.generations)) - set(kept.values()), key=records.__contains__)
-        if safe is not None:
-            spare += [kept[step] for step in reversed(steps[1:]) if step < safe]
+        by_age = sorted(records, key=lambda number: _age(records[number]))
+        last = {records[number].step: number for number in by_age}
+        last_of_attempt = {(records[number].step, records[number].attempt): number for number in by_age}
+        steps = sorted(last, reverse=True)
+        safe = common if common is not None else (steps[1] if len(steps) > 2 else -1)
+        spare = [number for number in range(self.layout.generations) if number not in records]
+        spare += [number for number in by_age if number not in last_of_attempt.values()]
+        spare += [number for number in by_age if records[number].step < min(safe, steps[0])]
+        # Another rank may have nothing newer than what an attempt before has captured of a step: it goes last.
+        spare += [number for number in by_age if number not in last.values()]
         for number in spare:
             with self._lock:
                 if self._filling is None and not self._holding[number] and self._locks.take(number):
