@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors
+from lakeckpt.core.order import EpochLayout, Window
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.source import BatchSource
 from lakeckpt.reading.positions import PositionReader
+from lakeckpt.reading.windows import DecodedWindow, WindowDecoder
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import as_json, flat, ids, loader_of, some, until_error
 from tests.patience import PATIENCE_S
@@ -191,6 +197,57 @@ def _forked(loader: LakeLoader, iterator: Any, answers: Any) -> None:
     other = LakeLoader(loader.dataset)
     other.load_state_dict(state)
     answers.put((rest, ids(other)))
+
+
+@pytest.fixture
+def waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LakeLoader]:
+    """A loader that has begun to read, of which windows wait for threads in this process, and in no fork of it."""
+    here, may_decode = os.getpid(), threading.Event()
+    inner = WindowDecoder.decode
+
+    def decode(self: WindowDecoder, layout: EpochLayout, window: Window) -> DecodedWindow:
+        if os.getpid() == here:
+            may_decode.wait(PATIENCE_S)
+        return inner(self, layout, window)
+
+    monkeypatch.setattr(WindowDecoder, "decode", decode)
+    loader = loader_of(folder, num_lanes=12, shuffle_window=1)
+    loader.start()
+    assert not loader.dataset._source.has_room
+    yield loader
+    may_decode.set()
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_workers_forked_while_windows_wait_for_threads_read_all_rows(waiting: LakeLoader, kind: Any) -> None:
+    """A thread that waits in the parent is not in the fork, and what it was to do will never be done there."""
+    reader = kind(waiting.dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    assert sorted(flat(reader)) == list(range(240))
+    assert sorted(flat(reader)) == list(range(240))
+
+
+def test_a_fork_made_while_windows_wait_for_threads_reads_all_rows_itself(waiting: LakeLoader) -> None:
+    def read() -> None:
+        source = waiting.dataset._source
+        source.clear()
+        has_room = source.has_room
+        found, error = until_error(waiting)
+        answers.put((has_room, repr(error), flat(found)))
+
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    forked = context.Process(target=read)
+    forked.start()
+    has_room, error, found = answers.get()
+    assert (has_room, error, sorted(found)) == (True, "None", list(range(240)))
+    forked.join(timeout=PATIENCE_S)
+    assert forked.exitcode == 0
+
+
+def test_a_source_without_room_is_still_asked_for_all_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ids(loader_of(folder))
+    monkeypatch.setattr(BatchSource, "has_room", False)
+    assert ids(loader_of(folder)) == expected
 
 
 def test_a_program_that_ends_in_the_midst_of_an_iteration_ends(folder: Path) -> None:

@@ -15,6 +15,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader
 
 from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt.data.ahead import Ahead
 from lakeckpt.errors import ConfigError, StateInvalid, StateMismatch, StateUnavailable
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import ROWS, flat, ids, some, until_error
@@ -248,6 +249,22 @@ def test_a_worker_that_begins_late_reads_the_iteration_that_it_was_started_for(l
         rest = second.take([1])
         assert rows_of(begun | rest) == EVERY and dataset.epoch == 1
         assert set(rows_of(late)) != set(rows_of(rest))
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_what_ends_before_the_epoch_does_is_an_error_and_not_the_end(
+    lake: Path, monkeypatch: pytest.MonkeyPatch, endless: bool
+) -> None:
+    class Ends(Ahead):
+        def __next__(self) -> Any:
+            found = super().__next__()
+            if found[0].step >= 4:
+                raise StopIteration
+            return found
+
+    monkeypatch.setattr("lakeckpt.data.worker_turns.Ahead", Ends)
+    with pytest.raises(StateUnavailable, match=r"worker 0 of 2.*epoch 0.*step 4.*iter\(loader\)"):
+        Workers(LakeDataset(lake, batch_size=4, endless=endless), 2).take([0])
 
 
 def test_set_epoch_to_the_epoch_that_workers_read_reads_it_again(lake: Path) -> None:

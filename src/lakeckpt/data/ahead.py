@@ -1,8 +1,8 @@
 """What comes next, and what after that?  Announces assignments to a source ahead of the loop, and takes them in order.
 
-As many are announced as the source has room for. A few more at a time than are taken: so the first batch does not wait
-until a window's worth of them has been dealt, and the source soon knows of windows well before they are needed. While
-a batch has to be waited for, there is time to announce more.
+As many are announced as the source has room for, and one at least: where none is, none is left. A few more at a time
+than are taken: so the first batch does not wait until a window's worth of them has been dealt, and the source soon
+knows of windows well before they are needed. While a batch has to be waited for, there is time to announce more.
 
 It starts no threads (the source does), and ends them: `close`, which letting go of it does, too.
 """
@@ -64,7 +64,7 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
     def _announce(self, count: int) -> bool:
         """Announce up to ``count`` more; tell whether there may be still more to announce."""
         assignments, announced, source = self._assignments, self._announced, self._source
-        if assignments is None or not source.has_room:
+        if assignments is None or (announced and not source.has_room):
             return False
         for _ in range(count):
             if len(announced) >= _MOST:

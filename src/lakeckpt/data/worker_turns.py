@@ -95,3 +95,8 @@ class WorkerTurns:
                 yield item
             skip = 0
             step += workers
+        if plan.steps is None or step < plan.steps:
+            raise StateUnavailable(
+                f"what worker {place.worker} of {workers} reads of epoch {place.state.epoch} ended before step {step} "
+                f"of {plan.steps}: go on with a new iterator, iter(loader)"
+            )

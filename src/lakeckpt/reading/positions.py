@@ -262,7 +262,12 @@ class PositionReader:
         Arrow gives back the memory that it keeps; not where as little is read ``again`` as was read since the last
         time: then new pages would cost more than a few percent of reading.
         """
-        if self._process == os.getpid():
+        if self._process != os.getpid():
+            # Forked: the threads that were decoding, and what they were holding locks of, are the parent's.
+            self._threads = Threads(self._threads.count)
+            self._windows = self._new_windows()
+            self._process = os.getpid()
+        else:
             self._threads.close()
             decoded = self.windows_decoded - self._decoded_before
             self._windows.close(gives_back=decoded > (_FEW * self._most_held if again else 0))
@@ -274,10 +279,6 @@ class PositionReader:
 
     def _check_process(self) -> None:
         if self._process != os.getpid():
-            # Forked: the threads that were decoding, and what they were holding locks of, are the parent's.
-            self._threads = Threads(self._threads.count)
-            self._windows = self._new_windows()
-            self._process = os.getpid()
             self.clear()
 
     def _new_windows(self) -> WindowDecoder:
