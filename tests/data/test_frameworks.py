@@ -174,6 +174,38 @@ def test_a_loop_that_counts_steps_goes_from_epoch_to_epoch(lake: Path, batch_siz
             assert flat(some(one, len(one))) == epoch
 
 
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_ranks_that_count_their_rows_go_from_epoch_to_epoch_together(lake: Path, world_size: int, loads: bool) -> None:
+    """Of 37 rows, some ranks get one more than others, in a last step that has none for those."""
+    epochs: list[list[int]] = [[], [], []]
+    consumed = []
+    for rank in range(world_size):
+        case = {"block_size": 6, "num_lanes": 2 * world_size, "rank": rank, "world_size": world_size}
+        loader = loader_of(lake, batch_size=None, **case)
+        one = loader if loads else loader.dataset
+        for number, epoch in enumerate(epochs):
+            epoch += flat(some(one, len(one)))
+            assert one.epoch == number
+        some(one, 1)
+        consumed.append(loader.stretches())
+    assert [sorted(epoch) for epoch in epochs] == [EVERY] * 3
+    assert consumed == consumed[:1] * world_size
+
+
+def test_ranks_say_the_same_until_one_gets_a_last_row_that_does_not_suffice_for_all(lake: Path) -> None:
+    loaders = [loader_of(lake, batch_size=None, block_size=6, rank=rank, world_size=2) for rank in range(2)]
+    iterators = [iter(loader) for loader in loaders]
+    for _ in range(ROWS // 2):
+        for iterator in iterators:
+            next(iterator)
+        state = loaders[0].state_dict()
+        assert state == loaders[1].state_dict()
+    for loader in loaders:
+        loader.load_state_dict(state)
+    assert [len(flat(loader)) for loader in loaders] == [1, 0]
+
+
 def test_a_place_at_the_end_that_was_loaded_is_seen_once(lake: Path) -> None:
     loader = loader_of(lake)
     some(loader, len(loader))

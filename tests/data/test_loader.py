@@ -339,6 +339,8 @@ def test_an_accepted_change_of_the_tail_reads_what_is_left_exactly(lake: Path) -
         ({"batch_size": 2**40}, "up to 2147483648"),
         ({"accept_changes": ["rows"]}, "accept_changes may name"),
         ({"accept_changes": "table"}, "accept_changes"),
+        ({"accept_changes": 5}, "accept_changes is a list of names, got 5"),
+        ({"accept_changes": [["tail"]]}, r"accept_changes may name .*, got \[\['tail'\]\]"),
     ],
 )
 def test_arguments_that_cannot_be_are_named(lake: Path, arguments: dict[str, Any], match: str) -> None:

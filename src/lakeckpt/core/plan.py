@@ -154,6 +154,12 @@ class Plan:
         """Return how many rows all ranks get in ``step``."""
         return self._rows_between(self.micro_batch(step), self.micro_batch(step + 1))
 
+    def has_rows_for(self, receipt: Receipt, *, from_step: int) -> bool:
+        """Whether a step from ``from_step`` on has rows for the rank of ``receipt``; True of another number of ranks."""
+        if self.steps is None or receipt.world_size != self.segment.world_size:
+            return True
+        return any(self.assignment(step, receipt.rank).receipt.rows for step in range(from_step, self.steps))
+
     def _rows_between(self, first: int, stop: int) -> int:
         rows = self.deal.rows_of(first, stop)
         if stop - first < self.segment.world_size and self.state.identity.tail == "even":

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from lakeckpt.errors import ConfigError, SchemaError
 
-__all__ = ["chosen_columns", "flag", "one_of", "optional", "positive", "whole"]
+__all__ = ["accepted_changes", "chosen_columns", "flag", "one_of", "optional", "positive", "whole"]
 
 MOST = 1 << 31
 
@@ -55,6 +55,20 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Refuse ``value`` where it is none of ``allowed``."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def accepted_changes(changes: Any, overridable: Set[str]) -> frozenset[str]:
+    """Return the names of ``changes``, each of which is ``overridable``."""
+    if isinstance(changes, (str, bytes)) or not isinstance(changes, Iterable):
+        raise ConfigError(f"accept_changes is a list of names, got {changes!r}: write [{changes!r}]")
+    names = list(changes)
+    others = [name for name in names if not isinstance(name, str) or name not in overridable]
+    if others:
+        raise ConfigError(
+            f"accept_changes may name {', '.join(sorted(overridable))}, got {others}: any other change gives positions "
+            "another meaning, and the rest of the epoch could not be read exactly"
+        )
+    return frozenset(names)
 
 
 def chosen_columns(schema: pa.Schema, columns: Sequence[str] | None) -> list[str] | None:

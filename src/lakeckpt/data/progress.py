@@ -16,6 +16,7 @@ from lakeckpt.core.plan import Assignment, Plan, fit_lanes, rebase, replan, star
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import MAX_LANES, Identity, ReaderState
+from lakeckpt.data.arguments import accepted_changes
 from lakeckpt.data.identity import IdentityOf, at_version, differing
 from lakeckpt.data.runs import Runs
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
@@ -53,14 +54,7 @@ class Progress:
         self.over = False
         """Whether the loop has seen the end of the epoch at hand."""
         self._batch_size, self._num_lanes, self._row_wise = batch_size, num_lanes, row_wise
-        if isinstance(accept_changes, str):
-            raise ConfigError(f"accept_changes is a list of names, got {accept_changes!r}: write [{accept_changes!r}]")
-        self._accept = frozenset(accept_changes)
-        if self._accept - OVERRIDABLE:
-            raise ConfigError(
-                f"accept_changes may name {', '.join(sorted(OVERRIDABLE))}, got {sorted(self._accept - OVERRIDABLE)}: "
-                "any other change gives positions another meaning, and the rest of the epoch could not be read exactly"
-            )
+        self._accept = accepted_changes(accept_changes, OVERRIDABLE)
         self._first_epoch = 0
         self._begun = Runs()
         self._made: ReaderState | None
@@ -313,7 +307,10 @@ class Progress:
         last, state = self.last_receipt, self._state
         if state is None or self.over or not (loaded or (last is not None and last.epoch == state.epoch)):
             return
-        if (self.plan.steps, 0) == self._reached:
+        # Row by row, an epoch's very last rows may not suffice for all ranks. Which of them have got theirs, the others
+        # do not know: so each says that it is where it was until it begins again.
+        had_all = self._row_wise and last is not None and not self.plan.has_rows_for(last, from_step=self._reached[0])
+        if had_all or (self.plan.steps, 0) == self._reached:
             self.finish()
 
     def end(self, step: int) -> None:
@@ -326,7 +323,9 @@ class Progress:
         self.finish()
 
     def finish(self) -> None:
-        """Note that the loop saw the end of the epoch at hand."""
+        """Note that the loop saw the end of the epoch at hand: of all ranks' rows, also where others had the last."""
+        if self.plan.steps is not None:
+            self._reached = (self.plan.steps, 0)
         self.over = True
         self._runs.finish(moves=self._moves)
         self._leave_rest()
