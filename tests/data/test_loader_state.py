@@ -94,6 +94,38 @@ def test_receipts_from_before_the_mark_or_of_others_are_refused(lake: Path) -> N
         loader.state_dict(at=receipts[4])
 
 
+@pytest.mark.parametrize(
+    "other", [{"batch_size": 3}, {"num_lanes": 3}, {"rank": 0, "world_size": 1, "batch_size": None, "block_size": 6}]
+)
+def test_receipts_of_loaders_that_deal_otherwise_are_refused(lake: Path, other: dict[str, Any]) -> None:
+    """At the same step and epoch, of as many ranks: their micro-batches are not this loader's."""
+    loader = loader_of(lake)
+    some(loader, 6)
+    for one in some(loader_of(lake, **other), 5)[1:]:  # the first one may be the same
+        for ask in (loader.state_dict, loader.stretches, loader.mark):
+            with pytest.raises(StateUnavailable, match=r"epoch 0, step \d, micro-batch \d is not among"):
+                ask(one.receipt)
+
+
+def test_receipts_from_before_a_load_are_of_what_was_delivered_then(lake: Path) -> None:
+    first = loader_of(lake)
+    receipts = [batch.receipt for batch in some(first, 5)]
+    states = [first.state_dict(at=receipt) for receipt in receipts]
+    for ranks, lanes, steps in ((1, 3, 2), (2, 2, 3), (1, 1, 4)):
+        elsewhere = loader_of(lake, rank=0, world_size=ranks, num_lanes=lanes)
+        some(elsewhere, steps)
+        first.load_state_dict(elsewhere.state_dict())
+        assert [first.state_dict(at=receipt) for receipt in receipts] == states
+        more = some(first, 3)
+        assert first.state_dict(at=more[-1].receipt) == first.state_dict()
+        assert [first.state_dict(at=receipt) for receipt in receipts] == states
+        first.mark(at=more[0].receipt)
+        for receipt in receipts:
+            with pytest.raises(StateUnavailable):
+                first.state_dict(at=receipt)
+        receipts, states = [one.receipt for one in more], [first.state_dict(at=one.receipt) for one in more]
+
+
 def test_row_by_row_the_mark_itself_is_still_known(lake: Path) -> None:
     loader = loader_of(lake, batch_size=None, block_size=4)
     for row in itertools.islice(loader, 23):

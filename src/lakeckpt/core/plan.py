@@ -155,7 +155,7 @@ class Plan:
         return self._rows_between(self.micro_batch(step), self.micro_batch(step + 1))
 
     def has_rows_for(self, receipt: Receipt, *, from_step: int) -> bool:
-        """Whether a step from ``from_step`` on has rows for the rank of ``receipt``; True of another number of ranks."""
+        """Whether a step from ``from_step`` on has rows for the rank of ``receipt``; True for that of another job."""
         if self.steps is None or receipt.world_size != self.segment.world_size:
             return True
         return any(self.assignment(step, receipt.rank).receipt.rows for step in range(from_step, self.steps))
@@ -192,7 +192,8 @@ class Plan:
         micro-batches of two turns: at an epoch's end those are not of one size."""
         if self.state.identity.tail not in ("rows", "even") or opened.topology[:2] != self.segment.topology[:2]:
             return True
-        return (opened.micro_batch - self.deal.first) % opened.world_size == 0
+        first = self.state.segments[self._recut[0]].micro_batch
+        return (opened.micro_batch - first) % opened.world_size == 0
 
     @property
     def at_end(self) -> bool:

@@ -4,14 +4,16 @@ A run is what was delivered of one epoch (or one endless stream) between two sta
 loaded, or an epoch begun again, another run begins, so that the ledger tells of both. A checkpoint *marks* the place up
 to which it recorded them; what is before it is forgotten.
 
-It plans nothing and reads no rows.
+A receipt is of the run that dealt its micro-batch. It reads no rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import Skip, SkipList
 from lakeckpt.core.state import ReaderState
@@ -20,7 +22,7 @@ from lakeckpt.errors import ConfigError, StateUnavailable
 __all__ = ["Run", "Runs"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Run:
     """Unbroken progress through one epoch (or one endless stream)."""
 
@@ -35,6 +37,21 @@ class Run:
     def says_something(self) -> bool:
         """Whether the ledger must have it."""
         return self.ended_without_step or (self.start.step, self.start.row) != (self.end.step, self.end.row)
+
+    def has(self, receipt: Receipt) -> bool:
+        """Whether what ``receipt`` is of was delivered in it; or just before it, where it begins at a mark."""
+        segment = self.end.segment
+        if (self.end.epoch, segment.world_size) != (receipt.epoch, receipt.world_size) or receipt.step < segment.step:
+            return False
+        if not (self.start.step, self.start.row) <= _place_after(receipt) <= (self.end.step, self.end.row):
+            return False
+        dealt = self._plan.assignment(receipt.step, receipt.rank).receipt
+        return replace(dealt, row=receipt.row, skips=receipt.skips) == receipt
+
+    @cached_property
+    def _plan(self) -> Plan:
+        """That of all of it, which is of one segment: made when it is first asked about a receipt."""
+        return Plan(self.end)
 
 
 class Runs:
@@ -116,18 +133,22 @@ class Runs:
         if not isinstance(receipt, Receipt):
             raise ConfigError(f"this is the receipt of a batch (batch.receipt), or None, got {receipt!r}")
         for run in reversed(self._runs):
-            if run.end.epoch != receipt.epoch or run.end.segment.world_size != receipt.world_size:
-                continue
-            after = _after(run.end, receipt)
-            if (run.start.step, run.start.row) <= (after.step, after.row) <= (run.end.step, run.end.row):
+            if run.has(receipt):
                 return run
         raise StateUnavailable(
-            f"epoch {receipt.epoch}, step {receipt.step} is not among what this loader has delivered since the last "
-            "checkpoint: pass the receipt of a batch that the loop received since then"
+            f"epoch {receipt.epoch}, step {receipt.step}, micro-batch {receipt.micro_batch} is not among what this "
+            "loader has delivered since the last checkpoint: pass the receipt of a batch that the loop received since "
+            "then"
         )
 
 
 def _after(state: ReaderState, receipt: Receipt) -> ReaderState:
+    step, row = _place_after(receipt)
+    return state.moved(step=step, row=row)
+
+
+def _place_after(receipt: Receipt) -> tuple[int, int]:
+    """(step, row) when what ``receipt`` is of has been consumed."""
     if receipt.row is not None and receipt.row + 1 < receipt.rows:
-        return state.moved(step=receipt.step, row=receipt.row + 1)
-    return state.moved(step=receipt.step + 1, row=0)
+        return receipt.step, receipt.row + 1
+    return receipt.step + 1, 0
