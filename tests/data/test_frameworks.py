@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lakeckpt import LakeDataset, LakeLoader
 from lakeckpt.data.batch import Batch
@@ -152,6 +153,29 @@ def test_a_batch_made_anew_says_where_its_receipt_is(lake: Path) -> None:
         _ = batch.rows
     for again in (copy.copy(batch), pickle.loads(pickle.dumps(batch)), batch.to("cpu")):
         assert type(again) is Batch and not hasattr(again, "receipt")
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize(("batch_size", "num_workers", "shape"), [(None, 0, (8,)), (None, 1, (8,)), (4, 0, (8, 4))])
+def test_what_default_collate_makes_of_several_has_the_receipt_of_none(
+    lake: Path, kind: Any, batch_size: int | None, num_workers: int, shape: tuple[int, ...]
+) -> None:
+    dataset = LakeDataset(table_of(lake), batch_size=batch_size, columns=["id"], transform=with_pair)
+    both, number = next(iter(kind(dataset, batch_size=8, num_workers=num_workers)))
+    assert type(both) is Batch and not hasattr(both, "receipt")
+    assert both["id"].shape == shape and both["more"]["pair"][0].shape == (8,) and number.shape == (8,)
+    assert both["id"].reshape(-1).tolist() == list(range(both["id"].numel()))
+
+
+def with_pair(batch: Any) -> Any:
+    batch["more"] = {"pair": (1.5, "text")}
+    return batch, 7
+
+
+def test_one_batch_that_torch_converts_keeps_its_receipt(lake: Path) -> None:
+    dataset = LakeDataset(table_of(lake), batch_size=4, output="numpy")
+    found = next(iter(DataLoader(dataset, batch_size=None)))
+    assert type(found) is Batch and isinstance(found["id"], torch.Tensor) and found.receipt.rows == 4
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.reading.ragged import Ragged
 
@@ -17,7 +19,8 @@ class Batch(dict[str, Any]):
     Being a dict, it goes through torch's collate, pinning and device-moving helpers. In row-wise use it is one row.
 
     ``to`` keeps the receipt, and accelerate and Lightning move batches by it. What makes a batch anew from its columns
-    alone, as transformers' Trainer and DistributedDataParallel on GPUs do, gets one without a receipt.
+    alone, as transformers' Trainer and DistributedDataParallel on GPUs do, gets one without a receipt; so does torch's
+    default collate, which makes one of several.
     """
 
     receipt: Receipt
@@ -43,6 +46,14 @@ class Batch(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Batch, (dict(self), self.__dict__.get("receipt")))
+
+
+def _collated(batches: list[Batch], *, collate_fn_map: Any = None) -> Batch:
+    """What torch's default collate makes of batches. By itself it would fill a copy of the first, receipt and all."""
+    return Batch(collate([dict(batch) for batch in batches], collate_fn_map=collate_fn_map))
+
+
+default_collate_fn_map[Batch] = _collated
 
 
 def _moved(value: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
