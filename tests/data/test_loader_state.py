@@ -16,7 +16,7 @@ from lakeckpt import Batch, LakeDataset, LakeLoader, Receipt
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import consumption
 from lakeckpt.core.state import ReaderState
-from lakeckpt.errors import StateUnavailable
+from lakeckpt.errors import StateInvalid, StateUnavailable
 from lakeckpt.testing import LakeSpec
 from lakeckpt.testing.observed import positions_of
 from tests.data.reading import ROWS, as_json, flat, ids, loader_of, some
@@ -162,6 +162,33 @@ def test_asking_a_dataset_changes_nothing_for_the_loader_over_it(lake: Path) -> 
     asked.dataset.state_dict()
     len(asked.dataset)
     assert asked.state_dict() == loader_of(lake, num_workers=2).state_dict()
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"step": 10**5}, "step 100000 of epoch 0 is at hand"),
+        ({"row": 4}, "4 rows of step 3 are done"),
+        ({"base": {"begun": [[0, 1, 0, []]], "next_epoch": 1}}, "step 3 of epoch 0 is at hand, which has 0"),
+        ({"segments": [[0, 0, 1, 4, 1], [7, 2, 1, 3, 1]]}, "begins at step 2 and micro-batch 7"),
+        ({"epoch": 2**63 - 1}, "epoch 9223372036854775807 is at hand"),
+        ({"part": {"rank": 0, "world_size": 2, "num_lanes": 2, "lanes": [[0, 0, 0, 0]]}}, "this state has 'part'"),
+        ({"num_lanes": 1, "lanes": [[0, 0, 0, 0]]}, "this state has 'lanes'"),
+    ],
+)
+def test_a_state_that_no_job_comes_to_is_refused_and_nothing_changes(
+    lake: Path, batch_size: int | None, changes: dict[str, Any], match: str
+) -> None:
+    whole = loader_of(lake, batch_size=batch_size, block_size=4)
+    some(whole, 3 if batch_size else 12)
+    state = {**whole.state_dict(), **changes}
+    for one in (whole, whole.dataset):
+        with pytest.raises(StateInvalid, match=match):
+            one.load_state_dict(state)
+    other = loader_of(lake, batch_size=batch_size, block_size=4)
+    some(other, 3 if batch_size else 12)
+    assert ids(whole) == ids(other)
 
 
 def positions_since(batches: list[Batch]) -> dict[int, Intervals]:

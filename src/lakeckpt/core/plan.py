@@ -11,7 +11,8 @@ re-cut (also where ranks that go on row by row would come out of step). It never
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -31,6 +32,7 @@ __all__ = [
     "Plan",
     "consumed",
     "consumption",
+    "deals",
     "fit_lanes",
     "rebase",
     "replan",
@@ -95,7 +97,7 @@ class Plan:
     def __init__(self, state: ReaderState) -> None:
         self.state = state
         self.segment = state.segment
-        self.deal, self._recut = _deal_of(state)
+        self.deal, self._recut = deque(deals(state), maxlen=1).pop()
         self._recent: tuple[LayoutKey, ...] = ()
 
     @cached_property
@@ -201,15 +203,16 @@ class Plan:
         return self.steps is not None and self.state.step >= self.steps
 
 
-def _deal_of(state: ReaderState) -> tuple[Deal, tuple[int, Rest | None]]:
-    """Return the deal at hand, and which segment it began with and with what rest (None: everything)."""
+def deals(state: ReaderState) -> Iterator[tuple[Deal, tuple[int, Rest | None]]]:
+    """Yield for each segment the deal it is of, and which segment that began with and with what rest (None: all)."""
     deal, began = _deal(state, state.segments[0], state.base), (0, state.base)
+    yield deal, began
     for index in range(1, len(state.segments)):
         before, segment = state.segments[index - 1], state.segments[index]
         if (segment.num_lanes, segment.batch_size) != (before.num_lanes, before.batch_size):
             rest = deal.rest(segment.micro_batch)
             deal, began = _deal(state, segment, rest), (index, rest)
-    return deal, began
+        yield deal, began
 
 
 def _deal(state: ReaderState, segment: Segment, rest: Rest | None) -> Deal:

@@ -21,10 +21,13 @@ from lakeckpt.core.plain import integer, integers, listing, mapping, text
 from lakeckpt.core.rest import Left, Rest
 from lakeckpt.errors import StateInvalid
 
-__all__ = ["FORMAT", "MAX_LANES", "MAX_ROWS", "MAX_VERSION", "Identity", "ReaderState", "Segment"]
+__all__ = ["FORMAT", "MAX_EPOCH", "MAX_LANES", "MAX_ROWS", "MAX_VERSION", "Identity", "ReaderState", "Segment"]
 
 FORMAT = "lakeckpt.reader/1"
 """The name and major version of a plain state."""
+
+MAX_EPOCH = 1 << 31
+"""The last epoch that can be asked for, or gone on with, save of an endless stream."""
 
 MAX_LANES = 1 << 20
 """The most lanes of an epoch: planning takes time and memory in proportion to them."""

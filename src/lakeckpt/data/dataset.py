@@ -15,11 +15,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lakeckpt.core.ends import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.state import Identity
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.arguments import chosen_columns, flag, one_of, optional, positive, whole
 from lakeckpt.data.dealers import check_dealers
 from lakeckpt.data.epoch_file import EpochFile
+from lakeckpt.data.identity import state_of_job
 from lakeckpt.data.progress import Progress
 from lakeckpt.data.skip_warning import skips_bad_row_groups, warn_of_skips
 from lakeckpt.data.source import BatchSource, Output, items_of
@@ -340,7 +341,7 @@ class LakeDataset(IterableDataset[Any]):
         if isinstance(state, Mapping) and state.get("format") == WORKER_FORMAT:
             self._turns.load(state)
             return
-        self._progress.load(ReaderState.from_plain(state))
+        self._progress.load(state_of_job(state))
         self._turns.load(None)
         self._read_ahead = ""
         self._epochs.go_to(self.topology[0], self._progress.epoch, dict(state))

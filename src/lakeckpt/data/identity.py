@@ -1,22 +1,23 @@
 """What is the order of a dataset's rows a function of, and what changed since a state was made?
 
 `IdentityOf` gives a dataset's `Identity` when it is asked: where rows are filtered, they must be counted first.
-`differing` tells two identities apart in words, a filter by name.
+`differing` tells two identities apart in words, a filter by name. `state_of_job` reads the state that names one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lakeckpt.core.ends import Tail
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.state import MAX_VERSION, Identity
+from lakeckpt.core.state import MAX_VERSION, Identity, ReaderState
 from lakeckpt.data.selecting import Selecting
-from lakeckpt.errors import ConfigError
+from lakeckpt.errors import ConfigError, StateInvalid
 from lakeckpt.lake.selection import filter_of
 from lakeckpt.lake.table import Table
 
-__all__ = ["IdentityOf", "at_version", "differing"]
+__all__ = ["IdentityOf", "at_version", "differing", "state_of_job"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,18 @@ class IdentityOf:
             endless=self.endless,
             version=str(version)[:MAX_VERSION] if version.name else "",
         )
+
+
+def state_of_job(plain: object) -> ReaderState:
+    """Return the reader state that ``plain`` is; StateInvalid where it is none, or of lanes that went on by themselves:
+    a rank's part, or what `lakeckpt.merge_states` made of parts."""
+    for name in ("part", "lanes"):
+        if isinstance(plain, Mapping) and name in plain:
+            raise StateInvalid(
+                f"this state has {name!r}: places of lanes that a LakeDataset or LakeLoader has not, and would leave "
+                "out. Load it into a reader of the kind that made it"
+            )
+    return ReaderState.from_plain(plain)
 
 
 def differing(mine: Identity, its: Identity, *, kept: str) -> list[str]:

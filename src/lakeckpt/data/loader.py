@@ -27,6 +27,7 @@ from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.arguments import whole
 from lakeckpt.data.counters import check_counted, check_not_fetched_ahead, counts_steps
 from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.identity import state_of_job
 from lakeckpt.data.prepared import EpochSetter, Prepared
 from lakeckpt.data.skip_warning import warn_of_skips
 from lakeckpt.data.source import items_of
@@ -320,8 +321,9 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """Go on from ``state`` at the next iteration.
 
         Raises StateMismatch, without a change, where the state is of another order of rows; it says what differs.
+        StateInvalid where it is none of a LakeLoader, or none that a job comes to.
         """
-        found, counts = ReaderState.from_plain(state), counts_steps()
+        found, counts = state_of_job(state), counts_steps()
         if counts:
             check_counted(found, self.topology[1])
         self._progress.load(found)

@@ -13,18 +13,16 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from lakeckpt.core.plan import Assignment, Plan, fit_lanes, rebase, replan, start
+from lakeckpt.core.reached import check_reached
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
-from lakeckpt.core.state import MAX_LANES, Identity, ReaderState
+from lakeckpt.core.state import MAX_EPOCH, MAX_LANES, Identity, ReaderState
 from lakeckpt.data.arguments import accepted_changes
 from lakeckpt.data.identity import IdentityOf, at_version, differing
 from lakeckpt.data.runs import Runs
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
 
-__all__ = ["MAX_EPOCH", "OVERRIDABLE", "Progress"]
-
-MAX_EPOCH = 1 << 31
-"""The last epoch that can be asked for."""
+__all__ = ["OVERRIDABLE", "Progress"]
 
 _SAME_ENDS = ({"short", "rows"}, {"drop", "even"})
 """What a user calls by one name, of batches and of single rows."""
@@ -188,9 +186,12 @@ class Progress:
         epoch = state.epoch + 1
         return start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
 
-    def load(self, state: ReaderState) -> None:
-        """Go on from ``state``; StateMismatch, without a change, where it is of another order of rows."""
-        identity = self.identity
+    def load(self, state: ReaderState, *, ahead: int = 0) -> None:
+        """Go on from ``state``; StateMismatch, without a change, where it is of another order of rows.
+
+        StateInvalid where no job comes to it: see `check_reached`, for ``ahead`` as well.
+        """
+        identity, given = self.identity, state
         if self.goes_on_elsewhere(state):
             if not _is_start(state):  # the loop has yet to see the end of an epoch of which nothing is left
                 identity = identity.of_version(state.identity)
@@ -207,6 +208,7 @@ class Progress:
                 "Open the dataset as the state names it, or list the fields to override in accept_changes= "
                 f"({', '.join(sorted(OVERRIDABLE))} can be overridden)."
             )
+        check_reached(given, ahead=ahead)
         if self.identity.tail != state.identity.tail or (state.row and not self._row_wise):
             state = rebase(state, identity)
         self.last_receipt = None

@@ -52,7 +52,7 @@ class WorkerTurns:
         mine = None if loaded is None else WorkerPlace.from_plain(loaded)
         if mine is not None:
             mine.check(worker, workers, world_size)
-            progress.load(mine.state)
+            progress.load(mine.state, ahead=workers)
         turn = epochs.join(
             rank,
             worker,
