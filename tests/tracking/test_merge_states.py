@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lakeckpt import merge_states
+from lakeckpt.core.state import ReaderState, Segment
 from lakeckpt.errors import (
     ConfigError,
     DisagreementError,
@@ -15,6 +17,7 @@ from lakeckpt.errors import (
     OverlapError,
     StateInvalid,
 )
+from tests.core.states import identity_of
 
 
 def part(rank: int, lanes: list[int], *, world_size: int = 2, num_lanes: int = 4, **fields: Any) -> dict[str, Any]:
@@ -30,6 +33,47 @@ def part(rank: int, lanes: list[int], *, world_size: int = 2, num_lanes: int = 4
 def test_equal_whole_states_are_the_state_of_the_job() -> None:
     state = {"epoch": 1, "step": 9}
     assert merge_states([state, dict(state), dict(state)]) == state
+
+
+def test_states_of_fewer_or_more_ranks_than_they_say_are_refused() -> None:
+    segment = Segment(micro_batch=0, step=0, num_lanes=4, batch_size=4, world_size=4)
+    state = ReaderState(identity=identity_of(40), epoch=1, segments=(segment,), step=1)
+    plain = state.to_plain()
+    assert merge_states(dict(plain) for _ in range(4)) == plain
+    with pytest.raises(MissingRanksError, match="ranks 2-3 of 4"):
+        merge_states([plain, plain])
+    with pytest.raises(OverlapError, match="5 states were given, of a job of 4 ranks"):
+        merge_states([plain] * 5)
+    over = replace(state, step=3).to_plain()
+    assert merge_states([over] * 2) == over  # as two ranks say it that go on with the next epoch
+    with pytest.raises(StateInvalid):
+        merge_states([{**plain, "segments": []}] * 2)
+
+
+def test_the_order_in_which_fields_were_set_makes_no_difference() -> None:
+    one = {"a": {"x": 1, "y": [{"p": 1, "q": 2}]}, "b": 2}
+    assert merge_states([one, {"b": 2, "a": {"y": [{"q": 2, "p": 1}], "x": 1}}]) == one
+    with pytest.raises(DisagreementError, match="'a'"):
+        merge_states([one, {**one, "a": {"x": 1, "y": [{"q": 1, "p": 2}]}}])
+
+
+def test_fields_may_be_numbers() -> None:
+    assert merge_states([{1: 2, "a": 3}, {"a": 3, 1: 2}]) == {1: 2, "a": 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ([None], StateInvalid, "got NoneType as state 0"),
+        ([{"a": 1}, "b"], StateInvalid, "got str as state 1"),
+        ("ab", StateInvalid, "got str as state 0"),
+        ({"a": 1}, ConfigError, "takes a list of the states of all ranks, got dict"),
+        (7, ConfigError, "got int"),
+    ],
+)
+def test_what_is_no_list_of_states_is_refused(given: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        merge_states(given)
 
 
 def test_a_rank_whose_whole_state_differs_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import reduce
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.errors import DisagreementError, GapError, MissingRanksError, OverlapError, WireDamaged
 from lakeckpt.tracking.tally import Tally, name_ranks
+from lakeckpt.wire.codec import dumps
 
 
 def receipt(start: int, stop: int, *, epoch: int = 0, rank: int = 0, world_size: int = 4) -> Receipt:
@@ -119,3 +121,22 @@ def test_a_damaged_message_is_refused() -> None:
 def test_ranks_in_words() -> None:
     assert name_ranks(Intervals.of([(5, 6)])) == "rank 5"
     assert name_ranks(Intervals.of([(0, 2), (5, 6)])) == "ranks 0-1, 5"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [1],
+        None,
+        {"world_size": "a", "reported": b"", "facts": {}, "claims": []},
+        {"world_size": 0, "reported": b"", "facts": {}, "claims": []},
+        {"world_size": 1, "reported": "", "facts": [], "claims": []},
+        {"world_size": 1, "reported": b"", "facts": {"a": 3}, "claims": []},
+        {"world_size": 1, "reported": b"", "facts": {}, "claims": [[0, 0]]},
+        {"world_size": 1, "reported": b"\xff", "facts": {}, "claims": []},
+    ],
+)
+def test_a_document_of_something_else_is_refused(value: Any) -> None:
+    with pytest.raises(WireDamaged):
+        Tally.from_bytes(dumps(value, kind="tally", version=(1, 0)))

@@ -11,11 +11,13 @@ guesses: a missing rank, a lane that two report or none, and any other field tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plain import integer, integers, listing
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import FORMAT, ReaderState
 from lakeckpt.errors import ConfigError, DisagreementError, GapError, OverlapError, StateInvalid
 from lakeckpt.tracking.tally import Tally
 from lakeckpt.wire.codec import dumps
@@ -28,20 +30,20 @@ def is_part(state: object) -> bool:
     return isinstance(state, Mapping) and "part" in state
 
 
-def merge_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_states(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the states that the ranks of one job gave at one cut, in any order, into the state of the job.
 
-    Whole states (not marked as parts) must all be equal, and give themselves; rank ``i`` is then ``parts[i]``.
+    Whole states (not marked as parts) must all be equal, and give themselves; rank ``i`` is then the ``i``-th of them.
+    Those of a `LakeLoader` say of how many ranks they are, save at the end of an epoch.
 
     Raises `MissingRanksError`, `OverlapError` (a rank or a lane twice), `GapError` (a lane of nobody),
-    `DisagreementError` (any other field differs), `StateInvalid` (a malformed part) and `ConfigError` (nothing, or
+    `DisagreementError` (any other field differs), `StateInvalid` (a malformed state) and `ConfigError` (nothing, or
     parts and whole states mixed).
     """
-    if not parts:
-        raise ConfigError("merge_states needs the states of all ranks, got none")
+    parts = _listed(parts)
     marked = [is_part(state) for state in parts]
     if not any(marked):
-        _agree([(rank, state) for rank, state in enumerate(parts)], world_size=len(parts))
+        _agree(list(enumerate(parts)), world_size=_ranks_of(parts))
         return dict(parts[0])
     if not all(marked):
         raise ConfigError(
@@ -56,6 +58,31 @@ def merge_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     _agree(list(zip([owner.rank for owner in owners], common, strict=True)), world_size=owners[0].world_size)
     lanes = _all_lanes(owners)
     return {**common[0], "num_lanes": owners[0].num_lanes, "lanes": [list(lane) for lane in lanes]}
+
+
+def _listed(parts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    if isinstance(parts, Mapping) or not isinstance(parts, Iterable):
+        raise ConfigError(f"merge_states takes a list of the states of all ranks, got {type(parts).__name__}")
+    found = list(parts)
+    if not found:
+        raise ConfigError("merge_states needs the states of all ranks, got none")
+    for rank, state in enumerate(found):
+        if not isinstance(state, Mapping):
+            raise StateInvalid(f"the state of a rank is a mapping, got {type(state).__name__} as state {rank}")
+    return found
+
+
+def _ranks_of(states: list[Mapping[str, Any]]) -> int:
+    """Of how many ranks whole states are. At the end of an epoch others than those that read it may give its state."""
+    if states[0].get("format") != FORMAT:
+        return len(states)
+    state = ReaderState.from_plain(states[0])
+    world_size = state.segment.world_size
+    if Plan(state).at_end:
+        return len(states)
+    if len(states) > world_size:
+        raise OverlapError(f"{len(states)} states were given, of a job of {world_size} ranks: give one of each rank")
+    return world_size
 
 
 class _Part:
@@ -82,17 +109,26 @@ def _agree(states: list[tuple[int, Mapping[str, Any]]], *, world_size: int) -> N
     tallies = []
     for rank, state in states:
         facts = {f"{name!r}": _told(value) for name, value in state.items()}
-        facts["the fields"] = ", ".join(sorted(state))
+        facts["the fields"] = ", ".join(sorted(map(str, state)))
         tallies.append(Tally.of_rank(rank, world_size=world_size, facts=facts))
     job = tallies[0].merge(*tallies[1:])
     job.settle(agreed=sorted(job.facts))
 
 
 def _told(value: object) -> str:
-    """A short text that differs where values do."""
+    """A short text that differs where values do; in which order dicts were filled makes no difference."""
+    value = _ordered(value)
     shown = repr(value)
     digest = dumps(value, kind="value", version=(1, 0))[-16:].hex()
     return shown if len(shown) <= 60 else f"{shown[:40]}… (digest {digest})"
+
+
+def _ordered(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _ordered(value[name]) for name in sorted(value, key=repr)}
+    if type(value) in (list, tuple):
+        return type(value)(map(_ordered, value))  # type: ignore[call-arg, call-overload]
+    return value
 
 
 def _all_lanes(owners: list[_Part]) -> list[tuple[int, ...]]:

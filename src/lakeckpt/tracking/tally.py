@@ -17,7 +17,7 @@ from typing import Any
 
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.errors import DisagreementError, GapError, MissingRanksError, OverlapError
+from lakeckpt.errors import DisagreementError, GapError, MissingRanksError, OverlapError, WireDamaged, WireError
 from lakeckpt.wire.codec import dumps, loads
 from lakeckpt.wire.varint import pack_intervals, unpack_intervals
 
@@ -155,8 +155,17 @@ class Tally:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Tally:
-        """The tally that `to_bytes` made ``data`` of; `WireError` for damage."""
-        plain: dict[str, Any] = loads(data, kind="tally", supported=_VERSION).value
+        """The tally that `to_bytes` made ``data`` of; `WireError` for damage, and for a document of anything else."""
+        plain = loads(data, kind="tally", supported=_VERSION).value
+        try:
+            return cls._from_plain(plain)
+        except WireError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise WireDamaged(f"this document is not of a tally: {error!r}") from error
+
+    @classmethod
+    def _from_plain(cls, plain: dict[str, Any]) -> Tally:
         return cls(
             world_size=plain["world_size"],
             reported=_unpacked(plain["reported"]),
