@@ -129,6 +129,10 @@ def state_of(**changes: Any) -> ReaderState:
         ({"row": 9}, "row 9 of micro-batches of 8 rows"),
         ({"step": 2**60}, "more than"),
         ({"identity": identity_of(100, endless=True)}, "counts its epochs itself"),
+        (
+            {"identity": identity_of(3, endless=True), "epoch": 0, "segments": (replace(FIRST, batch_size=2**16),)},
+            "reaches over 87382 epochs",
+        ),
         ({"base": Rest(begun=(), next_epoch=3)}, "cannot be the rest of epoch 2"),
         ({"base": Rest(begun=(LEFT,), next_epoch=4)}, "cannot be the rest of epoch 2"),
         ({"base": Rest(begun=(replace(LEFT, epoch=1),), next_epoch=3)}, "cannot be the rest of epoch 2"),

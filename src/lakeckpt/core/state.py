@@ -21,7 +21,17 @@ from lakeckpt.core.plain import integer, integers, listing, mapping, text
 from lakeckpt.core.rest import Left, Rest
 from lakeckpt.errors import StateInvalid
 
-__all__ = ["FORMAT", "MAX_EPOCH", "MAX_LANES", "MAX_ROWS", "MAX_VERSION", "Identity", "ReaderState", "Segment"]
+__all__ = [
+    "FORMAT",
+    "MAX_EPOCH",
+    "MAX_EPOCHS_AT_ONCE",
+    "MAX_LANES",
+    "MAX_ROWS",
+    "MAX_VERSION",
+    "Identity",
+    "ReaderState",
+    "Segment",
+]
 
 FORMAT = "lakeckpt.reader/1"
 """The name and major version of a plain state."""
@@ -34,6 +44,9 @@ MAX_LANES = 1 << 20
 
 MAX_ROWS = 1 << 56
 """The most rows of an epoch, and of all micro-batches of a state together: below it no product overflows 64 bits."""
+
+MAX_EPOCHS_AT_ONCE = 1 << 16
+"""The most epochs of an endless stream that a micro-batch reaches over: dealing it takes time in proportion to them."""
 
 MAX_VERSION = 64
 """The most characters of a table version's name."""
@@ -67,6 +80,10 @@ class Identity:
             raise ValueError(f"an epoch has 0 to {MAX_ROWS} rows, got {self.rows}")
         if self.endless and not self.rows:
             raise ValueError("an endless stream has epochs of at least one row, got 0")
+
+    def epochs_at_once(self, num_lanes: int, batch_size: int) -> int:
+        """Return over how many epochs a micro-batch reaches: one, save of an endless stream of few rows."""
+        return -(-batch_size * num_lanes // self.rows) if self.endless else 1
 
     def to_plain(self) -> dict[str, object]:
         """Return JSON-able values."""
@@ -206,6 +223,9 @@ class ReaderState:
             raise ValueError(
                 f"{reached} micro-batches of up to {self.segment.batch_size} rows are more than {MAX_ROWS}"
             )
+        epochs = max(self.identity.epochs_at_once(one.num_lanes, one.batch_size) for one in self.segments)
+        if epochs > MAX_EPOCHS_AT_ONCE:
+            raise ValueError(f"a micro-batch that reaches over {epochs} epochs: at most {MAX_EPOCHS_AT_ONCE} can be")
 
     def _check_base(self, base: Rest) -> None:
         epochs = [left.epoch for left in base.begun]

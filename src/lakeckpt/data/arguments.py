@@ -11,9 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from lakeckpt.core.state import MAX_EPOCHS_AT_ONCE, MAX_LANES, Identity
 from lakeckpt.errors import ConfigError, SchemaError
 
-__all__ = ["accepted_changes", "chosen_columns", "flag", "one_of", "optional", "positive", "whole"]
+__all__ = ["accepted_changes", "check_lanes", "chosen_columns", "flag", "one_of", "optional", "positive", "whole"]
 
 MOST = 1 << 31
 
@@ -69,6 +70,19 @@ def accepted_changes(changes: Any, overridable: Set[str]) -> frozenset[str]:
             "another meaning, and the rest of the epoch could not be read exactly"
         )
     return frozenset(names)
+
+
+def check_lanes(identity: Identity, num_lanes: int, batch_size: int) -> None:
+    """Refuse so many lanes, or micro-batches of an endless stream that reach over too many epochs."""
+    if num_lanes > MAX_LANES:
+        raise ConfigError(f"an epoch has at most {MAX_LANES} lanes, got {num_lanes}: give a smaller num_lanes=")
+    epochs = identity.epochs_at_once(num_lanes, batch_size)
+    if epochs > MAX_EPOCHS_AT_ONCE:
+        raise ConfigError(
+            f"an endless stream of {identity.rows} rows an epoch, in {num_lanes} lanes: a micro-batch of {batch_size} "
+            f"rows reaches over {epochs} epochs, and at most {MAX_EPOCHS_AT_ONCE} can be: give a smaller batch_size= "
+            "or num_lanes="
+        )
 
 
 def chosen_columns(schema: pa.Schema, columns: Sequence[str] | None) -> list[str] | None:

@@ -16,8 +16,8 @@ from lakeckpt.core.plan import Assignment, Plan, fit_lanes, rebase, replan, star
 from lakeckpt.core.reached import check_reached
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
-from lakeckpt.core.state import MAX_EPOCH, MAX_LANES, Identity, ReaderState
-from lakeckpt.data.arguments import accepted_changes
+from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState
+from lakeckpt.data.arguments import accepted_changes, check_lanes
 from lakeckpt.data.identity import IdentityOf, at_version, differing
 from lakeckpt.data.runs import Runs
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
@@ -173,8 +173,7 @@ class Progress:
         """Return the state that `settle` would go on from."""
         stored = None if self._state is None else self._state.segment.num_lanes
         num_lanes = num_lanes or fit_lanes(self._num_lanes, stored, world_size, workers)
-        if num_lanes > MAX_LANES:
-            raise ConfigError(f"an epoch has at most {MAX_LANES} lanes, got {num_lanes}: give a smaller num_lanes=")
+        check_lanes(self.identity, num_lanes, self._batch_size)
         topology = {"num_lanes": num_lanes, "batch_size": self._batch_size, "world_size": world_size}
         if self._state is None or self.over:
             return start(self.identity, epoch=self.epoch, **topology)
