@@ -79,13 +79,27 @@ def _module_without_parameters_anew(job: Job) -> None:
     left.extend(job.model.head.parameters())
 
 
+def _hook_registered(job: Job) -> None:
+    job.model.head.register_state_dict_post_hook(
+        lambda module, state, prefix, metadata: state.update({f"{prefix}bias": module.bias.detach() * 2})
+    )
+
+
 def _scaled(call: Callable[..., Any], by: float) -> Callable[..., Any]:
     return lambda *args, **kwargs: {key: value.detach() * by for key, value in call().items()}
 
 
 @pytest.mark.parametrize(
     "change",
-    [_state_loaded, _state_cleared, _state_anew, _one_state_anew, _module_anew, _module_without_parameters_anew],
+    [
+        _state_loaded,
+        _state_cleared,
+        _state_anew,
+        _one_state_anew,
+        _module_anew,
+        _module_without_parameters_anew,
+        _hook_registered,
+    ],
 )
 @pytest.mark.parametrize("steps", [0, 1])
 def test_what_was_replaced_is_captured_as_it_is_now(

@@ -111,7 +111,7 @@ class ModuleSource:
 
     def renew(self) -> bool:
         """See `Source`."""
-        if self._containers is not None and all(one.hold() for one in self._containers) and self._places.hold():
+        if self._containers is not None and _hold(self._containers) and self._places.hold():
             return False
         before = self._places
         self._take()
@@ -123,22 +123,21 @@ class ModuleSource:
         return lambda: document
 
 
-class _Contents:
-    """What was in a dict, under which names. It is held: else something new could be made where it lay, and be taken
-    for it."""
+_Contents = tuple[dict[Any, Any], list[Any], list[Any]]
+"""A dict, and what was in it, under which names. All is held: else something new could be made where it lay, and be
+taken for it."""
 
-    __slots__ = ("_held", "_names", "_of")
 
-    def __init__(self, of: dict[str, Any]) -> None:
-        self._of, self._names, self._held = of, list(of), list(of.values())
+def _contents(of: dict[Any, Any]) -> _Contents:
+    return of, list(of), list(of.values())
 
-    def hold(self) -> bool:
-        """Whether the same is in it still."""
-        return _are(self._of.values(), self._held) and list(self._of) == self._names
 
-    def are_of(self, of: object) -> bool:
-        """Whether it is this dict."""
-        return self._of is of
+def _hold(contents: Iterable[_Contents]) -> bool:
+    """Whether the same is in all of them still. There are five for each module, and nothing in most."""
+    for of, names, held in contents:
+        if len(of) != len(held) or (held and not (all(map(operator.is_, of.values(), held)) and list(of) == names)):
+            return False
+    return True
 
 
 def _are(some: Collection[object], others: Collection[object]) -> bool:
@@ -151,14 +150,16 @@ _MAKES = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def _containers(module: torch.nn.Module) -> list[_Contents] | None:
-    """All dicts in which the state of ``module`` lies, and what is in them; None where more than these makes it."""
+    """All dicts in which the state of ``module`` lies, and those of hooks that would change it, which are empty; None
+    where more than these makes it."""
     found = []
     for one in module.modules():
         kind, own = type(one), vars(one)
         overridden = any(name in own or getattr(kind, name) is not getattr(torch.nn.Module, name) for name in _MAKES)
-        if overridden or one._state_dict_hooks or one._state_dict_pre_hooks:
+        hooks = one._state_dict_hooks, one._state_dict_pre_hooks
+        if overridden or any(hooks):
             return None
-        found += [_Contents(each) for each in (one._modules, one._parameters, one._buffers)]
+        found += [_contents(each) for each in (one._modules, one._parameters, one._buffers, *hooks)]
     return found
 
 
@@ -206,8 +207,8 @@ class OptimizerSource:
             self._entries is not None
             and self._groups is not None
             and _are(optimizer.state, self._parameters)
-            and all(map(_Contents.are_of, self._entries, optimizer.state.values()))
-            and all(one.hold() for one in self._entries)
+            and _are(optimizer.state.values(), [of for of, _, _ in self._entries])
+            and _hold(self._entries)
             and (groups := _groups(optimizer)) is not None
             and _same_parameters(groups, self._groups)
             and self._places.hold()
@@ -253,7 +254,7 @@ def _entries(optimizer: torch.optim.Optimizer) -> list[_Contents] | None:
             value is None or isinstance(value, torch.Tensor) for value in state.values()
         ):
             return None
-        found.append(_Contents(state))
+        found.append(_contents(state))
     return found
 
 
