@@ -163,6 +163,17 @@ def test_the_state_of_another_kind_of_optimizer_is_refused_with_nothing_changed(
     assert not getattr(caught.value, "__notes__", [])
 
 
+class Boosted(torch.optim.Optimizer):
+    """Has got an option since it was saved, and can do without."""
+
+    def __init__(self, parameters: Any, lr: float, **options: Any) -> None:
+        super().__init__(parameters, {"lr": lr, **options})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group.get("boost", 1.0)
+
+
 class Own(torch.optim.Adam):
     """Loads as it wants to."""
 
@@ -198,6 +209,7 @@ def hooked(objects: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        (fresh("Boosted"), fresh("Boosted", boost=2.0)),
         (without(stepped("SGD"), "nesterov", "maximize", "foreach", "differentiable", "fused"), stepped("SGD")),
         (without(stepped("AdamW"), "foreach", "capturable", "decoupled_weight_decay", "fused"), fresh("AdamW")),
         (without(stepped("RMSprop"), "momentum", "centered", "capturable"), fresh("RMSprop")),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import pickle
 import subprocess
 import sys
@@ -165,6 +166,12 @@ def test_what_default_collate_makes_of_several_has_the_receipt_of_none(
     assert type(both) is Batch and not hasattr(both, "receipt")
     assert both["id"].shape == shape and both["more"]["pair"][0].shape == (8,) and number.shape == (8,)
     assert both["id"].reshape(-1).tolist() == list(range(both["id"].numel()))
+
+
+def test_one_row_that_default_collate_makes_a_batch_of_keeps_its_receipt(lake: Path) -> None:
+    dataset = LakeDataset(table_of(lake), batch_size=None, columns=["id"])
+    for number, row in enumerate(itertools.islice(DataLoader(dataset, batch_size=1), 3)):
+        assert type(row) is Batch and row["id"].shape == (1,) and row.receipt.row == number
 
 
 def with_pair(batch: Any) -> Any:

@@ -141,7 +141,10 @@ def _loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _of_options(name: str, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[str]:
-    """The options without which loading would leave the optimizer: torch takes groups as they were saved."""
+    """The options without which loading would leave one of torch's optimizers: it takes groups as they were saved.
+    Others may know what to do without an option that they have got since."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return []
     kind = type(optimizer).__name__
     return [
         f"{name}: group {number} has no {option!r} in the checkpoint, and {kind} needs it"

@@ -20,7 +20,7 @@ class Batch(dict[str, Any]):
 
     ``to`` keeps the receipt, and accelerate and Lightning move batches by it. What makes a batch anew from its columns
     alone, as transformers' Trainer and DistributedDataParallel on GPUs do, gets one without a receipt; so does torch's
-    default collate, which makes one of several.
+    default collate, where it makes one of several.
     """
 
     receipt: Receipt
@@ -50,7 +50,8 @@ class Batch(dict[str, Any]):
 
 def _collated(batches: list[Batch], *, collate_fn_map: Any = None) -> Batch:
     """What torch's default collate makes of batches. By itself it would fill a copy of the first, receipt and all."""
-    return Batch(collate([dict(batch) for batch in batches], collate_fn_map=collate_fn_map))
+    made = collate([dict(batch) for batch in batches], collate_fn_map=collate_fn_map)
+    return Batch(made, batches[0].__dict__.get("receipt") if len(batches) == 1 else None)
 
 
 default_collate_fn_map[Batch] = _collated

@@ -137,8 +137,8 @@ class Runs:
                 return run
         raise StateUnavailable(
             f"epoch {receipt.epoch}, step {receipt.step}, micro-batch {receipt.micro_batch} is not among what this "
-            "loader has delivered since the last checkpoint: pass the receipt of a batch that the loop received since "
-            "then"
+            "loader has delivered since the last checkpoint, or since restore(): pass the receipt of a batch that the "
+            "loop received since then, and begin to iterate after restore()"
         )
 
 
