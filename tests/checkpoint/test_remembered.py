@@ -408,6 +408,32 @@ def test_a_step_of_which_ranks_have_other_cuts_in_memory_is_not_restored(tmp_pat
         assert good(found) == [expected, expected]
 
 
+class PartReader(Reader):
+    """Consumption depends on the data: its state is this rank's part."""
+
+    def state_dict(self, at: Any = None) -> dict[str, Any]:
+        return super().state_dict(at) | {"part": {"rank": self.rank}}
+
+
+def test_a_step_of_which_ranks_tracked_other_readers_is_not_restored(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+    alive = []
+
+    def body(rank: int, exchange: HubExchange) -> int:
+        objects = objects_of(rank=rank, world_size=2) | ({} if rank else {"val": PartReader()})
+        options: dict[str, Any] = {"exchange": exchange, "waiter": waiter, "arenas": tmp_path / str(rank)}
+        saver = managed(storage, objects, **options)
+        alive.append(saver)
+        step = saver.restore()
+        if not step:
+            train(saver, objects, 2)
+        return step
+
+    for _ in range(2):
+        assert good(run_ranks(2, body, waiters=[waiter])) == [0, 0]
+
+
 def test_captures_by_the_clock_fall_on_the_same_steps_of_all_ranks(tmp_path: Path) -> None:
     storage = MemoryStorage()
 
