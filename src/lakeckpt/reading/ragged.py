@@ -7,7 +7,8 @@ beside it under the name ``x.is_null`` (bool, shape (rows,)); the masks of the e
 ``x.values.is_null``; those of a `Ragged` in its ``masks``, named as if its values were a column called ``values``.
 
 It is generic over the array type (numpy in ``reading``, torch in ``data``), of which it asks only slicing and
-subtraction. Nothing here runs per row, save ``tolist`` and `to_pylist`, which exist to look at data.
+subtraction, and of tensors what moves them. Nothing here runs per row, save ``tolist`` and `to_pylist`, which exist to
+look at data.
 """
 
 from __future__ import annotations
@@ -117,6 +118,16 @@ class Ragged(Generic[A]):
             offsets=function(self.offsets),
             kind=self.kind,
             masks={name: function(mask) for name, mask in self.masks.items()},
+        )
+
+    def pin_memory(self) -> Ragged[A]:
+        """Return the same column in pinned memory, where its arrays are tensors: torch's pinning asks for this."""
+        return self.map_arrays(lambda array: cast("Any", array).pin_memory() if hasattr(array, "pin_memory") else array)
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Ragged[A]:
+        """Return the same column on ``device``, where its arrays are tensors: what moves batches asks for this."""
+        return self.map_arrays(
+            lambda array: cast("Any", array).to(device, non_blocking=non_blocking) if hasattr(array, "to") else array
         )
 
     def tolist(self) -> list[Any]:

@@ -32,7 +32,7 @@ def watch_fsdp(gate: BubbleGate, model: torch.nn.Module) -> int:
         raise ConfigError(f"{type(model).__name__} has no module under fully_shard: call it before it is watched")
     watched = 0
     for module in modules:
-        for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):
+        for group in _groups(module):
             for name, site in _COLLECTIVES.items():
                 inner = getattr(group, name, None)
                 if inner is None:
@@ -43,6 +43,15 @@ def watch_fsdp(gate: BubbleGate, model: torch.nn.Module) -> int:
     if not watched:
         raise ConfigError(f"torch {torch.__version__} keeps the collectives of fully_shard where they are not found")
     return watched
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """What shards the parameters of ``module``: several, one in torch before 2.12, or none."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    one = getattr(state, "_fsdp_param_group", None)
+    return [] if one is None else [one]
 
 
 class _Watched:

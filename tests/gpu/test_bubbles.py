@@ -1,0 +1,85 @@
+"""Windows of a real device: where its work says they are, and captures that move in them are whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lakeckpt import Bubbles, CheckpointManager
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.bubbles.cuda_marks import CudaMarks
+from lakeckpt.checkpoint.bubbles.profile import read_profiles
+from lakeckpt.cli.main import main
+from lakeckpt.core.bubble_record import shares
+from lakeckpt.lake.local import LocalStorage
+from tests.checkpoint.capturing.reading import assert_same, kept_state, state_of
+from tests.gpu.device import DEVICE, MARKS, arenas
+
+__all__ = ["arenas"]
+pytestmark = [*MARKS, pytest.mark.skipif(DEVICE != "cuda", reason="only a device has a line of time of its own")]
+STEPS = 30
+CYCLES = 10**8  # some 50 ms
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(CYCLES)  # a forward pass of a length that is known
+        return self.inner(features)
+
+
+def test_marks_tell_the_devices_time() -> None:
+    marks = CudaMarks(torch.device(DEVICE))
+    torch.cuda.synchronize()
+    begin = marks.mark()
+    torch.cuda._sleep(2 * CYCLES)
+    end = marks.mark()
+    assert marks.seconds(begin, end) is None, "the device has not passed it"
+    marks.wait(end)
+    assert 0.02 < (marks.seconds(begin, end) or 0) < 2
+
+
+def test_captures_move_while_the_device_goes_forward(
+    tmp_path: Path, arenas: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(1)
+    model = Net().to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    objects = {"model": model, "optimizer": optimizer}
+    bubbles = Bubbles(DEVICE)
+    bubbles.watch(model)
+    with CheckpointManager(tmp_path / "run", objects, capture_every=1, arenas=arenas, bubbles=bubbles) as manager:
+        manager.restore()
+        for _ in range(STEPS):
+            model(torch.randn(64, 1024, device=DEVICE)).square().mean().backward()
+            torch.cuda._sleep(CYCLES // 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.step()
+        expected = state_of(objects)
+        manager._background._engine.wait()  # type: ignore[union-attr]
+        assert_same(kept_state(ArenaFolder(arenas), STEPS), expected)
+        complete = [one.step for one in manager._background._engine.records if one.complete]  # type: ignore[union-attr]
+        records = bubbles.gate.records()
+    assert len(complete) >= STEPS // 2, complete
+    assert len(records) >= STEPS // 2
+    for one in records:
+        for window in one.windows:
+            assert one.begin_s <= window.begin_s <= window.end_s <= one.end_s + 1e-6
+    lengths = [window.end_s - window.begin_s for one in records for window in one.windows if window.kind == "free"]
+    assert len(lengths) >= len(records) - 1 and min(lengths) > 0.02, "the forward pass was seen on the device"
+    told = shares(records)
+    assert told.moved_bytes > 0
+    print(f"windows {min(lengths):.4f} to {max(lengths):.4f} s; {told}")
+    (profile,) = read_profiles(LocalStorage(tmp_path / "run"))
+    assert profile.rank == 0
+    assert main(["report", str(tmp_path / "run"), "--trace", str(tmp_path / "trace.json")]) == 0
+    assert json.loads((tmp_path / "trace.json").read_text())
+    print(capsys.readouterr().out)
