@@ -20,12 +20,11 @@ def test_what_is_gathered_arrives_and_nothing_between_far_ones_is_touched(sizes:
         near.append((at + size, at + size + gap if gap < 64 else at + size))
         at += size + gap
     for _ in range(2):  # the second time as it was made ready the first time
-        for copy in packed(batch := Batch(pairs)):
-            copy.make()
+        packed(batch := Batch(pairs)).make()
     for low, high in near[:-1]:
         expected[low:high] = memory[low:high]  # what aligns tensors may hold anything
     assert torch.equal(memory, expected)
-    assert len(packed(batch)) <= len(pairs)
+    assert len(packed(batch).to) <= len(pairs)
 
 
 def test_many_small_tensors_are_one_copy_and_a_large_one_is_its_own() -> None:
@@ -33,4 +32,18 @@ def test_many_small_tensors_are_one_copy_and_a_large_one_is_its_own() -> None:
     small = [(memory[at : at + 60], torch.ones(60, dtype=torch.uint8)) for at in range(0, 640, 64)]
     large = (memory[1024 : 1024 + 2**19], torch.ones(2**19, dtype=torch.uint8))
     whole = (memory[2**20 - 64 : 2**20 - 32].view(torch.float32), torch.ones(8))
-    assert len(packed(Batch([*small, large, whole]))) == 3
+    ready = packed(Batch([*small, large, whole]))
+    assert len(ready.to) == len(ready.sources) == 3 and len(ready.gathers) == 1
+
+
+def test_what_is_conjugated_or_negated_lazily_arrives_as_it_is_read() -> None:
+    source = torch.randn(50, dtype=torch.complex64)
+    to = torch.zeros(3, 50, dtype=torch.complex64)
+    lazy = [source.conj(), torch.imag(source.conj()).to(torch.complex64), source]
+    batch = Batch([(row, one) for row, one in zip(to, lazy, strict=True)])
+    packed(batch).make()
+    assert all(torch.equal(row, one.resolve_conj().resolve_neg()) for row, one in zip(to, lazy, strict=True))
+    negated = torch.imag(source.conj())
+    assert negated.is_neg()
+    packed(Batch([(one := torch.zeros(50), negated)])).make()
+    assert torch.equal(one, negated.resolve_neg())
