@@ -38,7 +38,7 @@ from lakeckpt.checkpoint.retention import Retention
 from lakeckpt.checkpoint.staged import StagedCut
 from lakeckpt.checkpoint.unchanged import Earlier
 from lakeckpt.checkpoint.waiting import Waiter
-from lakeckpt.checkpoint.whole_states import joined_state, state_digest
+from lakeckpt.checkpoint.whole_states import joined_state
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import (
     AttemptSuperseded,
@@ -53,6 +53,7 @@ from lakeckpt.errors import (
     WireError,
 )
 from lakeckpt.lake.storage import Storage
+from lakeckpt.tracking.facts import facts_of
 from lakeckpt.tracking.merge import is_part
 
 __all__ = ["Attempt", "Publisher", "Settings"]
@@ -193,9 +194,10 @@ class Publisher:
             if isinstance(taken, StagedCut):
                 facts["tracked readers"] = ", ".join(map(repr, sorted(taken.readers))) or "none"
                 facts |= {
-                    f"state of reader {name!r}": state_digest(legs[-1].record.state)
+                    f"state of reader {name!r}, {what}": said
                     for name, legs in taken.readers.items()
                     if not is_part(legs[-1].record.state)
+                    for what, said in facts_of(legs[-1].record.state).items()
                 }
         except Exception as error:
             failure = failure or error
