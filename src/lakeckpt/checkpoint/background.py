@@ -12,21 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.link import AgentLike
 from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.agreement import everyone
+from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.indexes import documents_of
 from lakeckpt.checkpoint.journal import Leg, legs_to_bytes
 from lakeckpt.checkpoint.keep import checked_metric
-from lakeckpt.checkpoint.publish import Attempt
-from lakeckpt.checkpoint.report import CheckpointInfo
+from lakeckpt.checkpoint.report import CheckpointInfo, Remarks
 from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.errors import (
     ArenaError,
@@ -58,8 +58,8 @@ class Saved:
     info: CheckpointInfo | None
     error: LakeckptError | None
     took_s: float
-    unpruned: str = ""
-    """Why checkpoints that are not to be kept could not be removed behind it."""
+    remarks: Remarks = field(default_factory=Remarks)
+    """On the commit."""
 
 
 class Background:
@@ -275,8 +275,8 @@ class Background:
                 error = CheckpointIncomplete(outcome.text)
             elif not isinstance(error, (CheckpointError, TrackingError, StateError)):
                 error = SaveFailed(outcome.text)
-        unpruned = "" if info is None else outcome.text
-        return Saved(step=outcome.step, info=info, error=error, took_s=outcome.took_s, unpruned=unpruned)
+        remarks = Remarks() if info is None else Remarks(lost=outcome.lost, unpruned=outcome.text)
+        return Saved(step=outcome.step, info=info, error=error, took_s=outcome.took_s, remarks=remarks)
 
     def wait(self) -> None:
         """Return when something came of every save, or raise `CheckpointIncomplete` where the agent is silent."""

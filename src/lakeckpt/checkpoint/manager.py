@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.opening import Place, open_background
 from lakeckpt.checkpoint.policy import Policy, policy_of
 from lakeckpt.checkpoint.publish import Publisher, Settings
 from lakeckpt.checkpoint.ranks import check_topology, exchange_of
-from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, RestoreReport, SaveWarning, warn_of_unpruned
+from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, RestoreReport, SaveWarning
 from lakeckpt.checkpoint.restorer import Restorer
 from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
@@ -308,7 +308,7 @@ class CheckpointManager:
         self._saved_step = self._step
         held_s = self._waiter.now() - begun_s
         self._schedule.saved(cost_s=held_s, took_s=held_s)
-        warn_of_unpruned(saver.unpruned)
+        saver.remarks.warn()
         return info
 
     def _cut(self, background: Background, *, due: bool, captured: bool) -> CheckpointInfo | None:
@@ -335,10 +335,10 @@ class CheckpointManager:
 
     def _heard(self, background: Background, *, wanted: int | None = None) -> CheckpointInfo | None:
         """The newest commit that was heard of, or what came of the save of step ``wanted``."""
-        newest, failure, unpruned = None, None, ""
+        newest, failure, remarks = None, None, Remarks()
         for one in background.heard():
             if one.info is not None:
-                unpruned = one.unpruned
+                remarks = one.remarks
                 self._schedule.saved(took_s=one.took_s)
                 self._saved_step = one.step
                 newest, failure = one.info, None
@@ -346,7 +346,7 @@ class CheckpointManager:
                 failure = one.error
         if failure is not None and (newest is None or wanted not in (None, newest.step)):
             raise failure
-        warn_of_unpruned(unpruned)
+        remarks.warn()
         return newest
 
     def _place(self) -> Place:

@@ -16,6 +16,7 @@ from lakeckpt.checkpoint.keep import checked_metric
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import SaveId
 from lakeckpt.checkpoint.publish import Publisher
+from lakeckpt.checkpoint.report import Remarks
 from lakeckpt.checkpoint.staged import StagedCut
 from lakeckpt.tracking.exchange import Exchange
 
@@ -55,9 +56,9 @@ class Saver:
         return manifest
 
     @property
-    def unpruned(self) -> str:
-        """Why checkpoints that are not to be kept could not be removed behind the last one; empty: they were."""
-        return self._publisher.unpruned
+    def remarks(self) -> Remarks:
+        """On the last commit."""
+        return self._publisher.remarks
 
     def _taken(self, step: int, metric: Any) -> StagedCut | Exception:
         try:
