@@ -225,6 +225,10 @@ def test_an_iterator_of_which_nothing_was_asked_ends_no_epoch(lake: Path, batch_
         one.load_state_dict(state)  # what was begun before is not of this place
         iter(one)
         assert one.epoch == 0
+        one.load_state_dict(state)
+        for epoch in range(3):  # a loop that asks hears of each end once, whatever is asked in between
+            assert one.epoch == epoch and one.state_dict()["epoch"] == epoch
+            list(one)
 
 
 def test_dropped_tails_are_only_the_ends_of_lanes(lake: Path) -> None:

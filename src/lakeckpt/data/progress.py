@@ -330,7 +330,7 @@ class Progress:
         """Note that the loop saw the end of the epoch at hand: of all ranks' rows, also where others had the last."""
         if self.plan.steps is not None:
             self._reached = (self.plan.steps, 0)
-        self.over = True
+        self.over, self._began = True, -1
         self._runs.finish(moves=self._moves)
         self._leave_rest()
 
