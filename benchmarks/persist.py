@@ -37,12 +37,13 @@ from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.log import put_entry
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.manifest import Begin
-from lakeckpt.checkpoint.publish import Attempt, Settings
+from lakeckpt.checkpoint.publish import Settings
 from lakeckpt.checkpoint.waiting import SystemWaiter
 from lakeckpt.lake.local import LocalStorage
 

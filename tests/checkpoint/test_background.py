@@ -21,11 +21,11 @@ import torch
 
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.cuts import Journal
 from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.publish import Attempt
 from lakeckpt.checkpoint.report import CaptureWarning, RetentionWarning, SaveWarning
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.checkpoint.waiting import SystemWaiter

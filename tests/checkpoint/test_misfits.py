@@ -149,6 +149,9 @@ class Second(First):
         (stepped("SGD", momentum=0.9), fresh("Adam"), "optimizer: group 0 has no 'betas' in the checkpoint"),
         (stepped("SGD"), stepped("Adam"), "group 0 has no 'eps' in the checkpoint, and Adam needs it"),
         (fresh("Adam"), fresh("SGD"), "group 0 has no 'momentum'"),
+        (stepped("Adam"), fresh("Adamax"), "parameter 1 has no 'exp_inf' in the checkpoint, and Adamax needs it"),
+        (stepped("Adamax"), fresh("AdamW"), "parameter 0 has no 'exp_avg_sq' in the checkpoint, and AdamW needs it"),
+        (stepped("Adam"), fresh("Adafactor"), "group 0 has no 'beta2_decay' in the checkpoint, and Adafactor needs it"),
         (stepped("First"), stepped("Second"), "parameter 0 has 'first' in the checkpoint, and 'second' here"),
     ],
 )
@@ -198,6 +201,14 @@ def marked(objects: dict[str, Any]) -> dict[str, Any]:
     return objects
 
 
+def noted(objects: dict[str, Any]) -> dict[str, Any]:
+    """With a state of the user's own, and without one that a step makes where it is missing."""
+    state = objects["optimizer"].state[objects["model"].weight]
+    state["note"] = torch.ones(())
+    del state["momentum_buffer"]
+    return objects
+
+
 def hooked(objects: dict[str, Any]) -> dict[str, Any]:
     """With a hook that makes the state fit."""
     objects["optimizer"].register_load_state_dict_pre_hook(
@@ -222,6 +233,9 @@ def hooked(objects: dict[str, Any]) -> dict[str, Any]:
         (stepped("RMSprop", centered=True), stepped("RMSprop", momentum=0.9)),
         (stepped("SGD", momentum=0.9), stepped("SGD")),
         (fresh("Adam"), stepped("Adam")),
+        (fresh("Adam"), fresh("Adamax")),
+        (noted(stepped("SGD", momentum=0.9)), fresh("SGD")),
+        (stepped("Adafactor"), fresh("Adafactor")),
         (without(stepped("Adam"), "betas"), fresh("Own")),
         (without(stepped("SGD"), "momentum"), hooked(fresh("SGD"))),
     ],

@@ -218,6 +218,26 @@ def test_a_rank_whose_reader_disagrees_is_named_and_nothing_is_committed() -> No
     assert not any(name.startswith("objects/") for name in storage.objects)
 
 
+def test_what_differs_between_the_readers_of_ranks_is_named_with_both_values() -> None:
+    """Rank 1 reads in another order, and rank 2 has read further: no digest tells a user which."""
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        reader = Reader(rank=rank, world_size=3, seed=4 if rank == 1 else 3)
+        saver = manager(storage, {"reader": reader}, exchange=exchange, waiter=EventWaiter(storage))
+        saver.restore()
+        batches = iter(reader)
+        for _ in range(2 if rank == 2 else 1):
+            next(batches)
+        saver.step()
+        saver.save()
+
+    for result in run_ranks(3, body):
+        assert isinstance(result, DisagreementError)
+        assert "state of reader 'reader', 'identity'/'seed': 3 on ranks 0, 2; 4 on rank 1" in str(result)
+        assert "state of reader 'reader', 'step': 1 on ranks 0-1; 2 on rank 2" in str(result)
+
+
 def test_a_rank_that_is_a_step_behind_is_named() -> None:
     storage = MemoryStorage()
 

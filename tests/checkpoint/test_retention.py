@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.report import DamageWarning, RetentionWarning
 from lakeckpt.checkpoint.retention import Retention
 from lakeckpt.checkpoint.verify import VerifyReport, verify
-from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, ConfigError, SaveFailed, StorageError
+from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, ConfigError, SaveFailed, SaveLeftOut, StorageError
 from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.patience import PATIENCE_S
@@ -252,7 +252,10 @@ def test_a_metric_is_of_its_cut_alone_and_a_save_may_give_another() -> None:
     assert metrics_of(storage) == {1: 7.0, 2: 5.0, 4: None}
 
 
-@pytest.mark.parametrize("metric", ["low", [1.0], torch.ones(2)])
+NO_NUMBERS = ["low", [1.0], torch.ones(2), pytest.param(10**400, id="huge"), 1j, torch.ones(1, dtype=torch.complex64)]
+
+
+@pytest.mark.parametrize("metric", [*NO_NUMBERS, torch.ones((), device="meta")])
 def test_a_metric_that_is_no_number_is_refused_before_the_cut(metric: Any) -> None:
     saver = manager(MemoryStorage(), {"n": Counter()})
     saver.restore()
@@ -341,7 +344,70 @@ def test_a_rule_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
         Keep(**wrong)
 
 
-@pytest.mark.parametrize("metric", ["low", [1.0], torch.ones(2)])
+class Late:
+    """A tensor of one element that cannot be looked at, which shows when it is."""
+
+    is_meta = False
+
+    def numel(self) -> int:
+        return 1
+
+    def is_complex(self) -> bool:
+        return False
+
+    def detach(self) -> Late:
+        return self
+
+    def clone(self) -> Late:
+        return self
+
+    def __float__(self) -> float:
+        raise RuntimeError("an error of the device")
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_metric_that_turns_out_to_be_none_when_it_is_saved_is_told_to_all_ranks(
+    captures: bool, tmp_path: Path
+) -> None:
+    storage, found = MemoryStorage(), {}
+    waiter = EventWaiter(storage)
+    more = {"capture_every": 1, "arenas": tmp_path, "timeout_s": PATIENCE_S} if captures else {}
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        saver = manager(storage, {"n": Counter([TENSOR])}, exchange=exchange, waiter=waiter, **more)
+        saver.restore()
+        saver.step(metric=Late() if rank == 0 else 1.0)
+        try:
+            saver.save()
+        except Exception as error:
+            found[rank] = error
+        saver.step(metric=2.0)
+        saver.save()
+        saver.close()
+
+    good(run_ranks(2, body))
+    assert isinstance(found[0], ConfigError) and "metric is a number" in str(found[0])
+    assert isinstance(found[1], SaveFailed | SaveLeftOut) and "rank 0" in str(found[1])
+    assert metrics_of(storage) == {2: 2.0}
+
+
+@pytest.mark.parametrize("metric", NO_NUMBERS)
+def test_a_rank_whose_metric_is_refused_where_a_save_falls_may_call_again_and_all_save(metric: Any) -> None:
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        saver = manager(storage, {"n": Counter()}, exchange=exchange, waiter=EventWaiter(storage), persist_every=1)
+        saver.restore()
+        if rank == 0:
+            with pytest.raises(ConfigError, match="metric is a number"):
+                saver.step(metric=metric)
+        saver.step(metric=3.0)
+
+    good(run_ranks(2, body))
+    assert metrics_of(storage) == {1: 3.0}
+
+
+@pytest.mark.parametrize("metric", NO_NUMBERS)
 def test_a_metric_that_is_no_number_is_refused(metric: Any) -> None:
     saver = manager(MemoryStorage(), {"n": Counter()})
     saver.restore()

@@ -20,6 +20,7 @@ from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.digests import LEAF_BYTES, content_digest, leaf_digests
 from lakeckpt.checkpoint.dtypes import TensorSpec
@@ -29,7 +30,7 @@ from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.load import load
 from lakeckpt.checkpoint.parts import PartRecord, SaveId
 from lakeckpt.checkpoint.persist import OwnedTensor
-from lakeckpt.checkpoint.publish import Attempt, Settings
+from lakeckpt.checkpoint.publish import Settings
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.slabs import digests_of_slabs, slab_specs
 from lakeckpt.checkpoint.staged import StagedTensor
@@ -37,7 +38,7 @@ from lakeckpt.checkpoint.unchanged import Earlier
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import CheckpointDamaged
 from lakeckpt.lake.local import LocalStorage
-from tests.checkpoint.agent.rig import begin
+from tests.checkpoint.agent.rig import RUN, begin
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.patience import PATIENCE_S
 
@@ -357,7 +358,7 @@ def test_cuts_in_an_arena_are_persisted_slab_by_slab(tmp_path: Path) -> None:
     folder, identity = ArenaFolder(tmp_path / "arenas"), identity_of(bytes(16), rank=0, world_size=1)
     engine = CaptureEngine({"model": module}, identity, folder=folder, generations=3)
     generations = Generations(folder, identity)
-    attempt = Attempt(run="run", number=0, last=0, parent=None, seed=0)
+    attempt = Attempt(run=RUN, number=0, last=0, parent=None, seed=0)
     wrote, said = [], list[Outcome]()
     try:
         for step, row in enumerate((0, 2999, 1500, 1500), 1):

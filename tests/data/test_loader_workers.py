@@ -52,6 +52,34 @@ def test_breaks_with_batches_in_flight_lose_nothing(lake: Path, expected: list[l
         assert sorted(flat(resumed) + flat_of_two(lake)) == list(range(ROWS))
 
 
+def kill_one(loader: LakeLoader) -> None:
+    assert loader._workers is not None
+    process = loader._workers._all[-1].process
+    process.kill()
+    process.join()
+
+
+@pytest.mark.parametrize("then_starts", [False, True])
+def test_a_persistent_worker_that_is_killed_between_two_iterations_is_replaced(
+    lake: Path, expected: list[list[int]], then_starts: bool
+) -> None:
+    loader = loader_of(lake, num_lanes=6, num_workers=2, loader={"persistent_workers": True})
+    before = set(multiprocessing.active_children())
+    found = ids(some(loader, 2))
+    for rest in (3, None):  # in the midst of an epoch, and for the next one
+        if then_starts:
+            loader.start()
+        kill_one(loader)
+        found += ids(loader if rest is None else some(loader, rest))
+    assert found == expected
+    if then_starts:
+        loader.start()
+    kill_one(loader)
+    assert sorted(flat(loader)) == list(range(ROWS)) and loader.epoch == 2
+    del loader
+    assert set(multiprocessing.active_children()) <= before
+
+
 def flat_of_two(lake: Path) -> list[int]:
     reference = loader_of(lake, num_lanes=6)
     reference.set_epoch(1)

@@ -81,6 +81,34 @@ def test_a_rank_whose_whole_state_differs_is_named() -> None:
         merge_states([{"step": 9}, {"step": 8}, {"step": 9}])
 
 
+def test_every_field_that_differs_is_named_by_its_path() -> None:
+    segments = [[step, 10 * step, 8, 32, 4] for step in range(8)]
+    one = {"identity": {"table": "a", "seed": 7}, "step": 9, "segments": segments}
+    other = {"identity": {"table": "a", "seed": 8}, "step": 8, "segments": [*segments[:-1], [7, 70, 8, 32, 2]]}
+    with pytest.raises(DisagreementError) as caught:
+        merge_states([one, other])
+    text = str(caught.value)
+    assert "'identity'/'seed': 7 on rank 0; 8 on rank 1" in text and "'step': 9 on rank 0; 8 on rank 1" in text
+    assert "[7, 70, 8, 32, 4]] (digest" in text and "[7, 70, 8, 32, 2]] (digest" in text
+    assert "'table'" not in text
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": {}}, {"a": None}),
+        ({"a": {"b": 1}}, {"a/b": 1}),
+        ({"a": 1}, {"a": True}),
+        ({"a": [1] * 50}, {"a": [*[1] * 20, 2, *[1] * 29]}),
+        ({"a": {}}, {}),
+        ({"a" * 70: 1}, {"a" * 71: 1}),
+    ],
+)
+def test_states_that_look_alike_and_are_not_are_told_apart(one: dict[str, Any], other: dict[str, Any]) -> None:
+    with pytest.raises(DisagreementError):
+        merge_states([one, other])
+
+
 def test_a_rank_with_other_fields_is_named() -> None:
     with pytest.raises(DisagreementError, match="rank 1"):
         merge_states([{"step": 9}, {"step": 9, "more": 1}])

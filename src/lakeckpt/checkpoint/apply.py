@@ -1,8 +1,8 @@
 """Does a loaded state fit the live objects, and how is it put into them?  First all is compared, then all is applied.
 
-`differences` lists every missing, extra and mis-shaped entry before anything is touched, the options that an optimizer
-would be left without among them, and what the memory of a live tensor cannot hold. `apply` then loads readers and
-small objects, with a copy of their old state to go back to if one refuses after all, on any rank. Optimizers and
+`differences` lists every missing, extra and mis-shaped entry before anything is touched, the options and states that an
+optimizer would be left without among them, and what the memory of a live tensor cannot hold. `apply` then loads readers
+and small objects, with a copy of their old state to go back to if one refuses after all, on any rank. Optimizers and
 modules, whose entries were compared one by one, come last: see ``in_place``. Types come from the live objects, so that
 nothing in a file can name code.
 """
@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from itertools import chain
 from typing import Any
 
@@ -130,7 +131,8 @@ def _of_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, specs:
                     f"{list(parameter.shape)}"
                 )
     if _loads_as_torch_does(optimizer):
-        lines += _of_options(name, optimizer, tree["param_groups"]) + _of_states(name, optimizer, tree)
+        lines += _of_options(name, optimizer, tree["param_groups"])
+        lines += _of_states(name, optimizer, tree) or _of_kind(name, optimizer, tree)
     return lines
 
 
@@ -143,7 +145,7 @@ def _loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
 def _of_options(name: str, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[str]:
     """The options without which loading would leave one of torch's optimizers: it takes groups as they were saved.
     Others may know what to do without an option that they have got since."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if not _is_of_torch(optimizer):
         return []
     kind = type(optimizer).__name__
     return [
@@ -154,17 +156,66 @@ def _of_options(name: str, optimizer: torch.optim.Optimizer, groups: list[dict[s
     ]
 
 
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
 def _completed(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups with what ``__setstate__`` fills in that older versions did not have; none where it cannot be asked.
     It is asked of a stand-in without parameters."""
     found = [copy.deepcopy({**group, "params": []}) for group in groups]
-    stand_in = object.__new__(type(optimizer))
-    stand_in.__dict__ |= vars(optimizer) | {"defaults": dict(optimizer.defaults)}
     try:
-        stand_in.__setstate__({"state": defaultdict(dict), "param_groups": found})
+        _stand_in(optimizer).__setstate__({"state": defaultdict(dict), "param_groups": found})
     except Exception:  # with parameters it may well do
         return []
     return found
+
+
+def _stand_in(optimizer: torch.optim.Optimizer) -> Any:
+    """Another one of its kind."""
+    stand_in = object.__new__(type(optimizer))
+    stand_in.__dict__ |= vars(optimizer) | {"defaults": dict(optimizer.defaults)}
+    return stand_in
+
+
+def _of_kind(name: str, optimizer: torch.optim.Optimizer, tree: Any) -> list[str]:
+    """The states without which the first step of one of torch's optimizers would fail: those of another kind whose
+    options do for this one, as Adam's do for Adamax."""
+    if not _is_of_torch(optimizer):
+        return []
+    lines, kind = [], type(optimizer).__name__
+    for saved, group in zip(tree["param_groups"], _completed(optimizer, tree["param_groups"]), strict=False):
+        found: dict[frozenset[Any], str | None] = {}
+        for number in saved["params"]:
+            state = _dict(tree["state"].get(number))
+            keys = frozenset(state)
+            if keys not in found:
+                found[keys] = _missed(optimizer, group, state) if state else None
+            if found[keys] is not None:
+                lines.append(
+                    f"{name}: parameter {number} has no {found[keys]!r} in the checkpoint, and {kind} needs it"
+                )
+    return lines
+
+
+def _missed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], state: Mapping[Any, Any]) -> str | None:
+    """What a step looks up first and does not find in ``state``: what a stand-in does before it computes anything,
+    with a parameter of one element. None where all is there, or where that cannot be asked."""
+    parameter = torch.zeros(1, 1, requires_grad=True)
+    parameter.grad = torch.zeros(1, 1)
+    values = {key: torch.zeros(()) if isinstance(value, TensorRef) else value for key, value in state.items()}
+    stand_in = _stand_in(optimizer)
+    stand_in.state = defaultdict(dict, {parameter: values})
+    try:
+        looks_up = stand_in._init_group
+        lists: list[list[Any]] = [[] for _ in list(signature(looks_up).parameters)[1:]]
+        looks_up({**group, "params": [parameter]}, *lists)
+    except KeyError as error:
+        key = error.args[0] if error.args else None
+        return key if isinstance(key, str) and key not in {*state, *optimizer.defaults} else None
+    except Exception:  # of values that are none of its own
+        return None
+    return None
 
 
 def _of_states(name: str, optimizer: torch.optim.Optimizer, tree: Any) -> list[str]:

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.link import AgentLike
 from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.agreement import everyone
+from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.indexes import documents_of
 from lakeckpt.checkpoint.journal import Leg, legs_to_bytes
-from lakeckpt.checkpoint.publish import Attempt
-from lakeckpt.checkpoint.report import CheckpointInfo
+from lakeckpt.checkpoint.keep import checked_metric
+from lakeckpt.checkpoint.report import CheckpointInfo, Remarks
 from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.errors import (
     ArenaError,
@@ -56,8 +58,8 @@ class Saved:
     info: CheckpointInfo | None
     error: LakeckptError | None
     took_s: float
-    unpruned: str = ""
-    """Why checkpoints that are not to be kept could not be removed behind it."""
+    remarks: Remarks = field(default_factory=Remarks)
+    """On the commit."""
 
 
 class Background:
@@ -120,19 +122,21 @@ class Background:
         if failure is not None:
             raise failure
 
-    def save(self, step: int, metric: float | None, *, patient: bool) -> bool:
-        """Capture the cut of ``step``, and have it persisted. False where some rank has no arena: nothing was begun,
-        and nothing will be; the first call settles that with all ranks.
+    def save(self, step: int, metric: Any, *, patient: bool) -> bool:
+        """Capture the cut of ``step``, which is as good as ``metric`` (`held_metric`), and have it persisted. False
+        where some rank has no arena: nothing was begun, and nothing will be; the first call settles that with all
+        ranks.
 
         ``patient``: wait where all memory of the arena is still being persisted, instead of giving this save up.
         Whatever is raised here, the agents of all ranks give the save up together.
         """
         failure: Exception | None = None
-        captured, legs = False, self._journal.legs(step)
+        captured, legs, good = False, self._journal.legs(step), None
         try:
             if self._ready:  # an order of this very step, perhaps: all ranks give it before they give the next one
                 self._engine.wait()
                 self._give()
+            good = checked_metric(metric)
             captured = self._no_arena is None and (
                 self._has_captured(step) or self._capture(step, legs, must=True, patient=patient)
             )
@@ -153,7 +157,7 @@ class Background:
         self._captured = None
         documents = self._new_documents()
         self._told |= documents.keys()
-        order = Order(step=step, number=self.attempt.saves, metric=metric, documents=documents)
+        order = Order(step=step, number=self.attempt.saves, metric=good, documents=documents)
         self.attempt.saves += 1
         if captured:
             self._ready[step, order.number] = order
@@ -271,8 +275,8 @@ class Background:
                 error = CheckpointIncomplete(outcome.text)
             elif not isinstance(error, (CheckpointError, TrackingError, StateError)):
                 error = SaveFailed(outcome.text)
-        unpruned = "" if info is None else outcome.text
-        return Saved(step=outcome.step, info=info, error=error, took_s=outcome.took_s, unpruned=unpruned)
+        remarks = Remarks() if info is None else Remarks(lost=outcome.lost, unpruned=outcome.text)
+        return Saved(step=outcome.step, info=info, error=error, took_s=outcome.took_s, remarks=remarks)
 
     def wait(self) -> None:
         """Return when something came of every save, or raise `CheckpointIncomplete` where the agent is silent."""

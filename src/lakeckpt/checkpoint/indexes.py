@@ -1,7 +1,8 @@
 """What does a run keep of the tables that it reads?  The footer index of each, and the row selection of each filter.
 
-They are written once, under their digests, and never change. A filter's rows are counted once for a run: `offer` hands
-a reader what the run has saved, and `save` saves what was counted, so that no attempt counts again what another has.
+They are written once, under their digests, and never change; `Documents` writes them once more where a run has lost
+them. A filter's rows are counted once for a run: `offer` hands a reader what the run has saved, and `save` saves what
+was counted, so that no attempt counts again what another has.
 
 Imports without torch.
 """
@@ -9,7 +10,7 @@ Imports without torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from lakeckpt.checkpoint.ledger import INDEX, index_path, selection_path
@@ -18,7 +19,7 @@ from lakeckpt.lake.selection import FILTER_DIGITS, RowSelection
 from lakeckpt.lake.storage import Storage
 from lakeckpt.tracking.readers import index_of, versions_of
 
-__all__ = ["Document", "documents_of", "filtered", "offer", "save"]
+__all__ = ["Document", "Documents", "documents_of", "filtered", "offer", "save"]
 
 
 class Document(Protocol):
@@ -70,3 +71,33 @@ def save(storage: Storage, reader: object) -> None:
     for path, document in documents_of(reader).items():
         if isinstance(document, RowSelection) and not storage.list(path):
             storage.put(path, [document.dumps()])
+
+
+class Documents:
+    """The documents of a run that one attempt writes. Used by the thread that publishes."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._known: dict[str, Callable[[], bytes]] = {}
+        self._written: set[str] = set()
+        self._new: frozenset[str] = frozenset()
+
+    def write(self, documents: Mapping[str, Callable[[], bytes]]) -> None:
+        """Write what is not in the run yet of ``documents`` (path → what makes it), and of those kept."""
+        self._new = frozenset(documents)
+        self._known |= documents
+        for path, make in self._known.items():
+            if path not in self._written and not self._storage.list(path):
+                self._storage.put(path, [make()])
+            self._written.add(path)
+
+    def forget_written(self) -> None:
+        """The run may have lost what was written."""
+        self._written.clear()
+
+    def keep(self, indexes: Iterable[str | None]) -> None:
+        """Keep what the last `write` was given, and what belongs to the tables whose indexes have these digests, so as
+        to write it once more if need be; nothing else."""
+        folders = tuple(f"{INDEX}/{digest}" for digest in indexes if digest is not None)
+        kept = {path for path in self._known if path in self._new or path.startswith(folders)}
+        self._known = {path: make for path, make in self._known.items() if path in kept}

@@ -16,6 +16,8 @@ from lakeckpt.errors import ConfigError
 
 __all__ = ["Commit", "Keep", "Ranked", "checked_metric", "held_metric", "kept_ever_since", "kept_of"]
 
+_NO_NUMBER = "metric is a number that says how good the state is"
+
 
 class Ranked(Protocol):
     """What the rule looks at of a checkpoint."""
@@ -120,8 +122,8 @@ def held_metric(metric: Any) -> Any:
     for a GPU, and no graph is kept. `ConfigError` where it can be no number."""
     if not hasattr(metric, "detach"):
         return checked_metric(metric)
-    if metric.numel() != 1:
-        raise ConfigError(f"metric is a number that says how good the state is, got {metric!r:.80}")
+    if metric.numel() != 1 or metric.is_complex() or metric.is_meta:
+        raise ConfigError(f"{_NO_NUMBER}, got {metric!r:.80}")
     return metric.detach().clone()
 
 
@@ -131,5 +133,5 @@ def checked_metric(metric: object) -> float | None:
         return None
     try:
         return float(metric)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"metric is a number that says how good the state is, got {metric!r:.80}") from error
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ConfigError(f"{_NO_NUMBER}, got {metric!r:.80}") from error

@@ -21,14 +21,14 @@ from lakeckpt.checkpoint.arguments import check_capturing, check_settings, check
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.commit import Verify
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader
-from lakeckpt.checkpoint.keep import Keep, checked_metric, held_metric
+from lakeckpt.checkpoint.keep import Keep, held_metric
 from lakeckpt.checkpoint.log import list_slots, read_entry
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.opening import Place, open_background
 from lakeckpt.checkpoint.policy import Policy, policy_of
 from lakeckpt.checkpoint.publish import Publisher, Settings
 from lakeckpt.checkpoint.ranks import check_topology, exchange_of
-from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, RestoreReport, SaveWarning, warn_of_unpruned
+from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, RestoreReport, SaveWarning
 from lakeckpt.checkpoint.restorer import Restorer
 from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
@@ -216,7 +216,8 @@ class CheckpointManager:
         of training; by default, all that the readers have delivered. ``metric`` says how good this state is, for
         ``keep=Keep(best=…)``, whenever this cut is saved; rank 0's counts. Saves if the policy says so, and returns
         what was committed, else None; with ``capture_every``, a save only begins, and what is returned, or raised, is
-        what came of an earlier one. Errors as for `save`.
+        what came of an earlier one. Errors as for `save`; and `ConfigError` where a receipt or the metric is none,
+        before the cut and on this rank alone, which may call again: where a save falls, the others wait for it.
         """
         saver = self._ready()
         receipts = by_reader(consumed, self._tracks)
@@ -245,8 +246,8 @@ class CheckpointManager:
         is ``capture_every``) the save only begins, and None is returned.
 
         Raises `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
-        `AttemptSuperseded` (stop), `DisagreementError` (the ranks are not at one cut) and `UnsupportedValue` (a state
-        that cannot be written, with its path).
+        `AttemptSuperseded` (stop), `DisagreementError` (the ranks are not at one cut), `UnsupportedValue` (a state that
+        cannot be written, with its path), and `ConfigError` for a metric that is no number, as `step` does.
         """
         saver = self._ready()
         if metric is not None:
@@ -303,11 +304,11 @@ class CheckpointManager:
 
     def _save(self, saver: Saver) -> CheckpointInfo:
         begun_s = self._waiter.now()
-        info = CheckpointInfo.of(saver.save(self._step, metric=checked_metric(self._metric)))
+        info = CheckpointInfo.of(saver.save(self._step, metric=self._metric))
         self._saved_step = self._step
         held_s = self._waiter.now() - begun_s
         self._schedule.saved(cost_s=held_s, took_s=held_s)
-        warn_of_unpruned(saver.unpruned)
+        saver.remarks.warn()
         return info
 
     def _cut(self, background: Background, *, due: bool, captured: bool) -> CheckpointInfo | None:
@@ -320,7 +321,7 @@ class CheckpointManager:
 
     def _save_behind(self, background: Background, *, sync: bool) -> CheckpointInfo | None:
         begun_s = self._waiter.now()
-        if not background.save(self._step, checked_metric(self._metric), patient=sync):
+        if not background.save(self._step, self._metric, patient=sync):
             text = f"saves are synchronous, as cuts cannot be captured on every rank: {background.problem}"
             warnings.warn(text, CaptureWarning, stacklevel=4)
             self._background = None
@@ -334,10 +335,10 @@ class CheckpointManager:
 
     def _heard(self, background: Background, *, wanted: int | None = None) -> CheckpointInfo | None:
         """The newest commit that was heard of, or what came of the save of step ``wanted``."""
-        newest, failure, unpruned = None, None, ""
+        newest, failure, remarks = None, None, Remarks()
         for one in background.heard():
             if one.info is not None:
-                unpruned = one.unpruned
+                remarks = one.remarks
                 self._schedule.saved(took_s=one.took_s)
                 self._saved_step = one.step
                 newest, failure = one.info, None
@@ -345,7 +346,7 @@ class CheckpointManager:
                 failure = one.error
         if failure is not None and (newest is None or wanted not in (None, newest.step)):
             raise failure
-        warn_of_unpruned(unpruned)
+        remarks.warn()
         return newest
 
     def _place(self) -> Place:

@@ -16,11 +16,12 @@ from lakeckpt.checkpoint.agent.link import AgentLike, AgentLink, InnerAgent
 from lakeckpt.checkpoint.agent.orders import Hello
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack
 from lakeckpt.checkpoint.gate import Gate
-from lakeckpt.checkpoint.publish import Attempt, Settings
+from lakeckpt.checkpoint.publish import Settings
 from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.errors import LimitExceeded, UnsupportedValue
 from lakeckpt.lake.storage import Storage

@@ -2,7 +2,7 @@
 
 (agree) → persist → commit. All ranks publish the same cuts in the same order. They talk once, when they agree; from
 then on each writes its share, rank 0 commits and the others watch the log. What fails leaves the newest checkpoint as
-it was. Where the answer to a commit was lost and cannot be looked up, the next publication looks first.
+it was. What is known of the log is kept in ``attempt``.
 
 How ranks talk is an argument, so that trainers do it over their process group and agents through storage. Imports
 without torch.
@@ -14,34 +14,29 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.agreement import Agreement, Talk, agree
-from lakeckpt.checkpoint.commit import (
-    Verify,
-    await_commit,
-    collect_parts,
-    publish_failure,
-    superseded,
-    verify_objects,
-)
+from lakeckpt.checkpoint.attempt import Attempt, Tip
+from lakeckpt.checkpoint.commit import Verify, await_commit, collect_parts, publish_failure, verify_objects
 from lakeckpt.checkpoint.fetch import fetch_part
-from lakeckpt.checkpoint.journal import Leg, joined, since, skipped
+from lakeckpt.checkpoint.indexes import Documents
+from lakeckpt.checkpoint.journal import joined, since, skipped
 from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.log import SlotTaken, put_entry, read_entry
+from lakeckpt.checkpoint.log import read_entry
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import RANDOM, PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.persist import OwnedTensor, persist
+from lakeckpt.checkpoint.report import Remarks
 from lakeckpt.checkpoint.retention import Retention
 from lakeckpt.checkpoint.staged import StagedCut
 from lakeckpt.checkpoint.unchanged import Earlier
 from lakeckpt.checkpoint.waiting import Waiter
-from lakeckpt.checkpoint.whole_states import joined_state, state_digest
+from lakeckpt.checkpoint.whole_states import joined_state
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import (
-    AttemptSuperseded,
     CheckpointDamaged,
     CheckpointIncomplete,
     LakeckptError,
@@ -53,9 +48,10 @@ from lakeckpt.errors import (
     WireError,
 )
 from lakeckpt.lake.storage import Storage
+from lakeckpt.tracking.facts import facts_of
 from lakeckpt.tracking.merge import is_part
 
-__all__ = ["Attempt", "Publisher", "Settings"]
+__all__ = ["Publisher", "Settings"]
 
 _FAILURE, _LEFT_OUT = "failure", "left out"
 
@@ -70,25 +66,6 @@ class Settings:
     """How the committer looks at what was written: its ``"sizes"``, or all ``"bytes"`` again."""
     timeout_s: float
     """How long a rank waits for another's part or commit."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Attempt:
-    """The attempt that this process is part of, as far as it knows the log."""
-
-    run: str
-    number: int
-    """Its number: the slot of its begin."""
-    last: int
-    """The last slot that this attempt knows to be taken: its own."""
-    parent: int | None
-    seed: int
-    recorded: int = 0
-    """Up to which optimizer step the log has recorded what was consumed: that of ``parent``."""
-    legs: Mapping[str, tuple[Leg, ...]] = field(default_factory=dict)
-    """reader → what was consumed after ``recorded`` by an earlier attempt, where the history goes on from an arena."""
-    saves: int = 0
-    """How many saves have begun."""
 
 
 class Publisher:
@@ -111,11 +88,11 @@ class Publisher:
         self._settings = settings
         self._waiter = waiter
         self._clock = clock
-        self._unknown: dict[str, Manifest] = {}  # by write id: commits whose answer was lost
-        self._failed: set[SaveId] = set()
-        self._documents: set[str] = set()
+        self._tip = Tip(storage, attempt)
+        self._lost = ""  # of the log, as the save at hand has found
+        self._documents = Documents(storage)
         self._retention = Retention(storage)
-        self.unpruned = ""  # why what should have gone behind the last commit is still there
+        self.remarks = Remarks()  # on the last commit
         self._earlier: tuple[int | None, Earlier] = (None, Earlier())  # a slot, and this rank's part of its commit
 
     def publish(self, save: SaveId, taken: StagedCut | Exception, talk: Talk, *, again: bool = False) -> Manifest:
@@ -129,7 +106,7 @@ class Publisher:
         try:
             manifest = self._publish(save, taken, talk, again)
         except Exception as error:
-            self._failed.add(save)
+            self._tip.failed.add(save)
             if not isinstance(error, SaveLeftOut):  # what was referred to may be what is not there: written anew
                 self._earlier = (self._earlier[0], Earlier())
             raise
@@ -155,29 +132,13 @@ class Publisher:
             timeout_s = 2 * self._settings.timeout_s  # rank 0 may wait as long for a part before it commits
             slot = int(agreement.told["slot"])
             manifest = await_commit(self._storage, save, slot, waiter=self._waiter, timeout_s=timeout_s)
-        self._adopt(manifest)
+        self._tip.adopt(manifest)
         self._earlier = (manifest.slot, Earlier.of(part))
         return manifest
 
     def catch_up(self) -> list[Manifest]:
-        """Adopt what this attempt has committed without this publisher's knowledge: one before it died after a commit.
-
-        Returns these commits. `AttemptSuperseded`, `StorageError`.
-        """
-        found: list[Manifest] = []
-        while True:
-            try:
-                entry = read_entry(self._storage, self.attempt.last + 1)
-            except ObjectMissing:
-                return found
-            except WireError as error:
-                raise AttemptSuperseded(
-                    superseded(self.attempt.number, SlotTaken(self.attempt.last + 1, None))
-                ) from error
-            if not isinstance(entry, Manifest) or entry.attempt != self.attempt.number:
-                raise AttemptSuperseded(superseded(self.attempt.number, SlotTaken(entry.slot, entry)))
-            self._adopt(entry)
-            found.append(entry)
+        """Adopt what this attempt has committed without this publisher's knowledge (`Tip.catch_up`)."""
+        return self._tip.catch_up()
 
     # --- agree
 
@@ -193,9 +154,10 @@ class Publisher:
             if isinstance(taken, StagedCut):
                 facts["tracked readers"] = ", ".join(map(repr, sorted(taken.readers))) or "none"
                 facts |= {
-                    f"state of reader {name!r}": state_digest(legs[-1].record.state)
+                    f"state of reader {name!r}, {what}": said
                     for name, legs in taken.readers.items()
                     if not is_part(legs[-1].record.state)
+                    for what, said in facts_of(legs[-1].record.state).items()
                 }
         except Exception as error:
             failure = failure or error
@@ -222,33 +184,12 @@ class Publisher:
     def _told(self) -> dict[str, str]:
         """What rank 0 tells all: the slot of the next commit, that of the one that it goes on from, and up to which
         step what was consumed is recorded there."""
-        slot, parent = self._next_slot(), self.attempt.parent
+        slot, parent, self._lost = self._tip.next_slot(), self.attempt.parent, self._tip.lost()
         return {
             "slot": str(slot),
-            "parent": "" if parent is None else str(parent),
+            "parent": "" if parent is None or self._lost else str(parent),
             "recorded": str(self.attempt.recorded),
         }
-
-    def _next_slot(self) -> int:
-        """The slot for the next commit; settles first whether one whose answer was lost has happened."""
-        if self._unknown:
-            try:
-                found = read_entry(self._storage, self.attempt.last + 1)
-            except ObjectMissing:
-                return self.attempt.last + 1
-            except (WireError, StorageError) as error:
-                raise SaveFailed(
-                    f"whether slot {self.attempt.last + 1} was committed cannot be looked up: {error}"
-                ) from error
-            self._settle(SlotTaken(found.slot, found))
-        return self.attempt.last + 1
-
-    def _settle(self, taken: SlotTaken) -> None:
-        """Adopt the entry in the next slot if it is one of ours whose answer was lost; else we are superseded."""
-        ours = self._unknown.get(taken.found.write_id) if taken.found is not None else None
-        if ours is None:
-            raise AttemptSuperseded(superseded(self.attempt.number, taken))
-        self._adopt(ours)
 
     # --- persist
 
@@ -312,7 +253,7 @@ class Publisher:
     def _commit(self, cut: StagedCut, save: SaveId, agreement: Agreement, states: Mapping[str, Any]) -> Manifest:
         try:
             manifest = self._verified(cut, save, agreement, states)
-            self._put(manifest)
+            self._tip.put(manifest)
         except Exception as error:
             publish_failure(self._storage, save, 0, error)
             if isinstance(error, StorageError):
@@ -333,7 +274,9 @@ class Publisher:
             timeout_s=self._settings.timeout_s,
         )
         verify_objects(self._storage, parts, verify=self._settings.verify)
-        self._write_documents(cut)
+        if self._lost:
+            self._documents.forget_written()
+        self._documents.write(cut.documents)
         return Manifest(
             run=self.attempt.run,
             slot=int(agreement.told["slot"]),
@@ -360,46 +303,19 @@ class Publisher:
             metric=cut.metric,
         )
 
-    def _put(self, manifest: Manifest) -> None:
-        """Put the manifest into its slot. Where the store fails, or this is interrupted, it may be there or not."""
-        self._unknown[manifest.write_id] = manifest
-        try:
-            put_entry(self._storage, manifest)
-        except SlotTaken as taken:
-            del self._unknown[manifest.write_id]  # what is there is another one
-            self._settle(taken)
-            raise SaveFailed(
-                f"slot {manifest.slot} holds an earlier commit of this attempt, whose answer was lost and which came "
-                f"late: it counts, and step {manifest.step} was not saved"
-            ) from None
-        except StorageError as error:
-            raise SaveFailed(f"the manifest of step {manifest.step} could not be put: {error}") from error
-
-    def _write_documents(self, cut: StagedCut) -> None:
-        for path, make in cut.documents.items():
-            if path not in self._documents and not self._storage.list(path):
-                self._storage.put(path, [make()])
-            self._documents.add(path)
-
-    def _adopt(self, manifest: Manifest) -> None:
-        """The manifest is committed: what follows builds on it."""
-        self._unknown.clear()
-        self._failed.discard(manifest.save)
-        self.attempt.last = self.attempt.parent = manifest.slot
-        self.attempt.recorded = manifest.step
-
     def _clear_failed(self, now: SaveId) -> None:
         """Remove the files of saves that failed: a full store may have no room for another beside them. All ranks are
         past them, as they agreed on one that came ``now``; what may still turn up as committed stays."""
-        doubtful = {one.save for one in self._unknown.values()}
-        for save in self._failed - doubtful - {now}:
+        for save in self._tip.given_up - {now}:
             with contextlib.suppress(StorageError):  # it goes with the next commit
                 self._retention.clear(save)
-                self._failed.discard(save)
+                self._tip.failed.discard(save)
 
     def _prune(self, manifest: Manifest) -> None:
+        unpruned = ""
         try:
             self._retention.prune(manifest, self._settings.keep)
-            self.unpruned = ""
         except (StorageError, CheckpointDamaged) as error:  # it is committed; what should have gone goes after the next
-            self.unpruned = str(error)
+            unpruned = str(error)
+        self.remarks = Remarks(lost=self._lost, unpruned=unpruned)
+        self._documents.keep(record.index for record in manifest.readers.values())

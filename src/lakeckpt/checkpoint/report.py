@@ -13,10 +13,10 @@ __all__ = [
     "CaptureWarning",
     "CheckpointInfo",
     "DamageWarning",
+    "Remarks",
     "RestoreReport",
     "RetentionWarning",
     "SaveWarning",
-    "warn_of_unpruned",
 ]
 
 
@@ -37,11 +37,22 @@ class SaveWarning(UserWarning):
     """A save failed and training goes on; nothing was committed."""
 
 
-def warn_of_unpruned(reason: str) -> None:
-    """Warn, where there is a ``reason``, that checkpoints that are not to be kept are still there."""
-    if reason:
-        text = f"checkpoints that are not to be kept could not be removed, and take up room until a save can: {reason}"
-        warnings.warn(text, RetentionWarning, stacklevel=5)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remarks:
+    """What is to be said of a commit, beside that it was made."""
+
+    lost: str = ""
+    """What of the run was found to be gone; empty: nothing."""
+    unpruned: str = ""
+    """Why checkpoints that are not to be kept could not be removed behind it; empty: they were."""
+
+    def warn(self) -> None:
+        """Warn of each."""
+        if self.lost:
+            warnings.warn(f"damage in the run: {self.lost}", DamageWarning, stacklevel=5)
+        if self.unpruned:
+            text = "checkpoints that are not to be kept could not be removed, and take up room until a save can: "
+            warnings.warn(text + self.unpruned, RetentionWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ import torch
 from lakeckpt.checkpoint.agreement import everyone
 from lakeckpt.checkpoint.apply import apply, differences, is_large, refuse
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.choosing import Chooser
 from lakeckpt.checkpoint.in_place import load_in_place
 from lakeckpt.checkpoint.indexes import documents_of, filtered, offer, save
@@ -35,7 +36,6 @@ from lakeckpt.checkpoint.load import Loaded, load
 from lakeckpt.checkpoint.log import Damage, read_entry, slot_path
 from lakeckpt.checkpoint.manifest import Captured, Manifest, ReaderRecord
 from lakeckpt.checkpoint.pinning import Pins, fit_readers, go_to, pins_of_rank_0, records_at, versions_of_ranks
-from lakeckpt.checkpoint.publish import Attempt
 from lakeckpt.checkpoint.random_states import derive_random, restore_random
 from lakeckpt.checkpoint.remap import records_remapped
 from lakeckpt.checkpoint.remembered import Offer, Remembered, readers_of

@@ -12,9 +12,11 @@ from typing import Any
 from lakeckpt.checkpoint.capture import capture, stage
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack
 from lakeckpt.checkpoint.indexes import documents_of
+from lakeckpt.checkpoint.keep import checked_metric
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import SaveId
 from lakeckpt.checkpoint.publish import Publisher
+from lakeckpt.checkpoint.report import Remarks
 from lakeckpt.checkpoint.staged import StagedCut
 from lakeckpt.tracking.exchange import Exchange
 
@@ -39,11 +41,12 @@ class Saver:
         self._tracks = tracks
         self._journal = journal
 
-    def save(self, step: int, *, metric: float | None = None) -> Manifest:
-        """Save the cut after optimizer step ``step``, which is as good as ``metric``; collective. Returns what was
-        committed.
+    def save(self, step: int, *, metric: Any = None) -> Manifest:
+        """Save the cut after optimizer step ``step``, which is as good as ``metric`` (`held_metric`); collective.
+        Returns what was committed.
 
-        Raises what `Publisher.publish` does, and `UnsupportedValue` for a state that cannot be written.
+        Raises what `Publisher.publish` does, `UnsupportedValue` for a state that cannot be written, and `ConfigError`
+        for a metric that turns out to be no number.
         """
         attempt = self._publisher.attempt
         save = SaveId(attempt=attempt.number, step=step, number=attempt.saves)
@@ -53,19 +56,20 @@ class Saver:
         return manifest
 
     @property
-    def unpruned(self) -> str:
-        """Why checkpoints that are not to be kept could not be removed behind the last one; empty: they were."""
-        return self._publisher.unpruned
+    def remarks(self) -> Remarks:
+        """On the last commit."""
+        return self._publisher.remarks
 
-    def _taken(self, step: int, metric: float | None) -> StagedCut | Exception:
+    def _taken(self, step: int, metric: Any) -> StagedCut | Exception:
         try:
+            number = checked_metric(metric)
             legs = self._journal.legs(step)
             staged = stage(capture(self._objects))
             documents = self._documents() if self._exchange.rank == 0 else {}
         except Exception as error:
             return error
         self._journal.handed_over(legs, step)
-        return StagedCut(step=step, staged=staged, readers=legs, metric=metric, documents=documents)
+        return StagedCut(step=step, staged=staged, readers=legs, metric=number, documents=documents)
 
     def _documents(self) -> dict[str, Any]:
         return {

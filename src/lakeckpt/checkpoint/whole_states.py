@@ -12,7 +12,7 @@ from lakeckpt.checkpoint.agreement import Talk
 from lakeckpt.tracking.merge import is_part, merge_states
 from lakeckpt.wire.codec import dumps, loads
 
-__all__ = ["joined_state", "state_digest"]
+__all__ = ["joined_state"]
 
 
 def joined_state(state: Mapping[str, Any], talk: Talk) -> Any:
@@ -23,11 +23,6 @@ def joined_state(state: Mapping[str, Any], talk: Talk) -> Any:
         _packed([dict(state)]), lambda messages: _packed([one for m in messages for one in _unpacked(m)])
     )
     return merge_states(_unpacked(every))
-
-
-def state_digest(state: Mapping[str, Any]) -> str:
-    """A text that is the same for equal states only."""
-    return dumps(dict(state), kind="value", version=(1, 0))[-16:].hex()
 
 
 def _packed(states: list[dict[str, Any]]) -> bytes:

@@ -76,7 +76,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     From a worker a micro-batch comes through shared memory, as views, without a copy in the main process: tensors,
     arrays, Arrow tables, `Batch`, `Ragged`, and dicts, lists and tuples of them. A transform may return anything else
-    that can be pickled, which costs what pickling costs. A worker that dies is told by WorkerDied.
+    that can be pickled, which costs what pickling costs. A worker that dies while it reads is told by WorkerDied; one
+    that dies between two iterations (``persistent_workers``) is replaced.
     """
 
     dataset: LakeDataset
@@ -181,11 +182,13 @@ class LakeLoader(Prepared, DataLoader[Any]):
     # --- iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._progress.turn()
+        self._progress.turn(self.topology[0])
         self.dataset.move()
         self._settle()
         started, self._early = self._early, None
-        if started is None or started[0] != self._place():
+        # Of a persistent worker that has died since, nothing is due yet: others read what it would have.
+        is_dead = self._workers is not None and self._workers_started[1] == os.getpid() and not self._workers.alive
+        if started is None or is_dead or started[0] != self._place():
             del started  # before what it reads ahead is read otherwise
             started = self._begun()
         self._waiting = self._progress.begin_iteration()
@@ -238,7 +241,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """Workers for one iteration, or those that live on and read the version of the table at hand."""
         generation = self.dataset._source.generation
         if self._workers is not None:
-            if not self._workers.closed and self._workers_started == (generation, os.getpid()):
+            if self._workers_started == (generation, os.getpid()) and self._workers.alive:
                 return self._workers
             self._workers.close()
             self._workers = None
@@ -329,7 +332,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._progress.load(found)
         self._early = None
         if counts:
-            self._progress.turn(loaded=True)
+            self._progress.turn(self.topology[0], loaded=True)
 
     def mark(self, at: Receipt | None = None) -> None:
         """Forget what was consumed up to ``at``: a checkpoint has recorded it."""

@@ -8,7 +8,8 @@ worker may have delivered ahead of the loop is bounded.
 
 The processes are daemons. They end when told to (`Workers.close`, or nobody refers to the workers any more, or the
 interpreter ends), and are joined; one that does not end within seconds is killed. A worker that dies is named by
-`WorkerDied` once its next result is due. Without pinning there is no thread here.
+`WorkerDied` once its next result is due; where none is due yet, the loader starts others (`Workers.alive`). Without
+pinning there is no thread here.
 """
 
 from __future__ import annotations
@@ -145,6 +146,11 @@ class Workers:
         beside = Beside(in_thread, prepare=lambda: _prepare_to_pin(device))
         self._beside, self._pinning = weakref.ref(beside), beside.thread
         return beside
+
+    @property
+    def alive(self) -> bool:
+        """Whether they may read on: they were not closed, and none has ended."""
+        return not self.closed and all(worker.process.is_alive() for worker in self._all)
 
     def close(self) -> None:
         """Stop the processes and join them. What was delivered stays valid as long as somebody holds it."""

@@ -19,8 +19,8 @@ from lakeckpt.core.plain import integer, integers, listing
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import FORMAT, ReaderState
 from lakeckpt.errors import ConfigError, DisagreementError, GapError, OverlapError, StateInvalid
+from lakeckpt.tracking.facts import facts_of
 from lakeckpt.tracking.tally import Tally
-from lakeckpt.wire.codec import dumps
 
 __all__ = ["is_part", "merge_states"]
 
@@ -108,27 +108,9 @@ def _agree(states: list[tuple[int, Mapping[str, Any]]], *, world_size: int) -> N
     """Raise unless all ranks are there, once each, with equal states."""
     tallies = []
     for rank, state in states:
-        facts = {f"{name!r}": _told(value) for name, value in state.items()}
-        facts["the fields"] = ", ".join(sorted(map(str, state)))
-        tallies.append(Tally.of_rank(rank, world_size=world_size, facts=facts))
+        tallies.append(Tally.of_rank(rank, world_size=world_size, facts=facts_of(state)))
     job = tallies[0].merge(*tallies[1:])
     job.settle(agreed=sorted(job.facts))
-
-
-def _told(value: object) -> str:
-    """A short text that differs where values do; in which order dicts were filled makes no difference."""
-    value = _ordered(value)
-    shown = repr(value)
-    digest = dumps(value, kind="value", version=(1, 0))[-16:].hex()
-    return shown if len(shown) <= 60 else f"{shown[:40]}… (digest {digest})"
-
-
-def _ordered(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {name: _ordered(value[name]) for name in sorted(value, key=repr)}
-    if type(value) in (list, tuple):
-        return type(value)(map(_ordered, value))  # type: ignore[call-arg, call-overload]
-    return value
 
 
 def _all_lanes(owners: list[_Part]) -> list[tuple[int, ...]]:

@@ -26,6 +26,7 @@ __all__ = ["Tally", "name_ranks"]
 Facts = Mapping[str, Mapping[str, Intervals]]
 Claims = Mapping[tuple[int, int], Intervals]
 _VERSION = (1, 0)
+_MOST_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +115,11 @@ class Tally:
                 f"{name_ranks(missing)} of {self.world_size} did not report for this cut: see their logs; "
                 "nothing was committed"
             )
-        for name in agreed:
-            if len(self.facts.get(name, {})) > 1:
-                raise DisagreementError(f"the ranks are not at one cut: {self.describe(name)}")
+        differ = [name for name in agreed if len(self.facts.get(name, {})) > 1]
+        if differ:
+            said = ", and ".join(map(self.describe, differ[:_MOST_NAMED]))
+            more = f", and {len(differ) - _MOST_NAMED} more" if len(differ) > _MOST_NAMED else ""
+            raise DisagreementError(f"the ranks are not at one cut: {said}{more}")
         if expected is not None:
             self._settle_claims(expected)
 

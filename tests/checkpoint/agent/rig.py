@@ -13,12 +13,13 @@ from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTab
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaLayout
 from lakeckpt.checkpoint.arena.slices import SlicePlan, plan_slices
+from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.log import put_entry
 from lakeckpt.checkpoint.manifest import Begin
 from lakeckpt.checkpoint.parts import RANDOM
-from lakeckpt.checkpoint.publish import Attempt, Settings
+from lakeckpt.checkpoint.publish import Settings
 from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.lake.storage import Storage
 

@@ -30,7 +30,8 @@ from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.agent.server import LINGER_S, STILL_ENDS
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.publish import Attempt, Settings
+from lakeckpt.checkpoint.attempt import Attempt
+from lakeckpt.checkpoint.publish import Settings
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
 from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
 from lakeckpt.lake.storage import Storage

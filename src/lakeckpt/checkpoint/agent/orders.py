@@ -77,7 +77,8 @@ class Documents:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What came of an order: a commit in ``slot``, or the ``kind`` and ``text`` of an error; ``text`` of a commit: why
-    checkpoints that are not to be kept could not be removed behind it. Of step `NOT_SERVED`: why none can be done."""
+    checkpoints that are not to be kept could not be removed behind it; ``lost``: what of the run was found to be gone.
+    Of step `NOT_SERVED`: why none can be done."""
 
     step: int
     number: int
@@ -86,6 +87,7 @@ class Outcome:
     took_s: float = 0.0
     kind: str = ""
     text: str = ""
+    lost: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +178,7 @@ def _from_plain(value: object) -> Message:
             took_s=taken(plain, "took_s", float),
             kind=taken(plain, "kind", str),
             text=taken(plain, "text", str),
+            lost=taken(plain, "lost", str),
         )
     if kind == "documents":
         return Documents(documents=taken(plain, "documents", dict))

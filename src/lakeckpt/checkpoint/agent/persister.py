@@ -21,12 +21,13 @@ from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.checkpoint.agent.will import WILL, agree_on_will, will_folder
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
+from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.commit import gave_up, publish_failure
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.journal import legs_from_bytes
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import SaveId
-from lakeckpt.checkpoint.publish import Attempt, Publisher, Settings
+from lakeckpt.checkpoint.publish import Publisher, Settings
 from lakeckpt.checkpoint.records import RecordTalk
 from lakeckpt.checkpoint.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.waiting import Waiter
@@ -266,7 +267,8 @@ class Persister:
                 slot=found.slot,
                 created_s=found.created_s,
                 took_s=took_s,
-                text=self._publisher.unpruned,
+                text=self._publisher.remarks.unpruned,
+                lost=self._publisher.remarks.lost,
             )
         else:
             kind = found.kind if isinstance(found, LakeckptError) else "save_failed"
@@ -276,6 +278,8 @@ class Persister:
         self._log(f"step {order.step}: {came} ({took_s:.1f} s)")
         if outcome.slot is not None and outcome.text:
             self._log(f"checkpoints that are not to be kept could not be removed: {outcome.text}")
+        if outcome.lost:
+            self._log(f"damage in the run: {outcome.lost}")
         self._report(outcome)
 
     # --- the last will
