@@ -165,7 +165,7 @@ def captured(rank: int, world_size: int, folder: str) -> None:
             saver._background._engine.wait()
     trained(objects, 1)  # while the last cut may still be under way
     assert saver._background._engine.wait() == 4
-    parted = saver._background._engine._plan.parted
+    parted = saver._background._engine._planner._plan.parted
     assert not parted.early and len(parted.late) == 6 + 18  # nothing of it holds the loop up
     again = fsdp(2, world_size)
     second = CheckpointManager(storage, again, **options)

@@ -21,6 +21,11 @@ class Gate(Protocol):
     the capture is given up: `start` comes next then.
     """
 
+    @property
+    def paces(self) -> bool:
+        """Whether slices may have to wait: else those that come from a device may as well move together."""
+        ...
+
     def start(self, size_bytes: int, /) -> None:
         """A capture begins: so many bytes are to be moved before its fence."""
         ...
@@ -53,6 +58,8 @@ class OpenGate:
     """Lets every slice through at once."""
 
     __slots__ = ()
+
+    paces = False
 
     def start(self, size_bytes: int, /) -> None:
         """Expect nothing."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.arena.slices import LINK_SLICE_BYTES, fitting_slice_bytes, plan_slices
+from lakeckpt.checkpoint.arena.slices import fitting_slice_bytes, plan_slices
 from lakeckpt.checkpoint.digests import LEAF_BYTES
 from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
 
@@ -63,9 +63,10 @@ def test_slices_of_an_odd_size_are_refused(slice_bytes: int) -> None:
         plan_slices({"a": 1}, slice_bytes=slice_bytes)
 
 
-@given(st.integers(0, 2**42), st.sampled_from([LEAF_BYTES, LINK_SLICE_BYTES]))
-def test_slices_are_many_wherever_they_can_be_and_whole_leaves_always(size_bytes: int, least: int) -> None:
-    found = fitting_slice_bytes(size_bytes, least=least)
-    assert least <= found <= 16 * LEAF_BYTES and found % LEAF_BYTES == 0
-    assert found == least or size_bytes >= 256 * found
-    assert found == 16 * LEAF_BYTES or size_bytes < 512 * found
+@given(st.integers(0, 2**42), st.booleans())
+def test_slices_are_many_wherever_they_can_be_and_whole_leaves_always(size_bytes: int, linked: bool) -> None:
+    found = fitting_slice_bytes(size_bytes, linked=linked)
+    least, most, few = (4, 64, 64) if linked else (1, 16, 256)
+    assert least * LEAF_BYTES <= found <= most * LEAF_BYTES and found % LEAF_BYTES == 0
+    assert found == least * LEAF_BYTES or size_bytes >= few * found
+    assert found == most * LEAF_BYTES or size_bytes < 2 * few * found

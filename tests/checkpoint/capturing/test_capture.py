@@ -49,6 +49,23 @@ class Held(Moves):
         return Moves.make(self, runs=runs)
 
 
+class Noted:
+    """What was filled."""
+
+    def __init__(self, filled: list[int]) -> None:
+        self.filled = filled
+
+    def fill(self, number: int, /) -> None:
+        self.filled.append(number)
+
+    def fill_beside(self, numbers: Sequence[int], /) -> None:
+        self.filled += numbers
+
+    def wait(self) -> None: ...
+
+    def give_up(self) -> None: ...
+
+
 class Case:
     """Two slices; some bytes of the second come with the first."""
 
@@ -64,7 +81,7 @@ class Case:
         first.touches += [0, 1]
         self.gate = Gentle()
         self.capture = Capture(
-            self.filled.append, [first, second], gate or self.gate, live=[self.source], gently=self.brought
+            Noted(self.filled), [first, second], gate or self.gate, live=[self.source], gently=self.brought
         )
 
     def brought(self, number: int, runs: Sequence[Run]) -> None:
@@ -209,5 +226,5 @@ def test_a_fence_that_takes_the_last_slice_after_it_was_admitted_leaves_no_admis
 
 def test_a_capture_without_slices_has_its_documents_made_and_asks_nothing() -> None:
     gate, made = Noting(), list[int]()
-    assert Capture([].append, [], gate, live=[]).run(lambda: made.append(1))
+    assert Capture(Noted([]), [], gate, live=[]).run(lambda: made.append(1))
     assert (made, gate.said) == ([1], [])

@@ -32,6 +32,8 @@ Made = Callable[..., CaptureEngine]
 class HeldGate:
     """Admits slices when it is told to, or the fence has come."""
 
+    paces = True
+
     def __init__(self) -> None:
         self.open = threading.Event()
         self.admitted: list[int] = []

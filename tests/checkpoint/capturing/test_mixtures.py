@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capturing import capture as capture_module
 from lakeckpt.checkpoint.capturing import moves
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.capturing.filler import Filler
 from lakeckpt.checkpoint.capturing.witnesses import Witnesses
 from lakeckpt.checkpoint.gate import OpenGate
 from lakeckpt.checkpoint.report import CaptureWarning
@@ -76,7 +77,7 @@ class Steps:
 
 def stepping(engine: CaptureEngine, steps: Steps) -> None:
     """Have the engine's copier take its steps one by one."""
-    do, run, filled = engine._copier.do, engine._run, engine._filled
+    do, run, filler_of = engine._copier.do, engine._run, engine._filler_of
 
     def stepped_do(job: Callable[[], None]) -> None:
         with steps.changed:
@@ -89,11 +90,19 @@ def stepping(engine: CaptureEngine, steps: Steps) -> None:
             steps.idle = True
             steps.changed.notify_all()
 
-    def stepped_filled(*told: Any) -> None:
-        steps.point()
-        filled(*told)
+    def stepped_filler_of(*of: Any) -> Filler:
+        filler = filler_of(*of)
+        fill = filler.fill
 
-    engine._copier.do, engine._run, engine._filled = stepped_do, stepped_run, stepped_filled  # type: ignore[method-assign]
+        def stepped_fill(number: int) -> None:
+            steps.point()
+            fill(number)
+
+        filler.fill = stepped_fill  # type: ignore[method-assign]
+        return filler
+
+    engine._copier.do, engine._run = stepped_do, stepped_run  # type: ignore[method-assign]
+    engine._filler_of = stepped_filler_of  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -222,6 +231,8 @@ def test_without_the_fence_changes_are_noticed_and_unnoticed_they_would_be_mixtu
 
 class SlowGate:
     """Keeps every other slice until the fence has come. Of the others it has time for some."""
+
+    paces = True
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

@@ -94,16 +94,25 @@ class Filling:
         with self._lock:
             self._brought[number] = digests.digests()
 
+    def bounds(self, number: int) -> tuple[int, int]:
+        """Where in the arena slice ``number`` begins and ends."""
+        layout = self._arena.layout
+        begin, at = number * layout.slice_bytes, layout.data_at(self._number)
+        return at + begin, at + min(begin + layout.slice_bytes, layout.data_bytes)
+
     def filled(self, number: int) -> None:
         """Slice ``number`` is as it shall be: take its checksums. It must not be written to any more."""
-        layout = self._arena.layout
-        begin = number * layout.slice_bytes
         with self._lock:
             checksums = self._brought.pop(number, None)
         if checksums is None:
-            checksums = leaf_digests(self.data[begin : begin + layout.slice_bytes], layout.leaf_bytes)
+            begin, end = self.bounds(number)
+            checksums = leaf_digests(self._arena._view[begin:end], self._arena.layout.leaf_bytes)
+        self.summed(number, checksums)
+
+    def summed(self, number: int, checksums: bytes) -> None:
+        """Slice ``number`` is as it shall be, and ``checksums`` are those of its leaves."""
         with self._lock:
-            self._checksums[layout.checksums_of(number)] = checksums
+            self._checksums[self._arena.layout.checksums_of(number)] = checksums
             self._missing.discard(number)
 
     def complete(self, *, step: int, attempt: str, cut: bytes, documents: bytes) -> GenerationRecord:

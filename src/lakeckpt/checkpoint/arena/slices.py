@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from lakeckpt.checkpoint.digests import LEAF_BYTES, short_digest
 from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
 
-__all__ = ["LINK_SLICE_BYTES", "Piece", "SlicePlan", "aligned", "fitting_slice_bytes", "plan_slices"]
+__all__ = ["Piece", "SlicePlan", "aligned", "fitting_slice_bytes", "plan_slices"]
 
-LINK_SLICE_BYTES = 4 * 2**20
-"""Less at once, and the way of a device into host memory is not made use of."""
 _MOST_SLICE_BYTES = 16 * 2**20
 _FEW = 256
+_LEAST_LINK_BYTES = 4 * 2**20
+"""Less at once, and the way of a device into host memory is not made use of."""
+_MOST_LINK_BYTES = 64 * 2**20
+_FEW_OF_LINK = 64
 _ALIGNMENT = 64
 _LEAVES_FROM_BYTES = 8 * LEAF_BYTES
 
@@ -64,18 +66,23 @@ class SlicePlan:
         return number * self.slice_bytes, min((number + 1) * self.slice_bytes, self.data_bytes)
 
 
-def fitting_slice_bytes(size_bytes: int, *, least: int = LEAF_BYTES) -> int:
+def fitting_slice_bytes(size_bytes: int, *, linked: bool = False) -> int:
     """How large slices should be where ``size_bytes`` are to be copied: a power of two that makes 256 of them or more,
-    from ``least`` (a leaf of digests at the least) to 16 MiB.
+    from a leaf of digests (1 MiB) to 16 MiB; of what comes from a device 64 or more, from 4 MiB to 64 MiB.
 
     Where a bubble ends, most of a slice lies outside of it. So what counts is not how large slices are, but how many
-    they are: with 256 of them, the ends of five bubbles cost less than two in a hundred bytes.
+    they are: with 256 of them, the ends of five bubbles cost less than two in a hundred bytes. On the link of a GPU
+    64 MiB take a millisecond, and to have them queued costs the thread that trains a tenth of one.
 
     >>> [fitting_slice_bytes(size) >> 20 for size in (10**6, 300 * 2**20, 2_400_000_000, 10**11)]
     [1, 1, 8, 16]
+    >>> [fitting_slice_bytes(size, linked=True) >> 20 for size in (10**6, 300 * 2**20, 2_400_000_000, 10**11)]
+    [4, 4, 32, 64]
     """
-    found = _MOST_SLICE_BYTES
-    while found > max(least, LEAF_BYTES) and size_bytes < _FEW * found:
+    found, least, few = _MOST_SLICE_BYTES, LEAF_BYTES, _FEW
+    if linked:
+        found, least, few = _MOST_LINK_BYTES, _LEAST_LINK_BYTES, _FEW_OF_LINK
+    while found > least and size_bytes < few * found:
         found //= 2
     return found
 

@@ -36,6 +36,8 @@ class BubbleGate:
     fence that only sets ``urgent``, and does not `hurry`, is noticed after ``look_again_s``.
     """
 
+    paces = True
+
     def __init__(
         self,
         *,

@@ -12,14 +12,13 @@ So is one that a thread leaves in the midst of a slice, by an exception that com
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -28,28 +27,46 @@ from lakeckpt.checkpoint.capturing.hooks import versions_of
 from lakeckpt.checkpoint.capturing.moves import Issued, Moves, wait_all
 from lakeckpt.checkpoint.gate import Gate
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "Fills"]
+
+
+class Fills(Protocol):
+    """Sees slices filled, of which all bytes have come. Called by the copier."""
+
+    def fill(self, number: int, /) -> None:
+        """Fill a slice of which the last bytes came from host memory."""
+        ...
+
+    def fill_beside(self, numbers: Sequence[int], /) -> None:
+        """Have slices filled of which the last bytes came from a device: it is faster than one thread's checksums."""
+        ...
+
+    def wait(self) -> None:
+        """Return when all are filled."""
+        ...
+
+    def give_up(self) -> None:
+        """Return when nobody fills any more."""
+        ...
 
 
 class Capture:
     """The capture of one cut. ``slices[n]`` are the copies of slice n that are still to be made, from ``live``.
 
-    ``filled(n)`` is called by the copier when slice n is as it shall be; of one that came from a device it is called
-    ``beside``, since a link is faster than one thread's checksums. ``early`` are copies that were queued already.
+    ``fills`` is told when slice n is as it shall be. ``early`` are copies that were queued already.
     ``gently(n, runs)`` copies the runs of slice n, after all else that is in it, where there is time for it.
     `fence` is called by the training thread, `run` and `give_up` by the copier.
     """
 
     def __init__(
         self,
-        filled: Callable[[int], None],
+        fills: Fills,
         slices: Sequence[Moves],
         gate: Gate,
         *,
         live: Sequence[torch.Tensor],
         early: Sequence[Issued] = (),
         gently: Callable[[int, Sequence[Run]], None] | None = None,
-        beside: Callable[[Callable[[], None]], Future[None]] | None = None,
         scratch_bytes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -58,10 +75,9 @@ class Capture:
         self.fence_s = 0.0
         self.changed: frozenset[int] = frozenset()
         """Which of ``live`` were changed before they were sealed, as far as torch counts changes."""
-        self._filled, self._slices, self._early, self._gate = filled, slices, early, gate
+        self._fills, self._slices, self._early, self._gate = fills, slices, early, gate
         self._live, self._versions = live, versions_of(live)
         self._gently = gently
-        self._beside, self._filling = beside, list[Future[None]]()
         self._scratch_bytes, self._clock = scratch_bytes, clock
         self._urgent = threading.Event()
         self._changed = threading.Condition()
@@ -226,7 +242,7 @@ class Capture:
                 self._changed.wait()
             issued, self._issued = self._issued, {}
             self._intact, self._sealed = False, True
-        wait(self._filling)
+        self._fills.give_up()
         for one in issued.values():
             wait_all(one)
 
@@ -263,14 +279,16 @@ class Capture:
 
     def _arrived(self, number: int) -> None:
         """The copies of slice ``number`` are made: those slices are filled of which nothing is missing."""
+        whole = []
         for touched in self._slices[number].touches:
             self._pending[touched] -= 1
-            if self._pending[touched]:
-                continue
-            if self._beside is not None and self._slices[number].is_linked:
-                self._filling.append(self._beside(functools.partial(self._filled, touched)))
-            else:
-                self._filled(touched)
+            if not self._pending[touched]:
+                whole.append(touched)
+        if self._slices[number].is_linked:
+            self._fills.fill_beside(whole)
+        else:
+            for one in whole:
+                self._fills.fill(one)
 
     def _finish(self) -> bool:
         with self._changed:
@@ -283,6 +301,5 @@ class Capture:
             number, moves = self._kept.popleft()
             wait_all(moves.make())
             self._arrived(number)
-        for one in self._filling:
-            one.result()
+        self._fills.wait()
         return self._intact

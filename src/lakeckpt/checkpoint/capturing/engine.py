@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import xxhash
 
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
@@ -31,13 +30,14 @@ from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capturing.capture import Capture
 from lakeckpt.checkpoint.capturing.copier import Copier
 from lakeckpt.checkpoint.capturing.doubts import Doubts
+from lakeckpt.checkpoint.capturing.filler import Filler, StillDigests
 from lakeckpt.checkpoint.capturing.graphs import before_graphs, refuses_within_a_graph
 from lakeckpt.checkpoint.capturing.hooks import UpdateHooks
 from lakeckpt.checkpoint.capturing.job import CaptureRecord, Facts, Job
 from lakeckpt.checkpoint.capturing.links import CudaLink, Link
 from lakeckpt.checkpoint.capturing.moves import Issued, Moves
-from lakeckpt.checkpoint.capturing.plan import CapturePlan, Parted, part, plan_capture
-from lakeckpt.checkpoint.capturing.sources import Source, sources_of
+from lakeckpt.checkpoint.capturing.plan import CapturePlan
+from lakeckpt.checkpoint.capturing.planner import Planner
 from lakeckpt.checkpoint.capturing.store import ArenaStore
 from lakeckpt.checkpoint.capturing.witnesses import Witnesses
 from lakeckpt.checkpoint.gate import Gate, OpenGate
@@ -53,6 +53,8 @@ Let arenas lie in host memory (/dev/shm), not on a disk"""
 _REMOVED = """the file of an arena was removed while its trainer lived; another one was made. Until the next cut is \
 complete, what is not in storage can be lost. Where nobody has emptied the folder, systemd does so as a user logs out: \
 RemoveIPC=no in logind.conf, or another folder for arenas, prevents that"""
+
+_SUMMED_HERE = "{}: checksums are taken by threads of this one from now on, which costs what queues kernels some time"
 
 
 class CaptureEngine:
@@ -94,20 +96,25 @@ class CaptureEngine:
         self._objects = dict(objects)
         self._gate: Gate = OpenGate() if gate is None else gate
         self._on_complete, self._clock = on_complete, clock
-        self._slice_bytes, self._scratch_bytes = slice_bytes, scratch_bytes
+        self._scratch_bytes = scratch_bytes
         self._links: dict[torch.device, Link] = dict(links or {})
         self._store = ArenaStore(
-            ArenaFolder() if folder is None else folder, identity, step=step, generations=generations
+            ArenaFolder() if folder is None else folder,
+            identity,
+            step=step,
+            generations=generations,
+            joins=slice_bytes is None and not self._gate.paces,
         )
         self._forget_graphs = before_graphs(self._rest) if links or torch.cuda.is_available() else (lambda: None)
         self._hooks = UpdateHooks(self._objects, self.fence, self._void)
-        self._sources: list[Source] | None = None
-        self._plan: CapturePlan | None = None
+        self._linked: CapturePlan | None = None
         self._documents_bytes = 0
-        self._digests: dict[tuple[str, int], bytes] = {}  # of what is still, by piece
+        self._digests: StillDigests = {}
         self._doubts = Doubts()
+        self._planner = Planner(
+            self._objects, hooks=self._hooks, doubts=self._doubts, digests=self._digests, slice_bytes=slice_bytes
+        )
         self._witnesses: Witnesses | None = None
-        self._planned_for: frozenset[str] = frozenset()
         self._current: Job | None = None
         self._making = False
         self._completed: int | None = None
@@ -151,7 +158,7 @@ class CaptureEngine:
             return False
         self.fence()
         trusted = self._hooks.trusted()
-        plan = self._renewed()
+        plan = self._planned()
         if must:
             self._make(plan)
             self._idle()
@@ -216,32 +223,15 @@ class CaptureEngine:
 
     # --- a cut, on the training thread
 
-    def _renewed(self) -> CapturePlan:
-        """The plan for the state as it is now."""
-        moving = self._doubts.moving
-        before, steady = self._plan, self._planned_for == moving
-        self._plan = None  # where anything fails here, what was seen to change is not forgotten
-        if self._sources is None:
-            self._sources = sources_of(self._objects)
-            steady = False
-        else:
-            changed = [one for one in self._sources if one.renew()]
-            if not changed and steady and before is not None:
-                self._plan = before
-                return before
-            steady = steady and all(one.changing.issuperset(one.tensors) for one in changed)
-        parted = part(self._sources, self._hooks.optimizers, moving=moving)
-        if before is not None and steady and parted.parts_as(before.parted):
-            # The same mapping says that nothing of it has to be made ready again.
-            parted = Parted(early=parted.early, late=before.parted.late, still=before.parted.still)
-        else:
-            self._digests.clear()
-        for tensor in (*parted.early.values(), *parted.late.values()):
-            if tensor.device.type == "cuda" and tensor.device not in self._links:
-                self._links[tensor.device] = CudaLink(tensor.device)
-        self._plan = plan_capture(parted, before=before, slice_bytes=self._slice_bytes)
-        self._planned_for = moving
-        return self._plan
+    def _planned(self) -> CapturePlan:
+        """The plan for the state as it is now, with a link for each device that it lies on."""
+        plan = self._planner.renewed()
+        if plan is not self._linked:
+            for tensor in (*plan.parted.early.values(), *plan.parted.late.values()):
+                if tensor.device.type == "cuda" and tensor.device not in self._links:
+                    self._links[tensor.device] = CudaLink(tensor.device)
+            self._linked = plan
+        return plan
 
     def _begun(self, plan: CapturePlan, common: int | None) -> Filling | None:
         """A generation to be filled; None where there is none now."""
@@ -257,7 +247,6 @@ class CaptureEngine:
 
     def _taken(self, facts: Facts, plan: CapturePlan, filling: Filling, begin_s: float) -> Job:
         """Take what has to be taken at once."""
-        assert self._sources is not None
         early, late = self._store.moves(plan, filling.number)
         witnesses = self._witnesses_of(plan)
         witnesses.take()
@@ -265,17 +254,16 @@ class CaptureEngine:
         for link in self._links.values():
             link.order()
         capture = Capture(
-            lambda number: self._filled(plan, filling, number),
+            self._filler_of(plan, filling),
             late,
             self._gate,
             live=list(plan.parted.late.values()),
             early=issued,
             gently=filling.bring,
-            beside=self._copier.beside,
             scratch_bytes=self._scratch_bytes,
             clock=self._clock,
         )
-        trees = {one.name: one.document() for one in self._sources}
+        trees = self._planner.trees()
         return Job(
             facts=facts,
             plan=plan,
@@ -284,6 +272,17 @@ class CaptureEngine:
             capture=capture,
             witnesses=witnesses,
             begin_s=begin_s,
+        )
+
+    def _filler_of(self, plan: CapturePlan, filling: Filling) -> Filler:
+        return Filler(
+            plan,
+            filling,
+            digests=self._digests,
+            doubts=self._doubts,
+            copier=self._copier,
+            checksummer=self._store.checksummer,
+            lost=self._lose_checksummer,
         )
 
     def _witnesses_of(self, plan: CapturePlan) -> Witnesses:
@@ -326,8 +325,7 @@ class CaptureEngine:
         """Have the copier make the arena that fits, if it does not do so already."""
         if self._making or self._store.ready(plan, self._documents_bytes):
             return
-        assert self._sources is not None
-        trees = {one.name: one.document() for one in self._sources}
+        trees = self._planner.trees()
         links = dict(self._links)
         self._copier.start()
         self._making = True
@@ -338,6 +336,8 @@ class CaptureEngine:
                 self._store.make(plan, max(size_bytes, self._documents_bytes), links)
                 if self._store.is_slow:
                     self._warning = _SLOW
+                if self._store.checksummer_failure is not None:
+                    self._lose_checksummer(self._store.checksummer_failure)
                 if self._store.was_removed:
                     self._store.was_removed, self._warning = False, _REMOVED
             except Exception as error:
@@ -347,6 +347,10 @@ class CaptureEngine:
                 self._changed.notify_all()
 
         self._copier.do(make)
+
+    def _lose_checksummer(self, why: str) -> None:
+        self._store.close_checksummer()
+        self._warning = _SUMMED_HERE.format(why)
 
     def _run(self, job: Job) -> None:
         complete = False
@@ -392,13 +396,3 @@ class CaptureEngine:
         job.complete(documents)
         self._store.completed()
         return True
-
-    def _filled(self, plan: CapturePlan, filling: Filling, number: int) -> None:
-        """Slice ``number`` is in host memory: compare what should be still, and take the checksum."""
-        for piece in plan.slices.slices[number]:
-            if piece.key not in plan.parted.still:
-                continue
-            found = xxhash.xxh3_128_digest(filling.data[piece.at : piece.at + piece.stop - piece.start])
-            if self._digests.setdefault((piece.key, piece.start), found) != found:
-                self._doubts.moved(piece.key)
-        filling.filled(number)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from lakeckpt.checkpoint.arena.contents import TensorPlace, TensorTable
-from lakeckpt.checkpoint.arena.slices import LINK_SLICE_BYTES, SlicePlan, aligned, fitting_slice_bytes, plan_slices
+from lakeckpt.checkpoint.arena.slices import SlicePlan, aligned, fitting_slice_bytes, plan_slices
 from lakeckpt.checkpoint.capturing.sources import Source
 from lakeckpt.checkpoint.tensors import spec_of
 
@@ -122,8 +122,7 @@ def plan_capture(parted: Parted, *, before: CapturePlan | None = None, slice_byt
 def _fitting(sizes: Mapping[str, int], parted: Parted) -> int:
     """For ``sizes``; larger where something of it comes from a device."""
     linked = any(one.device.type != "cpu" for one in parted.late.values())
-    every = sum(sizes.values())
-    return fitting_slice_bytes(every, least=LINK_SLICE_BYTES) if linked else fitting_slice_bytes(every)
+    return fitting_slice_bytes(sum(sizes.values()), linked=linked)
 
 
 def _with_room(size_bytes: int) -> int:

@@ -17,9 +17,10 @@ from collections.abc import Callable
 import torch
 
 from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
-from lakeckpt.checkpoint.capturing.moves import Links, Moves, early_moves, late_moves
+from lakeckpt.checkpoint.capturing.moves import Links, Moves, early_moves, joined, late_moves
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
 from lakeckpt.errors import ArenaError, ArenaTooLarge
 
@@ -27,18 +28,32 @@ __all__ = ["ArenaStore"]
 
 _ENOUGH = 2
 _DOCUMENTS_BYTES = 256 * 2**10
+_JOINED_BYTES = 512 * 2**20
+"""Ten milliseconds on the link of a GPU."""
+_SUMMED_BESIDE_BYTES = 256 * 2**20
+"""Less, and helpers of the copier take the checksums in no time."""
 
 
 class ArenaStore:
-    """The arenas of ``identity`` in ``folder``, for a history that goes on after ``step``."""
+    """The arenas of ``identity`` in ``folder``, for a history that goes on after ``step``.
 
-    def __init__(self, folder: ArenaFolder, identity: ArenaIdentity, *, step: int, generations: int = 3) -> None:
+    ``joins``: what comes from a device may be copied in larger parts than slices.
+    """
+
+    def __init__(
+        self, folder: ArenaFolder, identity: ArenaIdentity, *, step: int, generations: int = 3, joins: bool = False
+    ) -> None:
         self.arena: Arena | None = None
+        self.checksummer: Checksummer | None = None
+        """Takes the checksums of what comes from devices, where that is much."""
+        self.checksummer_failure: str | None = None
+        """Why there is none though there was to be one."""
         self.is_slow = False
         """Whether its memory could not be pinned: copies from a device keep whoever makes them waiting."""
         self.was_removed = False
         """Whether somebody else removed an arena while it was being filled."""
         self._folder, self._identity, self._step, self._generations = folder, identity, step, generations
+        self._joins = joins
         self._outgrown: list[str] = []
         self._found: list[str] | None = None
         self._memory: torch.Tensor | None = None
@@ -74,6 +89,13 @@ class ArenaStore:
         self.is_slow = len(self._unpin) < len(pinned)
         for number in range(layout.generations):
             self.moves(plan, number)
+        linked_bytes = sum(one.nbytes for one in plan.parted.late.values() if one.device in links)
+        if linked_bytes >= _SUMMED_BESIDE_BYTES:
+            try:
+                path = f"{self._folder.path}/{self.arena.name}"
+                self.checksummer = Checksummer(path, leaf_bytes=layout.leaf_bytes)
+            except OSError as error:
+                self.checksummer_failure = f"a process that takes checksums cannot be started ({error})"
 
     def _left(self) -> list[str]:
         """The names of the arenas that an earlier process of this rank has left; those of other worlds are outgrown."""
@@ -120,8 +142,15 @@ class ArenaStore:
             self._folder.remove(name)
         self._outgrown = []
 
+    def close_checksummer(self) -> None:
+        """Have none any more."""
+        checksummer, self.checksummer, self.checksummer_failure = self.checksummer, None, None
+        if checksummer is not None:
+            checksummer.close()
+
     def _let_go(self) -> None:
         """Close the arena, which stays as it is."""
+        self.close_checksummer()
         for unpin in self._unpin:
             unpin()
         self._unpin, self._memory = [], None
@@ -143,10 +172,14 @@ class ArenaStore:
         found = (
             plan,
             early_moves(plan, memory, self._links),
-            late_moves(plan, memory, self._links) if late is None else late,
+            self._late(plan, memory) if late is None else late,
         )
         self._moves[number] = found
         return found[1:]
+
+    def _late(self, plan: CapturePlan, memory: torch.Tensor) -> list[Moves]:
+        moves = late_moves(plan, memory, self._links)
+        return joined(moves, most_bytes=_JOINED_BYTES) if self._joins else moves
 
     def completed(self) -> None:
         """A generation is complete: let go of what it replaces."""
