@@ -65,15 +65,22 @@ def _source(name: str, one: Any) -> Source:
 class _Places:
     """Where some tensors lay, and as what. Whoever holds a tensor may give it other memory at any time (``.data``)."""
 
-    __slots__ = ("_keys", "_places", "_tensors")
+    __slots__ = ("_addresses", "_aliases", "_dtypes", "_keys", "_places", "_tensors")
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._keys, self._tensors = list(tensors), tuple(tensors.values())
         self._places = [_place(one) for one in self._tensors]
+        self._dtypes = [one.dtype for one in self._tensors]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._aliases = [one.detach() for one in self._tensors]
 
     def hold(self) -> bool:
-        """Whether all of them lie where they lay."""
-        return [_place(one) for one in self._tensors] == self._places
+        """Whether all of them lie where they lay. This is asked at every cut, of thousands: it makes no objects."""
+        return (
+            list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+            and [one.dtype for one in self._tensors] == self._dtypes
+            and all(map(torch.Tensor.is_set_to, self._tensors, self._aliases))  # storage, offset, shape and strides
+        )
 
     def are(self, others: _Places) -> bool:
         """Whether these were the same memory under the same keys. State dicts may give other tensors of it."""
@@ -103,7 +110,8 @@ class ModuleSource:
         self._places = _Places(flat.tensors)
         self.changing = frozenset(key for key in flat.tensors if not isinstance(self.known_as(key), torch.nn.Parameter))
         # The memory of a rank's part is looked up anew at each cut: no container says where it lies.
-        self._containers = None if flat.sharded else _containers(self._module)
+        containers = None if flat.sharded else _containers(self._module)
+        self._containers = None if containers is None else _Held(containers)
 
     def known_as(self, key: str) -> torch.Tensor:
         """See `Source`."""
@@ -111,7 +119,7 @@ class ModuleSource:
 
     def renew(self) -> bool:
         """See `Source`."""
-        if self._containers is not None and _hold(self._containers) and self._places.hold():
+        if self._containers is not None and self._containers.hold() and self._places.hold():
             return False
         before = self._places
         self._take()
@@ -132,12 +140,22 @@ def _contents(of: dict[Any, Any]) -> _Contents:
     return of, list(of), list(of.values())
 
 
-def _hold(contents: Iterable[_Contents]) -> bool:
-    """Whether the same is in all of them still. There are five for each module, and nothing in most."""
-    for of, names, held in contents:
-        if len(of) != len(held) or (held and not (all(map(operator.is_, of.values(), held)) and list(of) == names)):
+class _Held:
+    """Whether the same is in all of these dicts still. There are five for each module, and nothing in most."""
+
+    __slots__ = ("_empty", "_filled")
+
+    def __init__(self, contents: Collection[_Contents]) -> None:
+        self._empty = [of for of, names, _ in contents if not names]
+        self._filled = [one for one in contents if one[1]]
+
+    def hold(self) -> bool:
+        if any(self._empty):
             return False
-    return True
+        for of, names, held in self._filled:
+            if len(of) != len(held) or not all(map(operator.is_, of.values(), held)) or list(of) != names:
+                return False
+        return True
 
 
 def _are(some: Collection[object], others: Collection[object]) -> bool:
@@ -174,6 +192,7 @@ class OptimizerSource:
         "_optimizer",
         "_parameters",
         "_places",
+        "_states",
         "changing",
         "name",
         "tensors",
@@ -193,7 +212,9 @@ class OptimizerSource:
         self._places = _Places(flat.tensors)
         steady = {id(value) for state in optimizer.state.values() for value in _values(state)}
         self.changing = frozenset(key for key in flat.tensors if id(self.known_as(key)) not in steady)
-        self._entries, self._groups = None if flat.sharded else _entries(optimizer), _groups(optimizer)
+        entries = None if flat.sharded else _entries(optimizer)
+        self._states = [] if entries is None else [of for of, _, _ in entries]
+        self._entries, self._groups = None if entries is None else _Held(entries), _groups(optimizer)
         self._parameters = list(optimizer.state)
 
     def known_as(self, key: str) -> torch.Tensor:
@@ -207,8 +228,8 @@ class OptimizerSource:
             self._entries is not None
             and self._groups is not None
             and _are(optimizer.state, self._parameters)
-            and _are(optimizer.state.values(), [of for of, _, _ in self._entries])
-            and _hold(self._entries)
+            and _are(optimizer.state.values(), self._states)
+            and self._entries.hold()
             and (groups := _groups(optimizer)) is not None
             and _same_parameters(groups, self._groups)
             and self._places.hold()
