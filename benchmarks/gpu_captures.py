@@ -91,9 +91,9 @@ class Job:
             self.optimizer.step()
 
     def wait(self) -> None:
-        """Let the device finish."""
+        """Let the device finish what trains."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def state(self) -> dict[str, Any]:
         """What others save."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capturing import capture as capture_module
 from lakeckpt.checkpoint.capturing import moves
+from lakeckpt.checkpoint.capturing import store as store_module
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.capturing.filler import Filler
 from lakeckpt.checkpoint.capturing.witnesses import Witnesses
@@ -263,6 +266,8 @@ def run_device(
     orders: bool = True,
     holds: bool = True,
     full: bool = False,
+    joins: bool = False,
+    after_cut: Callable[[CaptureEngine], None] = lambda engine: None,
 ) -> set[int]:
     """Train on a simulated device that does ``turns[n]`` pieces of work after step n; the steps that were whole."""
     device = Device(seed)
@@ -278,12 +283,14 @@ def run_device(
         gate=SlowGate(seed) if seed % 2 else OpenGate(),
         links={torch.device("cpu"): link},
     )
+    engine._store._joins = joins
     seen: set[int] = set()
     try:
         for number, turn in enumerate([0, *turns]):
             optimizer.step()
             device.queue(0, _stamps(model, optimizer.stamp))
             engine.cut(optimizer.stamp, attempt="a", cut=CUT, must=not number)
+            after_cut(engine)
             device.queue(0, _stamps(model, -1))  # the next forward pass
             device.run(at_most=turn)
             if engine._store.arena is not None:
@@ -306,17 +313,55 @@ def _stamps(model: Stamped, stamp: int) -> Callable[[], object]:
 turns = st.lists(st.integers(0, 60), min_size=1, max_size=8)
 
 
-@given(st.integers(0, 2**32), turns, st.sampled_from([10**6, 300, 0]), st.booleans())
-@example(1, [20] * 6, 10**6, False)  # most of it leaves from scratch
-@example(2, [20] * 6, 0, False)
-@example(1, [20] * 6, 10**6, True)
-@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), turns, st.sampled_from([10**6, 300, 0]), st.booleans(), st.booleans())
+@example(1, [20] * 6, 10**6, False, False)  # most of it leaves from scratch
+@example(2, [20] * 6, 0, False, False)
+@example(1, [20] * 6, 10**6, True, False)
+@example(2, [20] * 6, 10**6, False, True)
+@settings(max_examples=40, deadline=None)
 def test_a_device_with_queues_of_its_own_leaves_whole_steps_also_where_its_memory_is_full(
-    seed: int, turns: list[int], scratch_bytes: int, full: bool
+    seed: int, turns: list[int], scratch_bytes: int, full: bool, joins: bool
 ) -> None:
-    with TemporaryDirectory() as name:
-        seen = run_device(ArenaFolder(Path(name, "arenas")), seed, turns, scratch_bytes=scratch_bytes, full=full)
+    how: dict[str, Any] = {"scratch_bytes": scratch_bytes, "full": full, "joins": joins}
+    with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_module, "_JOINED_BYTES", 3 * SLICE_BYTES)
+        seen = run_device(ArenaFolder(Path(name, "arenas")), seed, turns, **how)
     assert 1 in seen
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_checksums_of_another_process_are_those_of_what_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, joins: bool
+) -> None:
+    monkeypatch.setattr(store_module, "_SUMMED_BESIDE_BYTES", 1)
+    processes: set[int] = set()
+
+    def see(engine: CaptureEngine) -> None:
+        assert engine._store.checksummer is not None
+        processes.add(engine._store.checksummer._process.pid)
+        engine.wait()
+
+    seen = run_device(ArenaFolder(tmp_path / "arenas"), seed, [20] * 6, joins=joins, after_cut=see)
+    assert seen == set(range(1, 8)) and len(processes) == 1
+
+
+@pytest.mark.parametrize("dies_at", [0, 1, 3])
+def test_where_that_process_dies_this_one_takes_the_checksums_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
+) -> None:
+    monkeypatch.setattr(store_module, "_SUMMED_BESIDE_BYTES", 1)
+    cuts = iter(range(100))
+
+    def kill(engine: CaptureEngine) -> None:
+        if next(cuts) == dies_at:
+            assert engine._store.checksummer is not None
+            os.kill(engine._store.checksummer._process.pid, signal.SIGKILL)
+        engine.wait()
+
+    with pytest.warns(CaptureWarning, match="checksums are taken by threads of this one from now on"):
+        seen = run_device(ArenaFolder(tmp_path / "arenas"), 4, [60] * 8, after_cut=kill)
+    assert seen == set(range(1, 10))
 
 
 @pytest.mark.parametrize("missing", ["orders", "holds"])
