@@ -343,10 +343,29 @@ def test_a_generation_is_complete_only_when_all_of_it_was_filled(folder: ArenaFo
         filling.filled(0)
         with pytest.raises(ValueError, match="were not filled"):
             filling.complete(step=1, attempt="a", cut=b"c" * 16, documents=b"")
-        assert arena.begin() is None  # one at a time
         filling.abandon()
         assert arena.complete() == []
         assert capture(arena, 1)
+
+
+def test_two_generations_may_be_filled_and_the_newest_complete_one_is_spared(folder: ArenaFolder) -> None:
+    with made(folder) as arena:
+        assert capture(arena, 1)
+        first, second = arena.begin(common=1), arena.begin(common=1)
+        assert first is not None and second is not None and first.number != second.number
+        assert arena.begin(common=1) is None
+        assert [one.step for one in arena.complete()] == [1]
+        for step, filling in ((2, first), (3, second)):
+            for number in range(arena.layout.num_slices):
+                filling.filled(number)
+            filling.complete(step=step, attempt="a", cut=CUT, documents=b"")
+        assert [one.step for one in arena.complete()] == [3, 2, 1]
+        first, second = arena.begin(common=3), arena.begin(common=3)
+        assert first is not None and second is not None and arena.begin(common=3) is None
+        assert [one.step for one in arena.complete()] == [3]
+        first.abandon()
+        third = arena.begin(common=3)
+        assert third is not None and third.number == first.number != second.number
 
 
 def test_documents_that_do_not_fit_are_refused_and_cost_nothing_else(folder: ArenaFolder) -> None:

@@ -25,6 +25,7 @@ from lakeckpt.checkpoint.capturing import moves
 from lakeckpt.checkpoint.capturing import store as store_module
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.capturing.filler import Filler
+from lakeckpt.checkpoint.capturing.packing import Batch
 from lakeckpt.checkpoint.capturing.witnesses import Witnesses
 from lakeckpt.checkpoint.gate import OpenGate
 from lakeckpt.checkpoint.report import CaptureWarning
@@ -362,6 +363,57 @@ def test_where_that_process_dies_this_one_takes_the_checksums_and_says_so(
     with pytest.warns(CaptureWarning, match="checksums are taken by threads of this one from now on"):
         seen = run_device(ArenaFolder(tmp_path / "arenas"), 4, [60] * 8, after_cut=kill)
     assert seen == set(range(1, 10))
+
+
+class Behind(SimulatedLink):
+    """Its copies are not done before they may be."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.may = threading.Event()
+
+    def copy(self, batch: Batch, /) -> Any:
+        ticket = super().copy(batch)
+        wait = ticket.wait
+
+        def wait_until_it_may() -> None:
+            assert self.may.wait(PATIENCE_S)
+            wait()
+
+        ticket.wait = wait_until_it_may  # type: ignore[method-assign]
+        return ticket
+
+
+@pytest.mark.parametrize("scratch_bytes", [0, 300, 10**6])
+def test_a_host_that_is_an_iteration_ahead_of_its_device_leaves_no_cut_out(tmp_path: Path, scratch_bytes: int) -> None:
+    device, model = Device(1), Stamped()
+    optimizer, link = Stamper(model, lambda work: device.queue(0, work)), Behind(device)
+    objects = {"model": model, "optimizer": optimizer}
+    links = {torch.device("cpu"): link}
+    how: dict[str, Any] = {"slice_bytes": SLICE_BYTES, "scratch_bytes": scratch_bytes, "links": links}
+    engine = CaptureEngine(objects, IDENTITY, folder=ArenaFolder(tmp_path / "arenas"), **how)
+
+    def train() -> bool:
+        optimizer.step()
+        device.queue(0, _stamps(model, optimizer.stamp))
+        began = engine.cut(optimizer.stamp, attempt="a", cut=CUT, common=engine.completed, must=optimizer.stamp == 1)
+        device.queue(0, _stamps(model, -1))
+        return began
+
+    link.may.set()
+    train()
+    engine.wait()
+    for step in range(2, 20, 3):
+        link.may.clear()
+        assert train() and train(), "the second begins while the copies of the first are still to come"
+        assert not train(), "a third would leave nothing that is complete"
+        link.may.set()
+        assert engine.wait() == step + 1
+        device.run()
+        assert engine._store.arena is not None
+        assert {step, step + 1} <= set(check_stamps(engine._store.arena))
+    assert all(record.complete for record in engine.records)
+    engine.close(remove=True)
 
 
 @pytest.mark.parametrize("missing", ["orders", "holds"])

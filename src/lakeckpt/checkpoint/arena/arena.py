@@ -62,7 +62,7 @@ class Arena:
         self._view = memoryview(self._map)
         self._process = os.getpid()
         self._holding = [0] * self.layout.generations  # by this opening, whose own locks do not exclude each other
-        self._filling: int | None = None
+        self._filling: set[int] = set()
         self._read: dict[int, GenerationRecord] = {}
         """The record of each generation as it was read last: it is that as long as its sequence number is."""
         self._lock = threading.Lock()
@@ -129,7 +129,7 @@ class Arena:
 
     def _hold(self, number: int) -> bool:
         with self._lock:
-            if number == self._filling:  # our own lock would turn into a shared one
+            if number in self._filling:  # our own lock would turn into a shared one
                 return False
             if self._holding[number] == 0 and not self._locks.take(number, shared=True):
                 return False
@@ -166,7 +166,7 @@ class Arena:
     # --- what is written
 
     def begin(self, *, common: int | None = None) -> Filling | None:
-        """Begin a generation; None where there is none to spare (one is filled at a time): this cut is left out then.
+        """Begin a generation; None where there is none to spare: this cut is left out then.
 
         ``common``: the newest step that every rank is known to have complete; what is not older stays. None: nothing is
         known, and a generation is begun only where those of two newer steps are complete, because one rank may be a
@@ -187,12 +187,12 @@ class Arena:
         spare += [number for number in by_age if number not in last.values()]
         for number in spare:
             with self._lock:
-                if self._filling is None and not self._holding[number] and self._locks.take(number):
+                if number not in self._filling and not self._holding[number] and self._locks.take(number):
                     # Odd, and larger than any before: also where a writer died.
                     sequence = max(map(self._sequence, range(self.layout.generations)))
                     sequence += 1 + sequence % 2
                     self._put_sequence(number, sequence)
-                    self._filling = number
+                    self._filling.add(number)
                     return Filling(arena=self, number=number, sequence=sequence)
         return None
 
@@ -216,7 +216,7 @@ class Arena:
         assert self.writes, "this opening of the arena only reads"
         for number in range(self.layout.generations):
             with self._lock:
-                if number == self._filling or self._holding[number] or not self._locks.take(number):
+                if number in self._filling or self._holding[number] or not self._locks.take(number):
                     continue
                 sequence = self._sequence(number)
                 self._put_sequence(number, sequence + 1 + sequence % 2)
@@ -235,7 +235,7 @@ class Arena:
         return begin, max(begin, end)
 
     def _is_held(self, number: int) -> bool:
-        return number == self._filling or self._holding[number] > 0 or self._locks.taken(number)
+        return number in self._filling or self._holding[number] > 0 or self._locks.taken(number)
 
     def touch(self) -> None:
         """Have all memory of the arena mapped in this process: done later, page by page, it takes as long as a copy."""
@@ -249,7 +249,7 @@ class Arena:
 
     def _end(self, number: int) -> None:
         with self._lock:
-            self._filling = None
+            self._filling.discard(number)
             self._locks.drop(number)
 
     def _sequence(self, number: int) -> int:

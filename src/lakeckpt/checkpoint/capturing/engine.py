@@ -5,9 +5,9 @@ states of small objects, random states. All else is copied by the copier, a thre
 as the gate admits them, and is fenced before the next update: see ``capture``. When the last slice has its checksum,
 the generation is completed and ``on_complete`` is told, on the copier's thread.
 
-A cut is left out where the arena is not made yet, the capture before is still under way, or no generation can be
-spared; never is a generation a mixture of two cuts, and never is training kept waiting for memory. Where the next
-update may come unannounced (``hooks``) all is copied at the cut.
+A cut is left out where the arena is not made yet, the capture before is still under way (of a device: two are), or no
+generation can be spared; never is a generation a mixture of two cuts, and never is training kept waiting for memory.
+Where the next update may come unannounced (``hooks``) all is copied at the cut.
 
 The first cut starts the copier; `close` stops and joins it. It never communicates, and never writes to storage.
 """
@@ -30,11 +30,11 @@ from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capturing.capture import Capture
 from lakeckpt.checkpoint.capturing.copier import Copier
 from lakeckpt.checkpoint.capturing.doubts import Doubts
-from lakeckpt.checkpoint.capturing.filler import Filler, StillDigests
+from lakeckpt.checkpoint.capturing.filler import Filler
 from lakeckpt.checkpoint.capturing.graphs import before_graphs, refuses_within_a_graph
 from lakeckpt.checkpoint.capturing.hooks import UpdateHooks
 from lakeckpt.checkpoint.capturing.job import CaptureRecord, Facts, Job
-from lakeckpt.checkpoint.capturing.links import CudaLink, Link
+from lakeckpt.checkpoint.capturing.links import Link, link_cuda
 from lakeckpt.checkpoint.capturing.moves import Issued, Moves
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
 from lakeckpt.checkpoint.capturing.planner import Planner
@@ -109,15 +109,15 @@ class CaptureEngine:
         self._hooks = UpdateHooks(self._objects, self.fence, self._void)
         self._linked: CapturePlan | None = None
         self._documents_bytes = 0
-        self._digests: StillDigests = {}
         self._doubts = Doubts()
-        self._planner = Planner(
-            self._objects, hooks=self._hooks, doubts=self._doubts, digests=self._digests, slice_bytes=slice_bytes
-        )
+        self._planner = Planner(self._objects, hooks=self._hooks, doubts=self._doubts, slice_bytes=slice_bytes)
         self._witnesses: Witnesses | None = None
         self._current: Job | None = None
+        """The newest capture, as long as it is under way."""
+        self._under_way = 0
         self._making = False
-        self._completed: int | None = None
+        self.completed: int | None = None
+        """The step of the newest generation that became complete here; None before the first."""
         self._failure: Exception | None = None
         self._warning: str | None = None
         self._changed = threading.Condition()
@@ -126,11 +126,6 @@ class CaptureEngine:
         self._process = os.getpid()
 
     # --- what a manager calls
-
-    @property
-    def completed(self) -> int | None:
-        """The step of the newest generation that became complete here; None before the first."""
-        return self._completed
 
     def cut(
         self,
@@ -171,14 +166,16 @@ class CaptureEngine:
             facts = Facts(step=step, attempt=attempt, cut=cut, readers=readers or {}, extra=extra or {})
             job = self._taken(facts, plan, filling, begin_s)
             self._gate.start(plan.late_bytes)
-            if not trusted or self._doubts.everything or (plan.parted.still and not self._digests):
+            if not trusted or self._doubts.everything or (plan.parted.still and not self._planner.digests):
                 job.capture.fence()
             self._copier.start()
         except BaseException:
             filling.abandon()
             raise
         job.cut_s = self._clock() - begin_s - job.capture.fence_s
-        self._current = job
+        with self._changed:
+            self._current = job
+            self._under_way += 1
         self._copier.do(lambda: self._run(job))
         return True
 
@@ -197,7 +194,7 @@ class CaptureEngine:
         self.fence()
         self._idle()
         self._settle()
-        return self._completed
+        return self.completed
 
     def close(self, *, remove: bool = False) -> None:
         """Finish the capture under way, and let go of everything. ``remove``: of the arena as well, the run is over."""
@@ -227,9 +224,7 @@ class CaptureEngine:
         """The plan for the state as it is now, with a link for each device that it lies on."""
         plan = self._planner.renewed()
         if plan is not self._linked:
-            for tensor in (*plan.parted.early.values(), *plan.parted.late.values()):
-                if tensor.device.type == "cuda" and tensor.device not in self._links:
-                    self._links[tensor.device] = CudaLink(tensor.device)
+            link_cuda((*plan.parted.early.values(), *plan.parted.late.values()), self._links)
             self._linked = plan
         return plan
 
@@ -240,16 +235,21 @@ class CaptureEngine:
         if not self._store.ready(plan, self._documents_bytes):
             self._make(plan)  # behind the capture under way
             return None
-        if self._current is not None:
+        if self._under_way >= self._most_under_way():
             return None
         assert self._store.arena is not None
         return self._store.arena.begin(common=common)
+
+    def _most_under_way(self) -> int:
+        """Two where one was fenced, and only its copies off a device, or their checksums, are still to come: a host
+        that runs ahead of its device would leave out every other cut. A gate that paces knows of one at a time."""
+        return 2 if self._links and not self._gate.paces else 1
 
     def _taken(self, facts: Facts, plan: CapturePlan, filling: Filling, begin_s: float) -> Job:
         """Take what has to be taken at once."""
         early, late = self._store.moves(plan, filling.number)
         witnesses = self._witnesses_of(plan)
-        witnesses.take()
+        taken = witnesses.take()
         issued = self._issued_early(early)
         for link in self._links.values():
             link.order()
@@ -260,7 +260,7 @@ class CaptureEngine:
             live=list(plan.parted.late.values()),
             early=issued,
             gently=filling.bring,
-            scratch_bytes=self._scratch_bytes,
+            scratch_bytes=0 if self._under_way else self._scratch_bytes,  # all of it may be in use
             clock=self._clock,
         )
         trees = self._planner.trees()
@@ -271,6 +271,8 @@ class CaptureEngine:
             trees=trees,
             capture=capture,
             witnesses=witnesses,
+            taken=taken,
+            planned_for=self._planner.planned_for,
             begin_s=begin_s,
         )
 
@@ -278,7 +280,7 @@ class CaptureEngine:
         return Filler(
             plan,
             filling,
-            digests=self._digests,
+            digests=self._planner.digests,
             doubts=self._doubts,
             copier=self._copier,
             checksummer=self._store.checksummer,
@@ -318,7 +320,7 @@ class CaptureEngine:
 
     def _idle(self) -> None:
         with self._changed:
-            while self._current is not None or self._making:
+            while self._under_way or self._making:
                 self._changed.wait()
 
     def _make(self, plan: CapturePlan) -> None:
@@ -364,11 +366,13 @@ class CaptureEngine:
             except Exception as error:
                 self._failure = self._failure or error
             job.filling.abandon()
-            self._digests.clear()  # the next one says anew what is still
+            self._planner.forget()
         self.records.append(job.record(self._clock(), complete=complete))
         with self._changed:
-            self._completed = job.facts.step if complete else self._completed
-            self._current = None
+            self.completed = job.facts.step if complete else self.completed
+            self._under_way -= 1
+            if self._current is job:
+                self._current = None
             self._changed.notify_all()
         if complete and self._on_complete is not None:
             try:
@@ -379,13 +383,12 @@ class CaptureEngine:
     def _completes(self, job: Job) -> bool:
         """Copy what is left of a cut, and complete its generation. False where it was given up."""
         made: list[bytes] = []
-        moving = self._doubts.moving
         intact = job.capture.run(lambda: made.append(job.documents()))
-        if not intact or (changed := job.witnesses.changed(job.filling.data)):
+        if not intact or (changed := job.witnessed()):
             counted, witnessed = (frozenset[str](), changed) if intact else (job.changed(), frozenset[str]())
             self._warning = self._doubts.changed(job.facts.step, counted=counted, witnessed=witnessed)
             return False
-        if self._doubts.moving != moving:
+        if self._doubts.moving != job.planned_for:
             return False  # what seemed still has moved: it is taken at the cut from the next one on
         self._doubts.intact()
         assert self._store.arena is not None

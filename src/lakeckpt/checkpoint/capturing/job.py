@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lakeckpt.checkpoint.arena.contents import Documents
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.capturing.capture import Capture
+from lakeckpt.checkpoint.capturing.moves import Moves
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
 from lakeckpt.checkpoint.capturing.witnesses import Witnesses
 
@@ -54,6 +55,10 @@ class Job:
     filling: Filling
     capture: Capture
     witnesses: Witnesses
+    taken: Moves | None
+    """What witnesses have kept."""
+    planned_for: frozenset[str]
+    """What was known to move when the plan was made."""
     trees: Mapping[str, Callable[[], bytes]]
     begin_s: float
     cut_s: float = 0.0
@@ -66,6 +71,10 @@ class Job:
             readers=self.facts.readers,
             extra=self.facts.extra,
         ).to_bytes()
+
+    def witnessed(self) -> frozenset[str]:
+        """The keys of what witnesses saw change under the capture."""
+        return self.witnesses.changed(self.taken, self.filling.data)
 
     def changed(self) -> frozenset[str]:
         """The keys of what torch saw change under the capture."""

@@ -12,14 +12,14 @@ system); else copies are correct, and block whoever makes them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from lakeckpt.checkpoint.capturing.packing import Batch, packed
 
-__all__ = ["CudaLink", "Link", "Ticket"]
+__all__ = ["CudaLink", "Link", "Ticket", "link_cuda"]
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device of the process."""
@@ -119,6 +119,13 @@ class CudaLink:
         """What CUDA's runtime remembers of a call that failed, it tells whoever asks next: have that be ourselves."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self._device).add_(1)
+
+
+def link_cuda(tensors: Iterable[torch.Tensor], links: dict[torch.device, Link]) -> None:
+    """Have in ``links`` a link of each CUDA device on which one of ``tensors`` lies."""
+    for device in {one.device for one in tensors}:
+        if device.type == "cuda" and device not in links:
+            links[device] = CudaLink(device)
 
 
 class _CudaTicket:

@@ -19,18 +19,9 @@ __all__ = ["Planner"]
 
 
 class Planner:
-    """The plan for ``objects``; ``digests`` are forgotten where it is of other things."""
+    """The plan for ``objects``, in slices of ``slice_bytes`` (None: of whatever size fits)."""
 
-    __slots__ = (
-        "_digests",
-        "_doubts",
-        "_hooks",
-        "_objects",
-        "_plan",
-        "_planned_for",
-        "_slice_bytes",
-        "_sources",
-    )
+    __slots__ = ("_doubts", "_hooks", "_objects", "_plan", "_slice_bytes", "_sources", "digests", "planned_for")
 
     def __init__(
         self,
@@ -38,20 +29,21 @@ class Planner:
         *,
         hooks: UpdateHooks,
         doubts: Doubts,
-        digests: StillDigests,
         slice_bytes: int | None,
     ) -> None:
-        self._objects, self._hooks = objects, hooks
-        self._doubts, self._digests = doubts, digests
+        self.digests: StillDigests = {}
+        """Of what is still, as captures of this plan found it first. One under way keeps those that it began with."""
+        self.planned_for: frozenset[str] = frozenset()
+        """What was known to move when the plan was made."""
+        self._objects, self._hooks, self._doubts = objects, hooks, doubts
         self._slice_bytes = slice_bytes
         self._sources: list[Source] | None = None
         self._plan: CapturePlan | None = None
-        self._planned_for: frozenset[str] = frozenset()
 
     def renewed(self) -> CapturePlan:
         """The plan for the state as it is now: the one before, where that fits."""
         moving = self._doubts.moving
-        before, steady = self._plan, self._planned_for == moving
+        before, steady = self._plan, self.planned_for == moving
         self._plan = None  # where anything fails here, what was seen to change is not forgotten
         if self._sources is None:
             self._sources = sources_of(self._objects)
@@ -67,10 +59,14 @@ class Planner:
             # The same mapping says that nothing of it has to be made ready again.
             parted = Parted(early=parted.early, late=before.parted.late, still=before.parted.still)
         else:
-            self._digests.clear()
+            self.forget()
         self._plan = plan_capture(parted, before=before, slice_bytes=self._slice_bytes)
-        self._planned_for = moving
+        self.planned_for = moving
         return self._plan
+
+    def forget(self) -> None:
+        """The next capture says anew what is still."""
+        self.digests = {}
 
     def trees(self) -> dict[str, Callable[[], bytes]]:
         """What makes the document of each object as it is now; for any thread, at any later time."""

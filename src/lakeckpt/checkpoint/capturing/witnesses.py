@@ -22,7 +22,8 @@ _MOST = 64
 
 
 class Witnesses:
-    """Of a plan's late tensors. `take` is called by the training thread at a cut, `changed` by the copier, later."""
+    """Of a plan's late tensors. `take` is called by the training thread at a cut, `changed` by the copier, later, in
+    the order of cuts."""
 
     def __init__(self, plan: CapturePlan, links: Links) -> None:
         self._plan, self._spots = plan, _spots(plan)
@@ -37,22 +38,20 @@ class Witnesses:
             if flat is not None:
                 self._moves.add(row[: stop - start], flat[start:stop], links.get(tensor.device))
         self._known = {key for key, flat in flats.items() if flat is not None}
-        self._taken: Moves | None = None
 
     def are_of(self, plan: CapturePlan) -> bool:
         """Whether they are of these tensors, in these places."""
         return self._plan.parted.late is plan.parted.late and self._plan.slices is plan.slices
 
-    def take(self) -> None:
-        """Keep the bytes as they are now: on a device, as of all that this thread has given it to do."""
+    def take(self) -> Moves | None:
+        """The bytes as they are now, for `changed`: on a device, as of all that this thread has given it to do."""
         try:
-            self._taken = self._moves.kept()
+            return self._moves.kept()
         except torch.OutOfMemoryError:
-            self._taken = None
+            return None
 
-    def changed(self, data: memoryview) -> frozenset[str]:
-        """The keys of tensors of which ``data``, a generation that is filled, holds other bytes than were there."""
-        taken, self._taken = self._taken, None
+    def changed(self, taken: Moves | None, data: memoryview) -> frozenset[str]:
+        """The keys of tensors of which ``data``, a generation that is filled, holds other bytes than were ``taken``."""
         if taken is None:
             return frozenset()
         wait_all(taken.make())
