@@ -16,7 +16,7 @@ from lakeckpt.checkpoint.bubbles.profile import read_profiles
 from lakeckpt.cli.main import main
 from lakeckpt.core.bubble_record import shares
 from lakeckpt.lake.local import LocalStorage
-from tests.checkpoint.capturing.reading import assert_same, kept_state, state_of
+from tests.checkpoint.capturing.reading import kept_state
 from tests.gpu.device import DEVICE, MARKS, arenas
 
 __all__ = ["arenas"]
@@ -57,20 +57,24 @@ def test_captures_move_while_the_device_goes_forward(
     bubbles.watch(model)
     with CheckpointManager(tmp_path / "run", objects, capture_every=1, arenas=arenas, bubbles=bubbles) as manager:
         manager.restore()
-        for _ in range(STEPS):
+        copied = {}
+        for step in range(1, STEPS + 1):
             loss = model(torch.randn(64, 1024, device=DEVICE)).square().mean()
             loss.backward()
             torch.cuda._sleep(CYCLES // 2)
             optimizer.step()
             optimizer.zero_grad()
+            copied[step] = {f"model/{key}": one.clone() for key, one in model.state_dict().items()}
             manager.step()
             loss.item()  # else the host is iterations ahead, and cuts are left out
-        expected = state_of(objects)
-        manager._background._engine.wait()  # type: ignore[union-attr]
-        assert_same(kept_state(ArenaFolder(arenas), STEPS), expected)
+        newest = manager._background._engine.wait()  # type: ignore[union-attr]
+        assert newest is not None and newest > STEPS - 4
+        kept = kept_state(ArenaFolder(arenas), newest)[1]
+        for key, one in copied[newest].items():
+            assert kept[key] == one.cpu().view(-1).view(torch.uint8).numpy().tobytes(), key
         complete = [one.step for one in manager._background._engine.records if one.complete]  # type: ignore[union-attr]
         records = bubbles.gate.records()
-    assert len(complete) >= STEPS // 2, complete
+    assert len(complete) >= STEPS // 3, complete
     assert len(records) >= STEPS // 2
     for one in records:
         for window in one.windows:
