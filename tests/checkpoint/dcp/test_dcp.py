@@ -69,6 +69,7 @@ def state_of(seed: int) -> dict[str, Any]:
         "empty": torch.empty(0, 4),
         "scalar": torch.tensor(seed),
         "strided": torch.randn(6, 4).t(),
+        "one": torch.randn(6, 4)[:1, 0],
         "bool": torch.tensor([True, False]),
     }
     values = {"step": seed, "name": "run", "none": None, "pair": (1, 2.5), "big": 2**80, "list": [1, {"a": b"x"}]}

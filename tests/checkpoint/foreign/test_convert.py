@@ -70,6 +70,7 @@ def rich_state() -> dict[str, Any]:
         "scalar": torch.tensor(2.5),
         "transposed": torch.arange(6.0).reshape(2, 3).T,
         "view": torch.arange(100.0)[10:20:3],
+        "one": torch.arange(6.0).reshape(2, 3)[1:, 1],
         "mixed": {
             "tuple": (1, torch.ones(2), None, "é", b"\x00\xff", 2**70, True, -1.5, 1 + 2j),
             "ordered": OrderedDict(b=1, a=[2, {3}]),
@@ -85,13 +86,16 @@ def rich_state() -> dict[str, Any]:
     }
 
 
+def in_bytes(tensor: torch.Tensor) -> list[int]:
+    return tensor.new_empty(tensor.numel()).copy_(tensor.flatten()).view(torch.uint8).tolist()  # type: ignore[no-any-return]
+
+
 def alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor)
             and (one.dtype, one.shape) == (other.dtype, other.shape)
-            and one.contiguous().flatten().view(torch.uint8).tolist()
-            == other.contiguous().flatten().view(torch.uint8).tolist()
+            and in_bytes(one) == in_bytes(other)
         )
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
