@@ -131,7 +131,9 @@ class Sundry(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_tensors_of_no_elements_or_dimensions_or_of_one_strided_element_are_restored_among_others(is_local: bool, tmp_path: Path) -> None:
+def test_tensors_of_no_elements_or_dimensions_or_of_one_strided_element_are_restored_among_others(
+    is_local: bool, tmp_path: Path
+) -> None:
     storage: Any = LocalStorage(tmp_path) if is_local else MemoryStorage()
     objects = {"model": Sundry(1.0)}
     saver = manager(storage, objects)
