@@ -29,6 +29,7 @@ from lakeckpt.checkpoint.dcp.metadata import (
     Places,
     Stored,
     StoredFile,
+    data_name,
     metadata_from_bytes,
     metadata_to_bytes,
 )
@@ -117,7 +118,7 @@ class LakeStorageWriter(StorageWriter):
         with ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="lakeckpt-dcp") as pool:
             jobs = []
             for number, pack in enumerate(_packed(plan.items)):
-                jobs.append(pool.submit(self._write, f"{DATA}/{token}-{number:04d}.safetensors", pack, planner))
+                jobs.append(pool.submit(self._write, f"{DATA}/{data_name(token, number)}", pack, planner))
             for job in jobs:
                 results += job.result()
         future: Future[list[WriteResult]] = Future()

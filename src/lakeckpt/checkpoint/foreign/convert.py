@@ -20,14 +20,20 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from lakeckpt.checkpoint.dcp.metadata import CHECKPOINT
+from lakeckpt.checkpoint.dcp.metadata import CHECKPOINT, DATA, is_data_name
 from lakeckpt.checkpoint.dcp.planners import OF_RANK, UNTOLD, LakeLoadPlanner, LakeSavePlanner
 from lakeckpt.checkpoint.dcp.reader import LakeStorageReader
 from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.foreign.dcp_folder import nested, read_dcp_folder
 from lakeckpt.checkpoint.foreign.dcp_metadata import METADATA
-from lakeckpt.checkpoint.foreign.safetensors import SAFETENSORS, read_safetensors, tensors_of, write_safetensors
+from lakeckpt.checkpoint.foreign.safetensors import (
+    SAFETENSORS,
+    is_safetensors,
+    read_safetensors,
+    tensors_of,
+    write_safetensors,
+)
 from lakeckpt.checkpoint.foreign.torch_file import SUFFIXES, read_torch_file
 from lakeckpt.checkpoint.foreign.torch_writer import write_torch_file
 from lakeckpt.checkpoint.load import load
@@ -159,13 +165,27 @@ def _read(
     if storage.list(METADATA):
         return "dcp", read_dcp_folder(storage)
     there = [one.path for one in storage.list()]
-    if any(path.endswith(SAFETENSORS) for path in there):
+    if any(is_safetensors(path) and not is_data_name(path) for path in there):
         return "safetensors", dict(read_safetensors(storage))
-    files = [path for path in there if path.endswith(SUFFIXES)]
     raise CheckpointNotFound(
         f"there is no checkpoint in {describe(storage)!r}: no {LOG}, no {CHECKPOINT}, no {METADATA} and no "
-        f"*{SAFETENSORS}, but {f'{files[0]}: name that file' if files else f'{len(there)} other files'}"
+        f"*{SAFETENSORS}, but {_instead(there)}"
     )
+
+
+def _instead(there: Sequence[str]) -> str:
+    """What lies in a folder (``there``: its objects) that is no checkpoint itself."""
+    if any(is_data_name(path.removeprefix(f"{DATA}/")) for path in there):
+        if any(map(is_data_name, there)):
+            return "the data of a checkpoint of LakeStorageWriter: name the folder above"
+        return "data that LakeStorageWriter wrote in a save that was cut off: nothing was saved"
+    files = [path for path in there if path.endswith((*SUFFIXES, SAFETENSORS))]
+    whole = [path for path in there if path.endswith((f"/{CHECKPOINT}", f"/{METADATA}")) or f"/{LOG}/" in path]
+    if whole:
+        path = whole[0]
+        folder = path.partition(f"/{LOG}/")[0] if f"/{LOG}/" in path else path.rpartition("/")[0]
+        return f"one in {folder}: name that folder"
+    return f"{files[0]}: name that file" if files else f"{len(there)} other files"
 
 
 def _state_of_run(storage: Storage, slot: int | None, rank: int) -> dict[str, Any]:
