@@ -509,6 +509,7 @@ def of(metadata: Any, name: str) -> Any:
         lambda m: m.state_dict_metadata["a"].chunks.append(m.state_dict_metadata["a"].chunks[0]),
         lambda m: setattr(m.state_dict_metadata["a"].chunks[0], "sizes", torch.Size([2**59])),
         lambda m: m.planner_data.update({"a": ("b", 10**9)}),
+        lambda m: m.planner_data.update({"a": ("b", -1)}),
         lambda m: m.planner_data.update({"a": ("b", "c")}),
         lambda m: m.planner_data.update({"a": ("value", "x")}),
         lambda m: m.planner_data.update({"a": tuple("x" * 200)}),
