@@ -135,6 +135,23 @@ def test_what_only_a_pickle_could_hold_is_refused_by_its_path(tmp_path: Path) ->
     assert not (tmp_path / CHECKPOINT).exists()
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.ones(2).to_sparse(),
+        lambda: torch.empty(2, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore::DeprecationWarning")
+def test_a_tensor_that_has_no_plain_bytes_is_refused_by_its_name(made: Any, tmp_path: Path) -> None:
+    for state in ({"odd": made()}, {"odd": (1, made())}):
+        with pytest.raises(CheckpointException) as caught:
+            save(state, tmp_path)
+        ((error, _),) = caught.value.failures.values()
+        assert isinstance(error, UnsupportedValue) and "odd" in str(error) and "plain dense tensor" in str(error)
+
+
 def test_names_that_the_checkpoint_lacks_are_listed(tmp_path: Path) -> None:
     save({"a": torch.ones(1), "v": 1}, tmp_path)
     live = {"a": torch.zeros(1), "b": torch.zeros(1), "w": 2}

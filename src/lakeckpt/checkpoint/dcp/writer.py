@@ -207,8 +207,8 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> _Chunk:
     if item.type != WriteItemType.BYTE_IO:
         assert isinstance(found, torch.Tensor)
         at = ",".join(map(str, item.index.offset or ()))
-        tensor = on_host(found)
-        return _Chunk(index=item.index, spec=spec_of(f"{name}@{at}", tensor), data=host_bytes(tensor))
+        spec = spec_of(f"{name}@{at}", found)  # refuses what has no bytes to bring to the host
+        return _Chunk(index=item.index, spec=spec, data=host_bytes(on_host(found)))
     assert not isinstance(found, torch.Tensor)
     data = found.getbuffer()
     if not is_value(data):

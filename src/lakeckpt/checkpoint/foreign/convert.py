@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -23,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from lakeckpt.checkpoint.dcp.metadata import CHECKPOINT, DATA, is_data_name
 from lakeckpt.checkpoint.dcp.planners import OF_RANK, UNTOLD, LakeLoadPlanner, LakeSavePlanner
 from lakeckpt.checkpoint.dcp.reader import LakeStorageReader
+from lakeckpt.checkpoint.dcp.value import encode_value
 from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.foreign.dcp_folder import nested, read_dcp_folder
@@ -48,6 +52,7 @@ from lakeckpt.errors import (
     ConfigError,
     NewerFormat,
     ObjectMissing,
+    UnsupportedValue,
     WireDamaged,
     WireError,
 )
@@ -125,9 +130,13 @@ def convert_checkpoint(
     if to == "safetensors":
         write_safetensors(storage, tensors_of(state))
     elif to == "lakeckpt":
+        for name, leaf in _told_apart(state):
+            if not isinstance(leaf, torch.Tensor):
+                encode_value(name, leaf)  # refuses what cannot be written, before anything is
         writer = LakeStorageWriter(target, storage_options=target_options)
         _alone(dcp_save, state, storage_writer=writer, planner=LakeSavePlanner())
     elif to == "dcp":
+        _told_apart(state)
         _alone(dcp_save, state, storage_writer=FileSystemWriter(_local(target, "torch's own DCP is")))
     else:
         raise ConfigError(f"to is 'lakeckpt', 'dcp', 'torch' or 'safetensors', got {to!r}")
@@ -135,10 +144,26 @@ def convert_checkpoint(
 
 
 def _converted(source: str, target: Form, state: dict[str, Any]) -> Converted:
-    leaves = flatten_state_dict(state)[0].values()
-    sizes = [one.nbytes for one in leaves if hasattr(one, "nbytes") and hasattr(one, "untyped_storage")]
+    leaves = _leaves(state)
+    sizes = [one.nbytes for _, one in leaves if isinstance(one, torch.Tensor)]
     values = len(leaves) - len(sizes)
     return Converted(source=source, target=target, tensors=len(sizes), size_bytes=sum(sizes), values=values)
+
+
+def _leaves(state: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What DCP stores each by itself, under the names that it gives."""
+    found: list[tuple[str, Any]] = []
+    traverse_state_dict(state, lambda path, one: found.append((".".join(map(str, path)), one)))
+    return found
+
+
+def _told_apart(state: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The same, where no two have one name."""
+    leaves = _leaves(state)
+    twice = [name for name, times in Counter(name for name, _ in leaves).items() if times > 1]
+    if twice:
+        raise UnsupportedValue(f"DCP would call several values of this state {twice[0]!r:.120}: rename one of them")
+    return leaves
 
 
 def _read(
@@ -282,7 +307,12 @@ def _local(target: str | os.PathLike[str], what: str) -> str:
 
 
 def _alone(call: Any, state: dict[str, Any], **how: Any) -> None:
-    """Let DCP save or load ``state`` in this process alone."""
+    """Let DCP save or load ``state`` in this process alone. What goes wrong is raised as it is: DCP wraps it, also an
+    interrupt, into what is no `Exception`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        call(state, no_dist=True, **how)
+        try:
+            call(state, no_dist=True, **how)
+        except CheckpointException as error:
+            ((cause, _),) = error.failures.values()
+            raise cause from None
