@@ -439,7 +439,7 @@ def test_doctored_metadata_run_no_code(field: str, protocol: int, tmp_path: Path
 def test_a_doctored_value_runs_no_code(tmp_path: Path, mark: Path) -> None:
     dcp.save({"a": torch.ones(3), "value": {"b": [Boom()]}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(
-        UnsupportedValue, match=r"'value.b' in __0_0.distcp: only running its pickle could make .*mkdir"
+        UnsupportedValue, match=r"'value.b' in __0_0.distcp: 0: only running its pickle could make .*mkdir"
     ):
         read_state(tmp_path / "dcp")
     assert not mark.exists()

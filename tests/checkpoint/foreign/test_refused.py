@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,25 @@ def test_an_interrupt_while_dcp_works_is_an_interrupt(tmp_path: Path, monkeypatc
     monkeypatch.setattr(LakeStorageReader, "read_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
         read_state(tmp_path / "ours")
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.zeros(1).expand(5), r"model\.layers\.1\.w: .* repeats the 1 elements .*contiguous\(\)"),
+        (torch.arange(6.0).as_strided((3, 3), (1, 1)).clone().as_strided((9, 9), (1, 0)), r"model\.layers\.1\.w: "),
+        (Thing(), r"model\.layers\.1\.w: only running its pickle could make a .*Thing"),
+        (torch.ones(1).to_sparse(), r"model\.layers\.1\.w: only running its pickle"),
+    ],
+)
+def test_what_cannot_be_read_of_a_file_of_torch_save_is_named_by_its_path(
+    value: Any, what: str, tmp_path: Path
+) -> None:
+    layers = [{"w": torch.ones(2)}, OrderedDict(v=1, w=value)]
+    torch.save({"first": 1, "model": OrderedDict(layers=layers), "last": 2}, tmp_path / "a.pt")
+    with pytest.raises(UnsupportedValue, match=what):
+        read_state(tmp_path / "a.pt")
