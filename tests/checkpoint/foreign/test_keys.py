@@ -9,12 +9,61 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lakeckpt import LakeLoadPlanner, LakeSavePlanner, LakeStorageReader, LakeStorageWriter, read_state
+from lakeckpt import (
+    LakeLoadPlanner,
+    LakeSavePlanner,
+    LakeStorageReader,
+    LakeStorageWriter,
+    convert_checkpoint,
+    read_state,
+)
 from lakeckpt.checkpoint.foreign.dcp_folder import nested
-from lakeckpt.errors import WireDamaged
+from lakeckpt.errors import ConfigError, WireDamaged
 from tests.checkpoint.foreign.test_convert import alike
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+PARTS: dict[Any, Any] = {
+    "a": {"b": {"c.d": {"is": 1}}, "b.c": {"is": 2}},
+    "a.x": {"is": 3},
+    "dot.": {"is": 4},
+    "o": {"state": {0: {"is": 5}, 1.5: {"is": 6}}, "groups": [{}, {"is": 7}], "lr": 0.1},
+    "twice.x": {},
+    "twice": {"x": {}},
+    1: {},
+    "1": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("item", "number"),
+    [("a.b.c.d", 1), ("a.b.c", 2), ("a.x", 3), ("dot.", 4), ("o.state.0", 5), ("o.state.1.5", 6), ("o.groups.1", 7)],
+)
+def test_a_part_is_named_by_its_path_though_names_have_dots_or_are_numbers(
+    item: str, number: int, tmp_path: Path
+) -> None:
+    torch.save(PARTS, tmp_path / "a.pt")
+    convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", item=item)
+    assert read_state(tmp_path / "b.pt") == {"is": number}
+
+
+@pytest.mark.parametrize(
+    ("item", "why"),
+    [
+        ("twice.x", "names 2 parts"),
+        ("1", "names 2 parts"),
+        ("a.y", r"there is no 'a\.y' in this checkpoint: it holds b, b\.c"),
+        ("o.groups.2", "it holds 0, 1"),
+        ("o.lr.x", "it holds no names"),
+        ("o.groups", "is a list, not a state"),
+        ("o.lr", "is a float, not a state"),
+    ],
+)
+def test_a_part_that_is_not_there_or_there_twice_is_told(item: str, why: str, tmp_path: Path) -> None:
+    torch.save(PARTS, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=why):
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / "b.pt", to="torch", item=item)
 
 
 @pytest.mark.parametrize(

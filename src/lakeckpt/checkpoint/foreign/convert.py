@@ -31,6 +31,7 @@ from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.foreign.dcp_folder import nested, read_dcp_folder
 from lakeckpt.checkpoint.foreign.dcp_metadata import METADATA
+from lakeckpt.checkpoint.foreign.item import part_of
 from lakeckpt.checkpoint.foreign.safetensors import (
     SAFETENSORS,
     is_safetensors,
@@ -115,12 +116,12 @@ def convert_checkpoint(
     for `LakeStorageReader`. ``to="safetensors"``: ``model.safetensors``, or several and an index; tensors only, so
     that ``item="model"`` chooses the part to write, with names as in its own state dict. ``to="torch"``: one local file
     (named ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``) that ``torch.load(weights_only=True)`` takes: tensors and plain
-    values. ``item`` may have dots for parts inside of parts.
+    values. ``item`` may have dots for parts inside of parts, and names that are numbers.
 
     Raises as `read_state`, and `ConfigError` where the target is not empty or the item is not there.
     """
     kind, state = _read(source, slot=slot, rank=rank, storage_options=storage_options)
-    state = _item(state, item)
+    state = part_of(state, item) if item else state
     if to == "torch":
         write_torch_file(_local(target, "files of torch.save are"), state)
         return _converted(kind, to, state)
@@ -286,17 +287,6 @@ def _path(name: str, path: Sequence[str | int]) -> tuple[str | int, ...]:
     """Where the value saved as ``name`` lies: those of single ranks lie beside each other."""
     _, mark, rank = name.rpartition(OF_RANK)
     return (*path[:-1], f"{path[-1]}{mark}{rank}") if mark else tuple(path)
-
-
-def _item(state: dict[str, Any], item: str | None) -> dict[str, Any]:
-    found: Any = state
-    for step in item.split(".") if item else ():
-        if not isinstance(found, Mapping) or step not in found:
-            raise ConfigError(f"there is no {item!r} in this checkpoint: it holds {', '.join(map(str, found))[:400]}")
-        found = found[step]
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{item!r} of this checkpoint is a {type(found).__name__}, not a state of several names")
-    return dict(found)
 
 
 def _local(target: str | os.PathLike[str], what: str) -> str:
