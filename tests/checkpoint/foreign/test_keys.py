@@ -14,6 +14,7 @@ from lakeckpt import (
     LakeSavePlanner,
     LakeStorageReader,
     LakeStorageWriter,
+    PerRank,
     convert_checkpoint,
     read_state,
 )
@@ -114,3 +115,10 @@ def test_keys_that_are_no_texts_are_read_as_they_were(key: Any, is_deep: bool, t
     live = state_of(0.0)
     dcp.load(live, storage_reader=LakeStorageReader(tmp_path), planner=LakeLoadPlanner(), no_dist=True)
     assert alike(live, state_of(3.0))
+
+
+def test_values_of_ranks_that_stand_in_a_list_are_read_in_their_places(tmp_path: Path) -> None:
+    state = {"list": [PerRank(5), torch.ones(1), PerRank({"a": 1})], "alone": PerRank(7)}
+    dcp.save(state, storage_writer=LakeStorageWriter(tmp_path), planner=LakeSavePlanner(), no_dist=True)
+    found = read_state(tmp_path)
+    assert found == {"list": [{"::rank:0": 5}, torch.ones(1), {"::rank:0": {"a": 1}}], "alone::rank:0": 7}

@@ -284,8 +284,10 @@ def _state_of_lake(place: str, options: Mapping[str, Any] | None) -> dict[str, A
 
 
 def _path(name: str, path: Sequence[str | int]) -> tuple[str | int, ...]:
-    """Where the value saved as ``name`` lies: those of single ranks lie beside each other."""
+    """Where the value saved as ``name`` lies: those of single ranks lie beside each other, in a list in one place."""
     _, mark, rank = name.rpartition(OF_RANK)
+    if mark and type(path[-1]) is int:
+        return (*path, f"{mark}{rank}")
     return (*path[:-1], f"{path[-1]}{mark}{rank}") if mark else tuple(path)
 
 
