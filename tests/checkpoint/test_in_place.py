@@ -115,7 +115,8 @@ class Odd(torch.nn.Module):
 
 
 class Sundry(torch.nn.Linear):
-    """A module with buffers of many dtypes and shapes: none has elements, some have no dimension."""
+    """A module with buffers of many dtypes and shapes: some have no elements, or no dimension, or one element that lies
+    strided, which torch calls contiguous."""
 
     def __init__(self, value: float) -> None:
         super().__init__(2, 2)
@@ -124,10 +125,15 @@ class Sundry(torch.nn.Linear):
             self.register_buffer(f"empty_{name}", torch.empty(0, 2, dtype=dtype))
             self.register_buffer(f"scalar_{name}", torch.full((), value).to(dtype))
             self.register_buffer(f"some_{name}", torch.full((3,), value).to(dtype))
+            table = torch.full((4, 3), value).to(dtype)
+            self.register_buffer(f"one_{name}", table[:1, 0])
+            self.register_buffer(f"turned_{name}", table.t()[:1, :1])
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_tensors_without_elements_or_dimensions_are_restored_among_others(is_local: bool, tmp_path: Path) -> None:
+def test_tensors_of_no_elements_or_dimensions_or_of_one_strided_element_are_restored_among_others(
+    is_local: bool, tmp_path: Path
+) -> None:
     storage: Any = LocalStorage(tmp_path) if is_local else MemoryStorage()
     objects = {"model": Sundry(1.0)}
     saver = manager(storage, objects)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader
 from lakeckpt.checkpoint.ledger import index_path
@@ -29,6 +30,19 @@ from tests.checkpoint.rig import Counter, MemoryStorage, manager
 def test_a_state_that_is_no_mapping_of_objects_is_refused(state: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CheckpointManager(MemoryStorage(), state)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_an_optimizer_that_divides_its_state_over_ranks_by_itself_is_refused_at_once() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        optimizer = ZeroRedundancyOptimizer(torch.nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1)
+        with pytest.raises(ConfigError, match=r"'optimizer' is a ZeroRedundancyOptimizer: .* FSDP2"):
+            manager(MemoryStorage(), {"optimizer": optimizer})
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -457,6 +457,29 @@ def test_tied_weights_and_wrappers_load_into_a_bare_model() -> None:
     assert torch.equal(bare[0].weight, weight) and torch.equal(bare[1].weight, weight)
 
 
+class Wrapper(torch.nn.Module):
+    """It calls what it wraps ``module``, as wrappers do, and has a parameter of the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.bias = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.randn(2))
+
+
+@pytest.mark.parametrize("is_saved_bare", [True, False])
+def test_a_wrapper_around_names_that_would_collide_loads_into_a_bare_model_and_back(is_saved_bare: bool) -> None:
+    def made(is_bare: bool) -> torch.nn.Module:
+        model = torch.nn.Sequential(Wrapper(), torch.nn.Linear(2, 1))
+        return model if is_bare else torch.nn.DataParallel(torch.compile(model, backend="eager"))
+
+    storage, saved, found = MemoryStorage(), made(is_saved_bare), made(not is_saved_bare)
+    saver = manager(storage, {"model": saved})
+    saver.restore()
+    saver.save()
+    manager(storage, {"model": found}).restore()
+    for one, other in zip(found.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_verify_bytes_catches_what_a_lying_store_lost() -> None:
     for verify, message in (("sizes", "lists"), ("bytes", "read back")):
 

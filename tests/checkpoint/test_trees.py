@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lakeckpt.checkpoint.names import canonical_names
 from lakeckpt.checkpoint.random_states import capture_random, check_random, derive_random, restore_random
@@ -44,6 +46,39 @@ def test_names_that_would_collide_keep_their_own() -> None:
         "module": "module",
         "x.module": "x",
     }
+
+
+_PARTS = st.sampled_from(["a", "b", "module", "_orig_mod", "_checkpoint_wrapped_module", ""])
+_NAMES = st.sets(st.lists(_PARTS, min_size=1, max_size=5).map(".".join), min_size=1, max_size=12)
+
+
+@given(names=_NAMES)
+def test_canonical_names_are_one_to_one(names: set[str]) -> None:
+    found = canonical_names(names)
+    assert found.keys() == names and len(set(found.values())) == len(names)
+
+
+def is_of_a_module(names: set[str]) -> bool:
+    """Whether no name is that of a module and a tensor in one, and none is called as wrappers' marks alone."""
+    parts = [tuple(name.split(".")) for name in names]
+    inner = {one[:at] for one in parts for at in range(len(one))}
+    return not inner & set(parts) and all(one[-1] in ("a", "b") for one in parts)
+
+
+@given(names=_NAMES.filter(is_of_a_module), mark=_PARTS.filter(lambda one: len(one) > 1), data=st.data())
+def test_a_wrapper_around_any_module_leaves_no_trace_though_names_would_collide(
+    names: set[str], mark: str, data: st.DataObject
+) -> None:
+    inside = data.draw(
+        st.sampled_from(sorted({name[:at] for name in names for at in range(len(name)) if _ends(name, at)}))
+    )
+    wrapped = {name: f"{inside}{mark}.{name[len(inside) :]}" if name.startswith(inside) else name for name in names}
+    found = canonical_names(wrapped.values())
+    assert {name: found[one] for name, one in wrapped.items()} == canonical_names(names)
+
+
+def _ends(name: str, at: int) -> bool:
+    return not at or name[at - 1] == "."
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -24,7 +25,19 @@ def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"names of state are non-empty strings without '/', and not {RANDOM!r}; got {name!r}")
         if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
             raise ConfigError(f"{name!r} is a {type(one).__name__} without state_dict and load_state_dict")
+        if _is_divided(one):
+            raise ConfigError(
+                f"{name!r} is a {type(one).__name__}: each rank has the state of some parameters, and shows it only "
+                "after a collective of its own. Shard the model with FSDP2 (fully_shard), whose optimizers are torch's "
+                "plain ones, or give the optimizer itself, undivided"
+            )
     return dict(state)
+
+
+def _is_divided(one: object) -> bool:
+    """Whether it is torch's ``ZeroRedundancyOptimizer``, whose module warns when it is loaded: who has one has it."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return zero is not None and isinstance(one, zero.ZeroRedundancyOptimizer)
 
 
 def check_settings(verify: object, on_save_failure: object, timeout_s: object) -> None:

@@ -13,7 +13,7 @@ import torch
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.errors import UnsupportedValue
 
-__all__ = ["empty_for", "fill", "holds", "host_bytes", "on_host", "overlaps_itself", "spec_of", "tied_key"]
+__all__ = ["as_bytes", "empty_for", "fill", "holds", "host_bytes", "on_host", "overlaps_itself", "spec_of", "tied_key"]
 
 
 def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
@@ -61,7 +61,7 @@ def holds(tensor: torch.Tensor, values: torch.Tensor) -> bool:
     dtype, contiguous in host memory."""
     trial = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     fill(trial, values)
-    return torch.equal(*(one.contiguous().reshape(-1).view(torch.uint8) for one in (trial, values)))
+    return torch.equal(as_bytes(trial.contiguous()), as_bytes(values.contiguous()))
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -80,9 +80,15 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, not copied, to be read or written."""
-    if not tensor.numel():
-        return memoryview(bytearray())
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(tensor).numpy().data if tensor.numel() else memoryview(bytearray())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, not copied: one dimension of uint8.
+
+    Where there is one element only, a contiguous tensor may have any strides (``table[:1, 0]``), which ``view`` minds.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def empty_for(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:

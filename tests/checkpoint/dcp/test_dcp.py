@@ -69,6 +69,7 @@ def state_of(seed: int) -> dict[str, Any]:
         "empty": torch.empty(0, 4),
         "scalar": torch.tensor(seed),
         "strided": torch.randn(6, 4).t(),
+        "one": torch.randn(6, 4)[:1, 0],
         "bool": torch.tensor([True, False]),
     }
     values = {"step": seed, "name": "run", "none": None, "pair": (1, 2.5), "big": 2**80, "list": [1, {"a": b"x"}]}
@@ -132,6 +133,23 @@ def test_what_only_a_pickle_could_hold_is_refused_by_its_path(tmp_path: Path) ->
         save({"values": {"odd": object(), "fine": 1}}, tmp_path)
     assert isinstance(next(iter(caught.value.failures.values()))[0], UnsupportedValue)
     assert not (tmp_path / CHECKPOINT).exists()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.ones(2).to_sparse(),
+        lambda: torch.empty(2, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore::DeprecationWarning")
+def test_a_tensor_that_has_no_plain_bytes_is_refused_by_its_name(made: Any, tmp_path: Path) -> None:
+    for state in ({"odd": made()}, {"odd": (1, made())}):
+        with pytest.raises(CheckpointException) as caught:
+            save(state, tmp_path)
+        ((error, _),) = caught.value.failures.values()
+        assert isinstance(error, UnsupportedValue) and "odd" in str(error) and "plain dense tensor" in str(error)
 
 
 def test_names_that_the_checkpoint_lacks_are_listed(tmp_path: Path) -> None:

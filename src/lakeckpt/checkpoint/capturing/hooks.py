@@ -21,7 +21,7 @@ import torch
 
 from lakeckpt.checkpoint.report import CaptureWarning
 
-__all__ = ["UpdateHooks", "versions_of"]
+__all__ = ["UpdateHooks", "takes_hooks", "versions_of"]
 
 _Seen = tuple[list[torch.Tensor], list[int]]
 """Parameters, and how often each was changed."""
@@ -56,7 +56,7 @@ class UpdateHooks:
             self._handles.append(one.register_step_pre_hook(hook))
             self._handles.append(one.register_load_state_dict_pre_hook(self._about_to_load))
         for one in objects.values():
-            if isinstance(one, torch.nn.Module):
+            if isinstance(one, torch.nn.Module) and takes_hooks(one):
                 self._handles.append(one.register_load_state_dict_pre_hook(self._about_to_load))  # type: ignore[no-untyped-call]
 
     def _about_to_load(self, *_: object) -> None:
@@ -127,6 +127,11 @@ class UpdateHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def takes_hooks(module: torch.nn.Module) -> bool:
+    """Whether ``module`` says when a state is loaded into it: what was scripted or traced cannot."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:

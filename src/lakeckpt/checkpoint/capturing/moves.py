@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.arena.slices import Piece
 from lakeckpt.checkpoint.capturing.links import Link, Ticket
 from lakeckpt.checkpoint.capturing.packing import Batch
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
+from lakeckpt.checkpoint.tensors import as_bytes
 
 __all__ = ["Issued", "Links", "Moves", "early_moves", "flat_bytes", "joined", "late_moves", "wait_all"]
 
@@ -180,7 +181,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     plain = tensor.detach()
     if not plain.is_contiguous() or plain.is_conj() or plain.is_neg():
         return None
-    return plain.reshape(-1).view(torch.uint8)
+    return as_bytes(plain)
 
 
 def _whole(memory: torch.Tensor, at: int, tensor: torch.Tensor) -> torch.Tensor:

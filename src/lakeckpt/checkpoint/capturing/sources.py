@@ -11,12 +11,14 @@ returns may be called later and elsewhere.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
+from lakeckpt.checkpoint.capturing.hooks import takes_hooks
 from lakeckpt.checkpoint.parts import PART_MARK
 from lakeckpt.checkpoint.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.tree import Flat, branch_to_bytes, flatten, tree_of_branches, tree_to_bytes
@@ -103,15 +105,18 @@ class ModuleSource:
         self._take()
 
     def _take(self) -> None:
-        # Kept as variables: a parameter whose `.data` was replaced says so, what was detached from it does not.
-        flat = flatten(self.name, self._module.state_dict(keep_vars=True), of_module=True)
+        flat = flatten(self.name, _state_of(self._module), of_module=True)
         self._document = tree_to_bytes(flat)
         self.tensors, self._sharded = flat.tensors, flat.sharded
         self._places = _Places(flat.tensors)
-        self.changing = frozenset(key for key in flat.tensors if not isinstance(self.known_as(key), torch.nn.Parameter))
+        self.changing = frozenset(key for key in flat.tensors if not self._waits(key))
         # The memory of a rank's part is looked up anew at each cut: no container says where it lies.
         containers = None if flat.sharded else _containers(self._module)
         self._containers = None if containers is None else _Held(containers)
+
+    def _waits(self, key: str) -> bool:
+        """Whether whoever changes it says so before: not what a script module holds, which takes no hooks."""
+        return isinstance(self.known_as(key), torch.nn.Parameter) and takes_hooks(self._module)
 
     def known_as(self, key: str) -> torch.Tensor:
         """See `Source`."""
@@ -129,6 +134,17 @@ class ModuleSource:
         """See `Source`."""
         document = self._document
         return lambda: document
+
+
+def _state_of(module: torch.nn.Module) -> Any:
+    """Its state, with parameters as they are: one whose ``.data`` was replaced says so, what was detached from it does
+    not, and counts as changing at any time. A ``state_dict`` of its own may know nothing of that, and is asked plainly.
+    """
+    try:
+        inspect.signature(module.state_dict).bind(keep_vars=True)
+    except (TypeError, ValueError):
+        return module.state_dict()
+    return module.state_dict(keep_vars=True)
 
 
 _Contents = tuple[dict[Any, Any], list[Any], list[Any]]
@@ -175,9 +191,10 @@ def _containers(module: torch.nn.Module) -> list[_Contents] | None:
         kind, own = type(one), vars(one)
         overridden = any(name in own or getattr(kind, name) is not getattr(torch.nn.Module, name) for name in _MAKES)
         hooks = one._state_dict_hooks, one._state_dict_pre_hooks
-        if overridden or any(hooks):
+        held = one._modules, one._parameters, one._buffers
+        if overridden or any(hooks) or not all(isinstance(each, dict) for each in held):  # script modules have views
             return None
-        found += [_contents(each) for each in (one._modules, one._parameters, one._buffers, *hooks)]
+        found += [_contents(each) for each in (*held, *hooks)]
     return found
 
 

@@ -8,6 +8,7 @@ it names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,17 @@ from lakeckpt.checkpoint.fields import confined, fields_of, taken
 from lakeckpt.errors import UnsupportedValue, WireDamaged
 from lakeckpt.wire.codec import Limits, dumps, loads
 
-__all__ = ["CHECKPOINT", "DATA", "Places", "Stored", "StoredFile", "metadata_from_bytes", "metadata_to_bytes"]
+__all__ = [
+    "CHECKPOINT",
+    "DATA",
+    "Places",
+    "Stored",
+    "StoredFile",
+    "data_name",
+    "is_data_name",
+    "metadata_from_bytes",
+    "metadata_to_bytes",
+]
 
 CHECKPOINT = "checkpoint.lkc"
 DATA = "data"
@@ -61,6 +72,16 @@ class Places:
 
     stored: Mapping[MetadataIndex, Stored]
     files: Mapping[str, StoredFile]
+
+
+def data_name(token: str, number: int) -> str:
+    """How object ``number`` of what one rank writes is called in `DATA`. ``token``: 16 hexadecimal digits."""
+    return f"{token}-{number:04d}.safetensors"
+
+
+def is_data_name(name: str) -> bool:
+    """Whether `data_name` may have made it."""
+    return re.fullmatch(r"[0-9a-f]{16}-[0-9]{4,}\.safetensors", name) is not None
 
 
 def metadata_to_bytes(metadata: Metadata) -> bytes:

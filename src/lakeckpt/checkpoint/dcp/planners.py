@@ -3,7 +3,7 @@
 `LakeSavePlanner` and `LakeLoadPlanner` leave all of DCP's planning (flattening, sharding, resharding, deduplication)
 to torch's default planners, and change three things. What is no tensor becomes a document of ours and back. A `PerRank`
 value gets a name of its own on each rank, so that nobody's is deduplicated away. And beside the paths of its names a
-checkpoint tells what they do not: which dicts are empty, and which keys are numbers, for whoever reads it by itself.
+checkpoint tells what they do not: which dicts are empty, and which keys are no texts, for whoever reads it by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.dcp.value import PerRank, decode_value, encode_value
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.errors import CheckpointMismatch
 
-__all__ = ["LakeLoadPlanner", "LakeSavePlanner"]
+__all__ = ["OF_RANK", "UNTOLD", "LakeLoadPlanner", "LakeSavePlanner", "is_told_key"]
 
 OF_RANK = "::rank:"
 UNTOLD = "::untold:"
@@ -127,17 +127,24 @@ def _by_rank(state: dict[str, Any], mappings: dict[str, Any]) -> tuple[dict[str,
 
 
 def _untold(state: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str, Any]]:
-    """Of each dict that torch's paths do not tell whole: a name of its own, its path and the keys that are numbers."""
+    """Of each dict that torch's paths do not tell whole: a name of its own, its path, and its keys that are no text."""
     if isinstance(state, Mapping):
-        numbers = [key for key in state if type(key) is int]
-        if path and (numbers or not state):
-            keys = short_digest(repr((path, numbers)).encode()).hex()[:8]  # ranks may have parts of a dict
-            yield f"{UNTOLD}{'.'.join(map(str, path))}:{keys}", [list(path), numbers]
+        others = [key for key in state if is_told_key(key)]
+        if others or (path and not state):
+            keys = short_digest(repr((path, others)).encode()).hex()[:8]  # ranks may have parts of a dict
+            yield f"{UNTOLD}{'.'.join(map(str, path))}:{keys}", [list(path), others]
         for key, value in state.items():
             yield from _untold(value, (*path, str(key)))
     elif isinstance(state, list):
         for place, value in enumerate(state):
             yield from _untold(value, (*path, place))
+
+
+def is_told_key(key: object) -> bool:
+    """Whether torch's paths have ``key`` of a dict as a text, and a checkpoint of ours tells what it was."""
+    if type(key) is tuple:
+        return all(type(one) is str or is_told_key(one) for one in key)
+    return key is None or type(key) in (int, float, complex, bool, bytes)
 
 
 def _saved_by_others(name: str, known: dict[str, Any]) -> bool:

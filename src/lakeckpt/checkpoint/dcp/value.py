@@ -16,7 +16,7 @@ from lakeckpt.checkpoint.fields import fields_of, taken
 from lakeckpt.checkpoint.tensors import empty_for, host_bytes, on_host, spec_of
 from lakeckpt.checkpoint.tree import flatten, rebuild
 from lakeckpt.errors import WireDamaged
-from lakeckpt.wire.codec import MAGIC, dumps, loads
+from lakeckpt.wire.codec import MAGIC, dumps_map, loads, payload_of
 
 __all__ = ["PerRank", "decode_value", "encode_value", "is_value"]
 
@@ -44,7 +44,8 @@ def encode_value(name: str, value: object) -> bytes:
     for key, tensor in flat.tensors.items():
         spec = spec_of(key, tensor)
         tensors[key] = [spec.dtype, list(spec.shape), bytes(host_bytes(on_host(tensor)))]
-    return dumps({"tree": flat.tree, "tensors": tensors}, kind=_KIND, version=_VERSION, root=name)
+    parts = {"tree": payload_of(flat.tree, root=name), "tensors": payload_of(tensors, root=name)}
+    return dumps_map(parts, kind=_KIND, version=_VERSION)
 
 
 def decode_value(data: bytes | memoryview, like: Any = None) -> Any:

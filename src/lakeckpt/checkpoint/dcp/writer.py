@@ -29,6 +29,7 @@ from lakeckpt.checkpoint.dcp.metadata import (
     Places,
     Stored,
     StoredFile,
+    data_name,
     metadata_from_bytes,
     metadata_to_bytes,
 )
@@ -117,7 +118,7 @@ class LakeStorageWriter(StorageWriter):
         with ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="lakeckpt-dcp") as pool:
             jobs = []
             for number, pack in enumerate(_packed(plan.items)):
-                jobs.append(pool.submit(self._write, f"{DATA}/{token}-{number:04d}.safetensors", pack, planner))
+                jobs.append(pool.submit(self._write, f"{DATA}/{data_name(token, number)}", pack, planner))
             for job in jobs:
                 results += job.result()
         future: Future[list[WriteResult]] = Future()
@@ -206,8 +207,8 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> _Chunk:
     if item.type != WriteItemType.BYTE_IO:
         assert isinstance(found, torch.Tensor)
         at = ",".join(map(str, item.index.offset or ()))
-        tensor = on_host(found)
-        return _Chunk(index=item.index, spec=spec_of(f"{name}@{at}", tensor), data=host_bytes(tensor))
+        spec = spec_of(f"{name}@{at}", found)  # refuses what has no bytes to bring to the host
+        return _Chunk(index=item.index, spec=spec, data=host_bytes(on_host(found)))
     assert not isinstance(found, torch.Tensor)
     data = found.getbuffer()
     if not is_value(data):

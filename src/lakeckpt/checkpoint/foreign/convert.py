@@ -10,24 +10,35 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from lakeckpt.checkpoint.dcp.metadata import CHECKPOINT
+from lakeckpt.checkpoint.dcp.metadata import CHECKPOINT, DATA, is_data_name
 from lakeckpt.checkpoint.dcp.planners import OF_RANK, UNTOLD, LakeLoadPlanner, LakeSavePlanner
 from lakeckpt.checkpoint.dcp.reader import LakeStorageReader
+from lakeckpt.checkpoint.dcp.value import encode_value
 from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.foreign.dcp_folder import nested, read_dcp_folder
 from lakeckpt.checkpoint.foreign.dcp_metadata import METADATA
-from lakeckpt.checkpoint.foreign.safetensors import SAFETENSORS, read_safetensors, tensors_of, write_safetensors
+from lakeckpt.checkpoint.foreign.item import part_of
+from lakeckpt.checkpoint.foreign.safetensors import (
+    SAFETENSORS,
+    is_safetensors,
+    read_safetensors,
+    tensors_of,
+    write_safetensors,
+)
 from lakeckpt.checkpoint.foreign.torch_file import SUFFIXES, read_torch_file
 from lakeckpt.checkpoint.foreign.torch_writer import write_torch_file
 from lakeckpt.checkpoint.load import load
@@ -42,6 +53,7 @@ from lakeckpt.errors import (
     ConfigError,
     NewerFormat,
     ObjectMissing,
+    UnsupportedValue,
     WireDamaged,
     WireError,
 )
@@ -104,12 +116,12 @@ def convert_checkpoint(
     for `LakeStorageReader`. ``to="safetensors"``: ``model.safetensors``, or several and an index; tensors only, so
     that ``item="model"`` chooses the part to write, with names as in its own state dict. ``to="torch"``: one local file
     (named ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``) that ``torch.load(weights_only=True)`` takes: tensors and plain
-    values. ``item`` may have dots for parts inside of parts.
+    values. ``item`` may have dots for parts inside of parts, and names that are numbers.
 
     Raises as `read_state`, and `ConfigError` where the target is not empty or the item is not there.
     """
     kind, state = _read(source, slot=slot, rank=rank, storage_options=storage_options)
-    state = _item(state, item)
+    state = part_of(state, item) if item else state
     if to == "torch":
         write_torch_file(_local(target, "files of torch.save are"), state)
         return _converted(kind, to, state)
@@ -119,9 +131,13 @@ def convert_checkpoint(
     if to == "safetensors":
         write_safetensors(storage, tensors_of(state))
     elif to == "lakeckpt":
+        for name, leaf in _told_apart(state):
+            if not isinstance(leaf, torch.Tensor):
+                encode_value(name, leaf)  # refuses what cannot be written, before anything is
         writer = LakeStorageWriter(target, storage_options=target_options)
         _alone(dcp_save, state, storage_writer=writer, planner=LakeSavePlanner())
     elif to == "dcp":
+        _told_apart(state)
         _alone(dcp_save, state, storage_writer=FileSystemWriter(_local(target, "torch's own DCP is")))
     else:
         raise ConfigError(f"to is 'lakeckpt', 'dcp', 'torch' or 'safetensors', got {to!r}")
@@ -129,10 +145,26 @@ def convert_checkpoint(
 
 
 def _converted(source: str, target: Form, state: dict[str, Any]) -> Converted:
-    leaves = flatten_state_dict(state)[0].values()
-    sizes = [one.nbytes for one in leaves if hasattr(one, "nbytes") and hasattr(one, "untyped_storage")]
+    leaves = _leaves(state)
+    sizes = [one.nbytes for _, one in leaves if isinstance(one, torch.Tensor)]
     values = len(leaves) - len(sizes)
     return Converted(source=source, target=target, tensors=len(sizes), size_bytes=sum(sizes), values=values)
+
+
+def _leaves(state: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What DCP stores each by itself, under the names that it gives."""
+    found: list[tuple[str, Any]] = []
+    traverse_state_dict(state, lambda path, one: found.append((".".join(map(str, path)), one)))
+    return found
+
+
+def _told_apart(state: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The same, where no two have one name."""
+    leaves = _leaves(state)
+    twice = [name for name, times in Counter(name for name, _ in leaves).items() if times > 1]
+    if twice:
+        raise UnsupportedValue(f"DCP would call several values of this state {twice[0]!r:.120}: rename one of them")
+    return leaves
 
 
 def _read(
@@ -159,13 +191,27 @@ def _read(
     if storage.list(METADATA):
         return "dcp", read_dcp_folder(storage)
     there = [one.path for one in storage.list()]
-    if any(path.endswith(SAFETENSORS) for path in there):
+    if any(is_safetensors(path) and not is_data_name(path) for path in there):
         return "safetensors", dict(read_safetensors(storage))
-    files = [path for path in there if path.endswith(SUFFIXES)]
     raise CheckpointNotFound(
         f"there is no checkpoint in {describe(storage)!r}: no {LOG}, no {CHECKPOINT}, no {METADATA} and no "
-        f"*{SAFETENSORS}, but {f'{files[0]}: name that file' if files else f'{len(there)} other files'}"
+        f"*{SAFETENSORS}, but {_instead(there)}"
     )
+
+
+def _instead(there: Sequence[str]) -> str:
+    """What lies in a folder (``there``: its objects) that is no checkpoint itself."""
+    if any(is_data_name(path.removeprefix(f"{DATA}/")) for path in there):
+        if any(map(is_data_name, there)):
+            return "the data of a checkpoint of LakeStorageWriter: name the folder above"
+        return "data that LakeStorageWriter wrote in a save that was cut off: nothing was saved"
+    files = [path for path in there if path.endswith((*SUFFIXES, SAFETENSORS))]
+    whole = [path for path in there if path.endswith((f"/{CHECKPOINT}", f"/{METADATA}")) or f"/{LOG}/" in path]
+    if whole:
+        path = whole[0]
+        folder = path.partition(f"/{LOG}/")[0] if f"/{LOG}/" in path else path.rpartition("/")[0]
+        return f"one in {folder}: name that folder"
+    return f"{files[0]}: name that file" if files else f"{len(there)} other files"
 
 
 def _state_of_run(storage: Storage, slot: int | None, rank: int) -> dict[str, Any]:
@@ -238,20 +284,11 @@ def _state_of_lake(place: str, options: Mapping[str, Any] | None) -> dict[str, A
 
 
 def _path(name: str, path: Sequence[str | int]) -> tuple[str | int, ...]:
-    """Where the value saved as ``name`` lies: those of single ranks lie beside each other."""
+    """Where the value saved as ``name`` lies: those of single ranks lie beside each other, in a list in one place."""
     _, mark, rank = name.rpartition(OF_RANK)
+    if mark and type(path[-1]) is int:
+        return (*path, f"{mark}{rank}")
     return (*path[:-1], f"{path[-1]}{mark}{rank}") if mark else tuple(path)
-
-
-def _item(state: dict[str, Any], item: str | None) -> dict[str, Any]:
-    found: Any = state
-    for step in item.split(".") if item else ():
-        if not isinstance(found, Mapping) or step not in found:
-            raise ConfigError(f"there is no {item!r} in this checkpoint: it holds {', '.join(map(str, found))[:400]}")
-        found = found[step]
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{item!r} of this checkpoint is a {type(found).__name__}, not a state of several names")
-    return dict(found)
 
 
 def _local(target: str | os.PathLike[str], what: str) -> str:
@@ -262,7 +299,12 @@ def _local(target: str | os.PathLike[str], what: str) -> str:
 
 
 def _alone(call: Any, state: dict[str, Any], **how: Any) -> None:
-    """Let DCP save or load ``state`` in this process alone."""
+    """Let DCP save or load ``state`` in this process alone. What goes wrong is raised as it is: DCP wraps it, also an
+    interrupt, into what is no `Exception`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        call(state, no_dist=True, **how)
+        try:
+            call(state, no_dist=True, **how)
+        except CheckpointException as error:
+            ((cause, _),) = error.failures.values()
+            raise cause from None

@@ -6,13 +6,14 @@ sharding was. Nothing is unpickled: see ``pickles``. Threads are started and joi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
 
+from lakeckpt.checkpoint.dcp.planners import is_told_key
 from lakeckpt.checkpoint.fetch import read_object
 from lakeckpt.checkpoint.foreign.dcp_metadata import METADATA, DcpChunk, DcpMetadata, DcpTensor, Path, read_dcp_metadata
 from lakeckpt.checkpoint.foreign.torch_file import TorchFile
@@ -24,6 +25,7 @@ __all__ = ["nested", "read_dcp_folder"]
 
 _READ_THREADS = 4
 _MOST_METADATA_BYTES = 2**30
+_MOST_GAPS = 100_000
 
 
 def read_dcp_folder(storage: Storage) -> dict[str, Any]:
@@ -109,9 +111,10 @@ def nested(
 ) -> dict[str, Any]:
     """The state of its leaves, each at its path: texts are keys of dicts, numbers places in lists.
 
-    DCP makes texts of keys that are numbers, and leaves empty dicts out. ``untold`` says which, where anybody has noted
-    that: the path of a dict, and its keys that are numbers. Where nobody has, the states of optimizers get their
-    parameters' numbers back, and an empty state. `WireDamaged` where the paths make no state.
+    DCP makes texts of all keys, and leaves empty dicts out. ``untold`` says which, where anybody has noted that: the
+    path of a dict, and its keys that are no texts. Where nobody has, the states of optimizers get their parameters'
+    numbers back, and an empty state, and what is missing between the places in a list is empty dicts. `WireDamaged`
+    where the paths make no state.
     """
     root = _Inner()
     for name, value in flat.items():
@@ -121,20 +124,20 @@ def nested(
             raise WireDamaged(f"{name!r:.80} stands where something else does")
         at[last] = value
     for one in untold or ():
-        path, numbers = _untold(one)
-        _inside(root, path, ".".join(map(str, path))).numbers.update((str(number), number) for number in numbers)
-    built = _built(root, depth=64, guesses=untold is None)
+        path, keys = _untold(one)
+        _inside(root, path, ".".join(map(str, path))).keys_were.update((str(key), key) for key in keys)
+    built = _built(root, depth=64, gaps=iter(range(_MOST_GAPS)) if untold is None else None)
     if type(built) is not dict:
         raise WireDamaged("the state is no mapping")
     return built
 
 
 class _Inner(dict[str | int, Any]):
-    """A container that is being put together. ``numbers``: of its keys, those that are to be numbers."""
+    """A container that is being put together. ``keys_were``: of its keys, what those were that were no texts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers: dict[str, int] = {}
+        self.keys_were: dict[str, Any] = {}
 
 
 def _inside(at: _Inner, path: Sequence[str | int], what: str) -> _Inner:
@@ -146,28 +149,36 @@ def _inside(at: _Inner, path: Sequence[str | int], what: str) -> _Inner:
     return at
 
 
-def _untold(one: Any) -> tuple[list[str | int], list[int]]:
+def _untold(one: Any) -> tuple[list[str | int], list[Any]]:
     if type(one) is not list or [type(part) for part in one] != [list, list]:
         raise WireDamaged(f"the keys of a dict are told by {one!r:.80}")
-    path, numbers = one
-    if not all(type(step) in (str, int) for step in path) or not all(type(number) is int for number in numbers):
+    path, keys = one
+    if not all(type(step) in (str, int) for step in path) or not all(map(is_told_key, keys)):
         raise WireDamaged(f"the keys of a dict are told by {one!r:.80}")
-    return path, numbers
+    return path, keys
 
 
-def _built(one: Any, *, depth: int, guesses: bool) -> Any:
+def _built(one: Any, *, depth: int, gaps: Iterator[int] | None) -> Any:
+    """``gaps``: one for each place that may be missing in a list; None where all is told."""
     if type(one) is not _Inner:
         return one
     if not depth:
         raise WireDamaged("more containers inside one another than we read")
-    inner = {key: _built(value, depth=depth - 1, guesses=guesses) for key, value in one.items()}
+    inner = {key: _built(value, depth=depth - 1, gaps=gaps) for key, value in one.items()}
     numbers = [key for key in inner if type(key) is int]
     if not numbers:
-        inner = {one.numbers.get(str(key), key): value for key, value in inner.items()}
-        return _with_numbers(inner) if guesses else inner
-    if len(numbers) != len(inner) or sorted(numbers) != list(range(len(inner))):
+        inner = {one.keys_were.get(str(key), key): value for key, value in inner.items()}
+        return inner if gaps is None else _with_numbers(inner)
+    if len(numbers) != len(inner) or min(numbers) < 0:
         raise WireDamaged("the places in a list are not those from 0 on")
-    return [inner[number] for number in range(len(inner))]
+    found: list[Any] = []
+    for number in sorted(numbers):
+        while len(found) < number:
+            if gaps is None or next(gaps, None) is None:
+                raise WireDamaged("the places in a list are not those from 0 on")
+            found.append({})
+        found.append(inner[number])
+    return found
 
 
 def _with_numbers(state: dict[Any, Any]) -> dict[Any, Any]:

@@ -26,8 +26,9 @@ _SCALARS = (str, int, float, bool, bytes, bytearray, type(None))
 _SEQUENCES = (list, tuple, set, frozenset)
 _DTYPE_KINDS = "biufcSU"
 
-Tensors = Callable[[Any, str | None, int, tuple[int, ...], tuple[int, ...]], torch.Tensor]
-"""(what `Persistent` holds, dtype if it is not the storage's, first element, shape, strides) → the tensor."""
+Tensors = Callable[[str, Any, str | None, int, tuple[int, ...], tuple[int, ...]], torch.Tensor]
+"""(what messages call it, what `Persistent` holds, dtype if it is not the storage's, first element, shape, strides) →
+the tensor."""
 
 
 def plain(described: Any, *, size_bytes: int, tensors: Tensors | None = None, what: str = "this value") -> Any:
@@ -44,11 +45,19 @@ def plain(described: Any, *, size_bytes: int, tensors: Tensors | None = None, wh
 
 
 class _Plain:
-    __slots__ = ("keys", "left", "tensors", "what")
+    __slots__ = ("keys", "left", "path", "tensors", "whole")
 
     def __init__(self, tensors: Tensors | None, what: str, most: int) -> None:
-        self.tensors, self.what, self.left = tensors, what, most
+        self.tensors, self.whole, self.left = tensors, what, most
         self.keys = Keys(what)
+        self.path: list[Any] = []  # of the value at hand; after an error, of the one that it is about
+
+    @property
+    def what(self) -> str:
+        """What messages call the value at hand."""
+        steps = (step if type(step) in (str, int) else type(step).__name__ for step in self.path)
+        path = ".".join(f"{step!s:.80}" for step in steps)
+        return f"{self.whole}: {path:.400}" if path else self.whole
 
     def value(self, one: Any, depth: int) -> Any:
         self.left -= 1
@@ -58,14 +67,21 @@ class _Plain:
         if kind in _SCALARS:
             return one
         if kind is dict:
-            return {self.value(key, depth - 1): self.value(found, depth - 1) for key, found in one.items()}
+            return {self.value(key, depth - 1): self.inside(key, found, depth - 1) for key, found in one.items()}
         if kind in _SEQUENCES:
-            return kind([self.value(each, depth - 1) for each in one])
+            return kind([self.inside(at, each, depth - 1) for at, each in enumerate(one)])
         if kind is Name:
             return self.named(one)
         if kind is Call:
             return self.made(one, depth - 1)
         raise UnsupportedValue(f"{self.what}: a {kind.__name__} where a value was expected")
+
+    def inside(self, step: Any, one: Any, depth: int) -> Any:
+        """The value at ``step`` of the one at hand."""
+        self.path.append(step)
+        found = self.value(one, depth)
+        self.path.pop()
+        return found
 
     def named(self, name: Name) -> Any:
         """A constant: dtypes and layouts of torch."""
@@ -182,7 +198,7 @@ def _tensor(to: _Plain, call: Call, depth: int) -> torch.Tensor:
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise WireDamaged(f"{to.what}: a tensor of what is no dtype")
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    found = to.tensors(storage.key, name, first, sizes, steps)
+    found = to.tensors(to.what, storage.key, name, first, sizes, steps)
     if metadata is None:
         return found
     if not isinstance(metadata, dict) or not metadata.keys() <= {"conj", "neg"}:

@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.tensors import empty_for, host_bytes, on_host, spec_of
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, SaveFailed, UnsupportedValue
 from lakeckpt.lake.storage import Storage, describe
 
-__all__ = ["FILE", "INDEX", "SAFETENSORS", "read_safetensors", "tensors_of", "write_safetensors"]
+__all__ = ["FILE", "INDEX", "SAFETENSORS", "is_safetensors", "read_safetensors", "tensors_of", "write_safetensors"]
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -65,6 +65,11 @@ _BITS = {
 """Of an element, of every code that safetensors have."""
 
 
+def is_safetensors(path: str) -> bool:
+    """Whether it is called as a file of safetensors, and lies in the folder itself: what lies deeper is another's."""
+    return "/" not in path and path.endswith(SAFETENSORS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
     path: str
@@ -72,12 +77,12 @@ class _Place:
 
 
 def read_safetensors(storage: Storage, file: str | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of ``file``, or of all files of safetensors in the folder, by name.
+    """The tensors of ``file``, or of all files of safetensors in the folder itself, by name.
 
     Raises `CheckpointNotFound`, `CheckpointDamaged` naming the object, and `UnsupportedValue` for files that hold parts
     of tensors.
     """
-    sizes = {one.path: one.size_bytes for one in storage.list() if one.path.endswith(SAFETENSORS)}
+    sizes = {one.path: one.size_bytes for one in storage.list() if is_safetensors(one.path)}
     if file is not None:
         sizes = {path: size for path, size in sizes.items() if path == file}
     if not sizes:
@@ -116,7 +121,7 @@ def _slabs(storage: Storage, path: str, size_bytes: int) -> tuple[Slab, ...]:
 def _check_index(storage: Storage, places: Mapping[str, _Place]) -> None:
     """What an index names must be there: a file that is missing would pass for fewer tensors."""
     for info in storage.list():
-        if not info.path.endswith(f"{SAFETENSORS}.index.json"):
+        if "/" in info.path or not info.path.endswith(f"{SAFETENSORS}.index.json"):
             continue
         try:
             named = json.loads(read_object(storage, info.path, 0, HEAD_LIMIT_BYTES))["weight_map"]

@@ -113,7 +113,9 @@ class TorchFile:
         try:
             return plain(describe(data), size_bytes=len(data), tensors=self._tensor, what=self._what)
         except WireDamaged as error:
-            raise CheckpointDamaged(f"{self._what}: {error}") from error
+            raise CheckpointDamaged(
+                str(error) if str(error).startswith(self._what) else f"{self._what}: {error}"
+            ) from error
 
     def _small(self, name: str) -> bytes:
         record = self._record(name)
@@ -155,21 +157,26 @@ class TorchFile:
             raise CheckpointDamaged(f"{self._what}: {record.filename} is not what was written: {error}") from None
 
     def _tensor(
-        self, key: Any, dtype: str | None, first: int, shape: tuple[int, ...], strides: tuple[int, ...]
+        self, what: str, key: Any, dtype: str | None, first: int, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> torch.Tensor:
         """The tensor of a storage that the pickle names as ``("storage", class, key, device, elements)``."""
         if type(key) is not tuple or len(key) != 5 or key[0] != "storage" or not isinstance(key[1], Name):
-            raise WireDamaged("a tensor's storage is not named as torch does")
+            raise WireDamaged(f"{what}: a tensor's storage is not named as torch does")
         if dtype is None and key[1].module in ("torch", "torch.storage"):
             dtype = _STORAGES.get(key[1].name)
         if dtype is None or type(key[2]) is not str:
-            raise UnsupportedValue(f"{self._what}: a {key[1]} cannot be read without running its pickle")
+            raise UnsupportedValue(f"{what}: a {key[1]} cannot be read without running its pickle")
         storage = self._storage(key[2], dtype)
         reach = first + sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) if prod(shape) else -1
         if reach >= len(storage):
-            raise WireDamaged(f"a tensor of shape {shape} reaches beyond its storage of {len(storage)} elements")
+            raise WireDamaged(
+                f"{what}: a tensor of shape {shape} reaches beyond its storage of {len(storage)} elements"
+            )
         if prod(shape) > len(storage):
-            raise UnsupportedValue(f"{self._what}: a tensor of shape {shape} repeats its {len(storage)} elements")
+            raise UnsupportedValue(
+                f"{what}: a tensor of shape {shape} repeats the {len(storage)} elements that are there, as an expanded "
+                "one does: save it as tensor.contiguous()"
+            )
         return storage.as_strided(shape, strides, first) if prod(shape) else storage.new_empty(shape)
 
     def _storage(self, key: str, dtype: str) -> torch.Tensor:
