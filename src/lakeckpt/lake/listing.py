@@ -30,7 +30,7 @@ from lakeckpt.lake.partitions import is_partition_folder
 from lakeckpt.lake.storage import ObjectInfo, Storage, check_key, open_storage, redact_uri, split_uri
 from lakeckpt.lake.version import TableFormat
 
-__all__ = ["Found", "Source", "common_root", "find_files", "list_exactly", "open_root"]
+__all__ = ["Found", "Source", "common_root", "find_files", "list_exactly", "open_root", "paths_below"]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
@@ -107,6 +107,8 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
         infos = storage.list()
     else:
         folder, name = _split_last(text)
+        if folder.endswith("/"):  # no storage is rooted at an empty name: a folder alone can be meant
+            folder, name = text, ""
         infos = open_root(folder, storage_options).list(name)  # one listing tells a file from a folder
         if name and [info.path for info in infos] == [name]:
             return _of_list([text], storage_options, 1)
@@ -139,6 +141,8 @@ def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int)
         if not steady:
             raise ConfigError(f"the glob {redact_uri(text)!r} needs a bucket without wildcards")
         base = f"{text[: len(text) - len(rest)]}{steady}"
+        if steady.endswith("/"):
+            raise ConfigError(_empty_name(text))
         matches = re.compile(_glob_pattern(rest[len(steady) + 1 :])).fullmatch
         names = [f"{base}/{info.path}" for info in open_root(base, storage_options).list("") if matches(info.path)]
     if not names:
@@ -148,14 +152,15 @@ def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int)
 
 def _of_list(texts: Sequence[str], storage_options: Mapping[str, Any] | None, threads: int) -> Found:
     texts = [_absolute(text) for text in texts]
-    if len(set(texts)) != len(texts):
-        twice = next(text for text, count in Counter(texts).items() if count > 1)
-        raise ConfigError(f"the file {redact_uri(twice)!r} is listed twice: its rows would count twice")
     root = common_root(texts)
-    storage = open_root(root, storage_options)
-    paths = [text[len(root) :].lstrip("/") for text in texts]
+    paths = paths_below(root, texts)
+    counts = Counter(paths)
+    if len(counts) != len(paths):
+        twice = next(text for text, path in zip(texts, paths, strict=True) if counts[path] > 1)
+        raise ConfigError(f"the file {redact_uri(twice)!r} is listed twice: its rows would count twice")
     for path in paths:
         check_key(path)
+    storage = open_root(root, storage_options)
     found = list_exactly(storage, paths, threads=threads)
     for path, text in zip(paths, texts, strict=True):
         if path not in found:
@@ -165,7 +170,13 @@ def _of_list(texts: Sequence[str], storage_options: Mapping[str, Any] | None, th
 
 def _found(storage: Storage, uri: str, files: list[ObjectInfo]) -> Found:
     for info in files:
-        check_key(info.path)
+        try:
+            check_key(info.path)
+        except StorageError as error:
+            raise StorageError(
+                f"{error}. It lies in {uri!r}, and its rows can be neither read nor left out unasked: rename it, or "
+                "name the files that you mean by a glob or a list"
+            ) from None
     return Found(storage=storage, uri=uri, files=tuple(sorted(files, key=lambda info: info.path)))
 
 
@@ -212,6 +223,29 @@ def common_root(texts: Sequence[str]) -> str:
     if not folder.strip("/") and scheme != "file":
         raise ConfigError(f"the files of a table must lie in one bucket: {redact_uri(texts[0])!r} and others do not")
     return head + folder if folder or scheme != "file" else "/"
+
+
+def paths_below(root: str, texts: Sequence[str]) -> list[str]:
+    """The paths of files in their `common_root`, each without one separator in front.
+
+    `ConfigError` for an empty name (``//``) in one: in an object store that is not what a single slash names.
+    """
+    if root.endswith("/") and split_uri(root)[0] != "file":
+        raise ConfigError(_empty_name(next(text for text in texts if text.startswith(f"{root}/"))))
+    above = root if root.endswith("/") else f"{root}/"
+    paths = [text[len(above) :] for text in texts]
+    for path, text in zip(paths, texts, strict=True):
+        if path.startswith("/") or "//" in path:
+            raise ConfigError(_empty_name(text))
+    return paths
+
+
+def _empty_name(text: str) -> str:
+    return (
+        f"{redact_uri(text)!r} has an empty folder name ('//') where it differs from the table's other files, or at "
+        "its end: no table can hold that, and what a single slash names is another object. Write a single slash where "
+        "that was meant, else move the object"
+    )
 
 
 def _common_folder(paths: Sequence[str]) -> str:
@@ -266,11 +300,11 @@ def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) 
     root = text
     while is_partition_folder(root.rpartition("/")[2]):
         root = root.rpartition("/")[0]
-    if root == text or not split_uri(root)[1].strip("/"):
+    if root == text or root.endswith("/") or not split_uri(root)[1].strip("/"):
         return
     above, _, name = root.rpartition("/")
     places = [(root, "_delta_log"), (root, ".hoodie")]
-    if name == "data" and split_uri(above)[1].strip("/"):
+    if name == "data" and not above.endswith("/") and split_uri(above)[1].strip("/"):
         places.append((above, "metadata"))
     for table, folder in places:
         infos: Sequence[ObjectInfo] = ()
