@@ -13,6 +13,7 @@ import pytest
 from lakeckpt.errors import ConfigError, StorageError, TableNotFound
 from lakeckpt.lake import listing
 from lakeckpt.lake.listing import Found, Source, find_files
+from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import open_storage
 from tests.lake.conftest import S3
 
@@ -276,6 +277,25 @@ def test_a_partition_of_a_table_is_not_taken_for_a_table(place: Place, path: str
     with pytest.raises(ConfigError, match="is a folder of the table"):
         find(f"{root}/{folder}")
     assert paths(find([f"{root}/{folder}/part-0.parquet"]))
+
+
+@pytest.mark.parametrize("folder", ["_delta_log", ".hoodie"])
+@pytest.mark.parametrize("below", ["", "/day=1"])
+def test_a_table_whose_log_is_gone_is_not_taken_for_its_files(tmp_path: Path, folder: str, below: str) -> None:
+    LocalStorage(tmp_path).put("t/day=1/a.parquet", [b"1"])
+    assert paths(find_files(f"{tmp_path}/t{below}", storage_options=None, threads=1))
+    (tmp_path / "t" / folder).mkdir()
+    with pytest.raises(ConfigError, match=rf"/t' holds a folder '{folder}' that is empty.*not its rows"):
+        find_files(f"{tmp_path}/t{below}", storage_options=None, threads=1)
+    assert paths(find_files(f"{tmp_path}/t/**/*.parquet", storage_options=None, threads=1))
+
+
+def test_what_stands_for_an_empty_folder_in_an_object_store_is_one(place: Place) -> None:
+    root, find, put = place
+    put("a.parquet")
+    put("_delta_log_$folder$")
+    with pytest.raises(ConfigError, match="holds a folder '_delta_log' that is empty"):
+        find(root)
 
 
 def test_a_folder_in_two_formats_asks_which(tmp_path: Path) -> None:

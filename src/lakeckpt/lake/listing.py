@@ -19,7 +19,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
 MAX_SINGLE_LISTINGS = 64
 METADATA_FILES = (".metadata.json", ".metadata.json.gz")
 _MAGIC = re.compile(r"[*?\[]")
+_LOGS = ("_delta_log", ".hoodie")
 _INNER = re.compile(r"/(?:_delta_log|\.hoodie)/.|/metadata/(?:v\d+|\d{5,}-[\w-]+)(?:\.gz)?\.metadata\.json(?:\.gz)?$")
 """Behind the folder of a table that lies in another folder."""
 _IN_A_SET, _ESCAPED = re.compile(r"([\\\[\]^&~|])"), r"\\\1"
@@ -116,6 +117,7 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
     uri = redact_uri(text)
     told = _format_of(uri, infos, kind)
     if told == "parquet":
+        _refuse_without_log(uri, storage, infos, _LOGS)
         _refuse_part_of_table(text, storage_options)
     if told != "parquet":
         return Found(storage=storage, uri=uri, files=tuple(infos), format=told, place=text)
@@ -295,6 +297,19 @@ def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) 
     return next(iter(found), "parquet")
 
 
+def _refuse_without_log(uri: str, storage: Storage, infos: Sequence[ObjectInfo], folders: Iterable[str]) -> None:
+    """`ConfigError` where one of ``folders``, of which ``infos`` list no file, is there all the same: a Delta
+    or Hudi table has lost its log. Listings tell of files alone, or of what stands for a folder in an object store."""
+    listed = {info.path for info in infos}
+    for folder in folders:
+        local = isinstance(storage, LocalStorage) and os.path.isdir(os.path.join(storage.name, folder))
+        if local or f"{folder}_$folder$" in listed:
+            raise ConfigError(
+                f"{uri!r} holds a folder {folder!r} that is empty: a table whose log is gone, or is not there yet, and "
+                "its files alone are not its rows. Restore the log, or name the files that you mean by a glob or a list"
+            )
+
+
 def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) -> None:
     """`ConfigError` where a folder ``key=value`` is part of a Delta, Hudi or Iceberg table."""
     root = text
@@ -309,7 +324,9 @@ def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) 
     for table, folder in places:
         infos: Sequence[ObjectInfo] = ()
         with contextlib.suppress(StorageError):  # who may not look there cannot know
-            infos = open_root(table, storage_options).list(folder)
+            infos = (storage := open_root(table, storage_options)).list(folder)
+            if not infos:
+                _refuse_without_log(redact_uri(table), storage, (), set(_LOGS) & {folder})
         if _format_of(table, infos, None) != "parquet":
             raise ConfigError(
                 f"{redact_uri(text)!r} is a folder of the table {redact_uri(table)!r}, whose files alone are not its "
