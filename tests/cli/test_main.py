@@ -26,7 +26,7 @@ def arguments(command: str, lake: Path) -> list[str]:
     if command == "digest":
         return [command, str(lake), "--into", str(lake.parent / "digested")]
     if command == "doctor":
-        return [command, "--arenas", str(lake.parent / "arenas")]
+        return [command, "--arenas", str(lake.parent)]
     run = [command, str(lake.parent / "good")]
     return [*run, "--step", "3"] if command == "explain" else run
 

@@ -334,6 +334,18 @@ def test_a_bucket_can_be_the_table(s3: S3) -> None:
         assert find_files(source, storage_options=s3.options, threads=1).files[0].size_bytes == 1
 
 
+def test_a_bucket_that_does_not_exist_is_told_from_a_folder_without_files(s3: S3) -> None:
+    for place in (f"s3://no-{s3.bucket}", f"s3://no-{s3.bucket}/t"):
+        with pytest.raises(TableNotFound, match=r"its bucket does not exist\. Check its name"):
+            find_files(place, storage_options=s3.options, threads=1)
+    for place in (f"s3://{s3.bucket}", f"s3://{s3.bucket}/t"):
+        with pytest.raises(TableNotFound, match="nothing is there"):
+            find_files(place, storage_options=s3.options, threads=1)
+    with pytest.raises(StorageError) as caught:
+        open_storage(f"s3://no-{s3.bucket}/run", storage_options=s3.options).put_new("log/0", b"1")
+    assert str(caught.value).startswith(f"cannot write s3://no-{s3.bucket}/run: its bucket is not there")
+
+
 def test_files_of_two_stores_or_buckets_are_no_table(s3: S3, tmp_path: Path) -> None:
     for files, why in (
         ([f"s3://{s3.bucket}/a", str(tmp_path / "a")], "one store, not in file, s3"),

@@ -27,7 +27,7 @@ from typing import Any
 from lakeckpt.errors import ConfigError, StorageError, TableNotFound
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.partitions import is_partition_folder
-from lakeckpt.lake.storage import ObjectInfo, Storage, check_key, open_storage, redact_uri, split_uri
+from lakeckpt.lake.storage import ObjectInfo, Storage, check_key, has_bucket, open_storage, redact_uri, split_uri
 from lakeckpt.lake.version import TableFormat
 
 __all__ = ["Found", "Source", "common_root", "find_files", "list_exactly", "open_root", "paths_below"]
@@ -123,7 +123,7 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
         return Found(storage=storage, uri=uri, files=tuple(infos), format=told, place=text)
     files = [info for info in infos if _is_data_file(info.path)]
     if not files:
-        raise TableNotFound(_nothing_in_folder(uri, infos))
+        raise TableNotFound(_nothing_in_folder(uri, storage, infos))
     return _found(storage, uri, files)
 
 
@@ -334,11 +334,13 @@ def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) 
             )
 
 
-def _nothing_in_folder(uri: str, infos: Sequence[ObjectInfo]) -> str:
+def _nothing_in_folder(uri: str, storage: Storage, infos: Sequence[ObjectInfo]) -> str:
     looked = (
         f"looked for files named *{', *'.join(PARQUET_SUFFIXES)} at any depth, without names that begin with . or _"
     )
     if not infos:
+        if not has_bucket(storage):
+            return f"there is no table at {uri!r}: its bucket does not exist. Check its name, and the endpoint"
         return f"there is no table at {uri!r}: nothing is there ({looked}). Check the path and the credentials"
     some = ", ".join(repr(info.path) for info in infos[:3])
     return (
