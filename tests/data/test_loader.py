@@ -188,6 +188,49 @@ def test_row_wise_len_is_the_rows_of_this_rank(lake: Path) -> None:
         assert sum(counts) == ROWS or (tail == "drop" and sum(counts) >= ROWS - 10 - world_size)
 
 
+@pytest.mark.parametrize("of_rank", [0, 2])
+@pytest.mark.parametrize("tail", ["short", "drop"])
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("through_torch", [False, True])
+def test_a_loop_that_counts_leaves_epochs_that_have_nothing_for_its_rank(
+    tmp_path: Path, batch_size: int | None, tail: str, of_rank: int, through_torch: bool
+) -> None:
+    """It takes nothing, and so never hears of an end."""
+    dataset = LakeDataset(
+        LakeSpec(files=((2,),)).write(tmp_path),
+        batch_size=batch_size,
+        tail=tail,
+        rank=of_rank,
+        world_size=3,
+        num_lanes=3,
+    )
+    loader: Any = DataLoader(dataset, batch_size=None) if through_torch else LakeLoader(dataset)
+    found = []
+    for _ in range(4):
+        items = iter(loader)
+        found.append((dataset._progress.epoch, len([next(items) for _ in range(len(dataset))])))
+    assert found == [(epoch, len(dataset)) for epoch in range(4)]
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_an_iterator_of_which_nothing_was_asked_ends_no_epoch(lake: Path, batch_size: int | None) -> None:
+    loader = loader_of(lake, batch_size=batch_size, rank=1, world_size=2)
+    empty = LakeLoader(LakeDataset(loader.table, batch_size=None, rank=38, world_size=39))
+    for one, looks in ((loader, 3), (empty, 1)):
+        state = one.state_dict()
+        for _ in range(looks):
+            iter(one)
+        assert one.state_dict() == state and one.epoch == 0
+        iter(one)
+        one.load_state_dict(state)  # what was begun before is not of this place
+        iter(one)
+        assert one.epoch == 0
+        one.load_state_dict(state)
+        for epoch in range(3):  # a loop that asks hears of each end once, whatever is asked in between
+            assert one.epoch == epoch and one.state_dict()["epoch"] == epoch
+            list(one)
+
+
 def test_dropped_tails_are_only_the_ends_of_lanes(lake: Path) -> None:
     batches = ids(loader_of(lake, tail="drop", num_lanes=2))
     assert all(len(batch) == 4 for batch in batches) and len(batches) == 8

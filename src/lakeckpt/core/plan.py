@@ -158,9 +158,13 @@ class Plan:
 
     def has_rows_for(self, receipt: Receipt, *, from_step: int) -> bool:
         """Whether a step from ``from_step`` on has rows for the rank of ``receipt``; True for that of another job."""
-        if self.steps is None or receipt.world_size != self.segment.world_size:
-            return True
-        return any(self.assignment(step, receipt.rank).receipt.rows for step in range(from_step, self.steps))
+        return receipt.world_size != self.segment.world_size or self.has_rows(receipt.rank, from_step=from_step)
+
+    def has_rows(self, rank: int, *, from_step: int) -> bool:
+        """Whether a step from ``from_step`` on has rows for ``rank``."""
+        return self.steps is None or any(
+            self.assignment(step, rank).receipt.rows for step in range(from_step, self.steps)
+        )
 
     def _rows_between(self, first: int, stop: int) -> int:
         rows = self.deal.rows_of(first, stop)

@@ -286,7 +286,7 @@ class LakeDataset(IterableDataset[Any]):
                 rank=rank,
                 world_size=world_size,
             )
-        self._progress.turn()
+        self._progress.turn(rank)
         self.move()
         self._progress.settle(world_size, 0)
         # Now, not when the first item is asked for: what changes the place in between puts this iterator out of date.

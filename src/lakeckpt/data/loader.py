@@ -182,7 +182,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
     # --- iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._progress.turn()
+        self._progress.turn(self.topology[0])
         self.dataset.move()
         self._settle()
         started, self._early = self._early, None
@@ -332,7 +332,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._progress.load(found)
         self._early = None
         if counts:
-            self._progress.turn(loaded=True)
+            self._progress.turn(self.topology[0], loaded=True)
 
     def mark(self, at: Receipt | None = None) -> None:
         """Forget what was consumed up to ``at``: a checkpoint has recorded it."""

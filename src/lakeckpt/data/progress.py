@@ -62,7 +62,7 @@ class Progress:
         self._plan: Plan | None = None
         self.skips = SkipList()
         """What of the epoch at hand (and of others since the mark) was skipped, as far as this rank knows."""
-        self._iteration = 0
+        self._iteration, self._began = 0, -1
 
     # --- what was delivered, in two numbers: states are made when they are asked for, not for every micro-batch
 
@@ -271,7 +271,7 @@ class Progress:
 
     def begin_iteration(self) -> int:
         """Return a number for the iteration that begins; `check` refuses those of earlier ones."""
-        self._iteration += 1
+        self._iteration = self._began = self._iteration + 1
         return self._iteration
 
     def is_newest(self, iteration: int | None) -> bool:
@@ -299,19 +299,22 @@ class Progress:
             self.skips = self.skips.union(SkipList(skip.group for skip in receipt.skips))
         self.last_receipt = receipt
 
-    def turn(self, *, loaded: bool = False) -> None:
+    def turn(self, rank: int, *, loaded: bool = False) -> None:
         """End the epoch at hand where the loop received its last batch, and asked for no more before it begins again.
 
-        Loops that count steps never ask. After loading a state of that place the loop is to see the end once, unless
-        ``loaded`` says that it counted.
+        Loops that count steps never ask; of an epoch that has nothing for ``rank`` they take nothing. After loading a
+        state of that place the loop is to see the end once, unless ``loaded`` says that it counted.
         """
-        last, state = self.last_receipt, self._state
-        if state is None or self.over or not (loaded or (last is not None and last.epoch == state.epoch)):
+        last, state, began = self.last_receipt, self._state, self._began == self._iteration
+        if state is None or self.over:
             return
+        took = last is not None and last.epoch == state.epoch
         # Row by row, an epoch's very last rows may not suffice for all ranks. Which of them have got theirs, the others
         # do not know: so each says that it is where it was until it begins again.
-        had_all = self._row_wise and last is not None and not self.plan.has_rows_for(last, from_step=self._reached[0])
-        if had_all or (self.plan.steps, 0) == self._reached:
+        plan, step, left = self.plan, self._reached[0], True
+        if self._row_wise and (took or began):
+            left = plan.has_rows_for(last, from_step=step) if took and last else plan.has_rows(rank, from_step=step)
+        if not left or ((took or loaded or began) and (plan.steps, 0) == self._reached):
             self.finish()
 
     def end(self, step: int) -> None:
@@ -327,7 +330,7 @@ class Progress:
         """Note that the loop saw the end of the epoch at hand: of all ranks' rows, also where others had the last."""
         if self.plan.steps is not None:
             self._reached = (self.plan.steps, 0)
-        self.over = True
+        self.over, self._began = True, -1
         self._runs.finish(moves=self._moves)
         self._leave_rest()
 

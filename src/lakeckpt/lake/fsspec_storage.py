@@ -23,13 +23,10 @@ import os
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
 from typing import Any
 
 import fsspec
 import fsspec.asyn
-from fsspec.asyn import AsyncFileSystem
-from fsspec.spec import AbstractFileSystem
 
 from lakeckpt.errors import (
     ConfigError,
@@ -42,7 +39,8 @@ from lakeckpt.errors import (
 from lakeckpt.lake.chunks import CallersError, guarded, take_up_to, unwrapping
 from lakeckpt.lake.credentials import Secrets
 from lakeckpt.lake.deadlines import Deadlines
-from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX, is_temporary
+from lakeckpt.lake.folders import TEMPORARY_PREFIX, TEMPORARY_SUFFIX
+from lakeckpt.lake.fsspec_listing import entries_below, etag_of, info_of
 from lakeckpt.lake.storage import (
     Buffer,
     ObjectInfo,
@@ -112,45 +110,13 @@ class FsspecStorage:
             place = f"{root}/{folder}" if folder else root
             try:
                 filesystem.invalidate_cache()
-                entries = self._found(filesystem, place or "/")
+                entries = entries_below(filesystem, place or "/", call=self._call, scheme=self._scheme)
             except FileNotFoundError:
                 return []
             below = f"{root}/"
             entries = {name: self._sized(name, one) for name, one in entries.items() if name.startswith(below)}
-            found = [_info(one, name[len(below) :]) for name, one in entries.items()]
+            found = [info_of(one, name[len(below) :]) for name, one in entries.items()]
         return sorted((info for info in found if info is not None), key=lambda info: info.path)
-
-    def _found(self, filesystem: Any, place: str) -> Mapping[str, Mapping[str, Any]]:
-        """All that lies below ``place``, by name. fsspec's own ``find`` leaves out what it fails to list."""
-        kind = type(filesystem)
-        if isinstance(filesystem, AsyncFileSystem):
-            is_own = kind._find is AsyncFileSystem._find
-        else:
-            is_own = kind.find is AbstractFileSystem.find
-        if not is_own:
-            told: Mapping[str, Mapping[str, Any]] = self._call("find", place, detail=True)
-            return told
-        found, folders, seen = {}, [place.rstrip("/")], set[str]()
-        while folders:
-            folder = folders.pop()
-            seen.add(folder)
-            try:
-                entries = self._call("ls", folder or "/", detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                if len(seen) == 1:
-                    break  # it may be a file
-                continue  # since it was listed
-            for entry in entries:
-                name = entry["name"].rstrip("/")
-                if self._scheme in ("http", "https") and ("?" in name or "#" in name):
-                    continue  # links of an index by which it is sorted
-                if entry.get("type") != "directory":
-                    found[entry["name"]] = entry
-                elif name not in seen and name.startswith(f"{folder}/"):
-                    folders.append(name)
-        if not found and (told := self._call("info", place)).get("type") == "file":
-            found[told["name"]] = told
-        return found
 
     def _sized(self, name: str, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """An entry of a listing with its size, which some stores (web servers) only tell of each file."""
@@ -168,7 +134,7 @@ class FsspecStorage:
         with self._explaining("read", path):
             data = self._read(path, start, stop)
             # Looked at afterwards: what has the ETag now had it then, unless it was put back in between.
-            if etag is not None and (now := _etag_of(self._told(path))) not in (None, etag):
+            if etag is not None and (now := etag_of(self._told(path))) not in (None, etag):
                 raise ObjectChanged(f"{path!r} in {self.name} has the ETag {now}, not {etag}: it was written again")
             return data
 
@@ -393,31 +359,6 @@ def _is_plain(value: Any) -> bool:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):
         return False
-
-
-def _info(entry: Mapping[str, Any], path: str) -> ObjectInfo | None:
-    """What one entry of an fsspec listing says; None for folders, their placeholders and unfinished objects."""
-    if entry.get("type", "file") != "file" or not path or path.endswith("/") or is_temporary(path):
-        return None
-    etag = _etag_of(entry)
-    times = (entry.get(key) for key in ("LastModified", "last_modified", "mtime", "updated", "created"))
-    time = next((value for value in times if value is not None), None)
-    return ObjectInfo(path=path, size_bytes=int(entry["size"]), etag=etag, mtime_ns=_nanoseconds(time))
-
-
-def _etag_of(entry: Mapping[str, Any]) -> str | None:
-    return next((str(entry[key]).strip('"') for key in ("ETag", "etag") if entry.get(key)), None)
-
-
-def _nanoseconds(time: Any) -> int | None:
-    if isinstance(time, str):
-        try:
-            time = datetime.fromisoformat(time)
-        except ValueError:
-            return None
-    if isinstance(time, datetime):
-        return int(time.timestamp() * 1_000_000) * 1000
-    return int(time * 1_000_000_000) if isinstance(time, int | float) else None
 
 
 def _secrets(value: Any) -> set[str]:
