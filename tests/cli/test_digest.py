@@ -40,7 +40,7 @@ def test_people_are_told_what_to_do_with_it(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     assert main(["digest", str(lake), "--into", str(lake.parent / "run")]) == 0
-    assert "4 column chunks of 1 file decoded and recorded in digests/" in capsys.readouterr().out
+    assert "4 column chunks of 1 file recorded by now in digests/" in capsys.readouterr().out
 
 
 def test_a_damaged_table_is_not_recorded(lake: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,11 +62,12 @@ def agent(arenas: Path) -> Iterator[int]:
 
 
 def test_a_node_on_which_nothing_is_kept_is_clean(arenas: Path, ask: Ask, show: Show) -> None:
+    arenas.mkdir(mode=0o700)
     assert ask("doctor", "--arenas", arenas) == (
         0, {"folder": str(arenas), "runs": [], "left_bytes": 0, "reclaimed": []}
     )  # fmt: skip
     status, told = show("doctor", "--arenas", arenas)
-    assert status == 0 and "CLEAN" in told and not arenas.exists()
+    assert status == 0 and "CLEAN" in told and not list(arenas.iterdir())
 
 
 def test_what_is_left_of_a_run_is_found_and_reclaimed_only_when_asked(
@@ -184,3 +185,13 @@ def test_a_folder_that_others_can_open_is_refused(arenas: Path, ask: Ask) -> Non
     arenas.chmod(0o755)
     status, plain = ask("doctor", "--arenas", arenas)
     assert status == 2 and "must be this user's alone" in plain["error"]["message"]
+
+
+@pytest.mark.parametrize("more", [[], ["--reclaim"]])
+def test_a_folder_that_is_not_there_is_not_clean(
+    more: list[str], tmp_path: Path, show: Callable[..., tuple[int, str]]
+) -> None:
+    (tmp_path / "file").touch()
+    for name in ("nope", "file"):
+        status, told = show("doctor", "--arenas", tmp_path / name, *more)
+        assert status == 2 and told.startswith("lakeckpt: there is no folder ") and told.count("\n") == 1

@@ -13,6 +13,7 @@ import pytest
 from lakeckpt.errors import ConfigError, StorageError, TableNotFound
 from lakeckpt.lake import listing
 from lakeckpt.lake.listing import Found, Source, find_files
+from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import open_storage
 from tests.lake.conftest import S3
 
@@ -278,6 +279,25 @@ def test_a_partition_of_a_table_is_not_taken_for_a_table(place: Place, path: str
     assert paths(find([f"{root}/{folder}/part-0.parquet"]))
 
 
+@pytest.mark.parametrize("folder", ["_delta_log", ".hoodie"])
+@pytest.mark.parametrize("below", ["", "/day=1"])
+def test_a_table_whose_log_is_gone_is_not_taken_for_its_files(tmp_path: Path, folder: str, below: str) -> None:
+    LocalStorage(tmp_path).put("t/day=1/a.parquet", [b"1"])
+    assert paths(find_files(f"{tmp_path}/t{below}", storage_options=None, threads=1))
+    (tmp_path / "t" / folder).mkdir()
+    with pytest.raises(ConfigError, match=rf"/t' holds a folder '{folder}' that is empty.*not its rows"):
+        find_files(f"{tmp_path}/t{below}", storage_options=None, threads=1)
+    assert paths(find_files(f"{tmp_path}/t/**/*.parquet", storage_options=None, threads=1))
+
+
+def test_what_stands_for_an_empty_folder_in_an_object_store_is_one(place: Place) -> None:
+    root, find, put = place
+    put("a.parquet")
+    put("_delta_log_$folder$")
+    with pytest.raises(ConfigError, match="holds a folder '_delta_log' that is empty"):
+        find(root)
+
+
 def test_a_folder_in_two_formats_asks_which(tmp_path: Path) -> None:
     for path in ("_delta_log/0.json", "metadata/v1.metadata.json"):
         (tmp_path / path).parent.mkdir()
@@ -312,6 +332,18 @@ def test_a_bucket_can_be_the_table(s3: S3) -> None:
     open_storage(f"s3://{s3.bucket}", storage_options=s3.options).put("a/x.parquet", [b"1"])
     for source in (f"s3://{s3.bucket}", f"s3://{s3.bucket}/", f"s3://{s3.bucket}/*/x.parquet"):
         assert find_files(source, storage_options=s3.options, threads=1).files[0].size_bytes == 1
+
+
+def test_a_bucket_that_does_not_exist_is_told_from_a_folder_without_files(s3: S3) -> None:
+    for place in (f"s3://no-{s3.bucket}", f"s3://no-{s3.bucket}/t"):
+        with pytest.raises(TableNotFound, match=r"its bucket does not exist\. Check its name"):
+            find_files(place, storage_options=s3.options, threads=1)
+    for place in (f"s3://{s3.bucket}", f"s3://{s3.bucket}/t"):
+        with pytest.raises(TableNotFound, match="nothing is there"):
+            find_files(place, storage_options=s3.options, threads=1)
+    with pytest.raises(StorageError) as caught:
+        open_storage(f"s3://no-{s3.bucket}/run", storage_options=s3.options).put_new("log/0", b"1")
+    assert str(caught.value).startswith(f"cannot write s3://no-{s3.bucket}/run: its bucket is not there")
 
 
 def test_files_of_two_stores_or_buckets_are_no_table(s3: S3, tmp_path: Path) -> None:

@@ -395,7 +395,7 @@ def test_a_missing_bucket_is_empty_to_readers_and_an_error_to_writers(s3: S3) ->
     assert clear_leftovers(storage) == 0
     with pytest.raises(ObjectMissing):
         storage.read("x")
-    with pytest.raises(StorageError, match="bucket or folder is not there"):
+    with pytest.raises(StorageError, match="its bucket is not there"):
         storage.put("x", [b"1"])
 
 

@@ -51,7 +51,8 @@ def leaves() -> dict[pa.DataType, st.SearchStrategy[Any]]:
     found[pa.null()] = st.none()
     for kind, width in ((pa.float16(), 16), (pa.float32(), 32), (pa.float64(), 64)):
         found[kind] = st.floats(width=width, allow_nan=False)
-    for kind in (pa.decimal128(9, 3), pa.decimal256(15, 3), pa.decimal128(15, 3)):
+    small = (pa.decimal32(9, 3), pa.decimal64(15, 3), pa.decimal64(18, 3)) if hasattr(pa, "decimal32") else ()
+    for kind in (pa.decimal128(9, 3), pa.decimal256(15, 3), pa.decimal128(15, 3), *small):
         found[kind] = st.integers(-(10**9) + 1, 10**9 - 1).map(lambda n: decimal.Decimal(n).scaleb(-3))
     found |= dict.fromkeys((pa.string(), pa.large_string(), pa.string_view()), text)
     found |= dict.fromkeys((pa.binary(), pa.large_binary(), pa.binary_view()), content)

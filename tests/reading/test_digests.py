@@ -100,6 +100,58 @@ def test_what_is_damaged_already_is_not_blessed(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_columns_are_added_to_those_that_were_recorded_before(lake: Path) -> None:
+    run, every = lake.parent / "run", open_table(lake)
+    for columns in (["x"], ["s"], ["x", "k"]):
+        last = record_digests(every, run, columns=columns).digests
+    whole = record_digests(every, lake.parent / "other").digests
+    assert whole is not None and last is not None and np.array_equal(last.digests, whole.digests)
+    opened = open_table(lake, digests=run).digests
+    assert opened is not None and np.array_equal(opened.digests, whole.digests)
+
+
+def test_columns_that_others_record_at_the_same_time_are_kept(lake: Path) -> None:
+    run, table = lake.parent / "run", open_table(lake)
+
+    def other(done: int, files: int) -> None:
+        if done == files:
+            record_digests(table, run, columns=["s"])
+
+    found = record_digests(table, run, columns=["x"], progress=other).digests
+    whole = record_digests(table, lake.parent / "other").digests
+    assert found is not None and whole is not None and np.array_equal(found.digests, whole.digests)
+
+
+@pytest.mark.parametrize("columns", [None, ["x"]])
+def test_what_differs_from_what_was_recorded_is_not_recorded_again(lake: Path, columns: list[str] | None) -> None:
+    run = lake.parent / "run"
+    table = record_digests(open_table(lake), run)
+    recorded = (run / digests_path(table.index.digest)).read_bytes()
+    damage = Damage(table)
+    damage.hurt("k=8/a.parquet", 2)
+    assert rows(open_table(lake)).num_rows == 200  # wrong rows, without a word
+    for again in (open_table(lake), open_table(lake, digests=run)):
+        with pytest.raises(DataFileDamaged, match="not those of which a digest was recorded") as e:
+            record_digests(again, run, columns=columns)
+        assert (e.value.file, e.value.column) == ("k=8/a.parquet", "x")
+    assert (run / digests_path(table.index.digest)).read_bytes() == recorded
+    record_digests(table, run, columns=["s"])
+    damage.heal("k=8/a.parquet")
+    record_digests(open_table(lake), run)
+    assert (run / digests_path(table.index.digest)).read_bytes() == recorded
+
+
+def test_digests_that_cannot_be_read_are_not_replaced(lake: Path) -> None:
+    run = lake.parent / "run"
+    table = record_digests(open_table(lake), run)
+    file = run / digests_path(table.index.digest)
+    damaged = file.read_bytes()[:-1]
+    file.write_bytes(damaged)
+    with pytest.raises(WireDamaged, match=r"'digests/.*cannot tell whether the table is as it was.*remove it"):
+        record_digests(open_table(lake), run)
+    assert file.read_bytes() == damaged
+
+
 def test_digests_that_are_not_there_or_of_another_table_are_refused(lake: Path) -> None:
     run = lake.parent / "run"
     with pytest.raises(ConfigError, match="record them once"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 from lakeckpt import LakeDataset, LakeLoader
 from lakeckpt.errors import ConfigError
@@ -69,6 +70,22 @@ def test_a_loader_without_the_workers_that_a_topology_asks_for_is_refused(topolo
             lambda rank, world_size, num_workers: make_loader(rank, world_size, num_workers if rank == 0 else 0),
             [Attempt(topology=(2, 1))],
         )
+
+
+def test_a_loader_that_cannot_be_restored_is_refused(lake: Path) -> None:
+    rows = _dataset(lake)
+    with pytest.raises(ConfigError, match=r"DataLoader, which has no state_dict and load_state_dict.*LakeLoader"):
+        assert_exactly_once(lambda *place: DataLoader(rows(*place), batch_size=None), topologies=ONE)
+
+
+def test_a_transform_that_drops_rows_is_told_to_need_a_function_as_key(lake: Path) -> None:
+    some = make_of(None, lake, transform=lambda batch: {"id": batch["id"][batch["id"] % 2 == 0]})
+    even = [n for n in range(21) if n % 2 == 0]
+    with pytest.raises(
+        AssertionError, match=r"that its receipt is of.*drops, makes or reorders rows needs key=functio"
+    ):
+        assert_exactly_once(some, topologies=ONE, key="id", expected=even)
+    assert_exactly_once(some, topologies=ONE, key=lambda item: item["id"].tolist(), expected=even)
 
 
 def _dataset(lake: Path) -> Callable[..., Any]:

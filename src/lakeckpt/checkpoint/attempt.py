@@ -141,7 +141,8 @@ class Tip:
                 raise AttemptSuperseded(
                     superseded(self.attempt.number, SlotTaken(self.attempt.last + 1, None))
                 ) from error
-            if not isinstance(entry, Manifest) or entry.attempt != self.attempt.number:
+            ours = (self.attempt.run, self.attempt.number)  # another run's attempts have the same numbers
+            if not isinstance(entry, Manifest) or (entry.run, entry.attempt) != ours:
                 raise AttemptSuperseded(superseded(self.attempt.number, SlotTaken(entry.slot, entry)))
             self.adopt(entry)
             found.append(entry)

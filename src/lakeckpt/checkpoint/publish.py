@@ -69,7 +69,10 @@ class Settings:
 
 
 class Publisher:
-    """Publishes the cuts of ``rank`` of ``world_size``, for one attempt."""
+    """Publishes the cuts of ``rank`` of ``world_size``, for one attempt.
+
+    ``still`` raises, right before a commit, where there is to be none any more; nothing is written then, either.
+    """
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class Publisher:
         settings: Settings,
         waiter: Waiter,
         clock: Callable[[], float] = time.time,
+        still: Callable[[], None] = lambda: None,
     ) -> None:
         self.attempt = attempt
         self._storage = storage
@@ -88,6 +92,7 @@ class Publisher:
         self._settings = settings
         self._waiter = waiter
         self._clock = clock
+        self._still = still
         self._tip = Tip(storage, attempt)
         self._lost = ""  # of the log, as the save at hand has found
         self._documents = Documents(storage)
@@ -135,6 +140,10 @@ class Publisher:
         self._tip.adopt(manifest)
         self._earlier = (manifest.slot, Earlier.of(part))
         return manifest
+
+    def lost(self) -> str:
+        """What the log has lost since this attempt wrote it (`Tip.lost`)."""
+        return self._tip.lost()
 
     def catch_up(self) -> list[Manifest]:
         """Adopt what this attempt has committed without this publisher's knowledge (`Tip.catch_up`)."""
@@ -253,8 +262,10 @@ class Publisher:
     def _commit(self, cut: StagedCut, save: SaveId, agreement: Agreement, states: Mapping[str, Any]) -> Manifest:
         try:
             manifest = self._verified(cut, save, agreement, states)
+            self._still()
             self._tip.put(manifest)
         except Exception as error:
+            self._still()
             publish_failure(self._storage, save, 0, error)
             if isinstance(error, StorageError):
                 raise SaveFailed(f"the checkpoint of step {cut.step} could not be committed: {error}") from error

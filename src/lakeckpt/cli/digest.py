@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
         print_json({"table": table.index.digest, "files": len(table.index.paths), "chunks": recorded, "path": path})
     else:
         console.print(
-            f"{say_many(recorded, 'column chunk')} of {say_many(len(table.index.paths), 'file')} decoded and recorded "
-            f"in {path}: open the table with digests={args.into!r}",
+            f"{say_many(recorded, 'column chunk')} of {say_many(len(table.index.paths), 'file')} recorded by now in "
+            f"{path}: open the table with digests={args.into!r}",
             markup=False,
         )
     return 0

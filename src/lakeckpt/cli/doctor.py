@@ -6,6 +6,7 @@ Exit status 0: nothing is left, or it was reclaimed; 1: something is.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from lakeckpt.cli.output import (
     say_bytes,
     say_many,
 )
-from lakeckpt.errors import CheckpointNotFound
+from lakeckpt.errors import CheckpointNotFound, ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
     console = None if args.json else make_console()
     known = _known(args.places, options_of(args.storage_options))
+    if args.arenas is not None and not os.path.isdir(args.arenas):
+        raise ConfigError(f"there is no folder {args.arenas!r}: name the one given as arenas=, or leave --arenas out")
     folder = ArenaFolder(args.arenas)
     found = [one for one in kept_in(folder) if not args.places or one.digest in known]
     gone = {info.name for one in found if args.reclaim for info in reclaim(folder, one)}

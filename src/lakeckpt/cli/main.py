@@ -1,19 +1,21 @@
 """``lakeckpt``: which command was asked for, and what does the user see when it fails?
 
 Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. Nothing heavy is imported before one
-runs, and no command but ``demo`` and ``convert`` loads torch. Our own errors become one message and exit status 2 (with
-``--json``: a JSON document with ``error``); a defect keeps its traceback.
+runs, and no command but ``demo`` and ``convert`` loads torch. Our own errors, and the operating system's (a full
+disk, a folder that may not be written), become one message and exit status 2 (with ``--json``: a JSON document with
+``error``), as 1 is an answer of some commands; a defect keeps its traceback.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 import lakeckpt
+from lakeckpt.cli.streams import drop_output, escaping
 from lakeckpt.errors import LakeckptError
 
 __all__ = ["main"]
@@ -35,10 +37,16 @@ _ABOUT = "Resume training on a data lake, exactly: every row counts once per epo
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; ``argv`` without the program's name (None: of the process). Returns the exit status."""
-    try:
-        args = _parse(sys.argv[1:] if argv is None else list(argv))
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 2
+    with escaping():
+        try:
+            args = _parse(sys.argv[1:] if argv is None else list(argv))
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 2
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    as_json = getattr(args, "json", False)
     try:
         status = int(args.run(args))
         sys.stdout.flush()
@@ -46,12 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LakeckptError as error:
         if args.debug:
             raise
-        _tell(error, as_json=getattr(args, "json", False))
+        return _told(error.kind, error, as_json=as_json)
+    except BrokenPipeError:  # whoever read our output has enough
+        drop_output()
         return 2
-    except BrokenPipeError:
-        # Whoever read our output has enough. Nothing more may be written, at exit neither.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:
+        if args.debug:
+            raise
+        return _told("os_error", error, as_json=as_json)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -72,13 +82,21 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _tell(error: LakeckptError, *, as_json: bool) -> None:
-    if as_json:
-        from lakeckpt.cli.output import print_json
+def _told(kind: str, error: Exception, *, as_json: bool) -> int:
+    """Tell an error, where that can be written; its exit status."""
+    try:
+        if as_json:
+            from lakeckpt.cli.output import print_json
 
-        print_json({"error": {"kind": error.kind, "message": str(error)}})
-    else:
-        print(f"lakeckpt: {error}", file=sys.stderr)
+            print_json({"error": {"kind": kind, "message": str(error)}})
+        sys.stdout.flush()
+    except OSError:
+        as_json = False
+        drop_output()
+    if not as_json:
+        with contextlib.suppress(OSError):
+            print(f"lakeckpt: {error}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from lakeckpt.cli.streams import holds_all_characters
 from lakeckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def make_table(*columns: str, title: str | None = None) -> Table:
 
 def print_json(value: Mapping[str, object]) -> None:
     """One JSON document on stdout."""
-    json.dump(value, sys.stdout, indent=1, ensure_ascii=False)
+    json.dump(value, sys.stdout, indent=1, ensure_ascii=not holds_all_characters(sys.stdout))
     sys.stdout.write("\n")
 
 

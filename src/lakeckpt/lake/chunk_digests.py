@@ -11,7 +11,7 @@ Never reads a data file.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,10 @@ class ChunkDigests:
         start, stop = int(self.begins[ordinal]), int(self.begins[ordinal + 1])
         return self.digests[start:stop].reshape(int(self.groups[ordinal]), int(self.leaves[ordinal]))
 
+    def joined(self, other: ChunkDigests) -> ChunkDigests:
+        """These, and of ``other``, of the same table, those of column chunks that these have none of."""
+        return replace(self, digests=np.where(self.digests != 0, self.digests, other.digests))
+
     def dumps(self) -> bytes:
         """The digests as a versioned, checksummed document."""
         value = {
@@ -109,5 +113,5 @@ def load_digests(storage: Storage, table: str, group_counts: npt.NDArray[np.int6
             "lakeckpt.record_digests(table, place), or leave digests= out"
         ) from error
     if found.table != table or not np.array_equal(found.groups, group_counts):
-        raise WireDamaged(f"{digests_path(table)} holds the digests of another table: record them anew")
+        raise WireDamaged(f"{digests_path(table)} holds the digests of another table: remove it, and record them anew")
     return found

@@ -19,7 +19,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -27,16 +27,17 @@ from typing import Any
 from lakeckpt.errors import ConfigError, StorageError, TableNotFound
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.partitions import is_partition_folder
-from lakeckpt.lake.storage import ObjectInfo, Storage, check_key, open_storage, redact_uri, split_uri
+from lakeckpt.lake.storage import ObjectInfo, Storage, check_key, has_bucket, open_storage, redact_uri, split_uri
 from lakeckpt.lake.version import TableFormat
 
-__all__ = ["Found", "Source", "common_root", "find_files", "list_exactly", "open_root"]
+__all__ = ["Found", "Source", "common_root", "find_files", "list_exactly", "open_root", "paths_below"]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
 MAX_SINGLE_LISTINGS = 64
 METADATA_FILES = (".metadata.json", ".metadata.json.gz")
 _MAGIC = re.compile(r"[*?\[]")
+_LOGS = ("_delta_log", ".hoodie")
 _INNER = re.compile(r"/(?:_delta_log|\.hoodie)/.|/metadata/(?:v\d+|\d{5,}-[\w-]+)(?:\.gz)?\.metadata\.json(?:\.gz)?$")
 """Behind the folder of a table that lies in another folder."""
 _IN_A_SET, _ESCAPED = re.compile(r"([\\\[\]^&~|])"), r"\\\1"
@@ -107,6 +108,8 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
         infos = storage.list()
     else:
         folder, name = _split_last(text)
+        if folder.endswith("/"):  # no storage is rooted at an empty name: a folder alone can be meant
+            folder, name = text, ""
         infos = open_root(folder, storage_options).list(name)  # one listing tells a file from a folder
         if name and [info.path for info in infos] == [name]:
             return _of_list([text], storage_options, 1)
@@ -114,12 +117,13 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
     uri = redact_uri(text)
     told = _format_of(uri, infos, kind)
     if told == "parquet":
+        _refuse_without_log(uri, storage, infos, _LOGS)
         _refuse_part_of_table(text, storage_options)
     if told != "parquet":
         return Found(storage=storage, uri=uri, files=tuple(infos), format=told, place=text)
     files = [info for info in infos if _is_data_file(info.path)]
     if not files:
-        raise TableNotFound(_nothing_in_folder(uri, infos))
+        raise TableNotFound(_nothing_in_folder(uri, storage, infos))
     return _found(storage, uri, files)
 
 
@@ -139,6 +143,8 @@ def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int)
         if not steady:
             raise ConfigError(f"the glob {redact_uri(text)!r} needs a bucket without wildcards")
         base = f"{text[: len(text) - len(rest)]}{steady}"
+        if steady.endswith("/"):
+            raise ConfigError(_empty_name(text))
         matches = re.compile(_glob_pattern(rest[len(steady) + 1 :])).fullmatch
         names = [f"{base}/{info.path}" for info in open_root(base, storage_options).list("") if matches(info.path)]
     if not names:
@@ -148,14 +154,15 @@ def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int)
 
 def _of_list(texts: Sequence[str], storage_options: Mapping[str, Any] | None, threads: int) -> Found:
     texts = [_absolute(text) for text in texts]
-    if len(set(texts)) != len(texts):
-        twice = next(text for text, count in Counter(texts).items() if count > 1)
-        raise ConfigError(f"the file {redact_uri(twice)!r} is listed twice: its rows would count twice")
     root = common_root(texts)
-    storage = open_root(root, storage_options)
-    paths = [text[len(root) :].lstrip("/") for text in texts]
+    paths = paths_below(root, texts)
+    counts = Counter(paths)
+    if len(counts) != len(paths):
+        twice = next(text for text, path in zip(texts, paths, strict=True) if counts[path] > 1)
+        raise ConfigError(f"the file {redact_uri(twice)!r} is listed twice: its rows would count twice")
     for path in paths:
         check_key(path)
+    storage = open_root(root, storage_options)
     found = list_exactly(storage, paths, threads=threads)
     for path, text in zip(paths, texts, strict=True):
         if path not in found:
@@ -165,7 +172,13 @@ def _of_list(texts: Sequence[str], storage_options: Mapping[str, Any] | None, th
 
 def _found(storage: Storage, uri: str, files: list[ObjectInfo]) -> Found:
     for info in files:
-        check_key(info.path)
+        try:
+            check_key(info.path)
+        except StorageError as error:
+            raise StorageError(
+                f"{error}. It lies in {uri!r}, and its rows can be neither read nor left out unasked: rename it, or "
+                "name the files that you mean by a glob or a list"
+            ) from None
     return Found(storage=storage, uri=uri, files=tuple(sorted(files, key=lambda info: info.path)))
 
 
@@ -212,6 +225,29 @@ def common_root(texts: Sequence[str]) -> str:
     if not folder.strip("/") and scheme != "file":
         raise ConfigError(f"the files of a table must lie in one bucket: {redact_uri(texts[0])!r} and others do not")
     return head + folder if folder or scheme != "file" else "/"
+
+
+def paths_below(root: str, texts: Sequence[str]) -> list[str]:
+    """The paths of files in their `common_root`, each without one separator in front.
+
+    `ConfigError` for an empty name (``//``) in one: in an object store that is not what a single slash names.
+    """
+    if root.endswith("/") and split_uri(root)[0] != "file":
+        raise ConfigError(_empty_name(next(text for text in texts if text.startswith(f"{root}/"))))
+    above = root if root.endswith("/") else f"{root}/"
+    paths = [text[len(above) :] for text in texts]
+    for path, text in zip(paths, texts, strict=True):
+        if path.startswith("/") or "//" in path:
+            raise ConfigError(_empty_name(text))
+    return paths
+
+
+def _empty_name(text: str) -> str:
+    return (
+        f"{redact_uri(text)!r} has an empty folder name ('//') where it differs from the table's other files, or at "
+        "its end: no table can hold that, and what a single slash names is another object. Write a single slash where "
+        "that was meant, else move the object"
+    )
 
 
 def _common_folder(paths: Sequence[str]) -> str:
@@ -261,21 +297,36 @@ def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) 
     return next(iter(found), "parquet")
 
 
+def _refuse_without_log(uri: str, storage: Storage, infos: Sequence[ObjectInfo], folders: Iterable[str]) -> None:
+    """`ConfigError` where one of ``folders``, of which ``infos`` list no file, is there all the same: a Delta
+    or Hudi table has lost its log. Listings tell of files alone, or of what stands for a folder in an object store."""
+    listed = {info.path for info in infos}
+    for folder in folders:
+        local = isinstance(storage, LocalStorage) and os.path.isdir(os.path.join(storage.name, folder))
+        if local or f"{folder}_$folder$" in listed:
+            raise ConfigError(
+                f"{uri!r} holds a folder {folder!r} that is empty: a table whose log is gone, or is not there yet, and "
+                "its files alone are not its rows. Restore the log, or name the files that you mean by a glob or a list"
+            )
+
+
 def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) -> None:
     """`ConfigError` where a folder ``key=value`` is part of a Delta, Hudi or Iceberg table."""
     root = text
     while is_partition_folder(root.rpartition("/")[2]):
         root = root.rpartition("/")[0]
-    if root == text or not split_uri(root)[1].strip("/"):
+    if root == text or root.endswith("/") or not split_uri(root)[1].strip("/"):
         return
     above, _, name = root.rpartition("/")
     places = [(root, "_delta_log"), (root, ".hoodie")]
-    if name == "data" and split_uri(above)[1].strip("/"):
+    if name == "data" and not above.endswith("/") and split_uri(above)[1].strip("/"):
         places.append((above, "metadata"))
     for table, folder in places:
         infos: Sequence[ObjectInfo] = ()
         with contextlib.suppress(StorageError):  # who may not look there cannot know
-            infos = open_root(table, storage_options).list(folder)
+            infos = (storage := open_root(table, storage_options)).list(folder)
+            if not infos:
+                _refuse_without_log(redact_uri(table), storage, (), set(_LOGS) & {folder})
         if _format_of(table, infos, None) != "parquet":
             raise ConfigError(
                 f"{redact_uri(text)!r} is a folder of the table {redact_uri(table)!r}, whose files alone are not its "
@@ -283,11 +334,13 @@ def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) 
             )
 
 
-def _nothing_in_folder(uri: str, infos: Sequence[ObjectInfo]) -> str:
+def _nothing_in_folder(uri: str, storage: Storage, infos: Sequence[ObjectInfo]) -> str:
     looked = (
         f"looked for files named *{', *'.join(PARQUET_SUFFIXES)} at any depth, without names that begin with . or _"
     )
     if not infos:
+        if not has_bucket(storage):
+            return f"there is no table at {uri!r}: its bucket does not exist. Check its name, and the endpoint"
         return f"there is no table at {uri!r}: nothing is there ({looked}). Check the path and the credentials"
     some = ", ".join(repr(info.path) for info in infos[:3])
     return (

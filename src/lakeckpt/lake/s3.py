@@ -182,6 +182,17 @@ class S3Storage:
 
     # -- beside the Protocol ---------------------------------------------------------------------------------------
 
+    def has_bucket(self) -> bool:
+        """Whether the bucket is there; `list` says of one that is not that nothing is in it."""
+        with self._explaining("list", "") as what:
+            try:
+                self._open().list_page(what, self._root, None, most=1)
+            except Refused as refused:
+                if refused.code == "NoSuchBucket":
+                    return False
+                raise
+        return True
+
     def clear_leftovers(self) -> int:
         """Abort the multipart uploads that nobody can complete any more; return how many.
 
@@ -293,7 +304,7 @@ class S3Storage:
             return
         path = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
         try:
-            with self._explaining("write", path) as what:
+            with self._explaining("write", "") as what:
                 try:
                     for data in (b"1", b"2"):
                         self._open().put(what, self._root + path, [memoryview(data)], new=True)
@@ -340,7 +351,7 @@ class S3Storage:
 
 def _explained(refused: Refused, verb: str, where: str) -> StorageError:
     if refused.code == "NoSuchBucket" or (refused.status == 404 and verb != "read"):
-        missing = StorageError(f"cannot {verb} {where}: its bucket or folder is not there")
+        missing = StorageError(f"cannot {verb} {where}: its bucket is not there: check its name, and the endpoint")
         if verb == "read":
             missing = ObjectMissing(f"there is no object {where}: its bucket is not there")
         missing.errno = errno.ENOENT

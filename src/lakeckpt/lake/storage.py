@@ -28,6 +28,7 @@ __all__ = [
     "check_range",
     "clear_leftovers",
     "describe",
+    "has_bucket",
     "no_conditional_put",
     "open_storage",
     "redact_uri",
@@ -207,6 +208,12 @@ def describe(storage: Storage) -> str:
     """A name of the storage that holds no credentials, for messages and reports."""
     name = getattr(storage, "name", None)
     return name if isinstance(name, str) else type(storage).__name__
+
+
+def has_bucket(storage: Storage) -> bool:
+    """Whether the bucket that the storage lies in is there, where a store has such and can tell."""
+    has = getattr(storage, "has_bucket", None)
+    return bool(has()) if callable(has) else True
 
 
 def clear_leftovers(storage: Storage) -> int:

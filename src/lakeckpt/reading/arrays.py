@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 __all__ = [
+    "DECIMALS",
     "MAX_NARROW_BYTES",
     "bits",
     "canonical",
@@ -36,11 +37,17 @@ MAX_NARROW_BYTES = 2**31 - 1
 """What 32-bit offsets can address."""
 
 
+DECIMALS = tuple(
+    make(1)
+    for name in ("decimal32", "decimal64", "decimal128", "decimal256")  # pyarrow 17 has not the first two
+    if (make := getattr(pa, name, None)) is not None
+)
+"""A type of each kind of decimals."""
 _CANONICAL = frozenset(
     kind.id
     for kind in (
         *(pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
-        *(pa.float16(), pa.float32(), pa.float64(), pa.bool_(), pa.null(), pa.decimal128(1), pa.decimal256(1)),
+        *(pa.float16(), pa.float32(), pa.float64(), pa.bool_(), pa.null(), *DECIMALS),
         *(pa.timestamp("s"), pa.duration("s"), pa.date32(), pa.date64(), pa.time32("s"), pa.time64("us")),
         *(pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.binary(1), pa.struct([])),
         *(pa.list_(pa.int8()), pa.large_list(pa.int8()), pa.list_(pa.int8(), 1), pa.map_(pa.int8(), pa.int8())),

@@ -38,7 +38,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lakeckpt.errors import NullValueError, SchemaError
-from lakeckpt.reading.arrays import bits, canonical, join, plain, view
+from lakeckpt.reading.arrays import DECIMALS, bits, canonical, join, plain, view
 from lakeckpt.reading.ragged import MASK, Column, Namespace, Ragged
 
 __all__ = ["Nulls", "check_convertible", "convert", "convert_parts"]
@@ -55,7 +55,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
         *((pa.from_numpy_dtype(name), name) for name in ("float16", "float32", "float64", "bool")),
         *((pa.timestamp("s"), "int64"), (pa.duration("s"), "int64"), (pa.time64("us"), "int64")),
         *((pa.date64(), "int64"), (pa.date32(), "int32"), (pa.time32("s"), "int32")),
-        *((pa.decimal128(1), "float64"), (pa.decimal256(1), "float64")),
+        *((kind, "float64") for kind in DECIMALS),
         *((pa.binary(1), "uint8"), (pa.null(), "bool")),
     )
 }
@@ -190,8 +190,9 @@ def _decimal(array: pa.Array) -> Array:
     kind = array.type
     if kind.precision <= 15 and 0 <= kind.scale <= 22:
         # Both the unscaled integer and the power of ten are exact in float64: one division rounds once, to the nearest.
-        words = kind.byte_width // 8
-        low = view(array.buffers()[1], np.int64, array.offset * words, (array.offset + len(array)) * words)[::words]
+        word = np.int32 if kind.byte_width == 4 else np.int64
+        words = kind.byte_width // np.dtype(word).itemsize
+        low = view(array.buffers()[1], word, array.offset * words, (array.offset + len(array)) * words)[::words]
         nearest: Array = low / float(10**kind.scale)
         return nearest
     return _fixed_width(pc.cast(array, pa.float64()), np.dtype(np.float64))

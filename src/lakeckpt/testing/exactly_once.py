@@ -55,8 +55,9 @@ def assert_exactly_once(
         offsets: at how many steps of an epoch to restore, 1 or more, or ``"all"``. None: 12, or what the pytest plugin
             was told.
         chains: how many random histories of several checkpoints, crashes and topologies to replay.
-        key: what tells rows apart: None, whole rows; a column; or a function from an item to the keys of its rows
-            (needed where a transform gives something else than columns).
+        key: what tells rows apart: None, whole rows; a column; or a function from an item to the keys of its rows.
+            A column's rows are held to the table's, batch by batch: where a transform drops, makes or reorders rows, or
+            gives something else than columns, only a function will do.
         expected: the keys of one epoch. None: those of the table; where a transform or ``key`` made them incomparable,
             those of one run without a restore.
         seed: chooses the histories.

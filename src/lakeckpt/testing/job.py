@@ -256,6 +256,12 @@ def _dataset_of(loader: Any) -> LakeDataset:
             "make_loader(rank, world_size, num_workers, **options) must return a LakeLoader, a LakeDataset, or a "
             f"torchdata StatefulDataLoader over a LakeDataset, got {type(loader).__name__}"
         )
+    if not all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict")):
+        raise ConfigError(
+            f"make_loader returned a {type(loader).__module__}.{type(loader).__qualname__}, which has no state_dict "
+            "and load_state_dict, so that nothing of it can be restored: return a LakeLoader, a torchdata "
+            "StatefulDataLoader, or the LakeDataset itself"
+        )
     return found
 
 

@@ -74,7 +74,10 @@ class TrueRows:
             what = f"it has {len(keys)} rows, not {len(expected)}"
         else:
             what = f"row {differ} is {keys[differ]!r}, not {expected[differ]!r}"
-        raise Violation(f"a batch does not hold the rows that its receipt is of: {what}; {receipt}")
+        own = (
+            "; a transform that drops, makes or reorders rows needs key=function" if self._dataset.has_transform else ""
+        )
+        raise Violation(f"a batch does not hold the rows that its receipt is of: {what}; {receipt}{own}")
 
     def _layout(self, epoch: int, num_lanes: int, rotation: int) -> EpochLayout:
         known = self._layouts.get((epoch, num_lanes, rotation))

@@ -109,3 +109,21 @@ def test_a_version_is_kept_by_a_server(table: Table) -> None:
         assert table.refresh().metadata.refs["run-7"].snapshot_id == table.snapshots()[0].snapshot_id
         assert sum(delivered(table, version="run-7").values()) == 7
     assert "run-7" not in table.refresh().metadata.refs
+
+
+@pytest.mark.parametrize("folder", ["lake/db/t//data", "lake/db/t/more//data"])
+def test_files_below_an_empty_folder_name_are_those_that_the_metadata_names(
+    folder: str, tmp_path: Path, s3: S3
+) -> None:
+    writes_such_keys = {"py-io-impl": "pyiceberg.io.fsspec.FsspecFileIO"}
+    sql = SqlCatalog("sql", uri=f"sqlite:///{tmp_path}/catalog.db", **store_of(s3), **writes_such_keys)
+    sql.create_namespace("db")
+    there = {"write.data.path": f"s3://{s3.bucket}/{folder}"}
+    made = sql.create_table("db.t", ROWS.schema, location=f"s3://{s3.bucket}/lake/db/t", properties=there)
+    made.append(ROWS)
+    made.append(ROWS)
+    written = [key for key in s3.keys() if key.startswith(f"{folder}/")]  # noqa: SIM118
+    for key in written:
+        s3.client.put_object(Bucket=s3.bucket, Key=key.replace("//", "/"), Body=b"another object")
+    assert len(written) == 2
+    assert delivered(sql.load_table("db.t")) == rows_of(pa.concat_tables([ROWS, ROWS]))

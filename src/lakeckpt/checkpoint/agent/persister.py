@@ -6,7 +6,8 @@ order, and leaves a note where it leaves one out; the others go through theirs a
 tried again until a newer order waits or the time is over. Training never waits for any of this.
 
 Where the trainer dies, what it had begun is finished, and then its last will is done: the newest cut that all ranks
-have complete is persisted, if that is newer than the newest commit. Imports without torch.
+have complete is persisted, if that is newer than the newest commit. A run that somebody has removed since is not begun
+again for that. Imports without torch.
 """
 
 from __future__ import annotations
@@ -78,7 +79,13 @@ class Persister:
             failing=lambda error: log(f"storage fails, and is tried again: {error}"),
         )
         self._publisher = Publisher(
-            self._storage, attempt, rank=rank, world_size=world_size, settings=settings, waiter=waiter
+            self._storage,
+            attempt,
+            rank=rank,
+            world_size=world_size,
+            settings=settings,
+            waiter=waiter,
+            still=self._refuse_removed,
         )
         self._documents: dict[str, bytes] = {}
         self._changed = threading.Condition()
@@ -194,8 +201,12 @@ class Persister:
         if committed is not None:
             self._tell(order, committed, 0.0)
             return
-        error = SaveLeftOut(f"step {order.step} was left out: a newer cut waits to be persisted")
-        publish_failure(self._storage, self._save_of(order), self.rank, error)
+        error: LakeckptError = SaveLeftOut(f"step {order.step} was left out: a newer cut waits to be persisted")
+        try:
+            self._refuse_removed()
+            publish_failure(self._storage, self._save_of(order), self.rank, error)
+        except LakeckptError as removed:
+            error = removed
         self._tell(order, error, 0.0)
 
     def _do(self, order: Order) -> None:
@@ -204,6 +215,7 @@ class Persister:
             self._look_back()
             if self._superseded is not None:
                 raise self._superseded
+            self._refuse_removed()
             save = self._save_of(order)
             self._refuse_given_up(save, ranks=sorted({0, self.rank} if order.again else {0} - {self.rank}))
             found: Manifest | Exception = (self._committed or {}).get(save) or self._publish(save, order)
@@ -252,6 +264,15 @@ class Persister:
             self._documents = {path: data for path, data in self._documents.items() if path not in documents}
         return manifest
 
+    def _refuse_removed(self) -> None:
+        """Raise where the run was removed and nobody is left who saves into it: it must not come back by itself."""
+        if (self._died or self._left) and (lost := self._publisher.lost()):
+            found = lost.partition(":")[0]
+            raise SaveFailed(
+                f"nothing was saved of a run that was removed: {found}. What was captured stays in memory, in case its "
+                "storage comes back; lakeckpt doctor removes it"
+            )
+
     def _refuse_over(self, order: Order) -> None:
         """Raise where the other ranks may never come to what this one is at: trainers died between two orders."""
         if order.number == WILL or not self._died:
@@ -286,7 +307,7 @@ class Persister:
 
     def _do_will(self) -> None:
         attempt = self._publisher.attempt
-        self._publisher.catch_up()
+        self._refuse_superseded()
         self._until_s += self._linger_s
         step = agree_on_will(
             self._storage,
@@ -307,8 +328,10 @@ class Persister:
             self._do(Order(step=step, number=WILL))
 
     def _refuse_superseded(self) -> None:
-        """Raise where another attempt has begun, so that nobody needs the will any more, or the agent has to end."""
+        """Raise where another attempt has begun, or the run was removed, so that nobody needs the will any more, or
+        the agent has to end."""
         self._publisher.catch_up()
+        self._refuse_removed()
         if self._waiter.now() > self._hurried_s + self._settings.timeout_s:
             raise SaveFailed("the agent was told to end, and other ranks' trainers seem to live")
 

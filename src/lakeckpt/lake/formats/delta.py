@@ -38,7 +38,7 @@ from lakeckpt.lake.columns import ColumnMapping, StoredField
 from lakeckpt.lake.footer import Int64Array
 from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
 from lakeckpt.lake.formats.pinned import PinnedFile, PinnedFiles
-from lakeckpt.lake.listing import common_root, open_root
+from lakeckpt.lake.listing import common_root, open_root, paths_below
 from lakeckpt.lake.storage import Storage, redact_uri, split_uri
 from lakeckpt.lake.version import TableVersion, VersionAsked
 
@@ -169,7 +169,7 @@ def _rooted(place: str, paths: Sequence[str]) -> tuple[str | None, list[str]]:
         return None, [unquote(path) for path in paths]
     places = [_location(path, place + "/") for path in paths]
     root = common_root(places)
-    return root, [path[len(root) :].lstrip("/") for path in places]
+    return root, paths_below(root, places)
 
 
 def _location(path: str, base: str) -> str:

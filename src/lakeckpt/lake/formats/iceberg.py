@@ -23,7 +23,7 @@ from lakeckpt.lake.formats.iceberg_plan import PlannedFile, plan_files
 from lakeckpt.lake.formats.iceberg_schema import arrow_schema, arrow_value, column_mapping
 from lakeckpt.lake.formats.iceberg_source import Chosen, choose_snapshot, load
 from lakeckpt.lake.formats.pinned import PinnedFile, PinnedFiles
-from lakeckpt.lake.listing import common_root
+from lakeckpt.lake.listing import common_root, paths_below
 from lakeckpt.lake.storage import redact_uri
 from lakeckpt.lake.version import TableVersion, VersionAsked
 
@@ -44,14 +44,15 @@ def pin(source: object, *, asked: VersionAsked, storage_options: Mapping[str, An
     _refuse_unreadable(table)
     planned = _planned(table, chosen, threads)
     deleted = _deleted(table, planned, threads)
-    root = _root(table, planned)
+    places = [plain_location(one.location) for one in planned]
+    root = _root(table, places)
     columns = {one.field_id: one for one in chosen.schema.fields}
     options = storage_options
     if options is None and not isinstance(table.io, StorageIO):
         options = storage_options_of(table.io.properties, root)
     files = tuple(
         PinnedFile(
-            path=plain_location(one.location)[len(root) :].lstrip("/"),
+            path=path,
             size_bytes=one.size_bytes,
             rows=one.rows,
             partition={
@@ -61,7 +62,7 @@ def pin(source: object, *, asked: VersionAsked, storage_options: Mapping[str, An
             },
             deleted=deleted.get(one.location),
         )
-        for one in planned
+        for one, path in zip(planned, paths_below(root, places), strict=True)
     )
     constant = {name for file in files for name in file.partition}
     return PinnedFiles(
@@ -117,11 +118,13 @@ def _deleted(table: Table, planned: Sequence[PlannedFile], threads: int) -> dict
     return deleted
 
 
-def _root(table: Table, planned: Sequence[PlannedFile]) -> str:
-    """The table's location where all files lie in it, else the deepest folder that holds them."""
+def _root(table: Table, places: Sequence[str]) -> str:
+    """The table's location where all files lie in it, else the deepest folder that holds them.
+
+    Of a location that ends with a slash, some writers make ``s3://lake/t//data/…``: files of ``s3://lake/t//data``.
+    """
     location = plain_location(table.location()).rstrip("/")
-    places = [plain_location(one.location) for one in planned]
-    if all(place.startswith(location + "/") for place in places):
+    if all(place.startswith(location + "/") and "//" not in place[len(location) :] for place in places):
         return location
     return common_root(places)
 

@@ -9,6 +9,7 @@ this machine read its own. `storage_options_of` tells the options of a storage f
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from lakeckpt.lake.storage import Storage, open_storage, redact_uri, split_uri
 
 __all__ = ["StorageIO", "plain_location", "storage_options_of"]
 
+_SLASHES = re.compile("/{2,}")
+"""One slash, in a local path alone."""
 _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfss": "abfs", "wasb": "abfs", "wasbs": "abfs", "local": "file"}
 _S3 = {
     "key": ("s3.access-key-id", "client.access-key-id"),
@@ -53,13 +56,13 @@ def plain_location(location: str) -> str:
     """
     scheme, colon, rest = location.partition(":")
     if not colon or "/" in scheme:
-        return location
+        return _SLASHES.sub("/", location)
     if scheme.lower() == "file":
         if rest.startswith("//") and not rest.startswith("///"):
             rest = rest.removeprefix("//localhost")
             if rest.startswith("//"):
                 raise ConfigError(f"the location {location!r} names a host: only this machine's files can be read")
-        return "/" + rest.lstrip("/")
+        return _SLASHES.sub("/", f"/{rest}")
     return f"{_SAME.get(scheme.lower(), scheme.lower())}:{rest}" if rest.startswith("//") else location
 
 
