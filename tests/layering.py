@@ -48,7 +48,16 @@ MAY_IMPORT_TORCH = {"data", "tracking", "checkpoint", "integrations", "testing",
 # The commit path: what these load, directly or not, must never be torch.
 NEVER_LOADS_TORCH = tuple(
     f"{PACKAGE}.checkpoint.{name}"
-    for name in ("agent.link", "arena.contents", "arena.folder", "gate", "ledger", "log", "publish")
+    for name in (
+        "agent.link",
+        "arena.checksummer",
+        "arena.contents",
+        "arena.folder",
+        "gate",
+        "ledger",
+        "log",
+        "publish",
+    )
 )
 
 

@@ -28,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from lakeckpt.checkpoint.digests import DIGEST_BYTES, leaf_digests
 from lakeckpt.errors import ArenaError
 
-__all__ = ["Checksummer"]
+__all__ = ["Checksummer", "main"]
 
 _ASKED = struct.Struct("<QQ")
 """[start, stop): bytes of the arena's file."""
