@@ -1,4 +1,4 @@
-"""Where the tests of this folder compute."""
+"""Where the tests of this folder compute: LAKECKPT_TEST_DEVICE=cpu runs what needs no GPU of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["DEVICE", "MARKS", "arenas"]
 
-DEVICE = os.environ.get("LKDEV", "cuda")
+DEVICE = os.environ.get("LAKECKPT_TEST_DEVICE", "cuda")
 MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no CUDA device"),

@@ -67,12 +67,14 @@ class Checksummer:
         """The checksums that were asked for first, of what was not taken yet. `ArenaError` where it has ended."""
         assert self._process.stdout is not None
         size, pipe, until = self._asked[0], self._process.stdout.fileno(), time.monotonic() + _PATIENCE_S
+        waits = select.poll()
+        waits.register(pipe, select.POLLIN)
         while len(self._come) < size:
             try:
-                if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+                if not waits.poll(max(0.0, 1000 * (until - time.monotonic()))):
                     raise TimeoutError(f"no answer came in {_PATIENCE_S:.0f} s")
                 come = os.read(pipe, 2**16)
-            except (OSError, ValueError) as error:
+            except OSError as error:
                 raise self._gone(error) from error
             if not come:
                 raise self._gone(None)
