@@ -89,7 +89,7 @@ test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; 
 	tests/system/install.sh
 	$(BIN)/python -m pytest -m system -n $(JOBS) --dist worksteal $(ARGS)
 
-gpu-check: $(VENV)/dev  ## captures on a CUDA device: their order, then what a capture at every step costs (needs a GPU)
+gpu-check: $(VENV)/dev  ## jobs, captures, restoring and loading on a CUDA device, then what captures cost (needs a GPU)
 	$(BIN)/python -m pytest -m gpu -n 0 tests/gpu $(ARGS)
 	$(BIN)/python -m benchmarks.gpu_captures --json bench-out/gpu-captures.json
 
