@@ -23,6 +23,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.journal import Leg, legs_from_bytes, since
 from lakeckpt.checkpoint.load import Loaded, loaded_of
 from lakeckpt.checkpoint.manifest import Begin, Captured, Manifest, ReaderRecord
+from lakeckpt.checkpoint.shards import wholes_of
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import ArenaDamaged
 from lakeckpt.lake.storage import Storage
@@ -139,6 +140,7 @@ class Remembered:
         loaded = loaded_of(
             contents.documents.trees,
             specs=contents.specs,
+            wholes=wholes_of(contents.specs),
             source=_InArena(contents),
             is_new=False,
             per_rank=(),

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lakeckpt.checkpoint.capturing.sharing_source import SharingSource
 from lakeckpt.checkpoint.parts import PART_MARK
 from lakeckpt.checkpoint.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.tree import Flat, branch_to_bytes, flatten, tree_of_branches, tree_to_bytes
@@ -35,6 +36,11 @@ class Source(Protocol):
     changing: frozenset[str]
     """The keys of tensors that may change at any time: in a forward pass, or whenever their owner likes."""
 
+    @property
+    def sharded(self) -> Mapping[str, torch.Tensor]:
+        """key in the tree → the tensors of which this rank holds a part."""
+        ...
+
     def known_as(self, key: str) -> torch.Tensor:
         """The tensor as optimizers know it: of a rank's part, the whole."""
         ...
@@ -51,7 +57,9 @@ class Source(Protocol):
 def sources_of(objects: Mapping[str, Any]) -> list[Source]:
     """The sources of ``objects`` and of the random states. Raises as `lakeckpt.checkpoint.tree.flatten` does."""
     found: list[Source] = [_source(name, one) for name, one in objects.items()]
-    return [*found, RandomSource()]
+    # Where none is shared at first, none will be; if some should be after all, that is restored as it was divided.
+    shared = [SharingSource(found)] if any(one.sharded for one in found) else []
+    return [*found, *shared, RandomSource()]
 
 
 def _source(name: str, one: Any) -> Source:
@@ -87,11 +95,12 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 class ModuleSource:
     """A module: its parameters change in optimizer steps, its buffers at any time."""
 
-    __slots__ = ("_containers", "_document", "_module", "_places", "_sharded", "changing", "name", "tensors")
+    __slots__ = ("_containers", "_document", "_module", "_places", "changing", "name", "sharded", "tensors")
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self.name, self._module = name, module
         self.tensors: Mapping[str, torch.Tensor] = {}
+        self.sharded: Mapping[str, torch.Tensor] = {}
         self.changing: frozenset[str] = frozenset()
         self._take()
 
@@ -99,7 +108,7 @@ class ModuleSource:
         # Kept as variables: a parameter whose `.data` was replaced says so, what was detached from it does not.
         flat = flatten(self.name, self._module.state_dict(keep_vars=True), of_module=True)
         self._document = tree_to_bytes(flat)
-        self.tensors, self._sharded = flat.tensors, flat.sharded
+        self.tensors, self.sharded = flat.tensors, flat.sharded
         self._places = _Places(flat.tensors)
         self.changing = frozenset(key for key in flat.tensors if not isinstance(self.known_as(key), torch.nn.Parameter))
         # The memory of a rank's part is looked up anew at each cut: no container says where it lies.
@@ -107,7 +116,7 @@ class ModuleSource:
 
     def known_as(self, key: str) -> torch.Tensor:
         """See `Source`."""
-        return self._sharded.get(key.partition(PART_MARK)[0], self.tensors[key])
+        return self.sharded.get(key.partition(PART_MARK)[0], self.tensors[key])
 
     def renew(self) -> bool:
         """See `Source`."""
@@ -195,6 +204,11 @@ class OptimizerSource:
         self.changing = frozenset(key for key in flat.tensors if id(self.known_as(key)) not in steady)
         self._entries, self._groups = None if flat.sharded else _entries(optimizer), _groups(optimizer)
         self._parameters = list(optimizer.state)
+
+    @property
+    def sharded(self) -> Mapping[str, torch.Tensor]:
+        """See `Source`."""
+        return self._flat.sharded
 
     def known_as(self, key: str) -> torch.Tensor:
         """See `Source`."""
@@ -299,11 +313,12 @@ def _regrouped(flat: Flat, groups: list[dict[str, Any]]) -> Flat:
 class OtherSource:
     """Anything else that has a ``state_dict``: taken apart at every cut, and all of it may change at any time."""
 
-    __slots__ = ("_document", "_one", "_places", "changing", "name", "tensors")
+    __slots__ = ("_document", "_one", "_places", "changing", "name", "sharded", "tensors")
 
     def __init__(self, name: str, one: Any) -> None:
         self.name, self._one = name, one
         self.tensors: Mapping[str, torch.Tensor] = {}
+        self.sharded: Mapping[str, torch.Tensor] = {}
         self._places = _Places({})
         self.changing: frozenset[str] = frozenset()
         self._document = b""
@@ -317,6 +332,7 @@ class OtherSource:
         """See `Source`."""
         flat = flatten(self.name, self._one.state_dict())
         before, self.tensors, self._places = self._places, flat.tensors, _Places(flat.tensors)
+        self.sharded = flat.sharded
         self.changing = frozenset(flat.tensors)
         self._document = tree_to_bytes(flat)  # at once: what it holds may be the object's own
         return not self._places.are(before)
@@ -330,11 +346,12 @@ class OtherSource:
 class RandomSource:
     """The random generators of this process. Their states are values of their own as soon as they are taken."""
 
-    __slots__ = ("_known", "changing", "name", "tensors")
+    __slots__ = ("_known", "changing", "name", "sharded", "tensors")
 
     def __init__(self) -> None:
         self.name = RANDOM
         self.tensors: Mapping[str, torch.Tensor] = {}
+        self.sharded: Mapping[str, torch.Tensor] = {}
         self.changing: frozenset[str] = frozenset()
         self._known: dict[str, tuple[Any, bytes]] = {}
 
