@@ -12,9 +12,10 @@ ranks, divided as it was, or not at all. Reads and writes nothing. Imports witho
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fields import Ranks
@@ -116,9 +117,12 @@ class _Group:
         return frozenset((offsets, one.spec.shape, one.digest) for offsets, one in self.pieces)
 
     @property
-    def ranks(self) -> Ranks:
-        """Those that had a part of it."""
-        return ranges(rank for _, one in self.pieces for start, stop in one.ranks for rank in range(start, stop))
+    def of_ranks(self) -> list[Ranks]:
+        """The ranks that had a part of it; where different parts are in one place, those of each there."""
+        if self.is_torn:
+            times = Counter(offsets for offsets, _ in self.pieces)
+            return [one.ranks for offsets, one in self.pieces if offsets == times.most_common(1)[0][0]]
+        return [ranges(rank for _, one in self.pieces for start, stop in one.ranks for rank in range(start, stop))]
 
     def lacking(self) -> str:
         """Why it is not one whole; empty where it is. `CheckpointDamaged` where it ought to be."""
@@ -167,19 +171,23 @@ class Wholes:
     def several(self) -> dict[str, tuple[Ranks, ...]]:
         """The names that more than one tensor has, and the ranks that had a part of each."""
         return {
-            name: tuple(one.ranks for one in groups.values())
+            name: tuple(chain(*(one.of_ranks for one in groups.values())))
             for name, groups in self._groups.items()
             if _differ(groups)
         }
 
-    def check(self) -> dict[str, str]:
-        """Why tensors are not known to be whole, by name, where they are not.
+    def check(self) -> str:
+        """Why it can only be restored on the same ranks, divided as it was; empty where that is not so.
 
         `CheckpointDamaged` where parts do not make up a whole that they ought to.
         """
-        return {
-            name: text for name, groups in self._groups.items() for one in groups.values() if (text := one.lacking())
-        }
+        found = {}
+        for name, groups in self._groups.items():
+            texts = [text for one in groups.values() if (text := one.lacking())]
+            if texts or _differ(groups):
+                found[name] = texts[0] if texts else "ranks had different tensors of this name"
+        more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
+        return next((f"{name!r}: {text}{more}" for name, text in found.items()), "")
 
     def of(self, rank: int) -> dict[str, Composed]:
         """The tensors that ``rank`` had a share in. `CheckpointDamaged` where one is not whole that ought to be."""
