@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -129,10 +130,11 @@ def _chunk(offsets: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata
     return ChunkStorageMetadata(offsets=torch.Size(tuple(offsets)), sizes=torch.Size(tuple(sizes)))
 
 
-def wholes_of(specs: Mapping[str, TensorSpec]) -> dict[str, Whole]:
-    """The tensors of which there are parts among ``specs``, by their keys: those of one rank, or all.
-
-    `CheckpointDamaged` where parts do not fit one another.
+def wholes_of(
+    specs: Mapping[str, TensorSpec], shared: Mapping[str, Sharing] = MappingProxyType({})
+) -> dict[str, Whole]:
+    """The tensors of which there are parts among ``specs``, by their keys: those of one rank, or all; and how they are
+    ``shared``, where that is known. `CheckpointDamaged` where parts do not fit one another.
     """
     found: dict[str, tuple[TensorSpec, list[Part]]] = {}
     for key, spec in specs.items():
@@ -143,7 +145,9 @@ def wholes_of(specs: Mapping[str, TensorSpec]) -> dict[str, Whole]:
         if whole != whole_of(place, spec):
             raise CheckpointDamaged(f"{key!r:.200} is no part of a {whole.dtype} tensor of {list(whole.shape)}")
         parts.append(Part(key=key, offsets=place.offsets, sizes=spec.shape))
-    return {name: Whole(spec=spec, parts=tuple(parts)) for name, (spec, parts) in found.items()}
+    return {
+        name: Whole(spec=spec, parts=tuple(parts), sharing=shared.get(name)) for name, (spec, parts) in found.items()
+    }
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
