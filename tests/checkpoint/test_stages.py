@@ -70,6 +70,7 @@ def restored(rank: int, folder: str, alike: bool, version: str) -> None:
     objects = stages(rank, 4, alike=alike, value=7.0)
     with CheckpointManager(f"{folder}/run", objects, persist_every=1) as saver:
         assert saver.restore() == 1 and saver.restore_report.damaged == ()
+        assert not any("lakeckpt" in name for name in saver.restore_report.per_rank)
         assert_own(objects, rank, alike=alike)
         saver.step()
     again = stages(rank, 4, alike=alike, value=8.0)
@@ -155,31 +156,45 @@ def half(rank: int, folder: str) -> None:
     begin(rank, 4, folder)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "two"))
 
-    def layer(value: float, by: list[Any]) -> torch.nn.Module:
-        made = torch.nn.Linear(6, 4, bias=False)
-        whole = torch.arange(24.0).reshape(4, 6) + value
-        made.weight = torch.nn.Parameter(distribute_tensor(whole, mesh, by))
-        return made
+    def built(value: float, by: list[Any], of: str) -> dict[str, Any]:
+        """A weight in parts in a model, or in the state of an optimizer beside a model that is whole."""
+        weight = distribute_tensor(torch.arange(24.0).reshape(4, 6) + value, mesh, by)
+        model = torch.nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.fill_(value)
+        optimizer = torch.optim.SGD(model.parameters() if of == "model" else [torch.nn.Parameter(weight)], momentum=0.9)
+        if of == "model":
+            model.register_parameter("shared", torch.nn.Parameter(weight))
+        else:
+            for parameter in optimizer.param_groups[0]["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = weight.clone()
+        return {"model": model, "optimizer": optimizer}
 
     by, others = [Shard(0), Shard(1)], [Shard(1), Shard(0)]
-    place = f"{folder}/run-{rank % 2}"
-    saver = CheckpointManager(place, {"model": layer(0, by)}, group=mesh["one"], persist_every=1)
-    saver.restore()
-    saver.step()
-    again = layer(5, by)
-    assert CheckpointManager(place, {"model": again}, group=mesh["one"], persist_every=1).restore() == 1
-    assert torch.equal(again.weight.full_tensor(), torch.arange(24.0).reshape(4, 6))
-    other = layer(5, others)
-    with pytest.raises(CheckpointMismatch, match=r"4 ranks shared it, and 2 of them saved this run|other ranks"):
-        CheckpointManager(place, {"model": other}, group=mesh["one"], persist_every=1).restore()
-    assert torch.equal(other.weight.full_tensor(), torch.arange(24.0).reshape(4, 6) + 5)
-    saver.close()
+    savers = []
+    for of in ("model", "optimizer"):
+        objects, place = built(0, by, of), f"{folder}/{of}-{rank % 2}"
+        savers.append(CheckpointManager(place, objects, group=mesh["one"], persist_every=1))
+        savers[-1].restore()
+        savers[-1].step()
+        again = built(5, by, of)
+        savers.append(CheckpointManager(place, again, group=mesh["one"], persist_every=1))
+        assert savers[-1].restore() == 1
+        assert str([one.state_dict() for one in again.values()]) == str([one.state_dict() for one in objects.values()])
+        other = built(5, others, of)
+        before = str([one.state_dict() for one in other.values()])
+        savers.append(CheckpointManager(place, other, group=mesh["one"], persist_every=1))
+        with pytest.raises(CheckpointMismatch, match=r"4 ranks shared it, and 2 of them saved this run|other ranks"):
+            savers[-1].restore()
+        assert str([one.state_dict() for one in other.values()]) == before
+    for saver in savers:
+        saver.close()
     dist.destroy_process_group()
 
 
 def test_ranks_that_save_half_of_a_tensor_get_their_half_back_and_no_other(tmp_path: Path) -> None:
     run_processes(4, half, str(tmp_path))
-    report = verify(LocalStorage(tmp_path / "run-0"))
+    report = verify(LocalStorage(tmp_path / "model-0"))
     assert report.every_damage == () and "4 ranks shared it" in report.checkpoints[0].bound
 
 

@@ -138,7 +138,8 @@ class Remembered:
         contents = contents_of(held)
         if recorded is None:
             contents.verify()
-        shared = sharing_from_bytes(trees[SHARING]) if SHARING in (trees := contents.documents.trees) else {}
+        trees = contents.documents.trees
+        shared = sharing_from_bytes(trees[SHARING]) if SHARING in trees else {}
         every = {name: legs_from_bytes(data) for name, data in contents.documents.readers.items()}
         loaded = loaded_of(
             trees,
