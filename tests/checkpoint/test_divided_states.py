@@ -11,8 +11,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lakeckpt import CheckpointManager, read_state
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.shards import divided_like, offsets_of, sharing_of
 from lakeckpt.lake.local import LocalStorage
 from tests.checkpoint.test_sharded import begin, whole
 from tests.tracking.processes import run_processes
@@ -182,6 +185,26 @@ def test_what_one_rank_had_whole_goes_on_in_parts(tmp_path: Path) -> None:
     train(objects)
     (tmp_path / "trained.0").write_text(said(objects))
     run_processes(2, go_on, 2, str(tmp_path), True)
+
+
+def twice(rank: int, folder: str) -> None:
+    begin(rank, 4, folder)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Linear(8, 3))
+    parallelize_module(model, mesh["columns"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["rows"])
+    for parameter in model.parameters():
+        spec = TensorSpec(key="x", dtype="float32", shape=tuple(parameter.shape))
+        made, expected = divided_like(parameter, spec, None), torch.empty_like(parameter)
+        assert isinstance(made, DTensor) and made.placements == expected.placements == parameter.placements
+        assert offsets_of("x", made) == offsets_of("x", expected)
+    dims = [sharing_of(parameter).dims for parameter in model.parameters()]
+    assert dims == [(0, 0), (0, 0), (0, 1), (0, -1)]
+    dist.destroy_process_group()
+
+
+def test_parameters_that_are_divided_twice_by_one_dimension_have_states_that_are(tmp_path: Path) -> None:
+    run_processes(4, twice, str(tmp_path))
 
 
 def test_they_come_back_from_memory_too(tmp_path: Path) -> None:

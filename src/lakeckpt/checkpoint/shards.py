@@ -180,7 +180,7 @@ def sharing_of(tensor: torch.Tensor) -> Sharing:
     """How ranks share a DTensor."""
     ranks = tensor.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
     placements = tensor.placements  # type: ignore[attr-defined]
-    dims = tuple(one.dim % tensor.dim() if one.is_shard() else -1 for one in placements)
+    dims = tuple(-1 if (dim := _dim_of(one)) is None else dim % tensor.dim() for one in placements)
     return Sharing(ranks=ranges(ranks), dims=dims)
 
 
@@ -203,7 +203,13 @@ def divided_like(
 
 
 def _divides(placement: Any, shape: torch.Size, spec: TensorSpec, dims: frozenset[int] | None) -> bool:
-    if not placement.is_shard():
+    dim = _dim_of(placement)
+    if dim is None or not dim < len(spec.shape):
         return False
-    dim: int = placement.dim
-    return dim < len(spec.shape) and spec.shape[dim] == shape[dim] and (dims is None or dim in dims)
+    return spec.shape[dim] == shape[dim] and (dims is None or dim in dims)
+
+
+def _dim_of(placement: Any) -> int | None:
+    """The dimension that a placement divides. Not all of torch's that do say ``is_shard()``: those of tensors that FSDP
+    divides which are divided already do not."""
+    return getattr(placement, "dim", None)
