@@ -55,7 +55,7 @@ def is_part_key(key: str) -> bool:
 
 def place_of(key: str) -> Place | None:
     """What the key of a part says; None for another key. `CheckpointDamaged` where it is no sense."""
-    match = _KEY.fullmatch(key)
+    match = _KEY.fullmatch(key) if PART_MARK in key else None
     return None if match is None else Place(name=match[1], offsets=_numbers(match[2]), shape=_numbers(match[3]))
 
 
