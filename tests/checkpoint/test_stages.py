@@ -124,7 +124,8 @@ def test_stages_divided_otherwise_are_refused_with_nothing_changed(
     version: str, world_size: int, sizes: tuple[int, int], match: str, tmp_path: Path
 ) -> None:
     shutil.copytree(FOLDER / version / "alike", tmp_path / "run")
-    match = "not to be had|other ranks" if version == "3.0" and world_size == 4 else match
+    if version == "3.0":  # what is shared by whom is not known, and different parts are in one place
+        match = "not to be had|other ranks" if world_size == 4 else "on rank 0 and on rank 2"
     run_processes(world_size, refused, world_size, sizes, match, str(tmp_path))
 
 
