@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 import lakeckpt.checkpoint.load as load_module
 from lakeckpt import CheckpointManager, read_state
 from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.shards import Part, Whole, is_part_key, part_key, wholes_of
+from lakeckpt.checkpoint.shards import Part, Whole, wholes_of
 from lakeckpt.checkpoint.tensors import empty_for
 from lakeckpt.checkpoint.tiling import untiled
 from lakeckpt.checkpoint.tree import flatten
 from lakeckpt.checkpoint.verify import verify
+from lakeckpt.checkpoint.wholes import is_part_key, part_key
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, UnsupportedValue
 from lakeckpt.lake.local import LocalStorage
 from tests.checkpoint.rig import MemoryStorage, manager

@@ -1,10 +1,10 @@
 """Does a loaded state fit the live objects, and how is it put into them?  First all is compared, then all is applied.
 
 `differences` lists every missing, extra and mis-shaped entry before anything is touched, the options and states that an
-optimizer would be left without among them, and what the memory of a live tensor cannot hold. `apply` then loads readers
-and small objects, with a copy of their old state to go back to if one refuses after all, on any rank. Optimizers and
-modules, whose entries were compared one by one, come last: see ``in_place``. Types come from the live objects, so that
-nothing in a file can name code.
+optimizer would be left without among them, what the memory of a live tensor cannot hold, and parts of tensors that are
+not to be had. `apply` then loads readers and small objects, with a copy of their old state to go back to if one refuses
+after all, on any rank. Optimizers and modules, whose entries were compared one by one, come last: see ``in_place``. Types
+come from the live objects, so that nothing in a file can name code.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import torch
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.load import Loaded
 from lakeckpt.checkpoint.manifest import ReaderRecord
+from lakeckpt.checkpoint.optimizer_states import fits, states_in
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.shards import is_sharded
-from lakeckpt.checkpoint.tensors import holds, overlaps_itself, spec_of
-from lakeckpt.checkpoint.tree import flatten, rebuild, references
+from lakeckpt.checkpoint.shards import Whole, is_sharded, local_of, offsets_of, sharing_of
+from lakeckpt.checkpoint.sharing import say_ranks
+from lakeckpt.checkpoint.tensors import holds, overlaps_itself, spec_of, tied_key
+from lakeckpt.checkpoint.tree import alongside, flatten, rebuild, references
 from lakeckpt.core.skips import SkipList
-from lakeckpt.errors import CheckpointMismatch, StateError, StateMismatch
+from lakeckpt.errors import CheckpointError, CheckpointMismatch, StateError, StateMismatch, StorageError
 from lakeckpt.tracking.readers import SkippingReader, StartingReader, TrackedReader
 from lakeckpt.wire.codec import TensorRef
 
@@ -43,7 +45,11 @@ _STUCK = "{!r} does not take back the state that it had before the restore: {!r}
 
 
 def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> list[str]:
-    """One line for each thing in which the checkpoint does not fit ``objects``; empty where it fits."""
+    """One line for each thing in which the checkpoint does not fit ``objects``; empty where it fits.
+
+    `CheckpointMismatch` where it is of another number of ranks, which had different parameters or states of optimizers.
+    """
+    _refuse_unlike(objects, loaded)
     lines = []
     tracked = {name for name, one in objects.items() if isinstance(one, TrackedReader)}
     for name in sorted({*objects, *loaded.trees, *readers}):
@@ -63,8 +69,32 @@ def _differences(name: str, one: Any, tree: Any, loaded: Loaded) -> list[str]:
     if isinstance(one, torch.nn.Module):
         return _of_module(name, one, tree, loaded)
     if isinstance(one, torch.optim.Optimizer):
-        return _of_optimizer(name, one, tree, loaded.specs)
+        lines = _of_optimizer(name, one, tree, loaded.specs)
+        return lines if lines or not loaded.wholes else _of_states_in_parts(name, one, tree, loaded)
     return []
+
+
+def _refuse_unlike(objects: Mapping[str, Any], loaded: Loaded) -> None:
+    """On another number of ranks, refuse parameters and states of optimizers of which not all ranks had the same.
+    Buffers, and what other objects hold, may be every rank's own."""
+    if loaded.unlike is None or not loaded.unlike.tensors:
+        return
+    found: set[str] = set()
+    for name, one in objects.items():
+        tree = loaded.trees.get(name)
+        if isinstance(one, torch.nn.Module):
+            own = {tied_key(local_of(parameter)) for parameter in one.parameters()} - {None}
+            places = alongside(tree, one.state_dict())
+            found |= {ref.key for ref, live in places if isinstance(live, torch.Tensor) and _memory(live) in own}
+        elif isinstance(one, torch.optim.Optimizer) and isinstance(tree, dict):
+            found |= set(references(tree.get("state")))
+    wrong = sorted(found & loaded.unlike.tensors.keys())
+    if wrong:
+        raise loaded.unlike.refusal(wrong)
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    return tied_key(local_of(tensor))
 
 
 def _of_module(name: str, module: torch.nn.Module, tree: Any, loaded: Loaded) -> list[str]:
@@ -104,12 +134,40 @@ def _of_tensors(what: str, target: torch.Tensor, key: str, loaded: Loaded) -> li
             f"{what} is {saved.dtype} {list(saved.shape)} in the checkpoint and {live.dtype} {list(live.shape)} in the "
             "module"
         ]
+    if key in loaded.wholes and (line := _of_parts(what, target, loaded.wholes[key])):
+        return [line]
     if is_sharded(target) or not overlaps_itself(target) or holds(target, loaded.read([key])[key]):
         return []
     return [
         f"{what} overlaps itself in the module (strides {list(target.stride())}, as of an expanded tensor), and its "
         "elements differ in the checkpoint: make it contiguous, by clone()"
     ]
+
+
+def _of_parts(what: str, target: torch.Tensor, whole: Whole) -> str:
+    """Why what this rank holds of a tensor cannot be taken from the parts that were saved; empty where it can."""
+    if whole.several and whole.sharing is not None and is_sharded(target):
+        here = sharing_of(target).ranks
+        if here != whole.sharing.ranks:
+            return (
+                f"{what}: there are several in the checkpoint, each of other ranks; that of this rank was shared by "
+                f"{say_ranks(whole.sharing.ranks)}, and is shared by {say_ranks(here)} here"
+            )
+    try:
+        whole.regions(offsets_of(what, target), tuple(local_of(target).shape))
+    except CheckpointError as error:
+        return f"{what}: {error}"
+    return ""
+
+
+def _of_states_in_parts(name: str, optimizer: torch.optim.Optimizer, tree: Any, loaded: Loaded) -> list[str]:
+    places = states_in(optimizer, tree, loaded, device="meta")
+    wholes = {key: loaded.wholes[key] for key in references(tree["state"]) if key in loaded.wholes}
+    lines = []
+    for key, whole in wholes.items():
+        target = places[key] if key in places else torch.empty(whole.spec.shape, device="meta")
+        lines.append(_of_parts(f"{name}: {key.removeprefix(f'{name}/')}", target, whole))
+    return [line for line in lines if line]
 
 
 def _of_optimizer(name: str, optimizer: torch.optim.Optimizer, tree: Any, specs: Mapping[str, TensorSpec]) -> list[str]:
@@ -264,7 +322,7 @@ def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, Read
     `DamageWarning` names one that refuses to go back).
     """
     small = [name for name, one in objects.items() if name not in readers and not is_large(one)]
-    tensors = loaded.read({key for name in small for key in references(loaded.trees[name])})
+    tensors = {key: one for name in small for key, one in _tensors_for(name, objects[name], loaded).items()}
     undo: list[tuple[str, Callable[[], None]]] = []
 
     def go_back(refused: str | None = None) -> None:
@@ -296,6 +354,27 @@ def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, Read
             go_back(name)
             raise CheckpointMismatch(f"{name!r} refused its state from the checkpoint: {error!r}") from error
     return go_back
+
+
+def _tensors_for(name: str, one: Any, loaded: Loaded) -> dict[str, torch.Tensor]:
+    """The tensors of the state of a small object: of those of which this rank holds a part now, that part."""
+    tree = loaded.trees[name]
+    keys = list(dict.fromkeys(references(tree)))
+    if not keys:
+        return {}
+    try:
+        places = alongside(tree, one.state_dict())
+        live = {ref.key: place for ref, place in places if isinstance(place, torch.Tensor) and is_sharded(place)}
+    except (CheckpointError, StorageError):
+        raise
+    except Exception as error:
+        raise CheckpointMismatch(f"{name!r} cannot tell its state: {error!r}") from error
+    found = loaded.read([key for key in keys if key not in live or not fits(live[key], loaded.specs[key])])
+    for key in keys:
+        if key not in found:
+            found[key] = torch.empty_like(live[key].detach())
+            loaded.read_part(key, offsets_of(key, found[key]), local_of(found[key]))
+    return found
 
 
 def _copies_of_computed(state: Any) -> dict[int, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-from lakeckpt.checkpoint.random_states import RANDOM
+from lakeckpt.checkpoint.parts import RANDOM, SHARING
 from lakeckpt.errors import ConfigError
 
 __all__ = ["check_capturing", "check_settings", "checked_state"]
@@ -21,8 +21,10 @@ def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
             f"{type(state).__name__}"
         )
     for name, one in state.items():
-        if not isinstance(name, str) or not name or "/" in name or name == RANDOM:
-            raise ConfigError(f"names of state are non-empty strings without '/', and not {RANDOM!r}; got {name!r}")
+        if not isinstance(name, str) or not name or "/" in name or name in (RANDOM, SHARING):
+            raise ConfigError(
+                f"names of state are non-empty strings without '/', neither {RANDOM!r} nor {SHARING!r}; got {name!r}"
+            )
         if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
             raise ConfigError(f"{name!r} is a {type(one).__name__} without state_dict and load_state_dict")
         if _is_divided(one):

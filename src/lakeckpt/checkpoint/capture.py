@@ -15,7 +15,10 @@ import torch
 
 from lakeckpt.checkpoint.digests import leaves_of_all, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.random_states import RANDOM, capture_random
+from lakeckpt.checkpoint.parts import RANDOM, SHARING
+from lakeckpt.checkpoint.random_states import capture_random
+from lakeckpt.checkpoint.shards import sharing_of
+from lakeckpt.checkpoint.sharing import sharing_to_bytes
 from lakeckpt.checkpoint.staged import Staged, StagedTensor, StagedTree
 from lakeckpt.checkpoint.tensors import host_bytes, on_host, spec_of
 from lakeckpt.checkpoint.tree import Flat, flatten, tree_to_bytes
@@ -29,7 +32,7 @@ class Captured:
 
     items: tuple[Flat, ...]
     documents: Mapping[str, bytes]
-    """item → the document of its tree."""
+    """item → the document of its tree; where tensors are shared by ranks, which, as one more (``sharing``)."""
     specs: Mapping[str, TensorSpec]
     """key → the spec of a tensor."""
 
@@ -42,10 +45,14 @@ def capture(objects: Mapping[str, Any]) -> Captured:
     items = [
         flatten(name, one.state_dict(), of_module=isinstance(one, torch.nn.Module)) for name, one in objects.items()
     ]
-    items.append(flatten(RANDOM, capture_random()))
+    shared = {key: sharing_of(tensor) for flat in items for key, tensor in flat.sharded.items()}
+    documents = {flat.item: tree_to_bytes(flat) for flat in items}
+    documents |= {SHARING: sharing_to_bytes(shared)} if shared else {}
+    items.append(random := flatten(RANDOM, capture_random()))
+    documents[RANDOM] = tree_to_bytes(random)
     return Captured(
         items=tuple(items),
-        documents={flat.item: tree_to_bytes(flat) for flat in items},
+        documents=documents,
         specs={key: spec_of(key, tensor) for flat in items for key, tensor in flat.tensors.items()},
     )
 

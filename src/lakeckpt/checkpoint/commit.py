@@ -19,6 +19,7 @@ from lakeckpt.checkpoint.log import SlotTaken, read_entry
 from lakeckpt.checkpoint.manifest import Manifest, PartRef
 from lakeckpt.checkpoint.parts import PARTS, PartRecord, SaveId
 from lakeckpt.checkpoint.waiting import Waiter, poll
+from lakeckpt.checkpoint.wholes import Wholes
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
     AttemptSuperseded,
@@ -64,7 +65,7 @@ def collect_parts(
     """Wait for the parts of all ranks; each is read and checked as it comes.
 
     Raises `CheckpointIncomplete` naming the ranks whose part did not come in time, `SaveFailed` naming a rank that gave
-    up or wrote other than was agreed.
+    up or wrote other than was agreed, or a tensor whose parts are not the whole of it.
     """
     folder = f"{PARTS}/{save.folder}"
     found: dict[int, tuple[PartRef, PartRecord]] = {}
@@ -86,6 +87,13 @@ def collect_parts(
             f"a part within {timeout_s:g} s; see their logs. Nothing was committed"
         )
     parts = [found[rank] for rank in sorted(found)]
+    try:
+        Wholes([part for _, part in parts]).check()
+    except CheckpointDamaged as error:
+        raise SaveFailed(
+            f"step {save.step} could not be restored, and was not committed: {error}. Let each rank hold of a DTensor "
+            "what its mesh and placements say, and each stage of a pipeline save into a run of its own (group=)"
+        ) from error
     return [ref for ref, _ in parts], [part for _, part in parts]
 
 

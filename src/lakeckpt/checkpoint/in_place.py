@@ -21,8 +21,9 @@ import torch
 from lakeckpt.checkpoint.apply import is_large
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.load import Loaded
+from lakeckpt.checkpoint.optimizer_states import fits, states_in
 from lakeckpt.checkpoint.shards import is_sharded, local_of, offsets_of
-from lakeckpt.checkpoint.tensors import empty_for, fill, host_bytes, overlaps_itself, spec_of, tied_key
+from lakeckpt.checkpoint.tensors import empty_for, fill, host_bytes, overlaps_itself, tied_key
 from lakeckpt.checkpoint.tree import flatten, rebuild, references
 from lakeckpt.errors import CheckpointError, CheckpointMismatch, StorageError
 from lakeckpt.wire.codec import TensorRef
@@ -75,32 +76,11 @@ def _targets(name: str, one: Any, loaded: Loaded) -> dict[str, torch.Tensor]:
             if isinstance(saved, TensorRef) and isinstance(found, TensorRef):
                 live.setdefault(saved.key, flat.leaf(found.key))
     else:
-        live, new = _live_states(one, tree, specs), _device_of(one)
+        live, new = states_in(one, tree, loaded), _device_of(one)
     return {
-        key: live[key] if key in live and _fits(live[key], specs[key]) else _new(specs[key], new)
+        key: live[key] if key in live and fits(live[key], specs[key]) else _new(specs[key], new)
         for key in references(tree)
     }
-
-
-def _live_states(
-    optimizer: torch.optim.Optimizer, tree: Any, specs: Mapping[str, TensorSpec]
-) -> dict[str, torch.Tensor]:
-    """key → the tensor of that place in the state; where there is none and ranks hold parts of the parameter, a new one
-    that they hold alike."""
-    numbers = chain(*(group["params"] for group in tree["param_groups"]))
-    parameters = chain(*(group["params"] for group in optimizer.param_groups))
-    found = {}
-    for number, parameter in zip(numbers, parameters, strict=True):
-        states = optimizer.state.get(parameter, {})
-        for name, saved in dict(tree["state"].get(number, {})).items():
-            if not isinstance(saved, TensorRef):
-                continue
-            known = states.get(name)
-            if isinstance(known, torch.Tensor) and (is_sharded(known) or not overlaps_itself(known)):
-                found[saved.key] = known
-            elif is_sharded(parameter) and specs[saved.key].shape == tuple(parameter.shape):
-                found[saved.key] = torch.empty_like(parameter.detach(), dtype=getattr(torch, specs[saved.key].dtype))
-    return found
 
 
 def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
@@ -113,11 +93,6 @@ def _new(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     if device.type == "cpu" or not spec.shape:  # counts of steps stay with the host: the optimizer moves what it must
         return tensor
     return torch.empty_like(tensor, device=device)
-
-
-def _fits(live: torch.Tensor, spec: TensorSpec) -> bool:
-    found = spec_of(spec.key, live)
-    return (found.dtype, found.shape) == (spec.dtype, spec.shape)
 
 
 def _direct(targets: Mapping[str, torch.Tensor], loaded: Loaded) -> dict[str, str]:

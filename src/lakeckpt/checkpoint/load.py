@@ -4,7 +4,8 @@
 rank needs: a checkpoint is restored whole or not at all. The tensors of this rank are read when it is known where to
 (`Loaded.fill`): into new memory, or straight into that of the live objects. It changes nothing live by itself.
 
-After a change of the world size, rank r takes the state of the old rank r, a new rank that of the old rank r mod W.
+After a change of the world size, rank r takes the state of the old rank r, a new rank that of the old rank r mod W:
+where that could be another's, it is refused (``unlike``).
 Its threads are started and joined inside of calls.
 """
 
@@ -23,13 +24,15 @@ from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fetch import fetch_part
 from lakeckpt.checkpoint.fields import Ranks
 from lakeckpt.checkpoint.manifest import Manifest
-from lakeckpt.checkpoint.parts import PartRecord, TensorRecord, TreeRecord
+from lakeckpt.checkpoint.parts import SHARING, PartRecord, TensorRecord, TreeRecord
 from lakeckpt.checkpoint.random_states import RANDOM, check_random
 from lakeckpt.checkpoint.ranged import StoredSlab, open_files, read_slabs
-from lakeckpt.checkpoint.shards import Whole, is_part_key, wholes_of
+from lakeckpt.checkpoint.shards import Whole
 from lakeckpt.checkpoint.tensors import empty_for
 from lakeckpt.checkpoint.tree import references, tree_from_bytes
-from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, LimitExceeded, UnsupportedValue, WireDamaged
+from lakeckpt.checkpoint.unlike import Unlike, different, refuse_divided, refuse_several, unlike_of
+from lakeckpt.checkpoint.wholes import Wholes, is_part_key
+from lakeckpt.errors import CheckpointDamaged, LimitExceeded, UnsupportedValue, WireDamaged
 from lakeckpt.lake.storage import Storage
 
 __all__ = ["Loaded", "TensorSource", "load", "loaded_of"]
@@ -75,6 +78,8 @@ class Loaded:
     """The random states of this rank; None where it is new."""
     per_rank: tuple[str, ...]
     """The units of which ranks had different contents."""
+    unlike: Unlike | None = None
+    """After a change of the world size: which tensors ranks had different contents of."""
 
     def whole(self, key: str) -> Whole:
         """In which parts a tensor was saved: a plain one in one."""
@@ -187,14 +192,22 @@ def load(storage: Storage, manifest: Manifest, *, rank: int, world_size: int) ->
     """Say what ``rank`` of ``world_size`` needs of a checkpoint, and verify this rank's share of what no rank needs.
 
     Raises `CheckpointDamaged` naming the object, `CheckpointMismatch` where the world size changed and a unit is not on
-    every old rank, `StorageError` where the store fails.
+    every old rank, or ranks had different tensors in parts, `StorageError` where the store fails.
     """
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-load") as pool:
         parts = list(pool.map(lambda ref: fetch_part(storage, manifest, ref), manifest.parts))
-    if world_size != manifest.world_size:
-        _refuse_shards(parts, manifest.world_size)
     source = rank % manifest.world_size
+    try:
+        wholes = Wholes(parts)
+        if world_size != manifest.world_size:
+            refuse_divided(parts, manifest.world_size)
+            refuse_several(wholes, manifest.world_size)
+        composed = wholes.of(source)
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"slot {manifest.slot}: {error}") from error
     records = _tensors_of(parts, source)
+    composed = {name: one for name, one in composed.items() if name not in records}
+    records = {piece.spec.key: piece for one in composed.values() for _, piece in one.pieces} | records
     needed, spare = _shares(parts, records, min(world_size, manifest.world_size), rank, world_size)
     files = {part.files[index].path: (part, index) for part, index, _ in (*needed, *spare)}
     stored = open_files(storage, files.values())
@@ -210,22 +223,22 @@ def load(storage: Storage, manifest: Manifest, *, rank: int, world_size: int) ->
     loaded = loaded_of(
         documents,
         specs={key: record.spec for key, record in records.items()},
+        wholes={name: Whole.of(one) for name, one in composed.items()},
         source=_Stored(storage, stored, wanted),
         is_new=rank >= manifest.world_size,
-        per_rank=_different(parts),
+        per_rank=different(parts),
         what=f"slot {manifest.slot}, rank {source}",
     )
-    for whole in loaded.wholes.values():
-        wrong = whole.wrong()
-        if wrong is not None:
-            raise CheckpointDamaged(f"slot {manifest.slot}, tensor {whole.spec.key!r}: {wrong}")
-    return loaded
+    return (
+        loaded if world_size == manifest.world_size else replace(loaded, unlike=unlike_of(parts, manifest.world_size))
+    )
 
 
 def loaded_of(
     documents: Mapping[str, bytes],
     *,
     specs: Mapping[str, TensorSpec],
+    wholes: Mapping[str, Whole],
     source: TensorSource,
     is_new: bool,
     per_rank: tuple[str, ...],
@@ -235,8 +248,7 @@ def loaded_of(
 
     ``is_new``: the rank was not there, and takes no random states. `CheckpointDamaged` where they do not fit together.
     """
-    trees = {item: _tree(item, document) for item, document in documents.items()}
-    wholes = wholes_of(specs)
+    trees = {item: _tree(item, document) for item, document in documents.items() if item != SHARING}
     specs = {**specs, **{key: whole.spec for key, whole in wholes.items()}}
     if RANDOM not in trees:
         raise CheckpointDamaged(f"{what} has no random states")
@@ -260,18 +272,13 @@ def _has(ranks: Ranks, rank: int) -> bool:
 
 
 def _tensors_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TensorRecord]:
-    """The tensors that ``rank`` had, and all parts of tensors: its own where ranks had different ones."""
+    """The tensors that ``rank`` had, parts of tensors among them."""
     found: dict[str, TensorRecord] = {}
-    others: dict[str, TensorRecord] = {}
-    for part in parts:
-        for record in part.tensors:
-            if _has(record.ranks, rank):
-                if record.spec.key in found:
-                    raise CheckpointDamaged(f"two parts hold tensor {record.spec.key!r} of rank {rank}")
-                found[record.spec.key] = record
-            elif is_part_key(record.spec.key):
-                others.setdefault(record.spec.key, record)
-    return others | found
+    for record in (record for part in parts for record in part.tensors if _has(record.ranks, rank)):
+        if record.spec.key in found:
+            raise CheckpointDamaged(f"two parts hold tensor {record.spec.key!r} of rank {rank}")
+        found[record.spec.key] = record
+    return found
 
 
 def _trees_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TreeRecord]:
@@ -321,31 +328,3 @@ def _shares(
             if rest or not by_file[index]:
                 spare.append((part, index, rest))
     return needed, spare[rank::world_size]
-
-
-def _contents(parts: Sequence[PartRecord]) -> dict[str, list[Ranks]]:
-    """unit → the ranks of each of its contents."""
-    found: defaultdict[str, list[Ranks]] = defaultdict(list)
-    for part in parts:
-        for tensor in part.tensors:
-            found[f"tensor:{tensor.spec.key}"].append(tensor.ranks)
-        for tree in part.trees:
-            if tree.item != RANDOM:
-                found[f"tree:{tree.item}"].append(tree.ranks)
-    return found
-
-
-def _different(parts: Sequence[PartRecord]) -> tuple[str, ...]:
-    return tuple(sorted(name for name, contents in _contents(parts).items() if len(contents) > 1))
-
-
-def _refuse_shards(parts: Sequence[PartRecord], old_size: int) -> None:
-    for name, contents in sorted(_contents(parts).items()):
-        if is_part_key(name):
-            continue
-        held = sum(stop - start for ranks in contents for start, stop in ranks)
-        if held != old_size:
-            raise CheckpointMismatch(
-                f"{name} is on {held} of {old_size} ranks: a state that is divided over ranks can only be restored on "
-                f"as many ranks. Restart with {old_size} ranks"
-            )

@@ -29,6 +29,7 @@ __all__ = [
     "PARTS",
     "PART_MARK",
     "RANDOM",
+    "SHARING",
     "FileRecord",
     "PartRecord",
     "SaveId",
@@ -42,12 +43,15 @@ PARTS = "parts"
 OBJECTS = "objects"
 RANDOM = "lakeckpt.random"
 """The name of the item that holds the random states; users' items cannot have it."""
+SHARING = "lakeckpt.sharing"
+"""The name of the item that says which ranks share tensors (``sharing``); users' items cannot have it."""
 PART_MARK = "::at "
 """In the key of a tensor that is a part of a larger one: behind the larger one's key, before where it begins."""
 _KIND = "part"
 # 1.1: "skips"; 2.0: contents digested by XXH3, files of earlier saves, of which it may need some only; parts of tensors
-# 3.0: large tensors in slabs
-_VERSION = (3, 0)
+# 3.0: large tensors in slabs; 3.1: "sharing"
+_VERSION = (3, 1)
+_WITHOUT_SHARING = (3, 0)
 _UNCUT_BYTES = 2**62
 """The size of slabs before version 3: no tensor was cut."""
 
@@ -222,12 +226,17 @@ class PartRecord:
                 ]
                 for one in self.tensors
             ],
-            "trees": [[one.item, one.document, one.digest, _lists(one.ranks)] for one in self.trees],
+            "trees": [
+                [one.item, one.document, one.digest, _lists(one.ranks)] for one in self.trees if one.item != SHARING
+            ],
         }
+        sharing = [[one.document, one.digest, _lists(one.ranks)] for one in self.trees if one.item == SHARING]
+        if sharing:  # apart: older readers take trees for the states of objects
+            plain["sharing"] = sharing
         if any(self.skips.values()):
             plain["skips"] = {name: skips_to_wire(skips) for name, skips in self.skips.items() if skips}
         assert all(one.algorithm == CURRENT for one in self.tensors), "parts are written as they are read only here"
-        return dumps(plain, kind=_KIND, version=_VERSION)
+        return dumps(plain, kind=_KIND, version=_VERSION if sharing else _WITHOUT_SHARING)
 
     def is_earlier(self, file: FileRecord) -> bool:
         """Whether an earlier save wrote ``file``: it may hold tensors that this part has no use for."""
@@ -262,7 +271,10 @@ class PartRecord:
             slab_bytes=slab_bytes,
             trees=tuple(
                 TreeRecord(item=item, document=document, digest=digest, ranks=ranks_of(ranks))
-                for item, document, digest, ranks in _rows(plain, "trees", (str, bytes, bytes, list))
+                for item, document, digest, ranks in (
+                    *_rows(plain, "trees", (str, bytes, bytes, list)),
+                    *([SHARING, *row] for row in _rows(plain, "sharing", (bytes, bytes, list), must=False)),
+                )
             ),
             skips={
                 str(name): skips_from_wire(rows)
@@ -276,8 +288,8 @@ def file_digest(head_digest: bytes, tensor_digests: list[bytes]) -> bytes:
     return short_digest(head_digest, *tensor_digests)
 
 
-def _rows(plain: Any, name: str, kinds: tuple[type, ...]) -> list[list[Any]]:
-    rows = taken(plain, name, list)
+def _rows(plain: Any, name: str, kinds: tuple[type, ...], *, must: bool = True) -> list[list[Any]]:
+    rows = taken(plain, name, list) if must or name in plain else []
     for row in rows:
         if type(row) is not list or tuple(map(type, row)) != kinds:
             raise WireDamaged(f"field {name!r} of a part holds {row!r:.80}")

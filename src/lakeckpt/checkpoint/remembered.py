@@ -23,6 +23,9 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.journal import Leg, legs_from_bytes, since
 from lakeckpt.checkpoint.load import Loaded, loaded_of
 from lakeckpt.checkpoint.manifest import Begin, Captured, Manifest, ReaderRecord
+from lakeckpt.checkpoint.parts import SHARING
+from lakeckpt.checkpoint.shards import wholes_of
+from lakeckpt.checkpoint.sharing import sharing_from_bytes
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import ArenaDamaged
 from lakeckpt.lake.storage import Storage
@@ -135,10 +138,13 @@ class Remembered:
         contents = contents_of(held)
         if recorded is None:
             contents.verify()
+        trees = contents.documents.trees
+        shared = sharing_from_bytes(trees[SHARING]) if SHARING in trees else {}
         every = {name: legs_from_bytes(data) for name, data in contents.documents.readers.items()}
         loaded = loaded_of(
-            contents.documents.trees,
+            trees,
             specs=contents.specs,
+            wholes=wholes_of(contents.specs, shared),
             source=_InArena(contents),
             is_new=False,
             per_rank=(),

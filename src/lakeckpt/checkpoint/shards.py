@@ -10,23 +10,32 @@ Nothing here communicates, and no tensor is copied.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.parts import PART_MARK
-from lakeckpt.checkpoint.tiling import untiled
-from lakeckpt.errors import CheckpointDamaged, UnsupportedValue, WireDamaged
+from lakeckpt.checkpoint.sharing import Sharing, ranges
+from lakeckpt.checkpoint.wholes import Composed, place_of, whole_of
+from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, UnsupportedValue
 
-__all__ = ["Part", "Region", "Whole", "is_part_key", "is_sharded", "local_of", "offsets_of", "part_key", "wholes_of"]
-
-_KEY = re.compile(rf"(.*){PART_MARK}([0-9,]*) of ([0-9,]*)", re.ASCII | re.DOTALL)
+__all__ = [
+    "Part",
+    "Region",
+    "Whole",
+    "divided_like",
+    "is_sharded",
+    "local_of",
+    "offsets_of",
+    "sharing_of",
+    "wholes_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +63,43 @@ class Whole:
 
     spec: TensorSpec
     parts: tuple[Part, ...]
+    sharing: Sharing | None = None
+    """How it was shared, where that is known."""
+    several: bool = False
+    """Whether other ranks had another tensor of this name."""
+    lacking: str = ""
+    """Why these are not all of its parts, where that is known."""
+
+    @classmethod
+    def of(cls, composed: Composed) -> Whole:
+        """What a checkpoint has of a tensor."""
+        parts = [Part(key=one.spec.key, offsets=at, sizes=one.spec.shape) for at, one in composed.pieces]
+        return cls(
+            spec=composed.spec,
+            parts=tuple(parts),
+            sharing=composed.sharing,
+            several=composed.several,
+            lacking=composed.lacking,
+        )
 
     @classmethod
     def plain(cls, spec: TensorSpec) -> Whole:
         """A tensor that was saved as one."""
         return cls(spec=spec, parts=(Part(key=spec.key, offsets=(0,) * len(spec.shape), sizes=spec.shape),))
 
-    def wrong(self) -> str | None:
-        """Why the parts do not make up the whole; None where they do."""
-        return untiled(self.spec.shape, [(part.offsets, part.sizes) for part in self.parts])
+    @property
+    def dims(self) -> frozenset[int] | None:
+        """The dimensions by which it was divided, one rank or many; None where that is not known."""
+        if self.sharing is not None:
+            return frozenset(dim for dim in self.sharing.dims if dim >= 0)
+        if len(self.parts) < 2:
+            return None
+        shape = self.spec.shape
+        return frozenset(dim for part in self.parts for dim, size in enumerate(part.sizes) if size < shape[dim])
 
     def regions(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Region]:
-        """What makes up the part at ``offsets`` of ``sizes``. `CheckpointDamaged` where not all of it was saved."""
+        """What makes up the part at ``offsets`` of ``sizes``. `CheckpointDamaged` where not all of it was saved;
+        `CheckpointMismatch` where that is how it was saved, or where it is not known what of it belongs together."""
         if not prod(sizes):
             return []
         saved = TensorStorageMetadata(
@@ -83,6 +117,11 @@ class Whole:
             for item in create_read_items_for_chunk_list(self.spec.key, saved, [_chunk(offsets, sizes)])
         ]
         if sum(prod(region.sizes) for region in found) != prod(sizes):
+            if self.lacking:
+                raise CheckpointMismatch(
+                    f"of the tensor {self.spec.key!r}, {sizes} at {offsets} is not to be had: {self.lacking}. Restore "
+                    "it on the ranks that saved it, divided as it was"
+                )
             raise CheckpointDamaged(f"of the tensor {self.spec.key!r}, not all of {sizes} at {offsets} was saved once")
         return found
 
@@ -91,44 +130,24 @@ def _chunk(offsets: Iterable[int], sizes: Iterable[int]) -> ChunkStorageMetadata
     return ChunkStorageMetadata(offsets=torch.Size(tuple(offsets)), sizes=torch.Size(tuple(sizes)))
 
 
-def part_key(key: str, offsets: Iterable[int], shape: Iterable[int]) -> str:
-    """The key of the part of ``key`` that begins at ``offsets``.
-
-    >>> part_key("model/weight", (4, 0), (7, 10))
-    'model/weight::at 4,0 of 7,10'
+def wholes_of(
+    specs: Mapping[str, TensorSpec], shared: Mapping[str, Sharing] = MappingProxyType({})
+) -> dict[str, Whole]:
+    """The tensors of which there are parts among ``specs``, by their keys: those of one rank, or all; and how they are
+    ``shared``, where that is known. `CheckpointDamaged` where parts do not fit one another.
     """
-    return f"{key}{PART_MARK}{','.join(map(str, offsets))} of {','.join(map(str, shape))}"
-
-
-def is_part_key(key: str) -> bool:
-    """Whether a key is that of a part."""
-    return _KEY.fullmatch(key) is not None
-
-
-def wholes_of(specs: Mapping[str, TensorSpec]) -> dict[str, Whole]:
-    """The tensors of which there are parts among ``specs``, by their keys. `CheckpointDamaged` where parts do not fit
-    one another."""
     found: dict[str, tuple[TensorSpec, list[Part]]] = {}
     for key, spec in specs.items():
-        match = _KEY.fullmatch(key)
-        if match is None:
+        place = place_of(key)
+        if place is None:
             continue
-        name, offsets, shape = match[1], _numbers(match[2]), _numbers(match[3])
-        try:
-            whole, parts = found.setdefault(name, (TensorSpec(key=name, dtype=spec.dtype, shape=shape), []))
-        except WireDamaged as error:
-            raise CheckpointDamaged(str(error)) from error
-        if (whole.dtype, whole.shape) != (spec.dtype, shape) or len(offsets) != len(spec.shape):
+        whole, parts = found.setdefault(place.name, (whole_of(place, spec), []))
+        if whole != whole_of(place, spec):
             raise CheckpointDamaged(f"{key!r:.200} is no part of a {whole.dtype} tensor of {list(whole.shape)}")
-        parts.append(Part(key=key, offsets=offsets, sizes=spec.shape))
-    return {name: Whole(spec=spec, parts=tuple(parts)) for name, (spec, parts) in found.items()}
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(one) for one in text.split(",")) if text else ()
-    except ValueError:
-        raise CheckpointDamaged(f"{text!r:.80} are no sizes") from None
+        parts.append(Part(key=key, offsets=place.offsets, sizes=spec.shape))
+    return {
+        name: Whole(spec=spec, parts=tuple(parts), sharing=shared.get(name)) for name, (spec, parts) in found.items()
+    }
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -155,3 +174,42 @@ def offsets_of(key: str, tensor: torch.Tensor) -> tuple[int, ...]:
         tensor.placements,  # type: ignore[attr-defined]
     )
     return tuple(offsets)
+
+
+def sharing_of(tensor: torch.Tensor) -> Sharing:
+    """How ranks share a DTensor."""
+    ranks = tensor.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+    placements = tensor.placements  # type: ignore[attr-defined]
+    dims = tuple(-1 if (dim := _dim_of(one)) is None else dim % tensor.dim() for one in placements)
+    return Sharing(ranks=ranges(ranks), dims=dims)
+
+
+def divided_like(
+    parameter: torch.Tensor, spec: TensorSpec, dims: frozenset[int] | None, *, device: str | None = None
+) -> torch.Tensor:
+    """A new DTensor of ``spec``, divided as a ``parameter`` is, by those dimensions in which it is as large: of these,
+    by ``dims`` alone, where they are known; whole on all ranks else. On the device of the parameter, or another."""
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    found = tuple(one if _divides(one, parameter.shape, spec, dims) else Replicate() for one in placements)
+    sizes, _ = compute_local_shape_and_global_offset(torch.Size(spec.shape), mesh, found)
+    local = torch.empty(sizes, dtype=getattr(torch, spec.dtype), device=device or local_of(parameter).device)
+    shape = torch.Size(spec.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    made = DTensor.from_local(local, mesh, found, run_check=False, shape=shape, stride=stride)
+    return made.to(local.device)  # of a parameter that was offloaded from its mesh's device
+
+
+def _divides(placement: Any, shape: torch.Size, spec: TensorSpec, dims: frozenset[int] | None) -> bool:
+    dim = _dim_of(placement)
+    if dim is None or not dim < len(spec.shape):
+        return False
+    return spec.shape[dim] == shape[dim] and (dims is None or dim in dims)
+
+
+def _dim_of(placement: Any) -> int | None:
+    """The dimension that a placement divides. Not all of torch's that do say ``is_shard()``: those of tensors that FSDP
+    divides which are divided already do not."""
+    return getattr(placement, "dim", None)

@@ -19,14 +19,16 @@ import numpy as np
 import torch
 
 from lakeckpt.checkpoint.names import canonical_names
-from lakeckpt.checkpoint.shards import is_part_key, is_sharded, local_of, offsets_of, part_key
+from lakeckpt.checkpoint.shards import is_sharded, local_of, offsets_of
 from lakeckpt.checkpoint.slabs import is_slab_key
 from lakeckpt.checkpoint.tensors import spec_of, tied_key
+from lakeckpt.checkpoint.wholes import is_part_key, part_key
 from lakeckpt.errors import CheckpointDamaged, LimitExceeded
 from lakeckpt.wire.codec import Payload, TensorRef, dumps, dumps_map, loads, payload_of
 
 __all__ = [
     "Flat",
+    "alongside",
     "branch_to_bytes",
     "flatten",
     "rebuild",
@@ -151,6 +153,19 @@ def references(tree: Any) -> Iterator[str]:
     elif type(tree) in (dict, list, tuple):
         for one in tree.values() if type(tree) is dict else tree:
             yield from references(one)
+
+
+def alongside(tree: Any, like: Any) -> Iterator[tuple[TensorRef, Any]]:
+    """Each tensor that ``tree`` refers to, and what ``like`` has at that place (None where it has nothing there)."""
+    if isinstance(tree, TensorRef):
+        yield tree, like
+    elif type(tree) is dict:
+        names = _spelled_as(like, tree) if type(like) in _DICTS else {}
+        for key, one in tree.items():
+            yield from alongside(one, like.get(names[key]) if names else None)
+    elif type(tree) in (list, tuple):
+        for at, one in enumerate(tree):
+            yield from alongside(one, _at(like, at))
 
 
 def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], like: Any = None) -> Any:

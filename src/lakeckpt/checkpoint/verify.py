@@ -1,10 +1,11 @@
 """Are all bytes of a run as they were written?  Every checksum of every checkpoint that still has its data.
 
 The log (each entry against its checksum), the footer indexes, and for each checkpoint its parts and all their files,
-read to the last byte. A checkpoint that a commit since had leave to remove (by the rule in it) counts as removed where
-a file of it is missing: retention may have been killed half-way. What no commit had leave to remove, the newest one of
-the history among it, must be there. A run may go on meanwhile: what is missing is looked for once more where something
-has been committed. What is found is listed, nothing is changed.
+read to the last byte; and whether the parts of tensors that ranks share make up wholes. A checkpoint that a commit
+since had leave to remove (by the rule in it) counts as removed where a file of it is missing: retention may have been
+killed half-way. What no commit had leave to remove, the newest one of the history among it, must be there. A run may go
+on meanwhile: what is missing is looked for once more where something has been committed. What is found is listed,
+nothing is changed.
 
 A few threads read; they are started and joined by `verify`. Imports without torch.
 """
@@ -24,6 +25,7 @@ from lakeckpt.checkpoint.ledger import INDEX, History, index_path, selection_pat
 from lakeckpt.checkpoint.log import LOG, Damage, slot_path
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.parts import OBJECTS, PARTS, PartRecord
+from lakeckpt.checkpoint.wholes import Wholes
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, WireError
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.selection import RowSelection
@@ -50,6 +52,8 @@ class CheckedCheckpoint:
     size_bytes: int
     """Of what is there."""
     damage: tuple[Damage, ...]
+    bound: str = ""
+    """Why it can only be restored on as many ranks, divided as it was; empty where nothing shared by ranks says so."""
 
     def to_plain(self) -> dict[str, object]:
         """JSON-able values."""
@@ -62,6 +66,7 @@ class CheckedCheckpoint:
             "files": self.files,
             "size_bytes": self.size_bytes,
             "damage": [str(one) for one in self.damage],
+            **({"bound": self.bound} if self.bound else {}),
         }
 
 
@@ -259,7 +264,14 @@ class _Run:
         files, size_bytes = self._kept.of(manifest)
         must_stay = manifest.slot in self._must_stay
         removed = not files and not must_stay
-        damage = [] if removed else list(self._damage(manifest, meter))
+        parts: list[PartRecord] = []
+        damage = [] if removed else list(self._damage(manifest, meter, parts))
+        bound = ""
+        if not removed and len(parts) == manifest.world_size:
+            try:
+                bound = Wholes(parts).check()
+            except CheckpointDamaged as error:
+                damage.append(Damage(path=manifest.parts[0].path, reason=str(error)))
         if damage and not must_stay:
             there = [one for one in damage if self._kept.holds(one.path)]
             removed, damage = not there, there
@@ -272,9 +284,11 @@ class _Run:
             files=files,
             size_bytes=size_bytes,
             damage=tuple(damage),
+            bound="" if removed else bound,
         )
 
-    def _damage(self, manifest: Manifest, meter: _Meter) -> Iterator[Damage]:
+    def _damage(self, manifest: Manifest, meter: _Meter, parts: list[PartRecord]) -> Iterator[Damage]:
+        """What is wrong with its files; ``parts`` takes the records that can be read."""
         jobs: list[tuple[PartRecord, int]] = []
         for ref in manifest.parts:
             try:
@@ -283,6 +297,7 @@ class _Run:
                 yield _as_damage(ref.path, error)
                 continue
             meter.add(ref.size_bytes)
+            parts.append(part)
             jobs += [(part, index) for index in range(len(part.files))]
         for (part, index), found in zip(jobs, self._pool.map(self._file_damage, jobs), strict=True):
             if not part.is_earlier(part.files[index]):

@@ -20,7 +20,7 @@ from lakeckpt.cli.output import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lakeckpt.checkpoint.verify import VerifyReport
+    from lakeckpt.checkpoint.verify import CheckedCheckpoint, VerifyReport
 
 __all__ = ["add_arguments", "run"]
 
@@ -63,6 +63,8 @@ def _show(console: Console, report: VerifyReport, place: str) -> None:
         console.print(table)
     if report.leftover_files:
         console.print(_left(report), style="dim")
+    if (last := report.restorable) is not None and last.bound:
+        console.print(_bound(last), style="dim", markup=False)
     console.print()
     for damage in report.every_damage:
         console.print("[bold red]✗[/] ", end="")
@@ -74,6 +76,11 @@ def _show(console: Console, report: VerifyReport, place: str) -> None:
     else:
         what = f"{say_many(report.indexes, 'table index', 'table indexes')} and {say_many(len(there), 'checkpoint')}"
         console.print(f"[bold green]INTACT[/]  the log, {what} ({say_bytes(size)}): every checksum holds")
+
+
+def _bound(one: CheckedCheckpoint) -> str:
+    """Where it can be restored alone."""
+    return f"slot {one.slot} is restored on as many ranks alone, divided as it was: {one.bound}"
 
 
 def _left(report: VerifyReport) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from lakeckpt.checkpoint.capturing.hooks import takes_hooks
+from lakeckpt.checkpoint.capturing.sharing_source import SharingSource
 from lakeckpt.checkpoint.parts import PART_MARK
 from lakeckpt.checkpoint.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.tree import Flat, branch_to_bytes, flatten, tree_of_branches, tree_to_bytes
@@ -37,6 +38,11 @@ class Source(Protocol):
     changing: frozenset[str]
     """The keys of tensors that may change at any time: in a forward pass, or whenever their owner likes."""
 
+    @property
+    def sharded(self) -> Mapping[str, torch.Tensor]:
+        """key in the tree → the tensors of which this rank holds a part."""
+        ...
+
     def known_as(self, key: str) -> torch.Tensor:
         """The tensor as optimizers know it: of a rank's part, the whole."""
         ...
@@ -53,7 +59,9 @@ class Source(Protocol):
 def sources_of(objects: Mapping[str, Any]) -> list[Source]:
     """The sources of ``objects`` and of the random states. Raises as `lakeckpt.checkpoint.tree.flatten` does."""
     found: list[Source] = [_source(name, one) for name, one in objects.items()]
-    return [*found, RandomSource()]
+    # Where none is shared at first, none will be; if some should be after all, that is restored as it was divided.
+    shared = [SharingSource(found)] if any(one.sharded for one in found) else []
+    return [*found, *shared, RandomSource()]
 
 
 def _source(name: str, one: Any) -> Source:
@@ -96,18 +104,19 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 class ModuleSource:
     """A module: its parameters change in optimizer steps, its buffers at any time."""
 
-    __slots__ = ("_containers", "_document", "_module", "_places", "_sharded", "changing", "name", "tensors")
+    __slots__ = ("_containers", "_document", "_module", "_places", "changing", "name", "sharded", "tensors")
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self.name, self._module = name, module
         self.tensors: Mapping[str, torch.Tensor] = {}
+        self.sharded: Mapping[str, torch.Tensor] = {}
         self.changing: frozenset[str] = frozenset()
         self._take()
 
     def _take(self) -> None:
         flat = flatten(self.name, _state_of(self._module), of_module=True)
         self._document = tree_to_bytes(flat)
-        self.tensors, self._sharded = flat.tensors, flat.sharded
+        self.tensors, self.sharded = flat.tensors, flat.sharded
         self._places = _Places(flat.tensors)
         self.changing = frozenset(key for key in flat.tensors if not self._waits(key))
         # The memory of a rank's part is looked up anew at each cut: no container says where it lies.
@@ -120,7 +129,7 @@ class ModuleSource:
 
     def known_as(self, key: str) -> torch.Tensor:
         """See `Source`."""
-        return self._sharded.get(key.partition(PART_MARK)[0], self.tensors[key])
+        return self.sharded.get(key.partition(PART_MARK)[0], self.tensors[key])
 
     def renew(self) -> bool:
         """See `Source`."""
@@ -234,6 +243,11 @@ class OptimizerSource:
         self._entries, self._groups = None if entries is None else _Held(entries), _groups(optimizer)
         self._parameters = list(optimizer.state)
 
+    @property
+    def sharded(self) -> Mapping[str, torch.Tensor]:
+        """See `Source`."""
+        return self._flat.sharded
+
     def known_as(self, key: str) -> torch.Tensor:
         """See `Source`."""
         return self._flat.sharded.get(key.partition(PART_MARK)[0], self.tensors[key])
@@ -337,11 +351,12 @@ def _regrouped(flat: Flat, groups: list[dict[str, Any]]) -> Flat:
 class OtherSource:
     """Anything else that has a ``state_dict``: taken apart at every cut, and all of it may change at any time."""
 
-    __slots__ = ("_document", "_one", "_places", "changing", "name", "tensors")
+    __slots__ = ("_document", "_one", "_places", "changing", "name", "sharded", "tensors")
 
     def __init__(self, name: str, one: Any) -> None:
         self.name, self._one = name, one
         self.tensors: Mapping[str, torch.Tensor] = {}
+        self.sharded: Mapping[str, torch.Tensor] = {}
         self._places = _Places({})
         self.changing: frozenset[str] = frozenset()
         self._document = b""
@@ -355,6 +370,7 @@ class OtherSource:
         """See `Source`."""
         flat = flatten(self.name, self._one.state_dict())
         before, self.tensors, self._places = self._places, flat.tensors, _Places(flat.tensors)
+        self.sharded = flat.sharded
         self.changing = frozenset(flat.tensors)
         self._document = tree_to_bytes(flat)  # at once: what it holds may be the object's own
         return not self._places.are(before)
@@ -368,11 +384,12 @@ class OtherSource:
 class RandomSource:
     """The random generators of this process. Their states are values of their own as soon as they are taken."""
 
-    __slots__ = ("_known", "changing", "name", "tensors")
+    __slots__ = ("_known", "changing", "name", "sharded", "tensors")
 
     def __init__(self) -> None:
         self.name = RANDOM
         self.tensors: Mapping[str, torch.Tensor] = {}
+        self.sharded: Mapping[str, torch.Tensor] = {}
         self.changing: frozenset[str] = frozenset()
         self._known: dict[str, tuple[Any, bytes]] = {}
 

@@ -1,0 +1,68 @@
+"""Where does each tensor of an optimizer's saved state go?  To the live one of its place, or to a new one like it.
+
+An optimizer that has not stepped yet has no states: they are made for it, as its first step would make them. Where
+ranks hold parts of a parameter, they hold parts of its states, too. One of the parameter's shape is divided as the
+parameter is; one of another shape (a number for each row, as of factored moments) by those of the parameter's
+dimensions that it has, and by which it was divided when it was saved; whole on all ranks, if by none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.load import Loaded
+from lakeckpt.checkpoint.shards import divided_like, is_sharded
+from lakeckpt.checkpoint.tensors import overlaps_itself, spec_of
+from lakeckpt.checkpoint.tree import alongside, references
+
+__all__ = ["fits", "states_in"]
+
+
+def states_in(
+    optimizer: torch.optim.Optimizer, tree: Any, loaded: Loaded, *, device: str | None = None
+) -> dict[str, torch.Tensor]:
+    """key → the tensor of that place in the state; a new DTensor where there is none and ranks hold parts of the
+    parameter, on its device or on another (``device``). What is in neither case is left out."""
+    was_divided = any(key in loaded.wholes for key in references(tree["state"]))
+    found: dict[str, torch.Tensor] = {}
+    for parameter, key, known in _leaves(optimizer, tree):
+        spec = loaded.specs[key]
+        if isinstance(known, torch.Tensor) and fits(known, spec) and (is_sharded(known) or not overlaps_itself(known)):
+            found[key] = known
+        elif is_sharded(parameter) and _is_shared(parameter, spec, loaded, was_divided=was_divided):
+            if spec.shape != tuple(parameter.shape):
+                found[key] = divided_like(parameter, spec, loaded.whole(key).dims, device=device)
+            elif device is not None:
+                found[key] = divided_like(parameter, spec, None, device=device)
+            else:  # strided as it is
+                found[key] = torch.empty_like(parameter.detach(), dtype=getattr(torch, spec.dtype))
+    return found
+
+
+def _leaves(optimizer: torch.optim.Optimizer, tree: Any) -> Iterator[tuple[torch.Tensor, str, Any]]:
+    """(parameter, key of a tensor of its saved state, what the live state has in its place)."""
+    numbers = chain(*(group["params"] for group in tree["param_groups"]))
+    parameters = chain(*(group["params"] for group in optimizer.param_groups))
+    for number, parameter in zip(numbers, parameters, strict=True):
+        saved = tree["state"].get(number)
+        for reference, known in alongside(saved, optimizer.state.get(parameter)):
+            yield parameter, reference.key, known
+
+
+def _is_shared(parameter: torch.Tensor, spec: TensorSpec, loaded: Loaded, *, was_divided: bool) -> bool:
+    """Whether a state of a parameter that ranks share is shared by them, too."""
+    if spec.key in loaded.wholes or spec.shape == tuple(parameter.shape):
+        return True
+    # What had its parameter whole says nothing of this; a count of steps is every rank's own.
+    return not was_divided and len(spec.shape) > 0 and spec.size_bytes > 0 and max(spec.shape) > 1
+
+
+def fits(live: torch.Tensor, spec: TensorSpec) -> bool:
+    """Whether ``live`` is of that shape and dtype."""
+    found = spec_of(spec.key, live)
+    return (found.dtype, found.shape) == (spec.dtype, spec.shape)

@@ -1,0 +1,247 @@
+"""Stages of a pipeline get their own back, and never each other's: sharded or not, whatever their names and shapes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lakeckpt import CheckpointManager, read_state
+from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.load import load
+from lakeckpt.checkpoint.verify import verify
+from lakeckpt.errors import CheckpointMismatch, SaveFailed
+from lakeckpt.lake.local import LocalStorage
+from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
+from tests.golden.stages.make import FOLDER, stages
+from tests.tracking.processes import run_processes
+
+VERSIONS = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name[0].isdigit())
+
+
+def begin(rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{world_size}", rank=rank, world_size=world_size)
+
+
+def assert_alike(one: Any, other: Any) -> None:
+    """Within the precision of a step of Adam, which may differ from one torch to another."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.shape == other.shape
+        part, whole = (one.to_local(), other.to_local()) if isinstance(one, DTensor) else (one, other)
+        torch.testing.assert_close(part, whole)
+    elif isinstance(one, (dict, list)):
+        assert len(one) == len(other)
+        for key in one if isinstance(one, dict) else range(len(one)):
+            assert_alike(one[key], other[key])
+
+
+def assert_own(objects: dict[str, Any], rank: int, *, alike: bool) -> None:
+    expected = stages(rank, 4, alike=alike, value=1.0)
+    assert_alike(
+        {name: dict(one.state_dict()) for name, one in objects.items()},
+        {name: dict(one.state_dict()) for name, one in expected.items()},
+    )
+
+
+def wholes(state: Any) -> Any:
+    """With every DTensor put together: collective."""
+    if isinstance(state, DTensor):
+        return state.full_tensor()
+    if isinstance(state, dict):
+        return {key: wholes(one) for key, one in state.items()}
+    return state
+
+
+def restored(rank: int, folder: str, alike: bool, version: str) -> None:
+    begin(rank, 4, folder)
+    expected = stages(rank, 4, alike=alike, value=1.0)
+    every = {name: wholes(dict(one.state_dict())) for name, one in expected.items()}
+    if version != "3.0":
+        assert_alike({name: dict(one) for name, one in read_state(f"{folder}/run", rank=rank).items()}, every)
+    dist.barrier()
+    objects = stages(rank, 4, alike=alike, value=7.0)
+    with CheckpointManager(f"{folder}/run", objects, persist_every=1) as saver:
+        assert saver.restore() == 1 and saver.restore_report.damaged == ()
+        assert not any("lakeckpt" in name for name in saver.restore_report.per_rank)
+        assert_own(objects, rank, alike=alike)
+        saver.step()
+    again = stages(rank, 4, alike=alike, value=8.0)
+    assert CheckpointManager(f"{folder}/run", again).restore() == 2
+    assert_own(again, rank, alike=alike)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "unlike"])
+def test_sharded_stages_each_get_their_own_back(alike: bool, version: str, tmp_path: Path) -> None:
+    """States of optimizers have the same names in all stages, also where nothing else has."""
+    shutil.copytree(FOLDER / version / ("alike" if alike else "unlike"), tmp_path / "run")
+    storage = LocalStorage(tmp_path / "run")
+    report = verify(storage)
+    assert report.every_damage == () and "different" in report.checkpoints[0].bound
+    run_processes(4, restored, str(tmp_path), alike, version)
+    if version == "3.0":  # it is not known which parts belong together, and each rank has its own alone
+        with pytest.raises(CheckpointMismatch, match="which belong together was not saved"):
+            read_state(tmp_path / "run", slot=1, rank=2)
+        loaded = load(storage, read_history(storage).chain[0], rank=2, world_size=4)
+        assert len(loaded.wholes["optimizer/state/1/exp_avg"].parts) == 1
+        assert len(loaded.wholes["optimizer/state/0/exp_avg"].parts) == 1 + (not alike)  # told apart by their shapes
+
+
+def test_there_are_golden_stages_that_say_and_that_do_not_say_who_shared_what() -> None:
+    assert VERSIONS[0] == "3.0" and len(VERSIONS) > 1
+
+
+def refused(rank: int, world_size: int, sizes: tuple[int, int], match: str, folder: str) -> None:
+    begin(rank, world_size, folder)
+    objects = stages(rank, world_size, alike=True, value=7.0, sizes=sizes)
+    before = str(objects["model"].state_dict()), str(objects["optimizer"].state_dict())
+    with pytest.raises(CheckpointMismatch, match=match):
+        CheckpointManager(f"{folder}/run", objects).restore()
+    assert (str(objects["model"].state_dict()), str(objects["optimizer"].state_dict())) == before
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "match"),
+    [
+        (2, (2, 1), "on the 4 ranks that saved it, the tensor .* 2 different contents, on ranks 0-1 and on ranks 2-3"),
+        (4, (4, 1), "that of this rank was shared by ranks|other ranks"),
+        (4, (1, 4), "that of this rank was shared by ranks 0-1, and is shared by ranks 0-3|other ranks"),
+    ],
+    ids=["fewer", "more-stages", "one-stage"],
+)
+@pytest.mark.parametrize("version", [VERSIONS[-1], pytest.param("3.0", marks=pytest.mark.soak)])
+def test_stages_divided_otherwise_are_refused_with_nothing_changed(
+    version: str, world_size: int, sizes: tuple[int, int], match: str, tmp_path: Path
+) -> None:
+    shutil.copytree(FOLDER / version / "alike", tmp_path / "run")
+    if version == "3.0":  # what is shared by whom is not known, and different parts are in one place
+        match = "not to be had|other ranks" if world_size == 4 else "on rank 0 and on rank 2"
+    run_processes(world_size, refused, world_size, sizes, match, str(tmp_path))
+
+
+def odd(rank: int, folder: str) -> None:
+    begin(rank, 2, folder)
+    mesh = init_device_mesh("cpu", (2,))
+
+    class Own:
+        def state_dict(self) -> dict[str, Any]:
+            return {"odd": DTensor.from_local(torch.ones(3 - 2 * rank), mesh, [Shard(0)])}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
+    saver = CheckpointManager(f"{folder}/run", {"own": Own()}, persist_every=1, timeout_s=60)
+    saver.restore()
+    with pytest.raises(SaveFailed, match="could not be restored, and was not committed: tensor 'own/odd'"):
+        saver.save()
+    dist.destroy_process_group()
+
+
+def test_parts_that_make_up_no_whole_are_not_committed(tmp_path: Path) -> None:
+    """Each rank thinks that the other one holds as much as itself."""
+    run_processes(2, odd, str(tmp_path))
+    assert read_history(LocalStorage(tmp_path / "run")).tip is None
+
+
+def half(rank: int, folder: str) -> None:
+    begin(rank, 4, folder)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "two"))
+
+    def built(value: float, by: list[Any], of: str) -> dict[str, Any]:
+        """A weight in parts in a model, or in the state of an optimizer beside a model that is whole."""
+        weight = distribute_tensor(torch.arange(24.0).reshape(4, 6) + value, mesh, by)
+        model = torch.nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.fill_(value)
+        optimizer = torch.optim.SGD(model.parameters() if of == "model" else [torch.nn.Parameter(weight)], momentum=0.9)
+        if of == "model":
+            model.register_parameter("shared", torch.nn.Parameter(weight))
+        else:
+            for parameter in optimizer.param_groups[0]["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = weight.clone()
+        return {"model": model, "optimizer": optimizer}
+
+    by, others = [Shard(0), Shard(1)], [Shard(1), Shard(0)]
+    savers = []
+    for of in ("model", "optimizer"):
+        objects, place = built(0, by, of), f"{folder}/{of}-{rank % 2}"
+        savers.append(CheckpointManager(place, objects, group=mesh["one"], persist_every=1))
+        savers[-1].restore()
+        savers[-1].step()
+        again = built(5, by, of)
+        savers.append(CheckpointManager(place, again, group=mesh["one"], persist_every=1))
+        assert savers[-1].restore() == 1
+        assert str([one.state_dict() for one in again.values()]) == str([one.state_dict() for one in objects.values()])
+        other = built(5, others, of)
+        before = str([one.state_dict() for one in other.values()])
+        savers.append(CheckpointManager(place, other, group=mesh["one"], persist_every=1))
+        with pytest.raises(CheckpointMismatch, match=r"4 ranks shared it, and 2 of them saved this run|other ranks"):
+            savers[-1].restore()
+        assert str([one.state_dict() for one in other.values()]) == before
+    for saver in savers:
+        saver.close()
+    dist.destroy_process_group()
+
+
+def test_ranks_that_save_half_of_a_tensor_get_their_half_back_and_no_other(tmp_path: Path) -> None:
+    run_processes(4, half, str(tmp_path))
+    report = verify(LocalStorage(tmp_path / "model-0"))
+    assert report.every_damage == () and "4 ranks shared it" in report.checkpoints[0].bound
+
+
+def plain_stage(stage: int, kind: str) -> dict[str, Any]:
+    """A stage with the names of every other; ``kind`` says what of it is its own."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    own = float(stage)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(own if kind == "parameters" else 0.5)
+    model[1].running_mean.fill_(own)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, own if kind == "optimizer" else 0.5)
+    return {"model": model, "optimizer": optimizer}
+
+
+def saved_by_stages(storage: MemoryStorage, kind: str) -> None:
+    waiter = EventWaiter(storage)
+
+    def save(rank: int, exchange: HubExchange) -> None:
+        saver = manager(storage, plain_stage(rank, kind), exchange=exchange, waiter=waiter)
+        saver.restore()
+        saver.save()
+
+    good(run_ranks(2, save, waiters=[waiter]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["parameters", "optimizer", "buffers"])
+def test_other_numbers_of_ranks_take_what_is_a_stages_own_only_where_it_is_no_weight(
+    kind: str, world_size: int
+) -> None:
+    storage = MemoryStorage()
+    saved_by_stages(storage, kind)
+
+    def restore(rank: int, exchange: HubExchange) -> Any:
+        objects = plain_stage(9, kind)
+        before = str(objects["model"].state_dict()), str(objects["optimizer"].state_dict())
+        saver = manager(storage, objects, exchange=exchange, waiter=EventWaiter(storage))
+        if world_size != 2 and kind != "buffers":
+            with pytest.raises(CheckpointMismatch, match=r"on rank 0 and on rank 1.*Restart with 2 ranks.*group="):
+                saver.restore()
+            return (str(objects["model"].state_dict()), str(objects["optimizer"].state_dict())) == before
+        saver.restore()
+        expected = plain_stage(rank % 2, kind)
+        return all(str(objects[name].state_dict()) == str(expected[name].state_dict()) for name in objects)
+
+    assert good(run_ranks(world_size, restore)) == [True] * world_size
