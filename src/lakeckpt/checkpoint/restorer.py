@@ -43,14 +43,7 @@ from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreRep
 from lakeckpt.checkpoint.together import Together, texts, verdict
 from lakeckpt.checkpoint.together import told as _told
 from lakeckpt.checkpoint.verify import index_damage
-from lakeckpt.errors import (
-    ArenaError,
-    AttemptSuperseded,
-    CheckpointDamaged,
-    NewerFormat,
-    StorageError,
-    WireError,
-)
+from lakeckpt.errors import ArenaError, AttemptSuperseded, CheckpointDamaged, NewerFormat, StorageError, WireError
 from lakeckpt.lake.storage import Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.readers import selection_of

@@ -107,13 +107,12 @@ class CaptureEngine:
         )
         self._forget_graphs = before_graphs(self._rest) if links or torch.cuda.is_available() else (lambda: None)
         self._hooks = UpdateHooks(self._objects, self.fence, self._void)
-        self._linked: CapturePlan | None = None
+        self._linked: CapturePlan | None = None  # the plan for whose devices there are links
         self._documents_bytes = 0
         self._doubts = Doubts()
         self._planner = Planner(self._objects, hooks=self._hooks, doubts=self._doubts, slice_bytes=slice_bytes)
         self._witnesses: Witnesses | None = None
-        self._current: Job | None = None
-        """The newest capture, as long as it is under way."""
+        self._current: Job | None = None  # the newest capture, as long as it is under way
         self._under_way = 0
         self._making = False
         self.completed: int | None = None

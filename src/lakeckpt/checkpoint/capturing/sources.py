@@ -12,12 +12,12 @@ returns may be called later and elsewhere.
 from __future__ import annotations
 
 import inspect
-import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
+from lakeckpt.checkpoint.capturing.held import Contents, Held, Places, are_same, contents_of
 from lakeckpt.checkpoint.capturing.hooks import takes_hooks
 from lakeckpt.checkpoint.capturing.sharing_source import SharingSource
 from lakeckpt.checkpoint.parts import PART_MARK
@@ -72,35 +72,6 @@ def _source(name: str, one: Any) -> Source:
     return OtherSource(name, one)
 
 
-class _Places:
-    """Where some tensors lay, and as what. Whoever holds a tensor may give it other memory at any time (``.data``)."""
-
-    __slots__ = ("_addresses", "_aliases", "_dtypes", "_keys", "_places", "_tensors")
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._keys, self._tensors = list(tensors), tuple(tensors.values())
-        self._places = [_place(one) for one in self._tensors]
-        self._dtypes = [one.dtype for one in self._tensors]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._aliases = [one.detach() for one in self._tensors]
-
-    def hold(self) -> bool:
-        """Whether all of them lie where they lay. This is asked at every cut, of thousands: it makes no objects."""
-        return (
-            list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-            and [one.dtype for one in self._tensors] == self._dtypes
-            and all(map(torch.Tensor.is_set_to, self._tensors, self._aliases))  # storage, offset, shape and strides
-        )
-
-    def are(self, others: _Places) -> bool:
-        """Whether these were the same memory under the same keys. State dicts may give other tensors of it."""
-        return self._keys == others._keys and self._places == others._places
-
-
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
 class ModuleSource:
     """A module: its parameters change in optimizer steps, its buffers at any time."""
 
@@ -117,11 +88,11 @@ class ModuleSource:
         flat = flatten(self.name, _state_of(self._module), of_module=True)
         self._document = tree_to_bytes(flat)
         self.tensors, self.sharded = flat.tensors, flat.sharded
-        self._places = _Places(flat.tensors)
+        self._places = Places(flat.tensors)
         self.changing = frozenset(key for key in flat.tensors if not self._waits(key))
         # The memory of a rank's part is looked up anew at each cut: no container says where it lies.
         containers = None if flat.sharded else _containers(self._module)
-        self._containers = None if containers is None else _Held(containers)
+        self._containers = None if containers is None else Held(containers)
 
     def _waits(self, key: str) -> bool:
         """Whether whoever changes it says so before: not what a script module holds, which takes no hooks."""
@@ -156,43 +127,11 @@ def _state_of(module: torch.nn.Module) -> Any:
     return module.state_dict(keep_vars=True)
 
 
-_Contents = tuple[dict[Any, Any], list[Any], list[Any]]
-"""A dict, and what was in it, under which names. All is held: else something new could be made where it lay, and be
-taken for it."""
-
-
-def _contents(of: dict[Any, Any]) -> _Contents:
-    return of, list(of), list(of.values())
-
-
-class _Held:
-    """Whether the same is in all of these dicts still. There are five for each module, and nothing in most."""
-
-    __slots__ = ("_empty", "_filled")
-
-    def __init__(self, contents: Collection[_Contents]) -> None:
-        self._empty = [of for of, names, _ in contents if not names]
-        self._filled = [one for one in contents if one[1]]
-
-    def hold(self) -> bool:
-        if any(self._empty):
-            return False
-        for of, names, held in self._filled:
-            if len(of) != len(held) or not all(map(operator.is_, of.values(), held)) or list(of) != names:
-                return False
-        return True
-
-
-def _are(some: Collection[object], others: Collection[object]) -> bool:
-    """Whether they are the same objects, in the same order."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
 _MAKES = ("state_dict", "_save_to_state_dict", "get_extra_state")
 """Methods that make the state dict of a module: where one is not torch's own, more than its containers makes it."""
 
 
-def _containers(module: torch.nn.Module) -> list[_Contents] | None:
+def _containers(module: torch.nn.Module) -> list[Contents] | None:
     """All dicts in which the state of ``module`` lies, and those of hooks that would change it, which are empty; None
     where more than these makes it."""
     found = []
@@ -203,7 +142,7 @@ def _containers(module: torch.nn.Module) -> list[_Contents] | None:
         held = one._modules, one._parameters, one._buffers
         if overridden or any(hooks) or not all(isinstance(each, dict) for each in held):  # script modules have views
             return None
-        found += [_contents(each) for each in (*held, *hooks)]
+        found += [contents_of(each) for each in (*held, *hooks)]
     return found
 
 
@@ -235,12 +174,12 @@ class OptimizerSource:
         flat = self._flat = flatten(self.name, optimizer.state_dict())
         self._known: dict[str, bytes] = {}
         self.tensors = flat.tensors
-        self._places = _Places(flat.tensors)
+        self._places = Places(flat.tensors)
         steady = {id(value) for state in optimizer.state.values() for value in _values(state)}
         self.changing = frozenset(key for key in flat.tensors if id(self.known_as(key)) not in steady)
         entries = None if flat.sharded else _entries(optimizer)
         self._states = [] if entries is None else [of for of, _, _ in entries]
-        self._entries, self._groups = None if entries is None else _Held(entries), _groups(optimizer)
+        self._entries, self._groups = None if entries is None else Held(entries), _groups(optimizer)
         self._parameters = list(optimizer.state)
 
     @property
@@ -258,8 +197,8 @@ class OptimizerSource:
         if (
             self._entries is not None
             and self._groups is not None
-            and _are(optimizer.state, self._parameters)
-            and _are(optimizer.state.values(), self._states)
+            and are_same(optimizer.state, self._parameters)
+            and are_same(optimizer.state.values(), self._states)
             and self._entries.hold()
             and (groups := _groups(optimizer)) is not None
             and _same_parameters(groups, self._groups)
@@ -294,7 +233,7 @@ def _values(state: object) -> Iterable[object]:
     return state.values() if isinstance(state, dict) else ()
 
 
-def _entries(optimizer: torch.optim.Optimizer) -> list[_Contents] | None:
+def _entries(optimizer: torch.optim.Optimizer) -> list[Contents] | None:
     """The state of each parameter, and what is in it; None where there is more to it than tensors."""
     hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
     overridden = "state_dict" in vars(optimizer) or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
@@ -306,7 +245,7 @@ def _entries(optimizer: torch.optim.Optimizer) -> list[_Contents] | None:
             value is None or isinstance(value, torch.Tensor) for value in state.values()
         ):
             return None
-        found.append(_contents(state))
+        found.append(contents_of(state))
     return found
 
 
@@ -314,7 +253,9 @@ _Groups = list[tuple[list[Any], dict[str, Any]]]
 
 
 def _same_parameters(some: _Groups, others: _Groups) -> bool:
-    return len(some) == len(others) and all(_are(one, other) for (one, _), (other, _) in zip(some, others, strict=True))
+    return len(some) == len(others) and all(
+        are_same(one, other) for (one, _), (other, _) in zip(some, others, strict=True)
+    )
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> _Groups | None:
@@ -357,7 +298,7 @@ class OtherSource:
         self.name, self._one = name, one
         self.tensors: Mapping[str, torch.Tensor] = {}
         self.sharded: Mapping[str, torch.Tensor] = {}
-        self._places = _Places({})
+        self._places = Places({})
         self.changing: frozenset[str] = frozenset()
         self._document = b""
         self.renew()
@@ -369,7 +310,7 @@ class OtherSource:
     def renew(self) -> bool:
         """See `Source`."""
         flat = flatten(self.name, self._one.state_dict())
-        before, self.tensors, self._places = self._places, flat.tensors, _Places(flat.tensors)
+        before, self.tensors, self._places = self._places, flat.tensors, Places(flat.tensors)
         self.sharded = flat.sharded
         self.changing = frozenset(flat.tensors)
         self._document = tree_to_bytes(flat)  # at once: what it holds may be the object's own
