@@ -89,6 +89,22 @@ def test_a_dead_rank_is_named_to_all_others(nodes: str, dead: int, named: str, t
         assert ("rank 1 " if its_leader_died else named) in told
 
 
+def talk_again(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3, timeout=TIMEOUT)
+    some = dist.new_group([0, 2])
+    for number in range(3 if rank != 1 else 0):
+        exchange = GlooExchange(some, timeout_s=PATIENCE_S)
+        assert exchange.combine(bytes([10 * number + rank]), union) == bytes([10 * number, 10 * number + 2])
+        exchange.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_some_ranks_talk_again_after_they_had_closed(tmp_path: Path) -> None:
+    """torch names a group by its ranks, and by how many groups there are: the next one must not find the last one's."""
+    run_processes(3, talk_again, str(tmp_path))
+
+
 def test_a_job_of_one_talks_to_itself() -> None:
     solo = Solo()
     assert solo.combine(b"ab", union) == b"ab"

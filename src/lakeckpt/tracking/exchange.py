@@ -119,6 +119,7 @@ class GlooExchange:
     ) -> None:
         ranks = None if group is None else dist.get_process_group_ranks(group)
         self._timeout_s = timeout_s
+        self._stays = ranks is not None
         self._group: Any = dist.new_group(
             ranks,
             timeout=timedelta(seconds=4 * timeout_s),
@@ -230,9 +231,10 @@ class GlooExchange:
             ) from error
 
     def close(self) -> None:
-        """See `Exchange`."""
+        """See `Exchange`. A group of some of the ranks stays until all groups go: torch would give the next one of
+        these ranks its name, and the new group would look for the old one's addresses."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
+        if group is not None and not self._stays and dist.is_initialized():
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
 
