@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lakeckpt.checkpoint.arena import checksummer as module
 from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.digests import leaf_digests
 from lakeckpt.errors import ArenaError
@@ -78,7 +80,7 @@ def test_one_that_was_killed_is_an_error(file: Path, checksummer: Checksummer) -
     assert len(checksummer.take()) == 16
     os.kill(checksummer._process.pid, signal.SIGKILL)
     checksummer._process.wait(PATIENCE_S)
-    with pytest.raises(ArenaError, match=r"process \d+, which takes the checksums of an arena, has ended"):
+    with pytest.raises(ArenaError, match=r"process \d+, which takes the checksums of an arena, does not answer"):
         checksummer.ask([(0, LEAF)])
     checksummer._asked.append(16)
     with pytest.raises(ArenaError, match="its exit status is -9"):
@@ -116,9 +118,64 @@ def test_it_ends_with_a_trainer_that_was_killed(file: Path) -> None:
         time.sleep(0.01)
 
 
+def test_one_that_is_stopped_is_waited_for_and_then_given_up(
+    file: Path, checksummer: Checksummer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "_ONCE_MORE_S", 0.1)
+    checksummer.ask([(0, LEAF)])
+    checksummer.take()
+    os.kill(checksummer._process.pid, signal.SIGSTOP)
+    checksummer.ask([(0, LEAF)])
+    with pytest.raises(ArenaError, match="nothing came in"):
+        checksummer.take()
+    with pytest.raises(ArenaError, match="nothing came in"):
+        checksummer.ask([(0, LEAF)] * 10_000)  # more than the pipe holds
+
+
+def test_one_that_was_closed_is_an_error_for_whoever_still_has_it(file: Path) -> None:
+    found = Checksummer(str(file), leaf_bytes=LEAF)
+    found.ask([(0, LEAF)])
+    found.close()
+    for call in (lambda: found.ask([(0, LEAF)]), found.take):
+        with pytest.raises(ArenaError, match="it was closed"):
+            call()
+
+
+def test_forked_children_keep_it_neither_alive_nor_waited_for(file: Path) -> None:
+    found = Checksummer(str(file), leaf_bytes=LEAF)
+    child = os.fork()
+    if not child:
+        time.sleep(100)
+        os._exit(0)
+    try:
+        assert found._to.fileno() >= 0 and len(os.listdir(f"/proc/{child}/fd")) > 0
+        pipes = {os.readlink(f"/proc/self/fd/{pipe.fileno()}") for pipe in (found._to, found._from)}
+        until = time.monotonic() + PATIENCE_S
+        while pipes & {os.readlink(f"/proc/{child}/fd/{one}") for one in os.listdir(f"/proc/{child}/fd")}:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        found.ask([(0, LEAF)])
+        assert len(found.take()) == 16
+        began = time.monotonic()
+        found.close()
+        assert time.monotonic() - began < 5
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_one_that_nobody_refers_to_any_more_is_ended(file: Path) -> None:
+    found = Checksummer(str(file), leaf_bytes=LEAF)
+    process = found._process.pid
+    del found
+    gc.collect()
+    assert not is_alive(process)
+
+
 def test_an_arena_that_is_gone_is_an_error(tmp_path: Path) -> None:
     found = Checksummer(str(tmp_path / "none"), leaf_bytes=LEAF)
     found._process.wait(PATIENCE_S)
-    with pytest.raises(ArenaError, match="has ended"):
+    with pytest.raises(ArenaError, match="does not answer"):
         found.ask([(0, 1)])
     found.close()

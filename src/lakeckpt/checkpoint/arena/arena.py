@@ -174,20 +174,9 @@ class Arena:
         kept, and that of an attempt before as long as there is room.
         """
         assert self.writes, "this opening of the arena only reads"
-        records = dict(self._records())
-        by_age = sorted(records, key=lambda number: _age(records[number]))
-        last = {records[number].step: number for number in by_age}
-        last_of_attempt = {(records[number].step, records[number].attempt): number for number in by_age}
-        steps = sorted(last, reverse=True)
-        safe = common if common is not None else (steps[1] if len(steps) > 2 else -1)
-        spare = [number for number in range(self.layout.generations) if number not in records]
-        spare += [number for number in by_age if number not in last_of_attempt.values()]
-        spare += [number for number in by_age if records[number].step < min(safe, steps[0])]
-        # Another rank may have nothing newer than what an attempt before has captured of a step: it goes last.
-        spare += [number for number in by_age if number not in last.values()]
-        for number in spare:
-            with self._lock:
-                if number not in self._filling and not self._holding[number] and self._locks.take(number):
+        with self._lock:  # nothing is completed meanwhile: it would be no longer filled, and not seen as complete yet
+            for number in self._spare(common):
+                if not self._holding[number] and self._locks.take(number):
                     # Odd, and larger than any before: also where a writer died.
                     sequence = max(map(self._sequence, range(self.layout.generations)))
                     sequence += 1 + sequence % 2
@@ -195,6 +184,21 @@ class Arena:
                     self._filling.add(number)
                     return Filling(arena=self, number=number, sequence=sequence)
         return None
+
+    def _spare(self, common: int | None) -> list[int]:
+        """The generations that may be begun, those first that are missed the least."""
+        records = {number: record for number, record in self._records() if number not in self._filling}
+        by_age = sorted(records, key=lambda number: _age(records[number]))
+        last = {records[number].step: number for number in by_age}
+        last_of_attempt = {(records[number].step, records[number].attempt): number for number in by_age}
+        steps = sorted(last, reverse=True)
+        safe = common if common is not None else (steps[1] if len(steps) > 2 else -1)
+        spare = [number for number in range(self.layout.generations) if number not in {*records, *self._filling}]
+        spare += [number for number in by_age if number not in last_of_attempt.values()]
+        spare += [number for number in by_age if records[number].step < min(safe, steps[0])]
+        # Another rank may have nothing newer than what an attempt before has captured of a step: it goes last.
+        spare += [number for number in by_age if number not in last.values()]
+        return spare
 
     def forget(self, after: int) -> None:
         """The history goes on behind step ``after``: complete generations of later steps hold nothing any more."""
@@ -247,8 +251,12 @@ class Arena:
         with contextlib.suppress(AttributeError):
             _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), advice)
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, record: GenerationRecord | None = None) -> None:
+        """A generation is filled no more; ``record``: and complete."""
         with self._lock:
+            if record is not None:
+                self._read[number] = record
+                self._put_sequence(number, record.sequence)
             self._filling.discard(number)
             self._locks.drop(number)
 

@@ -20,9 +20,9 @@ import struct
 import subprocess
 import sys
 import threading
-import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from lakeckpt.checkpoint.digests import DIGEST_BYTES, leaf_digests
@@ -34,86 +34,124 @@ _ASKED = struct.Struct("<QQ")
 """[start, stop): bytes of the arena's file."""
 _THREADS = 3
 _PATIENCE_S = 60.0
-_END_S = 5.0
+_ONCE_MORE_S = 2.0
+
+
+_live: weakref.WeakSet[Checksummer] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a process that was forked: the checksummer is to end with its trainer, whoever else lives on."""
+    for one in list(_live):
+        one.close()
+        one._process.returncode = 0  # it is no child of ours
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class Checksummer:
-    """Takes the checksums of leaves of ``leaf_bytes`` of the arena at ``path``. Called by one thread."""
+    """Takes the checksums of leaves of ``leaf_bytes`` of the arena at ``path``. Called by one thread.
+
+    ``OSError`` where the process cannot be started.
+    """
 
     def __init__(self, path: str, *, leaf_bytes: int, python: str = sys.executable) -> None:
         # It imports what this process imports, wherever either of them is by now.
-        places = os.pathsep.join(dict.fromkeys(os.path.abspath(one) for one in sys.path))
+        places = dict.fromkeys(os.path.abspath(one) for one in sys.path if isinstance(one, str))
         command = [python, "-P", "-m", __name__, path, str(leaf_bytes)]
         self._leaf_bytes = leaf_bytes
         self._asked: deque[int] = deque()
         """How many bytes each answer will have that was not taken yet."""
         self._come = bytearray()
         self._process = subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": places}
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # signals of a terminal are for its trainer
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._to, self._from = self._process.stdin, self._process.stdout
+        os.set_blocking(self._to.fileno(), False)
+        self._end = weakref.finalize(self, _end, self._process, os.getpid())
+        _live.add(self)
 
     def ask(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Ask for the checksums of bytes [start, stop), for each of ``bounds``. `ArenaError` where it has ended."""
-        assert self._process.stdin is not None
         asked = b"".join(_ASKED.pack(start, stop) for start, stop in bounds)
-        try:
-            while asked:  # a pipe takes thousands at once
-                asked = asked[os.write(self._process.stdin.fileno(), asked) :]
-        except OSError as error:
-            raise self._gone(error) from error
+        with self._living():
+            while asked:
+                with contextlib.suppress(BlockingIOError):
+                    asked = asked[os.write(self._to.fileno(), asked) :]
+                if asked:
+                    _wait(self._to.fileno(), select.POLLOUT)
         self._asked += [DIGEST_BYTES * max(1, -(-(stop - start) // self._leaf_bytes)) for start, stop in bounds]
 
     def take(self) -> bytes:
         """The checksums that were asked for first, of what was not taken yet. `ArenaError` where it has ended."""
-        assert self._process.stdout is not None
-        size, pipe, until = self._asked[0], self._process.stdout.fileno(), time.monotonic() + _PATIENCE_S
-        waits = select.poll()
-        waits.register(pipe, select.POLLIN)
-        while len(self._come) < size:
-            try:
-                if not waits.poll(max(0.0, 1000 * (until - time.monotonic()))):
-                    raise TimeoutError(f"no answer came in {_PATIENCE_S:.0f} s")
-                come = os.read(pipe, 2**16)
-            except OSError as error:
-                raise self._gone(error) from error
-            if not come:
-                raise self._gone(None)
-            self._come += come
+        with self._living():
+            size = self._asked[0]
+            while len(self._come) < size:
+                _wait(self._from.fileno(), select.POLLIN)
+                come = os.read(self._from.fileno(), 2**16)
+                if not come:
+                    raise EOFError(f"its exit status is {self._process.poll()}")
+                self._come += come
         self._asked.popleft()
         found = bytes(self._come[:size])
         del self._come[:size]
         return found
 
-    def _gone(self, error: Exception | None) -> ArenaError:
-        why = f"{error}" if error is not None else f"its exit status is {self._process.poll()}"
-        return ArenaError(f"process {self._process.pid}, which takes the checksums of an arena, has ended ({why})")
+    @contextlib.contextmanager
+    def _living(self) -> Iterator[None]:
+        try:
+            if self._to.closed:
+                raise EOFError("it was closed")
+            yield
+        except (OSError, EOFError) as error:
+            raise ArenaError(
+                f"process {self._process.pid}, which takes the checksums of an arena, does not answer ({error})"
+            ) from error
 
     def close(self) -> None:
-        """Have it end, whatever it is at."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Have it end, whatever it is at: it only reads."""
+        self._end()
+
+
+def _wait(pipe: int, what: int) -> None:
+    """Until the pipe may be read or written. ``TimeoutError``, but not for the time that this process was stopped."""
+    waits = select.poll()
+    waits.register(pipe, what)
+    if not (waits.poll(1000 * _PATIENCE_S) or waits.poll(1000 * _ONCE_MORE_S)):
+        raise TimeoutError(f"nothing came in {_PATIENCE_S:.0f} s")
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    if os.getpid() == owner:
+        process.kill()
+        process.wait()
 
 
 def main(path: str, leaf_bytes: int) -> None:
     """The process: answer what standard input asks, until it ends."""
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # its trainer may go on for a while, and ends it
-        signal.signal(ignored, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)  # its trainer may go on for a while, and ends it
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     data = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
     os.close(descriptor)
     answers: queue.SimpleQueue[Future[bytes] | None] = queue.SimpleQueue()
 
     def answer() -> None:
-        while (found := answers.get()) is not None:
-            told = found.result()
-            while told:
-                told = told[os.write(sys.stdout.fileno(), told) :]
+        with contextlib.suppress(BrokenPipeError):  # the trainer has died
+            while (found := answers.get()) is not None:
+                told = found.result()
+                while told:
+                    told = told[os.write(sys.stdout.fileno(), told) :]
 
     teller = threading.Thread(target=answer)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -126,5 +164,4 @@ def main(path: str, leaf_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]))

@@ -144,9 +144,7 @@ class Filling:
             self.abandon()
             raise ArenaDamaged(f"the record of step {step} has {len(data)} bytes, more than {layout.record_room}")
         arena._put(layout.record_at(self._number), data)
-        arena._read[self._number] = record
-        arena._put_sequence(self._number, self._sequence + 1)
-        arena._end(self._number)
+        arena._end(self._number, record)
         return record
 
     def abandon(self) -> None:

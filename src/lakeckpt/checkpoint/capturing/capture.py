@@ -220,7 +220,8 @@ class Capture:
 
     def _may_be_gentle(self, number: int) -> bool:
         """Whether nothing of a slice comes any other way, or later: what is copied gently is digested at once."""
-        return self._gently is not None and not self._slices[number].is_linked and self._pending[number] == 1
+        moves = self._slices[number]  # its own slice comes first in what it touches
+        return self._gently is not None and not moves.is_linked and self._pending[moves.touches[0]] == 1
 
     def _made(self, number: int, *, gently: bool) -> list[Issued]:
         """Make the copies of a slice."""
@@ -228,7 +229,7 @@ class Capture:
         if not gently or self._gently is None:
             return moves.make()
         issued = moves.make(runs=False)
-        self._gently(number, moves.runs)
+        self._gently(moves.touches[0], moves.runs)
         return issued
 
     def give_up(self) -> None:
@@ -242,9 +243,11 @@ class Capture:
                 self._changed.wait()
             issued, self._issued = self._issued, {}
             self._intact, self._sealed = False, True
-        self._fills.give_up()
-        for one in issued.values():
-            wait_all(one)
+        try:
+            self._fills.give_up()
+        finally:
+            for one in issued.values():
+                wait_all(one)
 
     def _next_bytes(self) -> int | None:
         with self._changed:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
@@ -240,8 +241,8 @@ class CaptureEngine:
         return self._store.arena.begin(common=common)
 
     def _most_under_way(self) -> int:
-        """Two where one was fenced, and only its copies off a device, or their checksums, are still to come: a host
-        that runs ahead of its device would leave out every other cut. A gate that paces knows of one at a time."""
+        """Two where of the first, which was fenced, only copies off a device or checksums are to come: a host ahead of
+        its device would leave out every other cut. A gate that paces knows of one."""
         return 2 if self._links and not self._gate.paces else 1
 
     def _taken(self, facts: Facts, plan: CapturePlan, filling: Filling, begin_s: float) -> Job:
@@ -338,7 +339,7 @@ class CaptureEngine:
                 if self._store.is_slow:
                     self._warning = _SLOW
                 if self._store.checksummer_failure is not None:
-                    self._lose_checksummer(self._store.checksummer_failure)
+                    self._warning = _SUMMED_HERE.format(self._store.checksummer_failure)
                 if self._store.was_removed:
                     self._store.was_removed, self._warning = False, _REMOVED
             except Exception as error:
@@ -349,9 +350,10 @@ class CaptureEngine:
 
         self._copier.do(make)
 
-    def _lose_checksummer(self, why: str) -> None:
-        self._store.close_checksummer()
-        self._warning = _SUMMED_HERE.format(why)
+    def _lose_checksummer(self, lost: Checksummer, why: str) -> None:
+        if self._store.checksummer is lost:  # of two captures the first one tells
+            self._store.close_checksummer()
+            self._warning = _SUMMED_HERE.format(why)
 
     def _run(self, job: Job) -> None:
         complete = False

@@ -30,8 +30,8 @@ StillDigests = dict[tuple[str, int], bytes]
 class Filler:
     """Of one capture: fills its slices. Called by the copier alone.
 
-    ``digests`` are those of the pieces that are still, as they were found first; ``lost`` is called with why the
-    process for checksums cannot be used any more.
+    ``digests`` are those of the pieces that are still, as they were found first; ``lost`` is called with a process for
+    checksums that cannot be used any more, and why.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Filler:
         doubts: Doubts,
         copier: Copier,
         checksummer: Checksummer | None,
-        lost: Callable[[str], None],
+        lost: Callable[[Checksummer, str], None],
     ) -> None:
         self._plan, self._filling = plan, filling
         self._digests, self._doubts = digests, doubts
@@ -83,7 +83,7 @@ class Filler:
         wait(self._futures)
         if self._checksummer is not None:
             with self._or_here():
-                while self._asked:
+                while self._asked:  # the next capture's answers come behind these
                     self._checksummer.take()
                     self._asked.popleft()
 
@@ -93,8 +93,9 @@ class Filler:
         try:
             yield
         except ArenaError as error:
+            assert self._checksummer is not None
+            self._lost(self._checksummer, str(error))
             self._checksummer = None
-            self._lost(str(error))
             while self._asked:
                 self._filling.filled(self._asked.popleft())
 

@@ -6,7 +6,7 @@ Nothing is copied, and what is compared is held: else something new could be mad
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,21 +22,39 @@ class Places:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._keys, self._tensors = list(tensors), tuple(tensors.values())
         self._places = [_place(one) for one in self._tensors]
-        self._dtypes = [one.dtype for one in self._tensors]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._aliases = [one.detach() for one in self._tensors]
+        self._aliases: list[torch.Tensor] | None = None
+        self._addresses: list[int] = []
+        self._dtypes: list[torch.dtype] = []
 
     def hold(self) -> bool:
-        """Whether all of them lie where they lay. This is asked at every cut, of thousands: it makes no objects."""
-        return (
-            list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
-            and [one.dtype for one in self._tensors] == self._dtypes
-            and all(map(torch.Tensor.is_set_to, self._tensors, self._aliases))  # storage, offset, shape and strides
-        )
+        """Whether all of them lie where they lay. This is asked at every cut, of thousands of tensors; from the second
+        time on in C, wherever torch can tell."""
+        if self._aliases is not None:
+            return (
+                list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+                and [one.dtype for one in self._tensors] == self._dtypes
+                and _are_set_to(self._tensors, self._aliases)
+            )
+        if [_place(one) for one in self._tensors] != self._places:
+            return False
+        aliases = [one.detach() for one in self._tensors]
+        if not any(one.is_conj() or one.is_neg() for one in self._tensors) and _are_set_to(self._tensors, aliases):
+            self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+            self._dtypes = [one.dtype for one in self._tensors]
+            self._aliases = aliases
+        return True
 
     def are(self, others: Places) -> bool:
         """Whether these were the same memory under the same keys. State dicts may give other tensors of it."""
         return self._keys == others._keys and self._places == others._places
+
+
+def _are_set_to(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    """Whether they have the same storage, offset, shape and strides. Tensors of somebody's own may not say."""
+    try:
+        return all(map(torch.Tensor.is_set_to, some, others))
+    except Exception:
+        return False
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from lakeckpt.checkpoint.arena.contents import Documents
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.capturing.capture import Capture
-from lakeckpt.checkpoint.capturing.moves import Moves
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
-from lakeckpt.checkpoint.capturing.witnesses import Witnesses
+from lakeckpt.checkpoint.capturing.witnesses import Taken, Witnesses
 
 __all__ = ["CaptureRecord", "Facts", "Job"]
 
@@ -55,7 +54,7 @@ class Job:
     filling: Filling
     capture: Capture
     witnesses: Witnesses
-    taken: Moves | None
+    taken: Taken | None
     """What witnesses have kept."""
     planned_for: frozenset[str]
     """What was known to move when the plan was made."""

@@ -23,11 +23,16 @@ from lakeckpt.checkpoint.capturing.packing import Batch
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
 from lakeckpt.checkpoint.tensors import as_bytes
 
-__all__ = ["Issued", "Links", "Moves", "early_moves", "flat_bytes", "joined", "late_moves", "wait_all"]
+__all__ = ["Issued", "Links", "Moves", "early_moves", "flat_bytes", "joined", "late_moves", "link_of", "wait_all"]
 
 Links = Mapping[torch.device, Link]
 """The links of the devices that have one."""
 _LARGE_BYTES = 64 * 2**10
+
+
+def link_of(tensor: torch.Tensor, links: Links) -> Link | None:
+    """By which link it leaves its device; None for host memory."""
+    return links.get(tensor.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +153,7 @@ def _add(
     flats: dict[str, torch.Tensor | None],
 ) -> None:
     tensor = plan.parted.late[piece.key]
-    link = links.get(tensor.device)
+    link = link_of(tensor, links)
     if piece.key not in flats:
         flats[piece.key] = flat_bytes(tensor)
     flat = flats[piece.key]
@@ -168,7 +173,7 @@ def early_moves(plan: CapturePlan, memory: torch.Tensor, links: Links) -> Moves:
     for key, tensor in plan.parted.early.items():
         if not tensor.numel():
             continue
-        at, link, flat = plan.early[key], links.get(tensor.device), flat_bytes(tensor)
+        at, link, flat = plan.early[key], link_of(tensor, links), flat_bytes(tensor)
         if flat is None:
             moves.add(_whole(memory, at, tensor), tensor.detach(), link)
         else:

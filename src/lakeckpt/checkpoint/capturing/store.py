@@ -12,6 +12,7 @@ Called by the copier alone, but for `ready`. It starts no threads.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 
 import torch
@@ -90,11 +91,11 @@ class ArenaStore:
         for number in range(layout.generations):
             self.moves(plan, number)
         linked_bytes = sum(one.nbytes for one in plan.parted.late.values() if one.device in links)
-        if linked_bytes >= _SUMMED_BESIDE_BYTES:
+        if linked_bytes >= _SUMMED_BESIDE_BYTES and not getattr(sys, "frozen", False):
             try:
                 path = f"{self._folder.path}/{self.arena.name}"
                 self.checksummer = Checksummer(path, leaf_bytes=layout.leaf_bytes)
-            except OSError as error:
+            except Exception as error:  # threads take them then
                 self.checksummer_failure = f"a process that takes checksums cannot be started ({error})"
 
     def _left(self) -> list[str]:

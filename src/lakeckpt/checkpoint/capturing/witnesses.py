@@ -10,15 +10,25 @@ It proves nothing where it finds nothing: a change of single elements goes by it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from lakeckpt.checkpoint.capturing.moves import Links, Moves, flat_bytes, wait_all
+from lakeckpt.checkpoint.capturing.moves import Links, Moves, flat_bytes, link_of, wait_all
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
 
-__all__ = ["Witnesses"]
+__all__ = ["Taken", "Witnesses"]
 
 _BYTES = 64
 _MOST = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Bytes of one cut: copies on devices, and rows of what lies in host memory."""
+
+    moves: Moves
+    here: torch.Tensor
 
 
 class Witnesses:
@@ -29,37 +39,44 @@ class Witnesses:
         self._plan, self._spots = plan, _spots(plan)
         self._rows = torch.zeros(len(self._spots), _BYTES, dtype=torch.uint8)
         self._moves = Moves()
+        self._linked: list[bool] = []
         flats: dict[str, torch.Tensor | None] = {}
         for row, (key, start, stop, _) in zip(self._rows, self._spots, strict=True):
             tensor = plan.parted.late[key]
             if key not in flats:
                 flats[key] = flat_bytes(tensor)
             flat = flats[key]
+            link = link_of(tensor, links)
+            self._linked.append(link is not None)
             if flat is not None:
-                self._moves.add(row[: stop - start], flat[start:stop], links.get(tensor.device))
+                self._moves.add(row[: stop - start], flat[start:stop], link)
         self._known = {key for key, flat in flats.items() if flat is not None}
 
     def are_of(self, plan: CapturePlan) -> bool:
         """Whether they are of these tensors, in these places."""
         return self._plan.parted.late is plan.parted.late and self._plan.slices is plan.slices
 
-    def take(self) -> Moves | None:
+    def take(self) -> Taken | None:
         """The bytes as they are now, for `changed`: on a device, as of all that this thread has given it to do."""
         try:
-            return self._moves.kept()
+            moves = self._moves.kept()
         except torch.OutOfMemoryError:
             return None
+        return Taken(moves=moves, here=self._rows.clone())
 
-    def changed(self, taken: Moves | None, data: memoryview) -> frozenset[str]:
+    def changed(self, taken: Taken | None, data: memoryview) -> frozenset[str]:
         """The keys of tensors of which ``data``, a generation that is filled, holds other bytes than were ``taken``."""
         if taken is None:
             return frozenset()
-        wait_all(taken.make())
-        kept = self._rows.numpy()
+        wait_all(taken.moves.make())
+        # What came from a device did so just now; what lies here was taken at the cut, and another cut may be taken.
+        come, here = self._rows.numpy(), taken.here.numpy()
         return frozenset(
             key
-            for row, (key, start, stop, at) in zip(kept, self._spots, strict=True)
-            if key in self._known and row[: stop - start].tobytes() != data[at : at + stop - start]
+            for number, (key, start, stop, at) in enumerate(self._spots)
+            if key in self._known
+            and (come if self._linked[number] else here)[number, : stop - start].tobytes()
+            != data[at : at + stop - start]
         )
 
 
