@@ -9,6 +9,7 @@ import os
 import signal
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -346,6 +347,31 @@ def test_a_generation_is_complete_only_when_all_of_it_was_filled(folder: ArenaFo
         filling.abandon()
         assert arena.complete() == []
         assert capture(arena, 1)
+
+
+def test_what_is_completed_while_another_one_is_begun_is_not_begun_anew(folder: ArenaFolder) -> None:
+    with made(folder) as arena:
+        assert capture(arena, 1)
+        first = arena.begin(common=1)
+        assert first is not None
+        for number in range(arena.layout.num_slices):
+            first.filled(number)
+        how = {"step": 2, "attempt": "a", "cut": CUT, "documents": b""}
+        copier = threading.Thread(target=first.complete, kwargs=how)
+        records = arena._records
+
+        def records_before_it() -> list[Any]:
+            found = records()
+            copier.start()
+            copier.join(0.2)
+            return found
+
+        arena._records = records_before_it  # type: ignore[method-assign]
+        second = arena.begin(common=1)
+        arena._records = records  # type: ignore[method-assign]
+        copier.join()
+        assert second is not None and second.number != first.number
+        assert [one.step for one in arena.complete()] == [2, 1]
 
 
 def test_two_generations_may_be_filled_and_the_newest_complete_one_is_spared(folder: ArenaFolder) -> None:

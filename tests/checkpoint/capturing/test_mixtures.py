@@ -7,9 +7,11 @@ import random
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,16 +21,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capturing import capture as capture_module
 from lakeckpt.checkpoint.capturing import moves
 from lakeckpt.checkpoint.capturing import store as store_module
+from lakeckpt.checkpoint.capturing import witnesses as witnesses_module
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.capturing.filler import Filler
 from lakeckpt.checkpoint.capturing.packing import Batch
 from lakeckpt.checkpoint.capturing.witnesses import Witnesses
 from lakeckpt.checkpoint.gate import OpenGate
 from lakeckpt.checkpoint.report import CaptureWarning
+from lakeckpt.errors import SaveFailed
 from tests.checkpoint.capturing.device import Device, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
 from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps
@@ -366,54 +371,199 @@ def test_where_that_process_dies_this_one_takes_the_checksums_and_says_so(
 
 
 class Behind(SimulatedLink):
-    """Its copies are not done before they may be."""
+    """Its copies are not done before they may be: all of them, or so many."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
-        self.may = threading.Event()
+        self.changed = threading.Condition()
+        self.free = False
+        self.allowed = 0
+
+    def allow(self, *, free: bool | None = None, more: int = 0) -> None:
+        with self.changed:
+            self.free = self.free if free is None else free
+            self.allowed += more
+            self.changed.notify_all()
 
     def copy(self, batch: Batch, /) -> Any:
         ticket = super().copy(batch)
-        wait = ticket.wait
+        wait, done = ticket.wait, threading.Event()
 
         def wait_until_it_may() -> None:
-            assert self.may.wait(PATIENCE_S)
+            with self.changed:
+                assert self.changed.wait_for(lambda: done.is_set() or self.free or self.allowed > 0, PATIENCE_S)
+                self.allowed -= not (done.is_set() or self.free)
+                done.set()
             wait()
 
         ticket.wait = wait_until_it_may  # type: ignore[method-assign]
         return ticket
 
 
-@pytest.mark.parametrize("scratch_bytes", [0, 300, 10**6])
-def test_a_host_that_is_an_iteration_ahead_of_its_device_leaves_no_cut_out(tmp_path: Path, scratch_bytes: int) -> None:
-    device, model = Device(1), Stamped()
-    optimizer, link = Stamper(model, lambda work: device.queue(0, work)), Behind(device)
-    objects = {"model": model, "optimizer": optimizer}
-    links = {torch.device("cpu"): link}
-    how: dict[str, Any] = {"slice_bytes": SLICE_BYTES, "scratch_bytes": scratch_bytes, "links": links}
-    engine = CaptureEngine(objects, IDENTITY, folder=ArenaFolder(tmp_path / "arenas"), **how)
+class Mixed(Stamper):
+    """What is tiny lies in host memory, as Adam's counts of steps do beside a model on a GPU, and changes at once."""
 
-    def train() -> bool:
-        optimizer.step()
-        device.queue(0, _stamps(model, optimizer.stamp))
-        began = engine.cut(optimizer.stamp, attempt="a", cut=CUT, common=engine.completed, must=optimizer.stamp == 1)
-        device.queue(0, _stamps(model, -1))
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.stamp += 1
+        for one in [*self.state, *(state["moment"] for state in self.state.values())]:
+            if is_tiny(one):
+                one.data.fill_(self.stamp)
+            else:
+                self.launch(partial(one.data.fill_, self.stamp))
+            torch.autograd.graph.increment_version(one)
+
+
+def is_tiny(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes <= 12
+
+
+class Ahead:
+    """Training on a device whose host may be an iteration ahead of it, with captures of every step."""
+
+    def __init__(self, folder: Path, *, stamper: type[Stamper] = Stamper, **options: Any) -> None:
+        self.device, self.model = Device(1), Stamped()
+        self.optimizer = stamper(self.model, lambda work: self.device.queue(0, work))
+        self.link = Behind(self.device)
+        objects = {"model": self.model, "optimizer": self.optimizer}
+        how: dict[str, Any] = {"slice_bytes": SLICE_BYTES, "links": {torch.device("cpu"): self.link}, **options}
+        self.engine = CaptureEngine(objects, IDENTITY, folder=ArenaFolder(folder), **how)
+        with self.freely():
+            self.train()
+            self.engine.wait()
+
+    def train(self) -> bool:
+        """One step, and a cut."""
+        self.optimizer.step()
+        return self.cut()
+
+    def cut(self) -> bool:
+        """A cut, and the next forward pass."""
+        step, engine = self.optimizer.stamp, self.engine
+        self.device.queue(0, _stamps(self.model, step))
+        began = engine.cut(step, attempt="a", cut=CUT, common=engine.completed, must=step == 1)
+        self.device.queue(0, _stamps(self.model, -1))
         return began
 
-    link.may.set()
-    train()
-    engine.wait()
+    @contextmanager
+    def freely(self) -> Iterator[None]:
+        """Copies in the block are done when somebody waits for them."""
+        self.link.allow(free=True)
+        yield
+        self.link.allow(free=False)
+
+    def seen(self) -> set[int]:
+        """The steps that are whole."""
+        with self.freely():
+            self.engine.wait()
+        self.device.run()
+        assert self.engine._store.arena is not None
+        return set(check_stamps(self.engine._store.arena))
+
+    def close(self) -> None:
+        with self.freely():
+            self.engine.close(remove=True)
+
+
+@pytest.fixture
+def ahead(tmp_path: Path) -> Iterator[Callable[..., Ahead]]:
+    made: list[Ahead] = []
+
+    def make(**options: Any) -> Ahead:
+        made.append(Ahead(tmp_path / f"arenas-{len(made)}", **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("scratch_bytes", [0, 300, 10**6])
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_host_that_is_an_iteration_ahead_of_its_device_leaves_no_cut_out(
+    ahead: Callable[..., Ahead], scratch_bytes: int, summed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_SUMMED_BESIDE_BYTES", 1 if summed else 10**9)
+    job = ahead(scratch_bytes=scratch_bytes)
     for step in range(2, 20, 3):
-        link.may.clear()
-        assert train() and train(), "the second begins while the copies of the first are still to come"
-        assert not train(), "a third would leave nothing that is complete"
-        link.may.set()
-        assert engine.wait() == step + 1
-        device.run()
-        assert engine._store.arena is not None
-        assert {step, step + 1} <= set(check_stamps(engine._store.arena))
-    assert all(record.complete for record in engine.records)
-    engine.close(remove=True)
+        assert job.train() and job.train(), "the second begins while the copies of the first are still to come"
+        assert job.engine._current.capture._scratch_bytes == 0, "all of it may be in use"
+        assert not job.train(), "a third would leave nothing that is complete"
+        assert {step, step + 1} <= job.seen()
+    assert all(record.complete for record in job.engine.records)
+
+
+def test_host_memory_beside_a_device_is_witnessed_for_each_cut(
+    ahead: Callable[..., Ahead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (moves, witnesses_module):
+        monkeypatch.setattr(module, "link_of", lambda one, links: None if is_tiny(one) else links.get(one.device))
+    job = ahead(stamper=Mixed)
+    for step in range(2, 20, 3):
+        assert job.train() and job.train() and not job.train()
+        assert {step, step + 1} <= job.seen()
+    assert all(record.complete for record in job.engine.records)
+
+
+def test_two_cuts_without_an_update_between_are_both_fenced_before_the_next_one(ahead: Callable[..., Ahead]) -> None:
+    job = ahead(scratch_bytes=0)
+    assert job.train()
+    assert job.cut(), "the same step again"
+    assert not job.train()
+    assert {2} <= job.seen()
+    assert all(record.complete for record in job.engine.records)
+
+
+def test_the_second_is_fenced_though_the_first_has_ended(ahead: Callable[..., Ahead]) -> None:
+    job = ahead(scratch_bytes=0)
+    assert job.train() and job.train()
+    while job.engine.completed != 2:  # copies of the first alone are done
+        job.link.allow(more=1)
+        time.sleep(0.01)
+    assert job.engine._current is not None
+    job.optimizer.step()
+    assert job.engine._current.capture._sealed, "the update was fenced"
+    assert {2, 3} <= job.seen()
+
+
+def test_a_gate_that_paces_knows_of_one_capture_at_a_time_and_of_single_slices(ahead: Callable[..., Ahead]) -> None:
+    paced, free = ahead(gate=SlowGate(0)), ahead(slice_bytes=None)
+    assert (paced.engine._most_under_way(), paced.engine._store._joins) == (1, False)
+    assert (free.engine._most_under_way(), free.engine._store._joins) == (2, True)
+    paced = ahead(gate=SlowGate(0), slice_bytes=None)
+    assert not paced.engine._store._joins
+
+
+def test_checksums_go_on_in_step_behind_a_capture_that_failed(
+    ahead: Callable[..., Ahead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_SUMMED_BESIDE_BYTES", 1)
+    job = ahead(scratch_bytes=0)
+    copy = job.link.copy
+    for step in range(2, 14, 3):
+        made = iter(range(100))
+
+        def copy_some(batch: Batch, /, made: Iterator[int] = made) -> Any:
+            if next(made) == 5:
+                raise RuntimeError("the device is gone")
+            return copy(batch)
+
+        job.link.copy = copy_some  # type: ignore[method-assign]
+        with job.freely():
+            assert job.train()
+            until = time.monotonic() + PATIENCE_S
+            while job.engine._failure is None or job.engine._under_way:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+        job.link.copy = copy  # type: ignore[method-assign]
+        with pytest.raises(SaveFailed, match="the device is gone"):
+            job.engine.wait()
+        assert job.train() and job.train() and {step + 1, step + 2} <= job.seen()
+        assert job.engine._store.arena is not None
+        for kept in (step + 1, step + 2):
+            with job.engine._store.arena.hold(kept) as held:
+                assert held is not None
+                contents = contents_of(held)
+                assert all(len(contents.tensor(key)) for key in contents.specs), "every checksum is that of its slice"
 
 
 @pytest.mark.parametrize("missing", ["orders", "holds"])

@@ -6,7 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lakeckpt.checkpoint.capturing.moves import Moves, joined
 from lakeckpt.checkpoint.capturing.packing import Batch, packed
+from tests.checkpoint.capturing.device import Device, SimulatedLink
 
 
 @given(st.lists(st.tuples(st.integers(1, 90), st.sampled_from([0, 1, 63, 64, 200])), min_size=1, max_size=12))
@@ -47,3 +49,23 @@ def test_what_is_conjugated_or_negated_lazily_arrives_as_it_is_read() -> None:
     assert negated.is_neg()
     packed(Batch([(one := torch.zeros(50), negated)])).make()
     assert torch.equal(one, negated.resolve_neg())
+
+
+def test_neighbours_are_joined_where_all_of_both_goes_one_way_and_no_further() -> None:
+    links = [SimulatedLink(Device(seed)) for seed in range(2)]
+
+    def moves(number: int, *ways: SimulatedLink | None, size_bytes: int = 10) -> Moves:
+        made = Moves(touches=[number])
+        for way in ways:
+            made.add(torch.zeros(size_bytes, dtype=torch.uint8), torch.ones(size_bytes, dtype=torch.uint8), way)
+        return made
+
+    one, other = links
+    every = [moves(0, one), moves(1, one), moves(2, one, None), moves(3, one), moves(4, other), moves(5, other, other)]
+    every += [moves(6, other, size_bytes=100), moves(7, other), moves(8), moves(9, other), moves(10, None)]
+    every[1].touches.append(2)
+    found = joined(every, most_bytes=40)
+    assert [made.touches for made in found] == [[0, 1, 2], [2], [3], [4, 5], [6], [7], [8], [9], [10]]
+    assert [made.size_bytes for made in found] == [20, 20, 10, 30, 100, 10, 0, 10, 10]
+    assert sum(made.size_bytes for made in every) == sum(made.size_bytes for made in found)
+    assert every[0].touches == [0] and every[0].size_bytes == 10, "what was joined is as it was"
