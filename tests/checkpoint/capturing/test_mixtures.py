@@ -420,7 +420,8 @@ def is_tiny(tensor: torch.Tensor) -> bool:
 class Ahead:
     """Training on a device whose host may be an iteration ahead of it, with captures of every step."""
 
-    def __init__(self, folder: Path, *, stamper: type[Stamper] = Stamper, **options: Any) -> None:
+    def __init__(self, folder: Path, *, stamper: type[Stamper] = Stamper, ranks: int = 1, **options: Any) -> None:
+        self.ranks = ranks
         self.device, self.model = Device(1), Stamped()
         self.optimizer = stamper(self.model, lambda work: self.device.queue(0, work))
         self.link = Behind(self.device)
@@ -440,7 +441,8 @@ class Ahead:
         """A cut, and the next forward pass."""
         step, engine = self.optimizer.stamp, self.engine
         self.device.queue(0, _stamps(self.model, step))
-        began = engine.cut(step, attempt="a", cut=CUT, common=engine.completed, must=step == 1)
+        common = engine.completed if self.ranks == 1 else None  # of others nothing is known here
+        began = engine.cut(step, attempt="a", cut=CUT, common=common, must=step == 1)
         self.device.queue(0, _stamps(self.model, -1))
         return began
 
@@ -490,6 +492,15 @@ def test_a_host_that_is_an_iteration_ahead_of_its_device_leaves_no_cut_out(
         assert not job.train(), "a third would leave nothing that is complete"
         assert {step, step + 1} <= job.seen()
     assert all(record.complete for record in job.engine.records)
+
+
+def test_with_several_ranks_a_fourth_generation_has_room_for_the_second(ahead: Callable[..., Ahead]) -> None:
+    job = ahead(ranks=2, generations=4)
+    for step in range(2, 5):
+        assert job.train() and step in job.seen()
+    for step in range(5, 20, 3):
+        assert job.train() and job.train() and not job.train()
+        assert {step, step + 1} <= job.seen()
 
 
 def test_host_memory_beside_a_device_is_witnessed_for_each_cut(
