@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -209,3 +211,55 @@ def test_parameters_that_are_divided_twice_by_one_dimension_have_states_that_are
 
 def test_they_come_back_from_memory_too(tmp_path: Path) -> None:
     run_processes(2, save, 2, str(tmp_path), True)
+
+
+class Local(torch.optim.Optimizer):
+    """Works on this rank's part, and keeps plain tensors: of the part's shape, and of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            part, state = parameter.to_local(), self.state[parameter]
+            if not state:
+                state["moment"] = torch.zeros_like(part)
+                state["own"] = torch.full((4,), 10.0 * dist.get_rank() + 1)
+            state["moment"].add_(parameter.grad.to_local())
+            state["own"].add_(1)
+            part.sub_(state["moment"], alpha=0.1)
+
+
+def own(rank: int, folder: str, attempt: int, captures: bool, with_model: bool) -> None:
+    begin(rank, 2, f"{folder}/{attempt}")
+    torch.manual_seed(3)
+    model = torch.nn.Linear(8, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = Local(model.parameters())
+    state = {"optimizer": optimizer, **({"model": model} if with_model else {})}
+    options: dict[str, Any] = {"capture_every": 1, "arenas": f"{folder}/arenas"} if captures else {}
+    manager = CheckpointManager(f"{folder}/run", state, **options)
+    assert manager.restore() == 2 * attempt
+    for _ in range(2):  # the first cut has the arena made
+        model(torch.full((2, 8), rank + 1.0)).sum().backward()
+        optimizer.step()
+        manager.step()
+        if captures:
+            manager._background._engine.wait()
+    if not captures:
+        manager.save()
+    (found,) = optimizer.state.values()
+    assert not any(isinstance(one, DTensor) for one in found.values())
+    assert found["own"].tolist() == [10.0 * rank + 3 + 2 * attempt] * 4 and found["moment"].shape == (2, 8)
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("captures", "with_model"), [(False, True), (False, False), (True, True), (True, False)])
+def test_what_an_optimizer_keeps_of_this_ranks_part_stays_its_own(
+    tmp_path: Path, captures: bool, with_model: bool
+) -> None:
+    for attempt in range(3):
+        (tmp_path / str(attempt)).mkdir()
+        run_processes(2, own, str(tmp_path), attempt, captures, with_model)

@@ -83,12 +83,14 @@ class Tip:
         try:
             self._refuse_others(read_entry(self._storage, last))
             return ""
-        except (WireError, StorageError):
+        except ObjectMissing:
             pass
+        except (WireError, StorageError):
+            return ""  # it is damaged, or the store failed
         try:
             listed = list_slots(self._storage)
             if last in listed:
-                return ""  # it is damaged, or the store failed
+                return ""  # it is back, or the answer before was an old one
             if listed:
                 self._refuse_others(read_entry(self._storage, listed[-1]), newest=True)
         except (WireError, StorageError):

@@ -78,6 +78,8 @@ class Loaded:
     """The random states of this rank; None where it is new."""
     per_rank: tuple[str, ...]
     """The units of which ranks had different contents."""
+    is_own: bool = False
+    """Whether it is what this rank of several had, and nobody knows what the others have."""
     unlike: Unlike | None = None
     """After a change of the world size: which tensors ranks had different contents of."""
 
@@ -243,6 +245,7 @@ def loaded_of(
     is_new: bool,
     per_rank: tuple[str, ...],
     what: str,
+    is_own: bool = False,
 ) -> Loaded:
     """The state that the ``documents`` of trees (random states among them) and ``source`` make up.
 
@@ -264,6 +267,7 @@ def loaded_of(
         source=source,
         random=None if is_new else random,
         per_rank=per_rank,
+        is_own=is_own,
     )
 
 

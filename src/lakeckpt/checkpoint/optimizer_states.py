@@ -16,9 +16,9 @@ import torch
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.load import Loaded
-from lakeckpt.checkpoint.shards import divided_like, is_sharded
+from lakeckpt.checkpoint.shards import divided_like, is_sharded, local_of
 from lakeckpt.checkpoint.tensors import overlaps_itself, spec_of
-from lakeckpt.checkpoint.tree import alongside, references
+from lakeckpt.checkpoint.tree import alongside
 
 __all__ = ["fits", "states_in"]
 
@@ -28,7 +28,7 @@ def states_in(
 ) -> dict[str, torch.Tensor]:
     """key → the tensor of that place in the state; a new DTensor where there is none and ranks hold parts of the
     parameter, on its device or on another (``device``). What is in neither case is left out."""
-    was_divided = any(key in loaded.wholes for key in references(tree["state"]))
+    was_divided = bool(loaded.wholes) or loaded.is_own
     found: dict[str, torch.Tensor] = {}
     for parameter, key, known in _leaves(optimizer, tree):
         spec = loaded.specs[key]
@@ -58,8 +58,10 @@ def _is_shared(parameter: torch.Tensor, spec: TensorSpec, loaded: Loaded, *, was
     """Whether a state of a parameter that ranks share is shared by them, too."""
     if spec.key in loaded.wholes or spec.shape == tuple(parameter.shape):
         return True
-    # What had its parameter whole says nothing of this; a count of steps is every rank's own.
-    return not was_divided and len(spec.shape) > 0 and spec.size_bytes > 0 and max(spec.shape) > 1
+    # What had its parameters whole says nothing of this. What ranks had of their own is every rank's own; so is what
+    # has the shape of its part, and a count of steps.
+    own = f"tensor:{spec.key}" in loaded.per_rank or spec.shape == tuple(local_of(parameter).shape)
+    return not (was_divided or own) and len(spec.shape) > 0 and spec.size_bytes > 0 and max(spec.shape) > 1
 
 
 def fits(live: torch.Tensor, spec: TensorSpec) -> bool:

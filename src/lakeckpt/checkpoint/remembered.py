@@ -149,6 +149,7 @@ class Remembered:
             is_new=False,
             per_rank=(),
             what=f"step {which.step} in memory",
+            is_own=self._world_size > 1,
         )
         done = which.step == (recorded or 0)
         return Recalled(

@@ -11,6 +11,7 @@ ranks, divided as it was, or not at all. Reads and writes nothing. Imports witho
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -145,6 +146,8 @@ class Wholes:
 
     def __init__(self, parts: Sequence[PartRecord]) -> None:
         self._said = _said(parts)
+        spans = ((start, stop, number) for number, (ranks, _) in enumerate(self._said) for start, stop in ranks)
+        self._spans = sorted(spans)  # which rank says what: no two say for one rank
         self._groups: defaultdict[str, dict[_Id, _Group]] = defaultdict(dict)
         for record in (record for part in parts for record in part.tensors):
             place = place_of(record.spec.key)
@@ -153,16 +156,24 @@ class Wholes:
 
     def _add(self, place: Place, whole: TensorSpec, record: TensorRecord) -> None:
         groups = self._groups[place.name]
-        for ranks, shared in self._said:
-            if not _meet(record.ranks, ranks):
-                continue
-            sharing = shared.get(place.name)
+        for number in self._sayers(record.ranks):
+            sharing = self._said[number][1].get(place.name)
             which = whole.dtype, whole.shape, None if sharing is None else sharing.ranks
             if which not in groups:
                 groups[which] = _Group(spec=whole, shared=which[2], holders=self._holders(place.name, which[2]))
             pieces = groups[which].pieces
             if not pieces or pieces[-1][1] is not record:
                 pieces.append((place.offsets, record))
+
+    def _sayers(self, ranks: Ranks) -> list[int]:
+        """What of all that is said the ``ranks`` say."""
+        found = set()
+        for start, stop in ranks:
+            at = bisect.bisect_right(self._spans, start, key=lambda span: span[1])
+            while at < len(self._spans) and self._spans[at][0] < stop:
+                found.add(self._spans[at][2])
+                at += 1
+        return sorted(found)
 
     def _holders(self, name: str, shared: Ranks | None) -> int:
         alike = [ranks for ranks, said in self._said if name in said and said[name].ranks == shared]
