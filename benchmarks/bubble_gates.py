@@ -119,6 +119,8 @@ class Observed(Accounted):
 class Switch:
     """The gate of the way whose turn it is: for what watches the training thread, and for the engine."""
 
+    paces = True
+
     clock = staticmethod(time.perf_counter)
 
     def __init__(self) -> None:
