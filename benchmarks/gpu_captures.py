@@ -245,20 +245,71 @@ def _row(way: Way, bare: Way, iterations: int) -> list[str]:
     ]
 
 
-def main() -> int:
-    """Measure, print, and write what was measured."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--iterations", type=int, default=20, help="in a block")
     parser.add_argument("--accumulate", type=int, default=2, help="backward passes an iteration")
     parser.add_argument("--batch", type=int, default=16, help="rows of 1024 tokens a backward pass")
-    parser.add_argument(
-        "--others", type=int, default=3, help="how many repetitions the other ways of saving take part in"
-    )
+    parser.add_argument("--others", type=int, default=3, help="repetitions that the other ways of saving take part in")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def _others(job: Job, folder: Path) -> list[Way]:
+    """The other ways of saving that there are."""
+    on_gpu = job.device.type == "cuda"
+    ways = [_torch_save(job, folder), _async_save(job, "async_save", folder / "a", pinned=False)]
+    if on_gpu:
+        ways.append(_async_save(job, "async_save, pinned, kept", folder / "b", pinned=True))
+    for name, pinned in (("torch_checkpointing", False), ("torch_checkpointing, pinned", True))[: 1 + on_gpu]:
+        other = _torch_checkpointing(job, name, folder / name, pinned=pinned)
+        ways += [] if other is None else [other]
+    return ways
+
+
+def _take_turns(job: Job, mine: list[Way], others: list[Way], options: argparse.Namespace) -> None:
+    """Blocks of all ways, one after the other; the first turn of each is none that counts."""
+    begin = 1
+    for repetition in range(1 + (2 if options.quick else options.repetitions)):
+        for way in [*mine, *(others if options.others and repetition <= options.others else ())]:
+            try:
+                seconds = _block(job, way, options.iterations, begin)
+            except Exception as error:  # of another's: it is told, and does not take part any more
+                if way in mine:
+                    raise
+                said = str(error).strip().splitlines() or [""]
+                print(f"{way.name} cannot do it: {type(error).__name__}: {said[0][:200]}", flush=True)
+                others.remove(way)
+                continue
+            begin += options.iterations
+            if repetition:
+                way.blocks_s.append(seconds)
+            print(f"{repetition}: {way.name}: {1e3 * seconds / options.iterations:.1f} ms", flush=True)
+    for way in others:
+        way.close()
+
+
+def _told_of_captures(engine: CaptureEngine) -> dict[str, Any]:
+    """How many cuts came to what, and what a capture that is complete took by the host's clock (medians, seconds)."""
+    whole = [one for one in engine.records if one.complete]
+    return {
+        "complete": len(whole),
+        "given_up": len(engine.records) - len(whole),
+        "left_out": engine.left_out,
+        "a_capture_s": {
+            "cut": statistics.median(one.cut_s for one in whole),
+            "fence": statistics.median(one.fence_s for one in whole),
+            "until it was complete": statistics.median(one.end_s - one.begin_s for one in whole),
+        },
+    }
+
+
+def main() -> int:
+    """Measure, print, and write what was measured."""
+    options = _arguments()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device: nothing was measured")
         return 0
@@ -266,70 +317,35 @@ def main() -> int:
     if options.device == "cpu":
         torch.set_num_threads(1)
     job = Job(options.device, quick=options.quick, accumulate=options.accumulate, batch=options.batch)
-    hosted_s = min(_queued_s(job) for _ in range(3))
-    on_gpu = job.device.type == "cuda"
+    queues_s = min(_queued_s(job) for _ in range(3))
     with place_for_a_run("gpu") as folder, place_for_a_run("gpu", under=MEMORY) as arenas:
         ours, engine = _ours(job, ArenaFolder(arenas))
-        bare = Way(name="no saving")
-        ways = [bare, ours, _torch_save(job, folder), _async_save(job, "async_save", folder / "a", pinned=False)]
-        if on_gpu:
-            ways.append(_async_save(job, "async_save, pinned, kept", folder / "b", pinned=True))
-        for name, pinned in (("torch_checkpointing", False), ("torch_checkpointing, pinned", True)):
-            other = _torch_checkpointing(job, name, folder / name, pinned=pinned and on_gpu)
-            ways += [other] if other is not None else []
+        bare, others = Way(name="no saving"), _others(job, folder)
         try:
-            begin = 1
-            for repetition in range(1 + (2 if options.quick else options.repetitions)):
-                for way in ways[: None if repetition <= options.others and options.others else 2]:
-                    try:
-                        seconds = _block(job, way, options.iterations, begin)
-                    except Exception as error:
-                        if way in (bare, ours):
-                            raise
-                        said = str(error).strip().splitlines() or [""]
-                        print(f"{way.name} cannot do it: {type(error).__name__}: {said[0][:200]}", flush=True)
-                        ways.remove(way)
-                        continue
-                    begin += options.iterations
-                    if repetition:
-                        way.blocks_s.append(seconds)
-                    print(f"{repetition}: {way.name}: {1e3 * seconds / options.iterations:.1f} ms", flush=True)
-            for way in ways:
-                way.close()
-            captured = [one for one in engine.records if one.complete]
-            left_out = engine.left_out
+            _take_turns(job, [bare, ours], others, options)
+            captures = _told_of_captures(engine)
         finally:
             engine.close(remove=True)
     parameters = sum(one.numel() for one in job.model.parameters())
+    ways = [way for way in (bare, ours, *others) if way.blocks_s]
     show(
         f"a GPT of {parameters / 1e6:.0f} M parameters with AdamW: {12 * parameters / 1e9:.2f} GB to save",
         ("way", "iteration, ms", "a save costs, ms", "spread, ms", "of an iteration"),
-        [_row(way, bare, options.iterations) for way in ways if way.blocks_s],
+        [_row(way, bare, options.iterations) for way in ways],
     )
-    taken = len(captured) + left_out
-    spent = {
-        "cut": statistics.median(one.cut_s for one in captured),
-        "fence": statistics.median(one.fence_s for one in captured),
-        "until it was complete": statistics.median(one.end_s - one.begin_s for one in captured),
-    }
-    print(f"the host takes {1e3 * hosted_s:.1f} ms to queue an iteration")
-    print("a capture by the host's clock: " + ", ".join(f"{what} {1e3 * one:.2f} ms" for what, one in spent.items()))
-    print(f"lakeckpt completed {len(captured)} captures of {taken} cuts, and left {left_out} out")
     link, sums = _limits(job.device)
-    print(
-        f"bytes leave the device at {link:.1f} GB/s into pinned memory, and are summed by a thread at {sums:.1f} GB/s"
-    )
+    spent = ", ".join(f"{what} {1e3 * one:.2f} ms" for what, one in captures["a_capture_s"].items())
+    print(f"the host takes {1e3 * queues_s:.1f} ms to queue an iteration")
+    print(f"a capture by the host's clock: {spent}")
+    print("lakeckpt: {complete} captures complete, {given_up} given up, {left_out} cuts left out".format(**captures))
+    print(f"bytes leave the device at {link:.1f} GB/s into pinned memory; a thread sums them at {sums:.1f} GB/s")
     if options.json is not None:
         told = {
             "on": {"torch": torch.__version__, "machine": platform.machine(), "device": _named(job.device)},
             "parameters": parameters,
-            "iterations": options.iterations,
-            "accumulate": options.accumulate,
-            "batch": options.batch,
-            "host_queues_s": hosted_s,
-            "complete": len(captured),
-            "left_out": left_out,
-            "a_capture_s": spent,
+            **{name: getattr(options, name) for name in ("iterations", "accumulate", "batch")},
+            "host_queues_s": queues_s,
+            **captures,
             "link_gb_per_s": link,
             "checksums_gb_per_s": sums,
             "blocks_s": {way.name: way.blocks_s for way in ways},

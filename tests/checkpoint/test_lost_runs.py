@@ -145,3 +145,27 @@ def test_a_store_that_cannot_be_asked_is_no_loss(times: int) -> None:
         saver.step()
         saver.save()
     assert "log/0000000002.lkc" in storage.objects and len(failures) < times
+
+
+def test_an_error_and_a_listing_of_the_past_are_no_loss() -> None:
+    """Some stores list what was; only an entry that is said to be missing is looked for there."""
+    failures: list[str] = []
+
+    class Stale(MemoryStorage):
+        def read(self, path: str, *args: Any, **options: Any) -> bytes:
+            if failures:
+                raise StorageError(failures.pop())
+            return super().read(path, *args, **options)
+
+        def list(self, prefix: str = "") -> list[Any]:
+            return [one for one in super().list(prefix) if one.path != "log/0000000001.lkc"]
+
+    storage = Stale()
+    saver = manager(storage, {"n": Counter(1)})
+    saver.restore()
+    saver.step()
+    saver.save()
+    saver.step()
+    failures.append("busy")
+    saver.save()
+    assert not failures and "log/0000000002.lkc" in storage.objects

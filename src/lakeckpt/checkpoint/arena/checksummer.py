@@ -1,11 +1,11 @@
 """Who takes the checksums of what a device brings?  A process of its own, since the trainer has one interpreter's lock.
 
 A checksum lets go of that lock and takes it again, a thousand times for each gigabyte, and every time the thread that
-trains may have to wait for it: what queues kernels all the time loses a fifth of its speed to that. So a process that
-maps the arena, and has a lock of its own, takes them; it is told which bytes, and answers in that order.
+trains may have to wait for it, which has it to itself while it queues kernels. So a process that maps the arena, and has a
+lock of its own, takes them; it is told which bytes, and answers in that order.
 
-The process is started by `Checksummer` and ends with its standard input: when `close` is called, or the trainer has
-died. It reads the arena, and never writes to it. It imports without torch.
+The process is started by `Checksummer` and ended by `close`; where the trainer has died, it ends with its standard input.
+It reads the arena, and never writes to it. Imports without torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ _ASKED = struct.Struct("<QQ")
 _THREADS = 3
 _PATIENCE_S = 60.0
 _ONCE_MORE_S = 2.0
-
 
 _live: weakref.WeakSet[Checksummer] = weakref.WeakSet()
 
