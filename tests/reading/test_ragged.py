@@ -71,3 +71,21 @@ def test_ill_formed_columns_are_refused() -> None:
         Ragged(values=np.zeros(0), offsets=np.zeros(1, np.int64), kind="text")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one entry more"):
         Ragged(values=np.zeros(0), offsets=np.zeros(0, np.int64))
+
+
+def test_what_pins_and_moves_batches_reaches_every_array_and_leaves_alone_what_is_none_of_theirs() -> None:
+    class Tensor(np.ndarray):  # type: ignore[type-arg]
+        def pin_memory(self) -> str:
+            return f"pinned {self.tolist()}"
+
+        def to(self, device: str, *, non_blocking: bool) -> tuple[str, bool, list[int]]:
+            return device, non_blocking, self.tolist()
+
+    values, offsets, mask = np.arange(3), np.array([0, 1, 3]), np.zeros(3, bool)
+    plain = Ragged(values=values, offsets=offsets, masks={"values.is_null": mask})
+    ragged = plain.map_arrays(lambda array: array.view(Tensor))
+    pinned, moved = ragged.pin_memory(), ragged.to("there", non_blocking=True)
+    assert (pinned.values, pinned.offsets) == ("pinned [0, 1, 2]", "pinned [0, 1, 3]")
+    assert dict(pinned.masks) == {"values.is_null": "pinned [False, False, False]"}
+    assert moved.values == ("there", True, [0, 1, 2]) and moved.offsets == ("there", True, [0, 1, 3])
+    assert plain.pin_memory().values is values and plain.to("there").offsets is offsets
