@@ -1,11 +1,11 @@
 """Who takes the checksums of what a device brings?  A process of its own, since the trainer has one interpreter's lock.
 
 A checksum lets go of that lock and takes it again, a thousand times for each gigabyte, and every time the thread that
-trains may have to wait for it, which has it to itself while it queues kernels. So a process that maps the arena, and has a
-lock of its own, takes them; it is told which bytes, and answers in that order.
+trains may have to wait for it, which has it to itself while it queues kernels. So a process that maps the arena, and
+has a lock of its own, takes them; it is told which bytes, and answers in that order.
 
-The process is started by `Checksummer` and ended by `close`; where the trainer has died, it ends with its standard input.
-It reads the arena, and never writes to it. Imports without torch.
+The process is started by `Checksummer` and ended by `close`; where the trainer has died, it ends with its standard
+input. It reads the arena, and never writes to it. Imports without torch.
 """
 
 from __future__ import annotations
