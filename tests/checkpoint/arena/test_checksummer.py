@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -43,7 +44,7 @@ def checksummer(file: Path) -> Iterator[Checksummer]:
 def is_alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before, or while, it is read
         return False
 
 
@@ -133,6 +134,15 @@ def test_one_that_is_stopped_is_waited_for_and_then_given_up(
         checksummer.ask([(0, LEAF)] * 10_000)  # more than the pipe holds
 
 
+def opened_by(process: int) -> set[str]:
+    """What the process has open. It may be closing some of it meanwhile."""
+    found = set()
+    for one in os.listdir(f"/proc/{process}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/{process}/fd/{one}"))
+    return found
+
+
 def test_one_that_was_closed_is_an_error_for_whoever_still_has_it(file: Path) -> None:
     found = Checksummer(str(file), leaf_bytes=LEAF)
     found.ask([(0, LEAF)])
@@ -152,7 +162,7 @@ def test_forked_children_keep_it_neither_alive_nor_waited_for(file: Path) -> Non
         assert found._to.fileno() >= 0 and len(os.listdir(f"/proc/{child}/fd")) > 0
         pipes = {os.readlink(f"/proc/self/fd/{pipe.fileno()}") for pipe in (found._to, found._from)}
         until = time.monotonic() + PATIENCE_S
-        while pipes & {os.readlink(f"/proc/{child}/fd/{one}") for one in os.listdir(f"/proc/{child}/fd")}:
+        while pipes & opened_by(child):
             assert time.monotonic() < until
             time.sleep(0.01)
         found.ask([(0, LEAF)])
