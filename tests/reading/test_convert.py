@@ -245,11 +245,23 @@ def test_timestamps_with_a_zone_are_utc_in_their_own_unit() -> None:
     assert convert(table_of(noon))["x"].tolist() == [1719828000000]
 
 
-@pytest.mark.parametrize("kind", [pa.decimal128(38, 10), pa.decimal256(76, 10)], ids=str)
-def test_decimals_of_many_digits_become_a_float_near_to_them(kind: pa.DataType) -> None:
-    exact = [decimal.Decimal(text) for text in ("0", "-1.5", "123456789012345678.0123456789", "1E+20", "0.1")]
-    found = convert(table_of(pa.array(exact, kind)))["x"]
-    assert np.allclose(found, [float(value) for value in exact], rtol=4e-16, atol=0)
+EXACT = decimal.Context(prec=76)
+DECIMALS = [
+    *(make(precision, 7) for make, precision in ((pa.decimal128, 18), (pa.decimal128, 38), (pa.decimal256, 76))),
+    *((pa.decimal32(9, 7), pa.decimal64(18, 7)) if hasattr(pa, "decimal32") else ()),
+]
+
+
+@pytest.mark.parametrize("kind", DECIMALS, ids=str)
+@given(data=st.data())
+def test_decimals_become_the_nearest_float_or_of_many_digits_one_near_to_them(kind: pa.DataType, data: Any) -> None:
+    digits = st.integers(1, kind.precision).flatmap(lambda n: st.integers(1 - 10**n, 10**n - 1))
+    exact = [EXACT.scaleb(decimal.Decimal(n), -7) for n in data.draw(st.lists(digits, min_size=1))]
+    found = convert(table_of(pa.array([None, *exact], kind)), nulls="mask")["x"]
+    for value, became in zip(exact, found[1:].tolist(), strict=True):
+        nearest = float(value)
+        is_long = len(value.as_tuple().digits) > 15
+        assert abs(became - nearest) <= (2 * math.ulp(nearest) if is_long else 0)
 
 
 def test_decimals_in_a_nested_column_are_floats_too() -> None:
