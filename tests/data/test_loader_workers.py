@@ -14,6 +14,7 @@ import torch
 
 from lakeckpt import Batch, LakeDataset, LakeLoader, TransformContext
 from lakeckpt.errors import DataFileDamaged, NullValueError
+from lakeckpt.reading.needed import NeededWindows
 from lakeckpt.reading.positions import PositionReader
 from lakeckpt.testing import LakeSpec, assert_exactly_once
 from tests.data.reading import ROWS, as_json, flat, ids, loader_of, some, until_error
@@ -113,13 +114,13 @@ _DECODED = {"windows": 0}
 def test_each_window_is_decoded_once_by_the_worker_that_owns_its_lane(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = PositionReader._begin
+    inner = NeededWindows._begin
 
-    def counted(self: PositionReader, slot: Any) -> Any:
+    def counted(self: NeededWindows, needed: Any) -> Any:
         _DECODED["windows"] += 1
-        return inner(self, slot)
+        return inner(self, needed)
 
-    monkeypatch.setattr(PositionReader, "_begin", counted)
+    monkeypatch.setattr(NeededWindows, "_begin", counted)
     monkeypatch.setitem(_DECODED, "windows", 0)
     folder = LakeSpec(files=((10,) * 6,) * 4).write(tmp_path / "lake")  # 24 row groups of 10 rows
     for num_workers, num_lanes in ((0, 3), (2, 4), (3, 4), (2, 3)):

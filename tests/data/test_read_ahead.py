@@ -22,7 +22,7 @@ from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors
 from lakeckpt.core.order import EpochLayout, Window
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.source import BatchSource
-from lakeckpt.reading.positions import PositionReader
+from lakeckpt.reading.needed import NeededWindows
 from lakeckpt.reading.windows import DecodedWindow, WindowDecoder
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import as_json, flat, ids, loader_of, some, until_error
@@ -39,13 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The windows whose decoding was begun."""
     found: list[tuple[int, int]] = []
-    inner = PositionReader._begin
+    inner = NeededWindows._begin
 
-    def begin(self: PositionReader, slot: Any) -> None:
-        found.append((slot.layout.epoch, slot.window.start))
-        inner(self, slot)
+    def begin(self: NeededWindows, needed: Any) -> None:
+        found.append((needed.layout.epoch, needed.window.start))
+        inner(self, needed)
 
-    monkeypatch.setattr(PositionReader, "_begin", begin)
+    monkeypatch.setattr(NeededWindows, "_begin", begin)
     return found
 
 

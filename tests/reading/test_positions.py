@@ -21,8 +21,9 @@ from lakeckpt.lake.table import Table, open_table
 from lakeckpt.reading import arrays
 from lakeckpt.reading.convert import convert
 from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.reading.needed import windows_held_of
 from lakeckpt.reading.parts import Served, parts_of
-from lakeckpt.reading.positions import PositionReader, windows_held_of
+from lakeckpt.reading.positions import PositionReader
 from lakeckpt.reading.ragged import to_pylist
 from tests.reading.cases import columns, write_ids
 
@@ -179,8 +180,8 @@ def test_who_waits_for_a_window_is_told_once_when_it_has_been_decoded(tmp_path: 
         calls.append(threading.current_thread())
         told.set()
 
-    reader._threads.submit(partial(held.wait, 60))
-    reader._threads.submit(partial(held.wait, 60))
+    reader._needed._threads.submit(partial(held.wait, 60))
+    reader._needed._threads.submit(partial(held.wait, 60))
     announced = reader.announce([(layout, 0, 3)])
     assert reader.waits(announced, when_over) and reader.waits(announced, when_over)
     held.set()
@@ -293,8 +294,8 @@ def test_the_collector_may_let_go_of_a_reader_in_a_thread_that_has_its_locks(tmp
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
     reader, decoded = spied(table, ORDERED, 4)
     reader.read([(layout, 0, 3)])
-    decoder = reader._windows._decoder
-    with decoder._fetcher._state.lock, decoder._files._state.lock, reader._windows._memory._state.lock:
+    decoder = reader._needed.decoder._decoder
+    with decoder._fetcher._state.lock, decoder._files._state.lock, reader._needed.decoder._memory._state.lock:
         reader.clear()  # as an iterator's finalizer does; it would wait for ever
         assert decoder._files._files
     with decoder._files._state.lock:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lakeckpt.core.hashing import Means, permutation
 from lakeckpt.core.order import EpochLayout, OrderSpec
-from lakeckpt.reading import positions as module
+from lakeckpt.reading import needed as module
 from lakeckpt.reading.positions import PositionReader
 from lakeckpt.reading.recycled import Recycled
 from lakeckpt.reading.windows import WindowDecoder

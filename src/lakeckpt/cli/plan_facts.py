@@ -22,7 +22,7 @@ from lakeckpt.core.plan import Plan, fit_lanes, start
 from lakeckpt.core.state import MAX_LANES, Identity
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table import Table
-from lakeckpt.reading.positions import windows_held_of
+from lakeckpt.reading.needed import windows_held_of
 
 __all__ = ["PlanFacts", "Topology", "plan_facts"]
 
