@@ -113,35 +113,29 @@ class LakeckptError(Exception):
 
     kind: ClassVar[str] = "lakeckpt"
 
+    def __init_subclass__(cls, *, kind: str | None = None) -> None:
+        super().__init_subclass__()
+        cls.kind = cls.kind if kind is None else kind
 
-class ConfigError(LakeckptError, ValueError):
+
+class ConfigError(LakeckptError, ValueError, kind="config"):
     """An argument is wrong; nothing was done."""
 
-    kind = "config"
 
-
-class TableError(LakeckptError):
+class TableError(LakeckptError, kind="table"):
     """The lake is not as the run needs it."""
 
-    kind = "table"
 
-
-class TableNotFound(TableError, FileNotFoundError):
+class TableNotFound(TableError, FileNotFoundError, kind="table_not_found"):
     """Nothing to read at the place named."""
 
-    kind = "table_not_found"
 
-
-class SchemaError(TableError, ValueError):
+class SchemaError(TableError, ValueError, kind="schema"):
     """A column is missing, of an unsupported type, or files disagree about it."""
 
-    kind = "schema"
 
-
-class TableFeatureUnsupported(TableError, ValueError):
+class TableFeatureUnsupported(TableError, ValueError, kind="table_feature_unsupported"):
     """The version of the table uses what we, or its format's library, cannot read exactly; nothing was read."""
-
-    kind = "table_feature_unsupported"
 
 
 class _InRowGroup(Exception):
@@ -165,38 +159,28 @@ def _rebuild(
     return kind(message, file=file, row_group=row_group, column=column)
 
 
-class DataFileDamaged(_InRowGroup, TableError):
+class DataFileDamaged(_InRowGroup, TableError, kind="data_file_damaged"):
     """A data file cannot be decoded.
 
     ``file`` is its path in the table, ``row_group`` its ordinal in the file, ``column`` the first damaged column; None
     where it is not known, or the file as a whole.
     """
 
-    kind = "data_file_damaged"
 
-
-class NullValueError(_InRowGroup, TableError, ValueError):
+class NullValueError(_InRowGroup, TableError, ValueError, kind="null_value"):
     """A null where the caller allowed none; ``column``, ``file`` and ``row_group`` say where, as far as it is known."""
 
-    kind = "null_value"
 
-
-class RowGroupTooLarge(_InRowGroup, TableError):
+class RowGroupTooLarge(_InRowGroup, TableError, kind="row_group_too_large"):
     """A row group decodes to more memory than is allowed; ``file``, ``row_group`` and ``column`` say which."""
 
-    kind = "row_group_too_large"
 
-
-class DataFileChanged(TableError):
+class DataFileChanged(TableError, kind="data_file_changed"):
     """A data file is no longer the one that the run pinned."""
 
-    kind = "data_file_changed"
 
-
-class TableVersionGone(DataFileChanged):
+class TableVersionGone(DataFileChanged, kind="table_version_gone"):
     """Files of the pinned version of a table are gone. ``files`` are their paths in the table."""
-
-    kind = "table_version_gone"
 
     def __init__(self, message: str, *, files: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -210,43 +194,31 @@ def _rebuild_gone(message: str, files: tuple[str, ...]) -> TableVersionGone:
     return TableVersionGone(message, files=files)
 
 
-class StateError(LakeckptError, ValueError):
+class StateError(LakeckptError, ValueError, kind="state"):
     """A reader state cannot be used."""
 
-    kind = "state"
 
-
-class StateMismatch(StateError):
+class StateMismatch(StateError, kind="state_mismatch"):
     """A reader state belongs to another order of rows."""
 
-    kind = "state_mismatch"
 
-
-class StateInvalid(StateError):
+class StateInvalid(StateError, kind="state_invalid"):
     """A reader state is malformed."""
 
-    kind = "state_invalid"
 
-
-class StateUnavailable(StateError, RuntimeError):
+class StateUnavailable(StateError, RuntimeError, kind="state_unavailable"):
     """The reader state cannot be known here."""
 
-    kind = "state_unavailable"
 
-
-class WorkerError(LakeckptError, RuntimeError):
+class WorkerError(LakeckptError, RuntimeError, kind="worker"):
     """A worker process of a loader does not go on; what the loop received before is counted."""
 
-    kind = "worker"
 
-
-class WorkerDied(WorkerError):
+class WorkerDied(WorkerError, kind="worker_died"):
     """A worker process of a loader ended before it had delivered what was due.
 
     ``worker`` is its number; ``exit_code`` is negative where a signal killed it, None where it is not known.
     """
-
-    kind = "worker_died"
 
     def __init__(self, message: str, *, worker: int | None = None, exit_code: int | None = None) -> None:
         super().__init__(message)
@@ -261,184 +233,124 @@ def _rebuild_died(message: str, worker: int | None, exit_code: int | None) -> Wo
     return WorkerDied(message, worker=worker, exit_code=exit_code)
 
 
-class WorkerTimeout(WorkerError, TimeoutError):
+class WorkerTimeout(WorkerError, TimeoutError, kind="worker_timeout"):
     """A worker process of a loader gave no answer within the loader's ``timeout``."""
 
-    kind = "worker_timeout"
 
-
-class TrackingError(LakeckptError, RuntimeError):
+class TrackingError(LakeckptError, RuntimeError, kind="tracking"):
     """What the ranks report does not add up."""
 
-    kind = "tracking"
 
-
-class OverlapError(TrackingError):
+class OverlapError(TrackingError, kind="overlap"):
     """Rows were reported more than once."""
 
-    kind = "overlap"
 
-
-class GapError(TrackingError):
+class GapError(TrackingError, kind="gap"):
     """Rows were reported by nobody."""
 
-    kind = "gap"
 
-
-class MissingRanksError(TrackingError):
+class MissingRanksError(TrackingError, kind="missing_ranks"):
     """Ranks did not report."""
 
-    kind = "missing_ranks"
 
-
-class DisagreementError(TrackingError):
+class DisagreementError(TrackingError, kind="disagreement"):
     """Ranks are not at the same cut."""
 
-    kind = "disagreement"
 
-
-class CheckpointError(LakeckptError, RuntimeError):
+class CheckpointError(LakeckptError, RuntimeError, kind="checkpoint"):
     """A checkpoint cannot be made or used."""
 
-    kind = "checkpoint"
 
-
-class CheckpointNotFound(CheckpointError):
+class CheckpointNotFound(CheckpointError, kind="checkpoint_not_found"):
     """There is no such checkpoint."""
 
-    kind = "checkpoint_not_found"
 
-
-class CheckpointDamaged(CheckpointError):
+class CheckpointDamaged(CheckpointError, kind="checkpoint_damaged"):
     """Bytes of a checkpoint are not what was written."""
 
-    kind = "checkpoint_damaged"
 
-
-class CheckpointMismatch(CheckpointError):
+class CheckpointMismatch(CheckpointError, kind="checkpoint_mismatch"):
     """A checkpoint does not fit the live objects."""
 
-    kind = "checkpoint_mismatch"
 
-
-class CheckpointIncomplete(CheckpointError):
+class CheckpointIncomplete(CheckpointError, kind="checkpoint_incomplete"):
     """Parts of a checkpoint are missing."""
 
-    kind = "checkpoint_incomplete"
 
-
-class AttemptSuperseded(CheckpointError):
+class AttemptSuperseded(CheckpointError, kind="attempt_superseded"):
     """A newer attempt owns the run; this one must stop."""
 
-    kind = "attempt_superseded"
 
-
-class SaveFailed(CheckpointError):
+class SaveFailed(CheckpointError, kind="save_failed"):
     """A checkpoint could not be written; nothing was committed."""
 
-    kind = "save_failed"
 
-
-class SaveLeftOut(SaveFailed):
+class SaveLeftOut(SaveFailed, kind="save_left_out"):
     """A cut was not persisted, as there was another one to persist instead, or no memory to keep it until then."""
 
-    kind = "save_left_out"
 
-
-class AgentError(CheckpointError):
+class AgentError(CheckpointError, kind="agent_error"):
     """The process that persists cuts beside the trainers cannot be started, or does not answer."""
 
-    kind = "agent_error"
 
-
-class ArenaError(LakeckptError, RuntimeError):
+class ArenaError(LakeckptError, RuntimeError, kind="arena"):
     """Cuts in host memory cannot be kept or found."""
 
-    kind = "arena"
 
-
-class ArenaDamaged(ArenaError):
+class ArenaDamaged(ArenaError, kind="arena_damaged"):
     """The memory of an arena is not what was written."""
 
-    kind = "arena_damaged"
 
-
-class ArenaInUse(ArenaError):
+class ArenaInUse(ArenaError, kind="arena_in_use"):
     """Another process fills an arena."""
 
-    kind = "arena_in_use"
 
-
-class ArenaTooLarge(ArenaError):
+class ArenaTooLarge(ArenaError, kind="arena_too_large"):
     """An arena does not fit into the memory that is free."""
 
-    kind = "arena_too_large"
 
-
-class WireError(LakeckptError, ValueError):
+class WireError(LakeckptError, ValueError, kind="wire"):
     """Bytes that are not a document of ours, or a value that cannot become one."""
 
-    kind = "wire"
 
-
-class WireDamaged(WireError):
+class WireDamaged(WireError, kind="wire_damaged"):
     """A document is truncated or altered."""
 
-    kind = "wire_damaged"
 
-
-class NewerFormat(WireError):
+class NewerFormat(WireError, kind="newer_format"):
     """A document was written by a newer major version of its format."""
 
-    kind = "newer_format"
 
-
-class UnsupportedValue(WireError):
+class UnsupportedValue(WireError, kind="unsupported_value"):
     """A value outside the closed list of types that we write and read."""
 
-    kind = "unsupported_value"
 
-
-class LimitExceeded(WireError):
+class LimitExceeded(WireError, kind="limit_exceeded"):
     """A document is larger or deeper than any that we write."""
 
-    kind = "limit_exceeded"
 
-
-class StorageError(LakeckptError, OSError):
+class StorageError(LakeckptError, OSError, kind="storage"):
     """A store failed."""
 
-    kind = "storage"
 
-
-class ObjectExists(StorageError, FileExistsError):
+class ObjectExists(StorageError, FileExistsError, kind="object_exists"):
     """A conditional put found an object in its place."""
 
-    kind = "object_exists"
 
-
-class ObjectMissing(StorageError, FileNotFoundError):
+class ObjectMissing(StorageError, FileNotFoundError, kind="object_missing"):
     """There is no such object."""
 
-    kind = "object_missing"
 
-
-class ObjectChanged(StorageError):
+class ObjectChanged(StorageError, kind="object_changed"):
     """There is another object than the one that was listed: its ETag differs."""
 
-    kind = "object_changed"
 
-
-class StorageTimeout(StorageError, TimeoutError):
+class StorageTimeout(StorageError, TimeoutError, kind="storage_timeout"):
     """The store did not give a whole answer in the time that a call has."""
 
-    kind = "storage_timeout"
 
-
-class ConditionalPutUnsupported(StorageError):
+class ConditionalPutUnsupported(StorageError, kind="conditional_put_unsupported"):
     """The store cannot put an object only where there is none."""
-
-    kind = "conditional_put_unsupported"
 
 
 def error_of(kind: str, text: str, *, otherwise: type[LakeckptError]) -> LakeckptError:
