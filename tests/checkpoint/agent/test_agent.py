@@ -302,6 +302,22 @@ def test_where_the_folder_was_removed_the_next_agent_makes_it_and_the_last_one_l
     assert ended(another) and node.committed() == [3]
 
 
+def test_an_agent_whose_log_takes_no_more_persists_all_the_same(node: Node) -> None:
+    """As where memory is full, in which arenas and logs lie."""
+    begin(node.storage)
+    command = [sys.executable, "-m", "lakeckpt.checkpoint.agent", str(node.arenas), DIGEST.hex(), "0"]
+    with open("/dev/full", "wb") as full:
+        subprocess.run(command, stderr=full, check=True, timeout=PATIENCE_S, start_new_session=True)
+    link, pid = node.link(), node.pid
+    with make_arena(node.arenas) as arena:
+        fill(arena, 3)
+        link.order(Order(step=3, number=0))
+        assert answer(link).slot == 1
+    link.close(well=True)
+    assert ended(pid) and node.committed() == [3]
+    assert not os.path.exists(node.place.log), "another agent took its place"
+
+
 def test_an_agent_that_has_nowhere_to_be_is_told_as_that(node: Node) -> None:
     shutil.rmtree(node.arenas)
     node.arenas.write_text("no folder")

@@ -321,10 +321,12 @@ def _is_same_user(connection: socket.socket) -> bool:
 
 
 def _printed(text: str) -> None:
-    """One line of the log."""
+    """One line of the log, at once: threads do not mix. Where the log takes no more, as memory is full, it is left out:
+    what is persisted counts for more."""
     told = " ".join(text.split())
-    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime())} {told}\n")  # at once: threads do not mix
-    sys.stderr.flush()
+    line = f"{time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime())} {told}\n"
+    with contextlib.suppress(OSError):
+        os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))
 
 
 def main(folder: str, digest: str, *, linger_s: float = LINGER_S) -> int:
@@ -345,7 +347,8 @@ def main(folder: str, digest: str, *, linger_s: float = LINGER_S) -> int:
         os.write(tells, b"-" if lock is None else b"+")
         return 0
     os.truncate(lock, 0)
-    os.write(lock, b"%d" % os.getpid())
+    with contextlib.suppress(OSError):  # where there is no room, nobody is told who it is
+        os.write(lock, b"%d" % os.getpid())
     agent = Agent(place.listener(), linger_s=linger_s, log=_printed)
     signal.signal(signal.SIGTERM, lambda *_: agent.drain())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
