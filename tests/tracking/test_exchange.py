@@ -105,6 +105,41 @@ def test_some_ranks_talk_again_after_they_had_closed(tmp_path: Path) -> None:
     run_processes(3, talk_again, str(tmp_path))
 
 
+def start_again(rank: int, port: int, start: int) -> None:
+    """Be a rank of a job that was started by what keeps the store; its first start leaves a note."""
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    exchange = GlooExchange(timeout_s=PATIENCE_S)
+    if start == 0 and rank == 0:
+        exchange.publish("note", b"of the first start")
+    elif start == 0:
+        assert exchange.fetch("note") == b"of the first start"
+    else:
+        assert not exchange._store.check(["note"])  # `fetch` would wait for one of this start
+    dist.barrier()
+    os._exit(0)
+
+
+def test_ranks_that_are_started_again_on_one_store_read_no_note_of_those_that_died() -> None:
+    """As under torchrun with ``--max-restarts``, whose store stays. Torch's own keys are removed here: its ranks may
+    take the addresses of dead ones for those of the living."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    for start in range(2):
+        run_processes(2, start_again, store.port, start)
+        for key in [key for key in store.list_keys() if "lakeckpt/" not in key]:
+            store.delete_key(key)
+
+
+def test_ranks_that_cannot_connect_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    monkeypatch.setattr(dist, "new_group", refuse)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 3)
+    with pytest.raises(TrackingError, match=r"rank 3 .*connectFullMesh failed.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        GlooExchange()
+
+
 def test_a_job_of_one_talks_to_itself() -> None:
     solo = Solo()
     assert solo.combine(b"ab", union) == b"ab"

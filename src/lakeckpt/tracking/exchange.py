@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -109,10 +109,8 @@ class GlooExchange:
     """Messages over a gloo group that has the ranks of ``group`` (None: all), whatever backend that one has.
 
     Made by all of these ranks together; ``timeout_s`` is how long a rank waits for another one. ``node`` (16 bytes,
-    by default `this_node`) tells which ranks share a node.
+    by default `this_node`) tells which ranks share a node. `TrackingError` where the ranks cannot connect.
     """
-
-    _made: ClassVar[Counter[str]] = Counter()
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0, node: bytes | None = None
@@ -120,34 +118,22 @@ class GlooExchange:
         ranks = None if group is None else dist.get_process_group_ranks(group)
         self._timeout_s = timeout_s
         self._stays = ranks is not None
-        self._group: Any = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=4 * timeout_s),
-            backend="gloo",
-            use_local_synchronization=ranks is not None,
-        )
+        self._group = _connected(ranks, timedelta(seconds=4 * timeout_s))
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)
-        self._nodes = self._find_nodes(this_node() if node is None else node)
+        facts = self._of_every_rank((this_node() if node is None else node) + uuid4().bytes)
+        self._nodes = _by_node([fact[:16] for fact in facts])
         self._mine = next(members for members in self._nodes if self.rank in members)
-        self._store = dist.distributed_c10d.PrefixStore(self._prefix(ranks), dist.distributed_c10d._get_default_store())
+        # The store may hold notes of ranks that are dead: torchrun keeps its own while it starts ranks again.
+        name = f"lakeckpt/{facts[0][16:].hex()}"
+        self._store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
-    @classmethod
-    def _prefix(cls, ranks: list[int] | None) -> str:
-        """A name that the ranks of one exchange have in common: they make theirs in the same order."""
-        group = "all" if ranks is None else ".".join(map(str, ranks))
-        cls._made[group] += 1
-        return f"lakeckpt/{group}/{cls._made[group]}"
-
-    def _find_nodes(self, node: bytes) -> list[list[int]]:
-        """The ranks of each node, in order; the first of each leads it."""
-        mine = torch.frombuffer(bytearray(node), dtype=torch.uint8)
+    def _of_every_rank(self, data: bytes) -> list[bytes]:
+        """The ``data`` of each rank, which are of one size."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(every, mine, group=self._group)
-        nodes: dict[bytes, list[int]] = {}
-        for rank, found in enumerate(every):
-            nodes.setdefault(bytes(found.tolist()), []).append(rank)
-        return list(nodes.values())
+        return [bytes(found.tolist()) for found in every]
 
     def combine(self, data: bytes, merge: Merge) -> bytes:
         """See `Exchange`. A leader waits for its node once the deadline, the first leader twice, and so on down."""
@@ -237,6 +223,26 @@ class GlooExchange:
         if group is not None and not self._stays and dist.is_initialized():
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
+
+
+def _connected(ranks: list[int] | None, timeout: timedelta) -> Any:
+    """A new gloo group of ``ranks`` (None: all)."""
+    try:
+        return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=ranks is not None)
+    except RuntimeError as error:
+        raise TrackingError(
+            f"rank {dist.get_rank()} could not connect to the others, for what they tell each other at a cut: {error}. "
+            "Where torchrun has started the ranks again, its store may still have the addresses of those that died: "
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        ) from error
+
+
+def _by_node(nodes: Sequence[bytes]) -> list[list[int]]:
+    """The ranks of each node, in order, by what each rank calls its own; the first of each leads it."""
+    found: dict[bytes, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        found.setdefault(node, []).append(rank)
+    return list(found.values())
 
 
 class _Message:
