@@ -62,7 +62,7 @@ def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str
 def _differences(name: str, one: Any, tree: Any, loaded: Loaded) -> list[str]:
     if isinstance(one, torch.nn.Module):
         return _of_module(name, one, tree, loaded)
-    if isinstance(one, torch.optim.Optimizer):
+    if is_large(one):
         lines = misfits_of(name, one, tree, loaded.specs)
         return lines if lines or not loaded.wholes else _of_states_in_parts(name, one, tree, loaded)
     return []
@@ -175,8 +175,16 @@ def refuse(lines: list[str], *, where: str) -> CheckpointMismatch:
 
 
 def is_large(one: object) -> bool:
-    """Whether it is a module or an optimizer, whose tensors are read in place."""
-    return isinstance(one, (torch.nn.Module, torch.optim.Optimizer))
+    """Whether it is a module or an optimizer, whose tensors are read in place. An optimizer whose state dict has a form
+    of its own (as of one around another) alone knows what goes where, and is loaded as any other object is."""
+    return isinstance(one, torch.nn.Module) or (isinstance(one, torch.optim.Optimizer) and _is_as_torchs(one))
+
+
+def _is_as_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    if "state_dict" not in vars(optimizer) and type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return True
+    state = optimizer.state_dict()
+    return isinstance(state, Mapping) and "state" in state and "param_groups" in state
 
 
 def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> Callable[[], None]:

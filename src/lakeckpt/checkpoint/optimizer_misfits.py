@@ -37,10 +37,11 @@ def misfits_of(name: str, optimizer: torch.optim.Optimizer, tree: Any, specs: Ma
     if [len(group) for group in saved] != [len(group) for group in live]:
         return [f"{name}: parameter groups of {[*map(len, saved)]} in the checkpoint, of {[*map(len, live)]} here"]
     lines = []
+    shaped = _SHAPED_AS_PARAMETER if _derives_from_torchs(optimizer) else frozenset()
     for number, parameter in zip(chain(*saved), chain(*live), strict=True):
         for key, leaf in dict(states.get(number, {})).items():
             spec = specs.get(leaf.key) if isinstance(leaf, TensorRef) else None
-            if spec is not None and key in _SHAPED_AS_PARAMETER and spec.shape != tuple(parameter.shape):
+            if spec is not None and key in shaped and spec.shape != tuple(parameter.shape):
                 lines.append(
                     f"{name}: {key} of parameter {number} is {list(spec.shape)} in the checkpoint and the parameter is "
                     f"{list(parameter.shape)}"
@@ -72,7 +73,16 @@ def _of_options(name: str, optimizer: torch.optim.Optimizer, groups: list[dict[s
 
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    return _is_torchs(type(optimizer))
+
+
+def _derives_from_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's, or made of one: others keep flat or projected moments under torch's names."""
+    return any(_is_torchs(kind) and kind is not torch.optim.Optimizer for kind in type(optimizer).__mro__)
+
+
+def _is_torchs(kind: type) -> bool:
+    return f"{kind.__module__}.".startswith("torch.optim.")
 
 
 def _completed(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
 """Where does each tensor of an optimizer's saved state go?  To the live one of its place, or to a new one like it.
 
-An optimizer that has not stepped yet has no states: they are made for it, as its first step would make them. Where
-ranks hold parts of a parameter, they hold parts of its states, too. One of the parameter's shape is divided as the
-parameter is; one of another shape (a number for each row, as of factored moments) by those of the parameter's
-dimensions that it has, and by which it was divided when it was saved; whole on all ranks, if by none.
+An optimizer that has not stepped yet has no states: they are made for it, as its first step would make them: one of the
+parameter's shape lies in memory as the parameter does. Where ranks hold parts of a parameter, they hold parts of its
+states, too. One of the parameter's shape is divided as the parameter is; one of another shape (a number for each row,
+as of factored moments) by those of the parameter's dimensions that it has, and by which it was divided when it was
+saved; whole on all ranks, if by none.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ __all__ = ["fits", "states_in"]
 def states_in(
     optimizer: torch.optim.Optimizer, tree: Any, loaded: Loaded, *, device: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """key → the tensor of that place in the state; a new DTensor where there is none and ranks hold parts of the
-    parameter, on its device or on another (``device``). What is in neither case is left out."""
+    """key → the tensor of that place in the state; where there is none, a new DTensor if ranks hold parts of the
+    parameter, on its device or on another (``device``), and a new one laid out as the parameter if that is not
+    contiguous. What is in no such case is left out."""
     was_divided = bool(loaded.wholes) or loaded.is_own
     found: dict[str, torch.Tensor] = {}
     for parameter, key, known in _leaves(optimizer, tree):
@@ -39,9 +41,17 @@ def states_in(
                 found[key] = divided_like(parameter, spec, loaded.whole(key).dims, device=device)
             elif device is not None:
                 found[key] = divided_like(parameter, spec, None, device=device)
-            else:  # strided as it is
-                found[key] = torch.empty_like(parameter.detach(), dtype=getattr(torch, spec.dtype))
+            else:
+                found[key] = _strided_as(parameter, spec)
+        elif device is None and spec.shape == tuple(parameter.shape) and not parameter.is_contiguous():
+            found[key] = _strided_as(parameter, spec)
     return found
+
+
+def _strided_as(parameter: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A new tensor of ``spec``, laid out as its parameter is (channels last, say): fused steps walk through the memory
+    of both side by side, and would give weights the moments of others."""
+    return torch.empty_like(parameter.detach(), dtype=getattr(torch, spec.dtype))
 
 
 def _leaves(optimizer: torch.optim.Optimizer, tree: Any) -> Iterator[tuple[torch.Tensor, str, Any]]:

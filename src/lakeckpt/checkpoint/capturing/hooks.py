@@ -54,7 +54,8 @@ class UpdateHooks:
             # Dynamo leaves a compiled step for it, and comes back: a hook that is traced would run once, not each time.
             hook = torch.compiler.disable(self._hook(name))  # type: ignore[no-untyped-call]
             self._handles.append(one.register_step_pre_hook(hook))
-            self._handles.append(one.register_load_state_dict_pre_hook(self._about_to_load))
+            if hasattr(one, "_optimizer_load_state_dict_pre_hooks"):  # else its state is taken at each cut (`sources`)
+                self._handles.append(one.register_load_state_dict_pre_hook(self._about_to_load))
         for one in objects.values():
             if isinstance(one, torch.nn.Module) and takes_hooks(one):
                 self._handles.append(one.register_load_state_dict_pre_hook(self._about_to_load))  # type: ignore[no-untyped-call]

@@ -1,0 +1,135 @@
+"""Optimizers, buffers and tensors as others make them: what is saved of them comes back, or is refused at the save."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.rig import MemoryStorage, manager
+
+Build = Callable[[], dict[str, Any]]
+
+
+def train(objects: dict[str, Any], steps: range) -> list[float]:
+    """The losses of these steps, which depend on the state and the number of the step alone."""
+    model, optimizer = objects["model"], objects["optimizer"]
+    losses = []
+    for step in steps:
+        first = next(model.parameters())
+        shape = (4, 3, 6, 6) if first.dim() == 4 else (4, first.shape[1])
+        batch = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def check_goes_on(build: Build, **options: Any) -> None:
+    """A run of five steps that is restored into new objects goes on bit by bit."""
+    expected = train(build(), range(9))
+    storage, objects = MemoryStorage(), build()
+    with manager(storage, objects, **options) as saver:
+        saver.restore()
+        for step in range(5):
+            train(objects, range(step, step + 1))
+            saver.step()
+    fresh = build()
+    with torch.no_grad():
+        for parameter in fresh["model"].parameters():
+            parameter.zero_()
+    with manager(storage, fresh, **options) as restorer:
+        assert restorer.restore() == 5
+        assert train(fresh, range(5, 9)) == expected[5:]
+
+
+def images(kind: type[torch.optim.Optimizer], **options: Any) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return {"model": model, "optimizer": kind(model.parameters(), lr=0.01, **options)}  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_optimizer_of_weights_that_lie_channels_last_goes_on_bit_by_bit(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    check_goes_on(lambda: images(kind, fused=True, **options))
+
+
+class Around(torch.optim.Optimizer):
+    """Around another one, with slow weights and a state dict of a form of its own, as Lookahead is written: of hooks it
+    has those for steps alone."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.count = inner, 0
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._patch_step_function()
+        self.state, self.defaults = defaultdict(dict), inner.defaults
+        self.slow = [one.detach().clone() for one in self.parameters]
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return list(chain(*(group["params"] for group in self.param_groups)))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for slow, fast in zip(self.slow, self.parameters, strict=True):
+                fast.copy_(slow.lerp_(fast, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        self.slow, self.count = state_dict["slow"], state_dict["count"]
+
+
+class Projected(torch.optim.Optimizer):
+    """Its moments are flat, under the name that torch's own have, as SPAM's are; GaLore's are of a lower rank."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in chain(*(group["params"] for group in self.param_groups)):
+            state = self.state[parameter]
+            state.setdefault("exp_avg", torch.zeros(parameter.numel())).lerp_(parameter.grad.flatten(), 0.1)
+            parameter.sub_(state["exp_avg"].view_as(parameter), alpha=0.01)
+
+
+def around() -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(5, 3)
+    return {"model": model, "optimizer": Around(torch.optim.AdamW(model.parameters(), lr=0.01))}
+
+
+def projected() -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(5, 3)
+    return {"model": model, "optimizer": Projected(model.parameters())}
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("build", [around, projected])
+def test_an_optimizer_with_a_state_of_its_own_form_or_shapes_goes_on_bit_by_bit(
+    build: Build, is_captured: bool, tmp_path: Path
+) -> None:
+    check_goes_on(build, **({"capture_every": 1, "arenas": tmp_path} if is_captured else {}))
