@@ -1,19 +1,33 @@
 """How do torch's tensors become bytes, and bytes tensors, without a change of a single bit?
 
-What cannot be stored as it is (a tensor without data, sharded, sparse, quantized or nested) is refused by its path.
-Tensors that are one memory with one shape (tied weights) are recognised by `tied_key`.
+What cannot be stored as it is (a tensor without data, sharded, sparse, quantized, nested, or made of others) is refused
+by its path. Tensors that are one memory with one shape (tied weights) are recognised by `tied_key`.
 """
 
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.errors import UnsupportedValue
 
-__all__ = ["as_bytes", "empty_for", "fill", "holds", "host_bytes", "on_host", "overlaps_itself", "spec_of", "tied_key"]
+__all__ = [
+    "as_bytes",
+    "empty_for",
+    "fill",
+    "holds",
+    "host_bytes",
+    "lent",
+    "on_host",
+    "overlaps_itself",
+    "spec_of",
+    "tied_key",
+]
 
 
 def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
@@ -35,7 +49,22 @@ def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
             f"{key}: a {kind} of layout {tensor.layout} and dtype {tensor.dtype} on {tensor.device} cannot be stored: "
             "give a plain dense tensor"
         )
+    if not hasattr(tensor, "placements"):
+        _refuse_without_memory(key, tensor)
     return TensorSpec(key=key, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+
+
+def _refuse_without_memory(key: str, tensor: torch.Tensor) -> None:
+    """`UnsupportedValue` for what is made of other tensors, and has no bytes of its own: all such lie at address 0, and
+    would be taken for tied ones."""
+    kind = type(tensor).__name__
+    if is_traceable_wrapper_subclass(tensor):
+        raise UnsupportedValue(
+            f"{key}: a {kind} is made of other tensors, as quantized ones of torchao are, and cannot be stored: give "
+            "a plain dense tensor, or those that it is made of, by a state_dict of your own"
+        )
+    if tensor.numel() and not tensor.data_ptr():
+        raise UnsupportedValue(f"{key}: a {kind} without memory cannot be stored: give a plain dense tensor")
 
 
 def tied_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
@@ -80,7 +109,30 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, not copied, to be read or written."""
-    return as_bytes(tensor).numpy().data if tensor.numel() else memoryview(bytearray())
+    return lent(as_bytes(tensor)).data if tensor.numel() else memoryview(bytearray())
+
+
+class _Lent:
+    """The memory of a tensor of bytes, as numpy asks for it. Whoever has an array of it keeps the tensor."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel(),),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def lent(flat: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """What `as_bytes` gave, in host memory, as an array of the same memory, to be let go of before somebody resizes it.
+
+    Once ``Tensor.numpy()`` was called, torch refuses for good to resize that memory: a buffer that grows could not.
+    """
+    return np.asarray(_Lent(flat))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

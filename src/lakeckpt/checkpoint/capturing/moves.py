@@ -21,7 +21,7 @@ from lakeckpt.checkpoint.arena.slices import Piece
 from lakeckpt.checkpoint.capturing.links import Link, Ticket
 from lakeckpt.checkpoint.capturing.packing import Batch
 from lakeckpt.checkpoint.capturing.plan import CapturePlan
-from lakeckpt.checkpoint.tensors import as_bytes
+from lakeckpt.checkpoint.tensors import as_bytes, lent
 
 __all__ = ["Issued", "Links", "Moves", "early_moves", "flat_bytes", "joined", "late_moves", "link_of", "wait_all"]
 
@@ -71,13 +71,19 @@ class Moves:
             and self.size_bytes + other.size_bytes <= most_bytes
         )
 
-    def add(self, to: torch.Tensor, source: torch.Tensor, link: Link | None, *, at: int = 0) -> None:
-        """Add a copy of equal shapes and dtypes. ``at``: where ``to`` begins in the data of its generation."""
+    def add(
+        self, to: torch.Tensor, source: torch.Tensor, link: Link | None, *, at: int = 0, is_early: bool = False
+    ) -> None:
+        """Add a copy of equal shapes and dtypes. ``at``: where ``to`` begins in the data of its generation.
+
+        ``is_early``: it is made at the cut alone, and whoever has ``source`` may resize it at any other time. What is
+        read beside training may not be resized, which torch then refuses.
+        """
         self.size_bytes += to.nbytes
         if link is not None:
             self._linked.setdefault(id(link), (link, Batch([])))[1].pairs.append((to, source))
         elif _is_run(to) and _is_run(source) and to.nbytes >= _LARGE_BYTES:
-            self.runs.append(Run(at=at, to=to.numpy(), source=source.numpy()))
+            self.runs.append(Run(at=at, to=to.numpy(), source=lent(source) if is_early else source.numpy()))
         else:
             self._small_to.append(to)
             self._small_from.append(source)
@@ -177,7 +183,7 @@ def early_moves(plan: CapturePlan, memory: torch.Tensor, links: Links) -> Moves:
         if flat is None:
             moves.add(_whole(memory, at, tensor), tensor.detach(), link)
         else:
-            moves.add(memory[at : at + flat.nbytes], flat, link)
+            moves.add(memory[at : at + flat.nbytes], flat, link, is_early=True)
     return moves
 
 
