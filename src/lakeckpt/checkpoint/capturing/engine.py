@@ -49,13 +49,6 @@ __all__ = ["CaptureEngine"]
 
 _RECORDS = 4096
 _DEFAULT_SCRATCH_BYTES = 256 * 2**20
-_SLOW = """CUDA cannot pin the memory of the arena: captures are correct, and training waits for copies at its fences. \
-Let arenas lie in host memory (/dev/shm), not on a disk"""
-_REMOVED = """the file of an arena was removed while its trainer lived; another one was made. Until the next cut is \
-complete, what is not in storage can be lost. Where nobody has emptied the folder, systemd does so as a user logs out: \
-RemoveIPC=no in logind.conf, or another folder for arenas, prevents that"""
-
-_SUMMED_HERE = "{}: checksums are taken by threads of this one from now on, which costs what queues kernels some time"
 
 
 class CaptureEngine:
@@ -336,12 +329,7 @@ class CaptureEngine:
             try:
                 size_bytes = sum(len(document()) for document in trees.values()) + len(plan.table.document)
                 self._store.make(plan, max(size_bytes, self._documents_bytes), links)
-                if self._store.is_slow:
-                    self._warning = _SLOW
-                if self._store.checksummer_failure is not None:
-                    self._warning = _SUMMED_HERE.format(self._store.checksummer_failure)
-                if self._store.was_removed:
-                    self._store.was_removed, self._warning = False, _REMOVED
+                self._warning = self._store.warning() or self._warning
             except Exception as error:
                 self._failure = error
             with self._changed:
@@ -351,9 +339,8 @@ class CaptureEngine:
         self._copier.do(make)
 
     def _lose_checksummer(self, lost: Checksummer, why: str) -> None:
-        if self._store.checksummer is lost:  # of two captures the first one tells
-            self._store.close_checksummer()
-            self._warning = _SUMMED_HERE.format(why)
+        self._store.lose_checksummer(lost, why)
+        self._warning = self._store.warning() or self._warning
 
     def _run(self, job: Job) -> None:
         complete = False

@@ -33,6 +33,12 @@ _JOINED_BYTES = 512 * 2**20
 """Ten milliseconds on the link of a GPU."""
 _SUMMED_BESIDE_BYTES = 256 * 2**20
 """Less, and helpers of the copier take the checksums in no time."""
+_SLOW = """CUDA cannot pin the memory of the arena: captures are correct, and training waits for copies at its fences. \
+Let arenas lie in host memory (/dev/shm), not on a disk"""
+_SUMMED_HERE = "{}: checksums are taken by threads of this one from now on, which costs what queues kernels some time"
+_REMOVED = """the file of an arena was removed while its trainer lived; another one was made. Until the next cut is \
+complete, what is not in storage can be lost. Where nobody has emptied the folder, systemd does so as a user logs out: \
+RemoveIPC=no in logind.conf, or another folder for arenas, prevents that"""
 
 
 class ArenaStore:
@@ -47,12 +53,8 @@ class ArenaStore:
         self.arena: Arena | None = None
         self.checksummer: Checksummer | None = None
         """Takes the checksums of what comes from devices, where that is much."""
-        self.checksummer_failure: str | None = None
-        """Why there is none though there was to be one."""
-        self.is_slow = False
-        """Whether its memory could not be pinned: copies from a device keep whoever makes them waiting."""
-        self.was_removed = False
-        """Whether somebody else removed an arena while it was being filled."""
+        self._warning: str | None = None
+        self._was_removed = False
         self._folder, self._identity, self._step, self._generations = folder, identity, step, generations
         self._joins = joins
         self._outgrown: list[str] = []
@@ -79,7 +81,7 @@ class ArenaStore:
         )
         if self._found is None:
             self._found = self._left()
-        self.was_removed = self.was_removed or (self.arena is not None and not self.arena.is_there)
+        self._was_removed = self._was_removed or (self.arena is not None and not self.arena.is_there)
         self._let_go()
         self.arena = self._again(layout) or self._new(layout)
         self.arena.touch()
@@ -87,7 +89,8 @@ class ArenaStore:
         self._links = links
         pinned = [link.pin(self._memory) for link in links.values()]
         self._unpin = [one for one in pinned if one is not None]
-        self.is_slow = len(self._unpin) < len(pinned)
+        if len(self._unpin) < len(pinned):
+            self._warning = _SLOW
         for number in range(layout.generations):
             self.moves(plan, number)
         linked_bytes = sum(one.nbytes for one in plan.parted.late.values() if one.device in links)
@@ -96,7 +99,14 @@ class ArenaStore:
                 path = f"{self._folder.path}/{self.arena.name}"
                 self.checksummer = Checksummer(path, leaf_bytes=layout.leaf_bytes)
             except Exception as error:  # threads take them then
-                self.checksummer_failure = f"a process that takes checksums cannot be started ({error})"
+                self._warning = _SUMMED_HERE.format(f"a process that takes checksums cannot be started ({error})")
+        if self._was_removed:
+            self._was_removed, self._warning = False, _REMOVED
+
+    def warning(self) -> str | None:
+        """What whoever trains is to be told, once."""
+        told, self._warning = self._warning, None
+        return told
 
     def _left(self) -> list[str]:
         """The names of the arenas that an earlier process of this rank has left; those of other worlds are outgrown."""
@@ -143,15 +153,20 @@ class ArenaStore:
             self._folder.remove(name)
         self._outgrown = []
 
-    def close_checksummer(self) -> None:
-        """Have none any more."""
-        checksummer, self.checksummer, self.checksummer_failure = self.checksummer, None, None
+    def lose_checksummer(self, lost: Checksummer, why: str) -> None:
+        """Have none any more, if it is that one: of two captures the first one tells."""
+        if self.checksummer is lost:
+            self._close_checksummer()
+            self._warning = _SUMMED_HERE.format(why)
+
+    def _close_checksummer(self) -> None:
+        checksummer, self.checksummer = self.checksummer, None
         if checksummer is not None:
             checksummer.close()
 
     def _let_go(self) -> None:
         """Close the arena, which stays as it is."""
-        self.close_checksummer()
+        self._close_checksummer()
         for unpin in self._unpin:
             unpin()
         self._unpin, self._memory = [], None
