@@ -9,6 +9,8 @@ import operator
 import pickle
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -151,6 +153,8 @@ def test_a_filter_that_was_pickled_to_a_worker_is_the_same(data: st.DataObject) 
         ({"a": 3}, ConfigError, "filters are"),
         ([("a", ">")], ConfigError, "filters are"),
         ([("a", ">", 1j)], ConfigError, "cannot hold"),
+        ([("t", "in", [datetime.datetime(2024, 1, 1)])], SchemaError, "timezone"),
+        ([("a", "in", [decimal.Decimal("1.5")])], SchemaError, "a is int32"),
         ([("a", ">", 2**70)], ConfigError, "cannot hold"),
         ([("a", "in", [2**70])], ConfigError, "cannot hold"),
         ([("b", "==", "\ud800")], ConfigError, "cannot hold"),
@@ -251,3 +255,65 @@ def test_tuples_mean_what_they_mean_to_pyarrow() -> None:
     ):
         mine = table.filter(row_filter(filters, table.schema).mask(table))
         assert mine.equals(table.filter(pq.filters_to_expression(filters)))
+
+
+NOON, PAST_NOON = datetime.datetime(2024, 1, 1, 12), datetime.datetime(2024, 1, 1, 12, 0, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "between"),
+    [
+        (pa.int64(), 1, 1.5),
+        (pa.uint8(), 1, np.float32(1.5)),
+        (pa.timestamp("s"), NOON, PAST_NOON),
+        (pa.timestamp("ms", tz="UTC"), NOON.replace(tzinfo=datetime.UTC), PAST_NOON.replace(tzinfo=datetime.UTC)),
+        (pa.time32("ms"), NOON.time(), PAST_NOON.time()),
+        (pa.duration("s"), datetime.timedelta(seconds=1), datetime.timedelta(seconds=1, microseconds=5)),
+    ],
+    ids=str,
+)
+def test_a_value_that_no_row_can_have_is_not_cut_to_one_that_some_have(
+    kind: pa.DataType, held: Any, between: Any
+) -> None:
+    table = pa.table({"a": pa.array([held, None], kind)})
+    for operation, values in (("in", [between]), ("not in", [between]), ("in", [held, between]), ("in", [held])):
+        filters = [("a", operation, values)]
+        mine = table.filter(row_filter(filters, table.schema).mask(table))
+        assert mine.equals(table.filter(pq.filters_to_expression(filters))), filters
+    assert row_filter([("a", "in", [held])], table.schema) == row_filter(
+        f("a").isin(pa.array([held], kind)), table.schema
+    )
+
+
+@pytest.mark.parametrize("unit", ["us", "ns"])
+def test_nanoseconds_of_pandas_are_not_cut(unit: str) -> None:
+    odd, length = pd.Timestamp(1577836800000000001), pd.Timedelta(1, "ns")
+    aware = odd.tz_localize("UTC")
+    ticks = [1577836800000000001, 1577836800000000000] if unit == "ns" else [1577836800000001, 1577836800000000]
+    table = pa.table(
+        {
+            "t": pa.array(ticks, pa.timestamp(unit)),
+            "z": pa.array(ticks, pa.timestamp(unit, tz="UTC")),
+            "d": pa.array([1, 0], pa.duration(unit)),
+        }
+    )
+    for name, value in (("t", odd), ("z", aware), ("d", length)):
+        for operation, asked in (("==", value), ("in", [value]), ("in", [value, value])):
+            kept = row_filter([(name, operation, asked)], table.schema).mask(table).to_pylist()
+            assert kept == [unit == "ns", False], (name, operation)
+    assert row_filter([("t", "<", odd)], table.schema).mask(table).to_pylist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "view", "values"), [(pa.string(), pa.string_view(), ["x"]), (pa.binary(), pa.binary_view(), [b"x"])]
+)
+def test_constants_that_are_views_are_the_text_or_bytes_that_they_show(
+    kind: pa.DataType, view: pa.DataType, values: list[Any]
+) -> None:
+    table = pa.table({"b": pa.array([*values, None], kind)})
+    for seen, plain in (
+        (f("b").isin(pa.array(values, view)), f("b").isin(pa.array(values, kind))),
+        (f("b") == pa.scalar(values[0], view), f("b") == pa.scalar(values[0], kind)),
+    ):
+        keep = row_filter(seen, table.schema)
+        assert keep == row_filter(plain, table.schema) and keep.mask(table).to_pylist() == [True, False]

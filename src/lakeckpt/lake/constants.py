@@ -28,7 +28,9 @@ class Constant:
 
 
 def constant(scalar: pa.Scalar) -> Constant:
-    """The constant of a scalar; `ConfigError` for nested types."""
+    """The constant of a scalar; `ConfigError` for nested types. Columns are no views, and compare with none."""
+    if pa.types.is_string_view(scalar.type) or pa.types.is_binary_view(scalar.type):
+        scalar = scalar.cast(pa.string() if pa.types.is_string_view(scalar.type) else pa.binary())
     return Constant(plain=plain_of(scalar), scalar=scalar)
 
 

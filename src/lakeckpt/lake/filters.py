@@ -176,6 +176,8 @@ def _predicate(one: Sequence[Any], schema: pa.Schema) -> pc.Expression:
 
 def _held(value: Any, kind: pa.DataType) -> Any:
     """``value`` as pyarrow can hold it: integers above int64 in the type of their column alone."""
+    if _has_nanoseconds(value):
+        return _given([value])[0]
     if not isinstance(value, int) or -(2**63) <= value < 2**63:
         return value
     if pa.types.is_floating(kind):
@@ -191,9 +193,49 @@ def _values(one: Sequence[Any], kind: pa.DataType) -> pa.Array:
         raise ConfigError(f"the filter {one!r} needs a list of values after {one[1]!r}, got {values!r}")
     listed = [_held(one, kind) if pa.types.is_floating(kind) else one for one in values]
     try:
-        return pa.array(listed, kind)
+        fitted = pa.array(listed, kind)
     except (pa.ArrowException, TypeError, OverflowError, ValueError):
-        return pa.array(listed)
+        return _given(listed)
+    return fitted if _fits(listed, kind) else _given(listed)
+
+
+def _fits(values: list[Any], kind: pa.DataType) -> bool:
+    """Whether ``values`` are the same in the type ``kind`` of a column.
+
+    ``pyarrow.array`` makes 1 of 1.5 for a column of integers, cuts times to the column's unit, and gives them its zone.
+    """
+    if pa.types.is_floating(kind):
+        return True  # pyarrow compares with the nearest number of the column's type
+    try:
+        given = _given(values)
+    except (pa.ArrowException, TypeError, OverflowError, ValueError):
+        return True  # what only the column's type can hold together
+    if (
+        pa.types.is_timestamp(given.type)
+        and pa.types.is_timestamp(kind)
+        and (given.type.tz is None) != (kind.tz is None)
+    ):
+        return False
+    try:
+        given.cast(kind)
+    except pa.ArrowException:
+        return not (pa.types.is_integer(kind) or pa.types.is_temporal(kind))  # the others are not cut by pyarrow.array
+    return True
+
+
+def _given(values: list[Any]) -> pa.Array:
+    """``values`` in the type that pyarrow gives them, save that pandas' nanoseconds, which it leaves out, stay."""
+    found = pa.array(values)
+    if pa.types.is_timestamp(found.type) and any(map(_has_nanoseconds, values)):
+        return pa.array(values, pa.timestamp("ns", found.type.tz))
+    if pa.types.is_duration(found.type) and any(map(_has_nanoseconds, values)):
+        return pa.array(values, pa.duration("ns"))
+    return found
+
+
+def _has_nanoseconds(value: Any) -> bool:
+    """Whether it is a Timestamp or Timedelta of pandas that microseconds cannot hold."""
+    return bool(getattr(value, "nanosecond", 0) or getattr(value, "nanoseconds", 0))
 
 
 def _no_filter(filters: object) -> ConfigError:
