@@ -85,6 +85,19 @@ def test_no_more_is_dealt_than_workers_have_room_for_and_what_they_may_deliver(t
     workers.close()
 
 
+def test_the_room_of_a_worker_without_a_lane_has_nothing_dealt_to_the_others(tmp_path: Path) -> None:
+    folder = LakeSpec(files=((400,),)).write(tmp_path / "lake")
+    loader = loader_of(folder, batch_size=1, num_lanes=1)
+    loader.dataset._progress.settle(1, 2)
+    workers = Workers(loader.dataset, num_workers=2, base_seed=0, ahead=8)
+    order: Order = deque()
+    first, second = workers._all
+    first.has_room = False
+    assert second.has_room and not workers.deal(order, loader.dataset._progress.assignments(0), 100)
+    assert (len(order), second.told) == (32, 0)
+    workers.close()
+
+
 def test_the_loop_never_waits_for_a_worker_to_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lakeckpt.data.worker_handle.STOP_S", 0.05)
     folder = LakeSpec(files=((20_000,),)).write(tmp_path / "lake")

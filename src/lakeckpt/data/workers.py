@@ -171,7 +171,8 @@ class Workers:
     def deal(self, order: Order, assignments: Iterator[Assignment], most: int) -> bool:
         """Deal up to ``most`` tasks more, as far as that is of use; tell whether there may be still more to deal."""
         enough = 2 * self._may_be_ahead() * len(self._all)
-        useful = MOST_TOLD * len(self._all) if any(worker.has_room for worker in self._all) else 0
+        # One that nothing was dealt to has no lane: its room is of no use, however much is dealt to the others.
+        useful = MOST_TOLD * len(self._all) if any(worker.has_room and worker.told for worker in self._all) else 0
         for _ in range(most):
             if len(order) >= max(enough, useful):
                 return False
