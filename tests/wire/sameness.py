@@ -31,6 +31,8 @@ def same(a: Any, b: Any) -> bool:
         return a.tobytes() == b.tobytes()
     if isinstance(a, np.dtype):
         return a == b and a.byteorder == b.byteorder and a.isalignedstruct == b.isalignedstruct
+    if isinstance(a, (np.str_, np.bytes_)):  # of an empty one, numpy's tobytes() has characters that are not there
+        return a.dtype == b.dtype and bool(a == b)
     if isinstance(a, np.generic):
         return a.dtype == b.dtype and a.tobytes() == b.tobytes()
     return bool(a == b)
