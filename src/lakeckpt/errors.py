@@ -113,8 +113,8 @@ class LakeckptError(Exception):
 
     kind: ClassVar[str] = "lakeckpt"
 
-    def __init_subclass__(cls, *, kind: str | None = None) -> None:
-        super().__init_subclass__()
+    def __init_subclass__(cls, *, kind: str | None = None, **rest: object) -> None:
+        super().__init_subclass__(**rest)
         cls.kind = cls.kind if kind is None else kind
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from lakeckpt.errors import UnsupportedValue
+from lakeckpt.errors import CheckpointMismatch, UnsupportedValue
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
 
 Build = Callable[[], dict[str, Any]]
@@ -167,6 +167,69 @@ def test_a_buffer_can_be_resized_after_it_was_saved_and_after_it_was_restored(
         assert restorer.restore() == 3
     other.grow(3.0)
     assert other.rows[:, 0].tolist() == [0.0, 0.0, 1.0, 2.0, 3.0]
+
+
+class Dressed(torch.optim.Optimizer):
+    """One of torch's in another's clothes, as accelerate has them."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizer = torch.optim.AdamW(parameters, fused=True)
+
+    state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
+    param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+
+
+class Derived(torch.optim.AdamW):
+    pass
+
+
+class Own(torch.optim.Optimizer):
+    """With moments like torch's, and nothing of its optimizers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+            parameter.data -= moment.lerp_(parameter.grad, 0.5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Derived, Dressed, Own])
+def test_moments_of_parameters_in_another_order_are_refused(kind: Any) -> None:
+    """Fused steps would write beyond the end of the smaller ones."""
+
+    def build(order: int) -> dict[str, Any]:
+        model = torch.nn.Linear(4, 6)
+        return {"model": model, "optimizer": kind(list(model.parameters())[::order])}
+
+    storage, objects = MemoryStorage(), build(1)
+    with manager(storage, objects) as saver:
+        saver.restore()
+        train(objects, range(1))
+        saver.step()
+    with pytest.raises(CheckpointMismatch, match=r"exp_avg of parameter 0 is \[6, 4\] in the checkpoint"):
+        manager(storage, build(-1)).restore()
+
+
+def test_what_an_object_was_given_can_be_resized() -> None:
+    storage, rows = MemoryStorage(), Counter(torch.ones(3))
+    with manager(storage, {"rows": rows}) as saver:
+        saver.restore()
+        saver.step()
+    other = Counter(torch.zeros(3))
+    with manager(storage, {"rows": other}) as restorer:
+        restorer.restore()
+    assert other.value.resize_(100)[:3].tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("is_captured", [False, True])

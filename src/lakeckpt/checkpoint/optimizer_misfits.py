@@ -8,11 +8,11 @@ somebody's own optimizer less is known, and less is refused. Changes nothing.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from inspect import signature
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,6 +21,7 @@ from lakeckpt.wire.codec import TensorRef
 
 __all__ = ["misfits_of"]
 
+Shape: TypeAlias = tuple[int, ...]
 _SHAPED_AS_PARAMETER = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"}
 )
@@ -36,16 +37,20 @@ def misfits_of(name: str, optimizer: torch.optim.Optimizer, tree: Any, specs: Ma
     live = [list(group["params"]) for group in optimizer.param_groups]
     if [len(group) for group in saved] != [len(group) for group in live]:
         return [f"{name}: parameter groups of {[*map(len, saved)]} in the checkpoint, of {[*map(len, live)]} here"]
-    lines = []
-    shaped = _SHAPED_AS_PARAMETER if _derives_from_torchs(optimizer) else frozenset()
+    shapes: dict[str, dict[Any, tuple[Shape, Shape]]] = {}
     for number, parameter in zip(chain(*saved), chain(*live), strict=True):
         for key, leaf in dict(states.get(number, {})).items():
             spec = specs.get(leaf.key) if isinstance(leaf, TensorRef) else None
-            if spec is not None and key in shaped and spec.shape != tuple(parameter.shape):
-                lines.append(
-                    f"{name}: {key} of parameter {number} is {list(spec.shape)} in the checkpoint and the parameter is "
-                    f"{list(parameter.shape)}"
-                )
+            if spec is not None and key in _SHAPED_AS_PARAMETER:
+                shapes.setdefault(key, {})[number] = spec.shape, tuple(parameter.shape)
+    are_torchs = _derives_from_torchs(optimizer)
+    lines = [
+        f"{name}: {key} of parameter {number} is {list(was)} in the checkpoint and the parameter is {list(now)}"
+        for key, every in shapes.items()
+        if are_torchs or _have_changed_places(every.values())
+        for number, (was, now) in every.items()
+        if was != now
+    ]
     if _loads_as_torch_does(optimizer):
         lines += _of_options(name, optimizer, tree["param_groups"])
         lines += _of_states(name, optimizer, tree) or _of_kind(name, optimizer, tree)
@@ -77,8 +82,19 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _derives_from_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's, or made of one: others keep flat or projected moments under torch's names."""
-    return any(_is_torchs(kind) and kind is not torch.optim.Optimizer for kind in type(optimizer).__mro__)
+    """Whether it is one of torch's, made of one or around one: others keep flat or projected moments under torch's
+    names."""
+    inside = [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+    return any(
+        _is_torchs(kind) and kind is not torch.optim.Optimizer
+        for one in (optimizer, *inside)
+        for kind in type(one).__mro__
+    )
+
+
+def _have_changed_places(shapes: Collection[tuple[Shape, Shape]]) -> bool:
+    """Whether the shapes in the checkpoint are those of the parameters in another order."""
+    return Counter(was for was, _ in shapes) == Counter(now for _, now in shapes)
 
 
 def _is_torchs(kind: type) -> bool:

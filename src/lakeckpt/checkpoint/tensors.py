@@ -148,7 +148,7 @@ def empty_for(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:
     if not prod(spec.shape):
         return torch.empty(spec.shape, dtype=_dtype(spec)), memoryview(bytearray())
     raw = torch.empty(spec.size_bytes, dtype=torch.uint8)
-    return raw.view(_dtype(spec)).reshape(spec.shape), raw.numpy().data
+    return raw.view(_dtype(spec)).reshape(spec.shape), lent(raw).data
 
 
 def _dtype(spec: TensorSpec) -> torch.dtype:

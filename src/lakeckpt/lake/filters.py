@@ -13,9 +13,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from operator import and_, or_
 from typing import Any, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.acero as acero
 import pyarrow.compute as pc
@@ -195,32 +197,50 @@ def _values(one: Sequence[Any], kind: pa.DataType) -> pa.Array:
     try:
         fitted = pa.array(listed, kind)
     except (pa.ArrowException, TypeError, OverflowError, ValueError):
-        return _given(listed)
-    return fitted if _fits(listed, kind) else _given(listed)
+        given = _given(listed)
+        if not (pa.types.is_decimal(kind) and pa.types.is_floating(given.type)):
+            return given
+        fitted = given.cast(kind)  # as pyarrow does
+    if pa.types.is_floating(kind):  # pyarrow compares with the nearest number of the column's type
+        return fitted
+    if strange := [value for value in listed if _differs_in_zone(value, kind)]:
+        return _given(strange[:1])  # is refused, as by ==
+    # pyarrow.array makes 1 of 1.5 for a column of integers, and cuts times to the column's unit. What is not the same
+    # then equals the value of no row.
+    if not pa.types.is_temporal(kind):
+        return fitted.filter(pa.array(list(map(_is_same, listed, fitted.to_pylist())), pa.bool_()))
+    if _are_alike(listed) and (same := _same_time(listed, kind)) is not None:
+        return fitted.filter(same)
+    every = [_same_time([value], kind) for value in listed]
+    return fitted.filter(pa.array([same is None or same[0].as_py() for same in every], pa.bool_()))
 
 
-def _fits(values: list[Any], kind: pa.DataType) -> bool:
-    """Whether ``values`` are the same in the type ``kind`` of a column.
+def _differs_in_zone(value: Any, kind: pa.DataType) -> bool:
+    """Whether one of the two is a moment in some zone, and the other one says of none which."""
+    if not pa.types.is_timestamp(kind) or not isinstance(value, datetime | np.datetime64):
+        return False
+    return (getattr(value, "tzinfo", None) is None) != (kind.tz is None)
 
-    ``pyarrow.array`` makes 1 of 1.5 for a column of integers, cuts times to the column's unit, and gives them its zone.
-    """
-    if pa.types.is_floating(kind):
-        return True  # pyarrow compares with the nearest number of the column's type
+
+def _is_same(value: Any, held: Any) -> bool:
+    """Whether ``value`` is what a column holds as ``held``: floats, the nearest of it."""
+    plain = value.as_py() if isinstance(value, pa.Scalar) else value.item() if isinstance(value, np.generic) else value
+    return held is None or bool((float(held) if isinstance(plain, float) else held) == plain)
+
+
+def _are_alike(values: list[Any]) -> bool:
+    """Whether one type of Arrow is the right one for all of them."""
+    return len({(type(one), getattr(one, "tzinfo", None) is None) for one in values}) == 1
+
+
+def _same_time(values: list[Any], kind: pa.DataType) -> pa.Array | None:
+    """Which of ``values`` are the same in the temporal type ``kind`` (bool); None where nobody can say of all."""
     try:
         given = _given(values)
-    except (pa.ArrowException, TypeError, OverflowError, ValueError):
-        return True  # what only the column's type can hold together
-    if (
-        pa.types.is_timestamp(given.type)
-        and pa.types.is_timestamp(kind)
-        and (given.type.tz is None) != (kind.tz is None)
-    ):
-        return False
-    try:
-        given.cast(kind)
-    except pa.ArrowException:
-        return not (pa.types.is_integer(kind) or pa.types.is_temporal(kind))  # the others are not cut by pyarrow.array
-    return True
+        return pc.fill_null(pc.equal(given.cast(kind).cast(given.type), given), True)
+    except (pa.ArrowException, TypeError, OverflowError, ValueError) as error:
+        is_cut = len(values) == 1 and type(error) is pa.ArrowInvalid
+        return pa.array([False]) if is_cut else None
 
 
 def _given(values: list[Any]) -> pa.Array:
