@@ -132,6 +132,23 @@ def test_the_law_holds_for_it_row_by_row(lake: Path) -> None:
     assert_exactly_once(make_loader, topologies=[(1, 0)], offsets="all")
 
 
+def test_after_an_end_that_other_ranks_came_to_workers_read_the_next_epochs(lake: Path) -> None:
+    alone = stateful(lake, 0)
+    some(alone, 10)
+    ended = convert_state(alone.state_dict())
+    for resume in (False, True):
+        rest: list[list[int]] = []
+        for rank in range(2):
+            loader = stateful(lake, 2, rank=rank, world_size=2, num_lanes=4, start=ended)
+            assert len(loader.dataset) and flat(loader) == []
+            if resume:
+                state = loader.state_dict()
+                loader = stateful(lake, 2, rank=rank, world_size=2, num_lanes=4)
+                loader.load_state_dict(state)
+            rest += [flat(loader), flat(loader)]
+        assert sorted(rest[0] + rest[2]) == sorted(rest[1] + rest[3]) == list(range(ROWS))
+
+
 def test_a_state_before_the_first_batch_and_asked_twice(lake: Path) -> None:
     for num_workers in (0, 2):
         loader = stateful(lake, num_workers)

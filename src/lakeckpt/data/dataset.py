@@ -360,8 +360,10 @@ class LakeDataset(IterableDataset[Any]):
                 "before the first iteration it is not known how many workers there will be. Give LakeDataset num_lanes="
                 ", a multiple of ranks times workers, or take the length of a LakeLoader, or after iterating began"
             )
-        proposed = self._progress.settled(world_size, 0).segment.num_lanes
-        state = self._progress.settled(world_size, 0, num_lanes=self._epochs.agree_lanes(rank, proposed))
+        state = self._progress.settled(world_size, 0)
+        if state.segment.world_size == world_size:  # else the end of an epoch, which other ranks came to
+            lanes = self._epochs.agree_lanes(rank, state.segment.num_lanes)
+            state = self._progress.settled(world_size, 0, num_lanes=lanes)
         if not self.row_wise:
             steps = Plan(state).steps
             assert steps is not None

@@ -55,7 +55,15 @@ class EpochFile(SharedFile):
             known[str(rank)] = {"turns": [], "start": {"epoch": epoch, "state": state}}
 
     def join(
-        self, rank: int, worker: int, *, base_seed: int, begun: int, first: int, loaded: ReaderState | None
+        self,
+        rank: int,
+        worker: int,
+        *,
+        base_seed: int,
+        begun: int,
+        first: int,
+        loaded: ReaderState | None,
+        world_size: int,
     ) -> Turn:
         """Note that ``worker`` of ``rank`` begins an iteration, and return which.
 
@@ -74,7 +82,9 @@ class EpochFile(SharedFile):
                 turns.append(turn)
                 del turns[:-_TURNS_KEPT]
             if loaded is not None:
-                turn["epoch"], mine["lanes"] = loaded.epoch, loaded.segment.num_lanes
+                turn["epoch"] = loaded.epoch
+                if loaded.segment.world_size == world_size:  # else an end, of other ranks
+                    mine["lanes"] = loaded.segment.num_lanes
             turn["workers"].append(worker)
             start = mine.get("start") if turn["number"] == 0 else None
             return Turn(epoch=turn["epoch"], is_first=turn["number"] == 0, start=start)

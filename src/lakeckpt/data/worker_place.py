@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lakeckpt.core.plain import integer
+from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import StateInvalid
 
@@ -58,7 +59,7 @@ class WorkerPlace:
                 "convert the loader's state with lakeckpt.convert_state and load the result into the dataset before "
                 "its DataLoader is made"
             )
-        if self.state.segment.world_size != world_size:
+        if self.state.segment.world_size != world_size and not Plan(self.state).at_end:  # an end is anybody's
             raise StateInvalid(
                 f"this worker's state is of a job of {self.state.segment.world_size} ranks, not of {world_size}: "
                 "convert the loader's state with lakeckpt.convert_state and load the result into the dataset before "

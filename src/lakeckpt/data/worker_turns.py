@@ -60,12 +60,16 @@ class WorkerTurns:
             begun=self._begun,
             first=progress.epoch,
             loaded=None if mine is None else mine.state,
+            world_size=world_size,
         )
         self._begun += 1
         if mine is None:
             self._go_to(turn)
-            proposed = progress.settled(world_size, workers).segment.num_lanes
-            progress.settle(world_size, workers, num_lanes=epochs.agree_lanes(rank, proposed))
+            settled = progress.settled(world_size, workers).segment
+            # Nothing is dealt of an epoch that other ranks came to the end of: the lanes are agreed on at the next.
+            is_over = settled.world_size != world_size
+            lanes = None if is_over else epochs.agree_lanes(rank, settled.num_lanes)
+            progress.settle(world_size, workers, num_lanes=lanes)
             mine = WorkerPlace(state=progress.state, worker=worker, workers=workers, origin=progress.state.step)
         self._place = mine
         return self._steps(mine, rank)
