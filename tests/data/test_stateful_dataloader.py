@@ -132,6 +132,36 @@ def test_the_law_holds_for_it_row_by_row(lake: Path) -> None:
     assert_exactly_once(make_loader, topologies=[(1, 0)], offsets="all")
 
 
+@pytest.mark.parametrize(("batch", "num_workers"), [(1, 2), (3, 1), (3, 2)])
+def test_where_ranks_get_a_row_more_than_others_states_of_any_rank_are_exact_or_refused(
+    lake: Path, batch: int, num_workers: int
+) -> None:
+    case = {"batch": batch, "block_size": 7, "num_lanes": 3, "shuffle": False}
+    seen: list[list[list[int]]] = []
+    states: list[list[Any]] = []
+    for rank in range(3):  # 13, 12 and 12 rows
+        loader = stateful(lake, num_workers, rank=rank, world_size=3, **case)
+        found = [(batch["id"].tolist(), loader.state_dict()) for batch in loader]
+        seen.append([rows for rows, _ in found])
+        states.append([state for _, state in found])
+        ended = convert_state(loader.state_dict())
+        assert (ended["epoch"], ended["step"]) == (1, 0)
+    outcomes: Counter[str] = Counter()
+    for rank, taken in [(k, count) for k in range(3) for count in range(1, len(states[k]) + 1)]:
+        before = list(itertools.chain.from_iterable(flat_of(rows[:taken]) for rows in seen))
+        try:
+            state = as_json(convert_state(states[rank][taken - 1]))
+        except StateInvalid as error:
+            outcomes["refused"] += "a row more for some ranks" in str(error)
+            continue
+        dataset = LakeDataset(table_of(lake), batch_size=None, block_size=7, num_lanes=3)
+        dataset.load_state_dict(state)
+        assert sorted(before + flat(dataset)) == list(range(ROWS)), (rank, taken)
+        outcomes["exact"] += 1
+    assert outcomes.total() == sum(map(len, states)) and outcomes["exact"] >= 3
+    assert (outcomes["refused"] > 0) == (num_workers > 1)
+
+
 def test_after_an_end_that_other_ranks_came_to_workers_read_the_next_epochs(lake: Path) -> None:
     alone = stateful(lake, 0)
     some(alone, 10)

@@ -30,7 +30,8 @@ def convert_state(state: Mapping[str, Any]) -> dict[str, Any]:
     ``state`` is what ``state_dict()`` of a torchdata ``StatefulDataLoader`` over a `lakeckpt.LakeDataset` returned on
     any rank of a job in lockstep, with any number of workers (or, already converted, a reader state). The result may be
     loaded on any topology. Steps that the loader had delivered since its last snapshot (``snapshot_every_n_steps``
-    above 1) cannot be known and are refused.
+    above 1) cannot be known and are refused; so is, where several workers of several ranks read single rows
+    (``batch_size=None``), a state near the end of an epoch of which some ranks have a row more than others.
 
     Raises StateInvalid where there is no such state, or its parts do not fit together.
     """
@@ -52,16 +53,26 @@ def convert_state(state: Mapping[str, Any]) -> dict[str, Any]:
             f"expected the state of a StatefulDataLoader over a LakeDataset, found {len(whole)} reader states and "
             f"{len(workers)} workers' parts in it"
         )
-    joined = _joined(workers)
-    if state.get("_iterator_finished") is True and Plan(joined).at_end:
-        joined = _start_of(joined, joined.epoch + 1)
-    return joined.to_plain()
+    shared, places = _in_turn(workers)
+    if state.get("_iterator_finished") is True:  # of last steps that had no rows for this rank, no worker has a place
+        return _start_of(shared, shared.epoch + 1).to_plain()
+    if len(places) == 1 and _all_fetchers_ended(state):
+        return replace(shared, step=Plan(shared).steps or 0).to_plain()
+    return _joined(shared, places).to_plain()
 
 
 def _awaits_its_end(state: Mapping[str, Any]) -> bool:
     """Whether the dataset has ended and the loop, having got the last batch, has yet to see that."""
     fetcher = state.get("fetcher_state")
     return isinstance(fetcher, Mapping) and fetcher.get("fetcher_ended") is True and not state.get("_iterator_finished")
+
+
+def _all_fetchers_ended(state: Mapping[str, Any]) -> bool:
+    """Whether the last batch of each worker was less than a full one. Of one, nothing is left on any rank then."""
+    snapshot = state.get("_snapshot")
+    found = snapshot.get("_worker_snapshots") if isinstance(snapshot, Mapping) else None
+    fetchers = [one.get("fetcher_state") for one in found.values()] if isinstance(found, Mapping) else []
+    return bool(fetchers) and all(isinstance(one, Mapping) and one.get("fetcher_ended") is True for one in fetchers)
 
 
 def _before_the_end(state: ReaderState) -> ReaderState:
@@ -87,7 +98,8 @@ def _parts(value: Any, depth: int) -> Iterator[Mapping[str, Any]]:
         yield from _parts(child, depth + 1)
 
 
-def _joined(places: list[WorkerPlace]) -> ReaderState:
+def _in_turn(places: list[WorkerPlace]) -> tuple[ReaderState, list[WorkerPlace]]:
+    """Where the turns of all workers began, and their places in the order of their turns."""
     places = sorted(places, key=lambda place: place.worker)
     first = places[0]
     if [place.worker for place in places] != list(range(first.workers)):
@@ -99,11 +111,17 @@ def _joined(places: list[WorkerPlace]) -> ReaderState:
         same = replace(place.state, step=first.origin, row=0) == shared
         if not same or (place.workers, place.origin) != (first.workers, first.origin):
             raise StateInvalid(f"the parts of workers 0 and {place.worker} are of different iterations")
-    plan = Plan(shared)
+    return shared, places
+
+
+def _joined(shared: ReaderState, places: list[WorkerPlace]) -> ReaderState:
+    first, plan = places[0], Plan(shared)
     last = max(place.next_step for place in places)
     done = min(place.next_step for place in places)
     if plan.steps is not None:
         last, done = min(last, plan.steps), min(done, plan.steps)
+    if plan.steps is not None and done < plan.steps and first.workers > 1:
+        _check_alike_on_all_ranks(plan, plan.steps, places)
     ahead = [step for step in range(done, last) if step < places[(step - first.origin) % first.workers].next_step]
     if not ahead and not any(place.skip for place in places):
         return replace(shared, step=done)
@@ -127,6 +145,28 @@ def _with_gaps(shared: ReaderState, plan: Plan, places: list[WorkerPlace], done:
             layouts.update({key.epoch: (key.num_lanes, key.rotation) for key in assignment.layouts})
     opened = replace(plan.segment, micro_batch=plan.micro_batch(done), step=done)
     return replace(shared, base=plan.rest(stop).plus(back, layouts), segments=(opened,), step=done)
+
+
+def _check_alike_on_all_ranks(plan: Plan, steps: int, places: list[WorkerPlace]) -> None:
+    """Refuse places at a step that has a row more for some ranks: from there on workers' turns differ between ranks.
+
+    Single rows only, in the last turn of all lanes: where a rank has none, its other workers take the turn.
+    """
+    if plan.state.identity.tail != "rows":
+        return
+    world_size, first = plan.segment.world_size, places[0]
+    for step in range(max(first.origin, steps - plan.segment.num_lanes // world_size), steps):
+        rows = [plan.assignment(step, rank).receipt.rows for rank in range(world_size)]
+        owner = places[(step - first.origin) % first.workers]
+        is_there = step < owner.next_step or (step == owner.next_step and owner.skip >= min(rows))
+        if is_there and min(rows) < max(rows):
+            raise StateInvalid(
+                f"step {step} of epoch {plan.state.epoch} has a row more for some ranks than for others, and worker "
+                f"{owner.worker} has come to it: this rank's state does not tell where the workers of the other ranks "
+                "are. Load it with the same ranks and workers, or convert a state from before the last rows of the "
+                "epoch, or from its end; states of lakeckpt.LakeLoader, and of one worker or "
+                'LakeDataset(tail="drop"), can go on elsewhere anywhere'
+            )
 
 
 def _without_first(spans: tuple[Span, ...], rows: int) -> list[Span]:
