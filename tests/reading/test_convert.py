@@ -248,6 +248,7 @@ def test_timestamps_with_a_zone_are_utc_in_their_own_unit() -> None:
 EXACT = decimal.Context(prec=76)
 DECIMALS = [
     *(make(precision, 7) for make, precision in ((pa.decimal128, 18), (pa.decimal128, 38), (pa.decimal256, 76))),
+    *(pa.decimal128(38, scale) for scale in (22, 30)),
     *((pa.decimal32(9, 7), pa.decimal64(18, 7)) if hasattr(pa, "decimal32") else ()),
 ]
 
@@ -255,12 +256,15 @@ DECIMALS = [
 @pytest.mark.parametrize("kind", DECIMALS, ids=str)
 @given(data=st.data())
 def test_decimals_become_the_nearest_float_or_of_many_digits_one_near_to_them(kind: pa.DataType, data: Any) -> None:
+    most = 10**kind.precision
+    words = st.sampled_from([sign << bits for bits in (31, 53, 63, 64, 127, 128, 192) for sign in (1, -1)])
     digits = st.integers(1, kind.precision).flatmap(lambda n: st.integers(1 - 10**n, 10**n - 1))
-    exact = [EXACT.scaleb(decimal.Decimal(n), -7) for n in data.draw(st.lists(digits, min_size=1))]
+    numbers = data.draw(st.lists(digits | words.filter(lambda n: abs(n) < most), min_size=1))
+    exact = [EXACT.scaleb(decimal.Decimal(n), -kind.scale) for n in numbers]
     found = convert(table_of(pa.array([None, *exact], kind)), nulls="mask")["x"]
     for value, became in zip(exact, found[1:].tolist(), strict=True):
         nearest = float(value)
-        is_long = len(value.as_tuple().digits) > 15
+        is_long = len(value.as_tuple().digits) > 15 or kind.scale > 22
         assert abs(became - nearest) <= (2 * math.ulp(nearest) if is_long else 0)
 
 

@@ -165,7 +165,7 @@ def _check_alike_on_all_ranks(plan: Plan, steps: int, places: list[WorkerPlace])
                 f"{owner.worker} has come to it: this rank's state does not tell where the workers of the other ranks "
                 "are. Load it with the same ranks and workers, or convert a state from before the last rows of the "
                 "epoch, or from its end; states of lakeckpt.LakeLoader, and of one worker or "
-                'LakeDataset(tail="drop"), can go on elsewhere anywhere'
+                'LakeDataset(tail="drop"), can go on anywhere'
             )
 
 
