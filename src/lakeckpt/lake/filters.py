@@ -207,8 +207,10 @@ def _values(one: Sequence[Any], kind: pa.DataType) -> pa.Array:
         return _given(strange[:1])  # is refused, as by ==
     # pyarrow.array makes 1 of 1.5 for a column of integers, and cuts times to the column's unit. What is not the same
     # then equals the value of no row.
-    if not pa.types.is_temporal(kind):
+    if pa.types.is_integer(kind) or pa.types.is_decimal(kind):
         return fitted.filter(pa.array(list(map(_is_same, listed, fitted.to_pylist())), pa.bool_()))
+    if not pa.types.is_temporal(kind):
+        return fitted
     if _are_alike(listed) and (same := _same_time(listed, kind)) is not None:
         return fitted.filter(same)
     every = [_same_time([value], kind) for value in listed]
