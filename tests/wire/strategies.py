@@ -60,6 +60,11 @@ leaves = st.one_of(
     arrays,
     dtypes,
     texts.map(lambda key: TensorRef(key=key)),
+    st.builds(
+        lambda key, order: TensorRef(key=key, dim_order=None if sorted(order) == list(order) else tuple(order)),
+        texts,
+        st.permutations(range(4)),
+    ),
 )
 keys = st.recursive(hashable_leaves, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=3)
 values = st.recursive(

@@ -70,7 +70,7 @@ def test_pickled_bytes_run_nothing_wherever_they_stand(tmp_path: Path, protocol:
     assert mark.exists(), "the bomb itself does nothing: the test proves nothing"
 
 
-@pytest.mark.parametrize("code", [0, *range(9, 128), *range(-128, 0)])
+@pytest.mark.parametrize("code", [0, *range(10, 128), *range(-128, 0)])
 def test_extension_types_that_are_not_ours_are_refused(code: int) -> None:
     for content in (b"", b"\x01", b"\x00" * 12):
         header = bytes([0xC7, len(content)]) + code.to_bytes(1, "big", signed=True)
@@ -145,8 +145,8 @@ def test_an_extension_cannot_reach_beyond_its_own_bytes() -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [(4, "<f8", b"12345678"), (4, "U", "a"), (5, "<f8", [1], b"12345678"), (6, "<f8"), (8, "a")],
-    ids=["scalar", "text-scalar", "array", "dtype", "tensor-ref"],
+    [(4, "<f8", b"12345678"), (4, "U", "a"), (5, "<f8", [1], b"12345678"), (6, "<f8"), (8, "a"), (9, "a", b"\1\0")],
+    ids=["scalar", "text-scalar", "array", "dtype", "tensor-ref", "dim-order"],
 )
 def test_what_is_left_over_inside_an_extension_is_refused_though_it_would_do_as_the_next_value(
     content: tuple[object, ...],
@@ -156,6 +156,19 @@ def test_what_is_left_over_inside_an_extension_is_refused_though_it_would_do_as_
     assert isinstance(read(b"\x92" + ext(code, *parts) + pack("b")), list)  # where the next value stands outside of it
     with pytest.raises(WireDamaged, match="2 bytes follow the value of a"):
         read(b"\x92" + ext(code, *parts, "b"))
+
+
+@pytest.mark.parametrize(
+    "order", [b"", b"\0", b"\0\1", b"\0\2", b"\1\1", bytes(range(64, -1, -1)), [1, 0], None, "\1\0"]
+)
+def test_a_tensor_in_an_order_of_dimensions_that_is_none_is_refused(order: object) -> None:
+    with pytest.raises(WireDamaged, match="a tensor whose dim_order is none"):
+        read(ext(9, "a", order))
+
+
+def test_a_tensor_in_an_order_of_more_dimensions_than_tensors_have_costs_nothing() -> None:
+    with pytest.raises(WireDamaged, match="a tensor whose dim_order is none"):
+        read(ext(9, "a", bytes(2**20)))
 
 
 def test_more_items_than_the_limit_are_refused_before_they_are_made() -> None:

@@ -81,7 +81,7 @@ def _refuse_unlike(objects: Mapping[str, Any], loaded: Loaded) -> None:
             places = alongside(tree, one.state_dict())
             found |= {ref.key for ref, live in places if isinstance(live, torch.Tensor) and _memory(live) in own}
         elif isinstance(one, torch.optim.Optimizer) and isinstance(tree, dict):
-            found |= set(references(tree.get("state")))
+            found |= {ref.key for ref in references(tree.get("state"))}
     wrong = sorted(found & loaded.unlike.tensors.keys())
     if wrong:
         raise loaded.unlike.refusal(wrong)
@@ -156,7 +156,8 @@ def _of_parts(what: str, target: torch.Tensor, whole: Whole) -> str:
 
 def _of_states_in_parts(name: str, optimizer: torch.optim.Optimizer, tree: Any, loaded: Loaded) -> list[str]:
     places = states_in(optimizer, tree, loaded, device="meta")
-    wholes = {key: loaded.wholes[key] for key in references(tree["state"]) if key in loaded.wholes}
+    keys = [ref.key for ref in references(tree["state"])]
+    wholes = {key: loaded.wholes[key] for key in keys if key in loaded.wholes}
     lines = []
     for key, whole in wholes.items():
         target = places[key] if key in places else torch.empty(whole.spec.shape, device="meta")
@@ -231,7 +232,7 @@ def apply(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, Read
 def _tensors_for(name: str, one: Any, loaded: Loaded) -> dict[str, torch.Tensor]:
     """The tensors of the state of a small object: of those of which this rank holds a part now, that part."""
     tree = loaded.trees[name]
-    keys = list(dict.fromkeys(references(tree)))
+    keys = list(dict.fromkeys(ref.key for ref in references(tree)))
     if not keys:
         return {}
     try:
@@ -241,7 +242,7 @@ def _tensors_for(name: str, one: Any, loaded: Loaded) -> dict[str, torch.Tensor]
         raise
     except Exception as error:
         raise CheckpointMismatch(f"{name!r} cannot tell its state: {error!r}") from error
-    found = loaded.read([key for key in keys if key not in live or not fits(live[key], loaded.specs[key])])
+    found = loaded.read_as_saved([key for key in keys if key not in live or not fits(live[key], loaded.specs[key])])
     for key in keys:
         if key not in found:
             found[key] = torch.empty_like(live[key].detach())

@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.load import Loaded
 from lakeckpt.checkpoint.optimizer_states import fits, states_in
 from lakeckpt.checkpoint.shards import is_sharded, local_of, offsets_of
-from lakeckpt.checkpoint.tensors import empty_for, fill, host_bytes, overlaps_itself, tied_key
+from lakeckpt.checkpoint.tensors import empty_for, fill, host_bytes, in_dim_order, overlaps_itself, tied_key
 from lakeckpt.checkpoint.tree import flatten, rebuild, references
 from lakeckpt.errors import CheckpointError, CheckpointMismatch, StorageError
 from lakeckpt.wire.codec import TensorRef
@@ -78,8 +78,8 @@ def _targets(name: str, one: Any, loaded: Loaded) -> dict[str, torch.Tensor]:
     else:
         live, new = states_in(one, tree, loaded), _device_of(one)
     return {
-        key: live[key] if key in live and fits(live[key], specs[key]) else _new(specs[key], new)
-        for key in references(tree)
+        ref.key: live[ref.key] if ref.key in live and fits(live[ref.key], specs[ref.key]) else _new(ref, specs, new)
+        for ref in references(tree)
     }
 
 
@@ -88,8 +88,9 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
 
-def _new(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    tensor, _ = empty_for(spec)
+def _new(ref: TensorRef, specs: Mapping[str, TensorSpec], device: torch.device) -> torch.Tensor:
+    spec = specs[ref.key]
+    tensor = in_dim_order(empty_for(spec)[0], ref.dim_order)
     if device.type == "cpu" or not spec.shape:  # counts of steps stay with the host: the optimizer moves what it must
         return tensor
     return torch.empty_like(tensor, device=device)

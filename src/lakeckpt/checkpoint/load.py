@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.parts import SHARING, PartRecord, TensorRecord, TreeRec
 from lakeckpt.checkpoint.random_states import RANDOM, check_random
 from lakeckpt.checkpoint.ranged import StoredSlab, open_files, read_slabs
 from lakeckpt.checkpoint.shards import Whole
-from lakeckpt.checkpoint.tensors import empty_for
+from lakeckpt.checkpoint.tensors import empty_for, in_dim_order
 from lakeckpt.checkpoint.tree import references, tree_from_bytes
 from lakeckpt.checkpoint.unlike import Unlike, different, refuse_divided, refuse_several, unlike_of
 from lakeckpt.checkpoint.wholes import Wholes, is_part_key
@@ -80,6 +80,8 @@ class Loaded:
     """The units of which ranks had different contents."""
     is_own: bool = False
     """Whether it is what this rank of several had, and nobody knows what the others have."""
+    dim_orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """key → how a tensor lay in memory, of those that did not lie row by row."""
     unlike: Unlike | None = None
     """After a change of the world size: which tensors ranks had different contents of."""
 
@@ -88,13 +90,20 @@ class Loaded:
         return self.wholes[key] if key in self.wholes else Whole.plain(self.specs[key])
 
     def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Tensors in new host memory, whole and verified."""
+        """Tensors in new host memory, whole, verified and contiguous."""
         made = {key: empty_for(self.specs[key]) for key in keys}
         self.source.fill({key: view for key, (_, view) in made.items() if key not in self.wholes})
         for key, (tensor, _) in made.items():
             if key in self.wholes:
                 self.read_part(key, (0,) * tensor.dim(), tensor)
         return {key: tensor for key, (tensor, _) in made.items()}
+
+    def read_as_saved(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """What `read` gives, laid out in memory as the tensors were that were saved."""
+        found = self.read(keys)
+        for key in found.keys() & self.dim_orders.keys():
+            found[key] = in_dim_order(found[key], self.dim_orders[key])
+        return found
 
     def read_part(self, key: str, offsets: tuple[int, ...], into: torch.Tensor) -> None:
         """Fill ``into`` with what begins at ``offsets`` in a tensor, from one saved part after the other; verified.
@@ -255,10 +264,18 @@ def loaded_of(
     specs = {**specs, **{key: whole.spec for key, whole in wholes.items()}}
     if RANDOM not in trees:
         raise CheckpointDamaged(f"{what} has no random states")
+    dim_orders: dict[str, tuple[int, ...]] = {}
     for item, tree in trees.items():
-        for key in references(tree):
-            if key not in specs:
-                raise CheckpointDamaged(f"the state of {item!r} refers to the tensor {key!r}, which no part holds")
+        for one in references(tree):
+            if one.key not in specs:
+                raise CheckpointDamaged(f"the state of {item!r} refers to the tensor {one.key!r}, which no part holds")
+            if one.dim_order is not None:
+                dim_orders[one.key] = one.dim_order
+                if len(one.dim_order) != len(specs[one.key].shape):
+                    raise CheckpointDamaged(
+                        f"the state of {item!r} says of the tensor {one.key!r} that its dimensions lie in the order "
+                        f"{list(one.dim_order)}, and its shape is {list(specs[one.key].shape)}"
+                    )
     random = check_random(trees.pop(RANDOM))
     return Loaded(
         trees=trees,
@@ -268,6 +285,7 @@ def loaded_of(
         random=None if is_new else random,
         per_rank=per_rank,
         is_own=is_own,
+        dim_orders=dim_orders,
     )
 
 

@@ -1,10 +1,10 @@
 """Where does each tensor of an optimizer's saved state go?  To the live one of its place, or to a new one like it.
 
 An optimizer that has not stepped yet has no states: they are made for it, as its first step would make them: one of the
-parameter's shape lies in memory as the parameter does. Where ranks hold parts of a parameter, they hold parts of its
-states, too. One of the parameter's shape is divided as the parameter is; one of another shape (a number for each row,
-as of factored moments) by those of the parameter's dimensions that it has, and by which it was divided when it was
-saved; whole on all ranks, if by none.
+parameter's shape lies in memory as the parameter does now, any other as it did when it was saved. Where ranks hold
+parts of a parameter, they hold parts of its states, too. One of the parameter's shape is divided as the parameter is;
+one of another shape (a number for each row, as of factored moments) by those of the parameter's dimensions that it has,
+and by which it was divided when it was saved; whole on all ranks, if by none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lakeckpt.checkpoint.load import Loaded
 from lakeckpt.checkpoint.shards import divided_like, is_sharded, local_of
 from lakeckpt.checkpoint.tensors import overlaps_itself, spec_of
 from lakeckpt.checkpoint.tree import alongside
+from lakeckpt.wire.codec import TensorRef
 
 __all__ = ["fits", "states_in"]
 
@@ -28,12 +29,12 @@ def states_in(
     optimizer: torch.optim.Optimizer, tree: Any, loaded: Loaded, *, device: str | None = None
 ) -> dict[str, torch.Tensor]:
     """key → the tensor of that place in the state; where there is none, a new DTensor if ranks hold parts of the
-    parameter, on its device or on another (``device``), and a new one laid out as the parameter if that is not
-    contiguous. What is in no such case is left out."""
+    parameter, on its device or on another (``device``), and a new one laid out as the parameter where one laid out as
+    it was saved would not do. What is in no such case is left out."""
     was_divided = bool(loaded.wholes) or loaded.is_own
     found: dict[str, torch.Tensor] = {}
-    for parameter, key, known in _leaves(optimizer, tree):
-        spec = loaded.specs[key]
+    for parameter, is_fused, ref, known in _leaves(optimizer, tree):
+        key, spec = ref.key, loaded.specs[ref.key]
         if isinstance(known, torch.Tensor) and fits(known, spec) and (is_sharded(known) or not overlaps_itself(known)):
             found[key] = known
         elif is_sharded(parameter) and _is_shared(parameter, spec, loaded, was_divided=was_divided):
@@ -43,9 +44,17 @@ def states_in(
                 found[key] = divided_like(parameter, spec, None, device=device)
             else:
                 found[key] = _strided_as(parameter, spec)
-        elif device is None and spec.shape == tuple(parameter.shape) and not parameter.is_contiguous():
+        elif device is None and _is_to_lie_as(parameter, spec, ref.dim_order, is_fused=is_fused):
             found[key] = _strided_as(parameter, spec)
     return found
+
+
+def _is_to_lie_as(parameter: torch.Tensor, spec: TensorSpec, saved: tuple[int, ...] | None, *, is_fused: bool) -> bool:
+    """Whether it matters that a state lies as its parameter, and it would not: parameters may be laid out in another
+    way than when it was saved. A matrix beside a square one may be of any order, but for fused steps."""
+    if spec.shape != tuple(parameter.shape):
+        return False
+    return not parameter.is_contiguous() or (saved is not None and (is_fused or parameter.dim() != 2))
 
 
 def _strided_as(parameter: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -54,14 +63,14 @@ def _strided_as(parameter: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return torch.empty_like(parameter.detach(), dtype=getattr(torch, spec.dtype))
 
 
-def _leaves(optimizer: torch.optim.Optimizer, tree: Any) -> Iterator[tuple[torch.Tensor, str, Any]]:
-    """(parameter, key of a tensor of its saved state, what the live state has in its place)."""
+def _leaves(optimizer: torch.optim.Optimizer, tree: Any) -> Iterator[tuple[torch.Tensor, bool, TensorRef, Any]]:
+    """(parameter, whether its steps are fused, a tensor of its saved state, what the live state has in its place)."""
     numbers = chain(*(group["params"] for group in tree["param_groups"]))
-    parameters = chain(*(group["params"] for group in optimizer.param_groups))
-    for number, parameter in zip(numbers, parameters, strict=True):
+    parameters = [(one, bool(group.get("fused"))) for group in optimizer.param_groups for one in group["params"]]
+    for number, (parameter, is_fused) in zip(numbers, parameters, strict=True):
         saved = tree["state"].get(number)
         for reference, known in alongside(saved, optimizer.state.get(parameter)):
-            yield parameter, reference.key, known
+            yield parameter, is_fused, reference, known
 
 
 def _is_shared(parameter: torch.Tensor, spec: TensorSpec, loaded: Loaded, *, was_divided: bool) -> bool:

@@ -21,7 +21,7 @@ import torch
 from lakeckpt.checkpoint.names import canonical_names
 from lakeckpt.checkpoint.shards import is_sharded, local_of, offsets_of
 from lakeckpt.checkpoint.slabs import is_slab_key
-from lakeckpt.checkpoint.tensors import spec_of, tied_key
+from lakeckpt.checkpoint.tensors import dim_order_of, spec_of, tied_key
 from lakeckpt.checkpoint.wholes import is_part_key, part_key
 from lakeckpt.errors import CheckpointDamaged, LimitExceeded
 from lakeckpt.wire.codec import Payload, TensorRef, dumps, dumps_map, loads, payload_of
@@ -39,7 +39,9 @@ __all__ = [
 ]
 
 _KIND = "tree"
-_VERSION = (1, 0)
+# 2.0: how tensors lie in memory, where any does so in an order of dimensions of its own
+_VERSION = (2, 0)
+_WITHOUT_DIM_ORDERS = (1, 0)
 _DEEPEST = 64
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
 
@@ -54,6 +56,8 @@ class Flat:
     sharded: dict[str, torch.Tensor] = field(default_factory=dict)
     """The tensors of which this rank holds a part, by the key that the tree has of the whole; that part, if it is not
     empty, is among ``tensors`` under a key of its own (see ``shards``)."""
+    has_dim_orders: bool = False
+    """Whether a tensor lies in memory in another order of its dimensions than their own."""
 
     def leaf(self, key: str) -> torch.Tensor:
         """The tensor that the tree refers to."""
@@ -68,7 +72,8 @@ def flatten(item: str, state: object, *, of_module: bool = False) -> Flat:
     """
     walk = _Walk(item)
     tree = walk.plain(state, item, _DEEPEST, of_module=of_module)
-    return Flat(item=item, tree=tree, tensors=walk.tensors, sharded=walk.sharded)
+    ordered = any(known.dim_order is not None for known in walk.tied.values())
+    return Flat(item=item, tree=tree, tensors=walk.tensors, sharded=walk.sharded, has_dim_orders=ordered)
 
 
 class _Walk:
@@ -78,7 +83,7 @@ class _Walk:
         self.item = item
         self.tensors: dict[str, torch.Tensor] = {}
         self.sharded: dict[str, torch.Tensor] = {}
-        self.tied: dict[tuple[object, ...], str] = {}
+        self.tied: dict[tuple[object, ...], TensorRef] = {}
 
     def plain(self, value: Any, path: str, depth: int, *, of_module: bool = False) -> Any:
         if isinstance(value, torch.Tensor):
@@ -108,7 +113,7 @@ class _Walk:
         if same is None and is_sharded(tensor):  # of a rank without rows: ranks are to have one tree
             same = (local.untyped_storage()._cdata, local.dtype, tuple(tensor.shape))
         if same is not None and same in self.tied:
-            return TensorRef(key=self.tied[same])
+            return self.tied[same]
         key = path
         # 0 and "0" may both be keys of one dict.
         while key in self.tensors or key in self.sharded or is_part_key(key) or is_slab_key(key):
@@ -119,14 +124,15 @@ class _Walk:
                 self.tensors[part_key(key, offsets_of(path, tensor), tensor.shape)] = local
         else:
             self.tensors[key] = tensor
+        found = TensorRef(key=key, dim_order=dim_order_of(tensor))
         if same is not None:
-            self.tied[same] = key
-        return TensorRef(key=key)
+            self.tied[same] = found
+        return found
 
 
 def tree_to_bytes(flat: Flat) -> bytes:
     """The document of a tree. Raises `UnsupportedValue` naming the path of a value that cannot be written."""
-    return dumps(flat.tree, kind=_KIND, version=_VERSION, root=flat.item)
+    return dumps(flat.tree, kind=_KIND, version=_version(flat.has_dim_orders), root=flat.item)
 
 
 def branch_to_bytes(branch: Any, path: str) -> bytes:
@@ -134,11 +140,15 @@ def branch_to_bytes(branch: Any, path: str) -> bytes:
     return payload_of(branch, root=path)
 
 
-def tree_of_branches(branches: Mapping[str, bytes]) -> bytes:
-    """The document of a tree, of which most is known: name → what `branch_to_bytes` made."""
+def tree_of_branches(branches: Mapping[str, bytes], *, has_dim_orders: bool = False) -> bytes:
+    """The document of a tree, of which most is known: name → what `branch_to_bytes` made; see `Flat` for the rest."""
     payloads = {name: branch for name, branch in branches.items() if isinstance(branch, Payload)}
     assert len(payloads) == len(branches), "branches are made by branch_to_bytes"
-    return dumps_map(payloads, kind=_KIND, version=_VERSION)
+    return dumps_map(payloads, kind=_KIND, version=_version(has_dim_orders))
+
+
+def _version(has_dim_orders: bool) -> tuple[int, int]:
+    return _VERSION if has_dim_orders else _WITHOUT_DIM_ORDERS
 
 
 def tree_from_bytes(document: bytes) -> Any:
@@ -146,10 +156,10 @@ def tree_from_bytes(document: bytes) -> Any:
     return loads(document, kind=_KIND, supported=_VERSION).value
 
 
-def references(tree: Any) -> Iterator[str]:
-    """The keys of the tensors that a tree refers to."""
+def references(tree: Any) -> Iterator[TensorRef]:
+    """The tensors that a tree refers to."""
     if isinstance(tree, TensorRef):
-        yield tree.key
+        yield tree
     elif type(tree) in (dict, list, tuple):
         for one in tree.values() if type(tree) is dict else tree:
             yield from references(one)

@@ -19,7 +19,7 @@ from lakeckpt.errors import LimitExceeded, UnsupportedValue, WireDamaged
 from lakeckpt.wire.collector import collector_waits
 from lakeckpt.wire.dtypes import dtype_from, values_are_valid
 from lakeckpt.wire.keys import Keys
-from lakeckpt.wire.values import INT_MAX, INT_MIN, NODE_BYTES, Limits, Tag, TensorRef
+from lakeckpt.wire.values import INT_MAX, INT_MIN, MOST_DIMS, NODE_BYTES, Limits, Tag, TensorRef, is_dim_order
 
 __all__ = ["decode_payload"]
 
@@ -34,7 +34,6 @@ _MAPS = {0xDE: 2, 0xDF: 4}
 _FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-_MOST_DIMS = 64
 _DESCRIPTION_DEPTH = 20
 _DESCRIPTION_ITEMS = 32_768
 
@@ -239,6 +238,12 @@ class _Decoder:
             self.damaged(f"a tensor named by a {type(key).__name__}")
         return TensorRef(key=key)
 
+    def tensor_dim_order(self, depth: int) -> TensorRef:
+        reference, order = self.tensor_ref(depth), self._apart()
+        if type(order) is not bytes or not is_dim_order(order):
+            self.damaged("a tensor whose dim_order is none")
+        return TensorRef(key=reference.key, dim_order=tuple(order))
+
     def _apart(self) -> Any:
         """The next value, of numpy's own description: counted by itself, as writing does not count it either."""
         items_left, self.items_left = self.items_left, _DESCRIPTION_ITEMS
@@ -270,7 +275,7 @@ class _Decoder:
     def array(self, depth: int) -> np.ndarray[Any, Any]:
         dtype = self.dtype(depth)
         shape = self._apart()
-        if type(shape) is not list or len(shape) > _MOST_DIMS:
+        if type(shape) is not list or len(shape) > MOST_DIMS:
             self.damaged("an array without a shape")
         for size in shape:
             if type(size) is not int or not 0 <= size < 2**63:
@@ -303,4 +308,5 @@ _READERS: dict[int, Callable[[_Decoder, int], Any]] = {
     Tag.NUMPY_DTYPE: _Decoder.dtype,
     Tag.PAIRS: _Decoder.pairs,
     Tag.TENSOR_REF: _Decoder.tensor_ref,
+    Tag.TENSOR_DIM_ORDER: _Decoder.tensor_dim_order,
 }

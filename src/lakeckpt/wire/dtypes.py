@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lakeckpt.errors import UnsupportedValue, WireDamaged
+from lakeckpt.wire.values import MOST_DIMS
 
 __all__ = ["DtypeSpec", "bytes_of", "dtype_from", "spec_of", "values_are_valid"]
 
@@ -26,7 +27,6 @@ _PLAIN = re.compile(
 )
 _MOST_NESTED = 8
 _MOST_FIELDS = 4096
-_MOST_DIMS = 64
 
 
 def spec_of(dtype: np.dtype[Any]) -> DtypeSpec | None:
@@ -73,7 +73,7 @@ def dtype_from(spec: object, nested: int = _MOST_NESTED) -> np.dtype[Any]:
     if type(spec) is str and _PLAIN.fullmatch(spec):
         return _plain(spec)
     match spec:
-        case ["sub", base, [*dims]] if len(dims) <= _MOST_DIMS and all(_is_size(n) for n in dims):
+        case ["sub", base, [*dims]] if len(dims) <= MOST_DIMS and all(_is_size(n) for n in dims):
             return _build((dtype_from(base, nested - 1), tuple(dims)))
         case ["rec", int(size_bytes), bool(aligned), [*fields]] if _is_size(size_bytes) and len(fields) <= _MOST_FIELDS:
             return _record(size_bytes, aligned, fields, nested - 1)

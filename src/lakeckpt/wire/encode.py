@@ -126,6 +126,8 @@ class _Encoder:
 
     def _other(self, value: Any, kind: type) -> object:
         self.nodes += 1
+        if kind is TensorRef and value.dim_order is not None:
+            return self._extension(Tag.TENSOR_DIM_ORDER, self._text(value.key), bytes(value.dim_order))
         if kind is TensorRef:
             return self._extension(Tag.TENSOR_REF, self._text(value.key))
         if kind is np.ndarray:

@@ -6,15 +6,28 @@ version of every kind of document that may hold it, since an older reader refuse
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
-__all__ = ["DEFAULT_LIMITS", "INT_MAX", "INT_MIN", "NODE_BYTES", "Limits", "Tag", "TensorRef"]
+__all__ = [
+    "DEFAULT_LIMITS",
+    "INT_MAX",
+    "INT_MIN",
+    "MOST_DIMS",
+    "NODE_BYTES",
+    "Limits",
+    "Tag",
+    "TensorRef",
+    "is_dim_order",
+]
 
 INT_MIN = -(2**63)
 INT_MAX = 2**64 - 1
 NODE_BYTES = 4
 """Of a list, dict or extension beyond the first `Limits.nodes`: so many bytes of payload go with each."""
+MOST_DIMS = 64
+"""An array or a tensor has at most so many dimensions, as with numpy and torch."""
 _MOST_DEPTH = 200
 
 
@@ -29,17 +42,34 @@ class Tag(IntEnum):
     NUMPY_DTYPE = 6
     PAIRS = 7
     TENSOR_REF = 8
+    TENSOR_DIM_ORDER = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRef:
-    """A leaf that stands for a tensor stored elsewhere under ``key``."""
+    """A leaf that stands for a tensor stored elsewhere under ``key``.
+
+    ``dim_order`` is how it lay in memory, where that was not row by row: its dimensions, from the outermost to the
+    innermost, as ``torch.Tensor.dim_order`` has them (channels last: 0, 2, 3, 1).
+    """
 
     key: str
+    dim_order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if type(self.key) is not str:
             raise ValueError(f"the key of a TensorRef is a str, got {self.key!r}")
+        order = self.dim_order
+        if order is not None and (type(order) is not tuple or not is_dim_order(order)):
+            raise ValueError(f"the dim_order of a TensorRef is 0, 1, … in another order, got {order!r}")
+
+
+def is_dim_order(order: Sequence[object]) -> bool:
+    """Whether these are numbers from 0 on, at most `MOST_DIMS`, each once, and not in their own order."""
+    if len(order) > MOST_DIMS:
+        return False
+    numbers = list(range(len(order)))
+    return set(order) == set(numbers) and list(order) != numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

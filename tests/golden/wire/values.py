@@ -38,6 +38,10 @@ GOLDEN: dict[str, Any] = {
         "keys": {0: "int", -1.5: "float", None: "none", True: "bool", b"b": "bytes", (1, "x"): "tuple", "s": "str"},
         "tensor": TensorRef(key="optimizer/0/exp_avg"),
     },
+    "dim-orders": {
+        "channels last": TensorRef(key="optimizer/0/exp_avg", dim_order=(0, 2, 3, 1)),
+        "transposed": [TensorRef(key="é", dim_order=(1, 0)), TensorRef(key="é")],
+    },
     "numpy": {
         "scalars": [
             np.bool_(True),

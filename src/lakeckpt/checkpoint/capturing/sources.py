@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -224,7 +225,8 @@ class OptimizerSource:
                 if name != "param_groups" and name not in known:
                     known[name] = branch_to_bytes(branch, f"{self.name}.{name}")
             groups = branch_to_bytes(tree["param_groups"], f"{self.name}.param_groups")
-            return tree_of_branches({name: groups if name == "param_groups" else known[name] for name in tree})
+            branches = {name: groups if name == "param_groups" else known[name] for name in tree}
+            return tree_of_branches(branches, has_dim_orders=flat.has_dim_orders)
 
         return make if "param_groups" in tree else lambda: tree_to_bytes(flat)
 
@@ -286,7 +288,7 @@ def _regrouped(flat: Flat, groups: list[dict[str, Any]]) -> Flat:
     tree["param_groups"] = [
         {**options, "params": before["params"]} for options, before in zip(groups, tree["param_groups"], strict=True)
     ]
-    return Flat(item=flat.item, tree=tree, tensors=flat.tensors, sharded=flat.sharded)
+    return replace(flat, tree=tree)
 
 
 class OtherSource:

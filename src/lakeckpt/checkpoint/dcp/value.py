@@ -13,14 +13,17 @@ import torch
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fields import fields_of, taken
-from lakeckpt.checkpoint.tensors import empty_for, host_bytes, on_host, spec_of
-from lakeckpt.checkpoint.tree import flatten, rebuild
+from lakeckpt.checkpoint.tensors import empty_for, host_bytes, in_dim_order, on_host, spec_of
+from lakeckpt.checkpoint.tree import flatten, rebuild, references
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.codec import MAGIC, dumps_map, loads, payload_of
 
 __all__ = ["PerRank", "decode_value", "encode_value", "is_value"]
 
-_KIND, _VERSION = "dcp-value", (1, 0)
+_KIND = "dcp-value"
+# 2.0: how tensors lie in memory, where any does so in an order of dimensions of its own
+_VERSION = (2, 0)
+_WITHOUT_DIM_ORDERS = (1, 0)
 
 
 @dataclass(slots=True)
@@ -45,7 +48,7 @@ def encode_value(name: str, value: object) -> bytes:
         spec = spec_of(key, tensor)
         tensors[key] = [spec.dtype, list(spec.shape), bytes(host_bytes(on_host(tensor)))]
     parts = {"tree": payload_of(flat.tree, root=name), "tensors": payload_of(tensors, root=name)}
-    return dumps_map(parts, kind=_KIND, version=_VERSION)
+    return dumps_map(parts, kind=_KIND, version=_VERSION if flat.has_dim_orders else _WITHOUT_DIM_ORDERS)
 
 
 def decode_value(data: bytes | memoryview, like: Any = None) -> Any:
@@ -63,6 +66,11 @@ def decode_value(data: bytes | memoryview, like: Any = None) -> Any:
         tensors[str(key)] = tensor
     if "tree" not in plain:
         raise WireDamaged("a value has no tree")
+    for one in references(plain["tree"]):
+        if one.key in tensors and one.dim_order is not None:
+            if tensors[one.key].dim() != len(one.dim_order):
+                raise WireDamaged(f"tensor {one.key!r} of a value lies in the order {list(one.dim_order)}: a wrong one")
+            tensors[one.key] = in_dim_order(tensors[one.key], one.dim_order)
     return rebuild(plain["tree"], tensors, like)
 
 
