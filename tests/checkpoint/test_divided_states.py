@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lakeckpt import CheckpointManager, read_state
@@ -197,7 +197,7 @@ def twice(rank: int, folder: str) -> None:
     fully_shard(model, mesh=mesh["rows"])
     for parameter in model.parameters():
         spec = TensorSpec(key="x", dtype="float32", shape=tuple(parameter.shape))
-        made, expected = divided_like(parameter, spec, None), torch.empty_like(parameter)
+        made, expected = divided_like(parameter, spec), torch.empty_like(parameter)
         assert isinstance(made, DTensor) and made.placements == expected.placements == parameter.placements
         assert offsets_of("x", made) == offsets_of("x", expected)
     dims = [sharing_of(parameter).dims for parameter in model.parameters()]
@@ -211,6 +211,55 @@ def test_parameters_that_are_divided_twice_by_one_dimension_have_states_that_are
 
 def test_they_come_back_from_memory_too(tmp_path: Path) -> None:
     run_processes(2, save, 2, str(tmp_path), True)
+
+
+class Flat(torch.optim.Optimizer):
+    """Keeps the parameter that it began with, as Prodigy does: flattened."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            state = self.state[parameter]
+            if not state:
+                state["begin"], state["sum"] = parameter.flatten().clone(), torch.zeros_like(parameter.flatten())
+            state["sum"].add_(parameter.grad.flatten())
+            distance = torch.dot(state["sum"], state["begin"] - parameter.flatten()).item()
+            parameter.sub_(parameter.grad, alpha=0.1 + distance * 0.001)
+
+
+def flat(rank: int, world_size: int, folder: str, number: int) -> None:
+    """Both dimensions of the mesh, or one of them, divide the parameters."""
+    begin(rank, world_size, f"{folder}/{number}")
+    torch.manual_seed(number)
+    model = torch.nn.Linear(5, 12)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replica", "shard")))
+    objects = {"model": model, "optimizer": Flat(model.parameters())}
+    manager = CheckpointManager(f"{folder}/run", objects, persist_every=10**9)
+    assert manager.restore() == number
+    if number:
+        assert said(objects) == Path(folder, "saved").read_text()
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.5 + 1
+    objects["optimizer"].step()
+    for state in objects["optimizer"].state.values():
+        assert {kinds(one) for one in state.values()} == {kinds(state["sum"])}
+        assert state["sum"].placements == (Replicate(), Shard(0))
+    manager.step()
+    manager.save()
+    text = said(objects)
+    if rank == 0:
+        Path(folder, "saved").write_text(text)
+    manager.close()
+    dist.destroy_process_group()
+
+
+def test_what_was_flattened_comes_back_divided(tmp_path: Path) -> None:
+    for number, world_size in enumerate((2, 2, 3, 1, 2)):
+        (tmp_path / str(number)).mkdir()
+        run_processes(world_size, flat, world_size, str(tmp_path), number)
 
 
 class Local(torch.optim.Optimizer):

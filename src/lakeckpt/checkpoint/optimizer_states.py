@@ -4,7 +4,8 @@ An optimizer that has not stepped yet has no states: they are made for it, as it
 parameter's shape lies in memory as the parameter does now, any other as it did when it was saved. Where ranks hold
 parts of a parameter, they hold parts of its states, too. One of the parameter's shape is divided as the parameter is;
 one of another shape (a number for each row, as of factored moments) by those of the parameter's dimensions that it has,
-and by which it was divided when it was saved; whole on all ranks, if by none.
+and by those of its own (of what was flattened), by which it was divided when it was saved; whole on all ranks, if by
+none.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def states_in(
             found[key] = known
         elif is_sharded(parameter) and _is_shared(parameter, spec, loaded, was_divided=was_divided):
             if spec.shape != tuple(parameter.shape):
-                found[key] = divided_like(parameter, spec, loaded.whole(key).dims, device=device)
+                found[key] = divided_like(parameter, spec, loaded.whole(key), device=device)
             elif device is not None:
-                found[key] = divided_like(parameter, spec, None, device=device)
+                found[key] = divided_like(parameter, spec, device=device)
             else:
                 found[key] = _strided_as(parameter, spec)
         elif device is None and _is_to_lie_as(parameter, spec, ref.dim_order, is_fused=is_fused):

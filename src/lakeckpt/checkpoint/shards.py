@@ -185,15 +185,20 @@ def sharing_of(tensor: torch.Tensor) -> Sharing:
 
 
 def divided_like(
-    parameter: torch.Tensor, spec: TensorSpec, dims: frozenset[int] | None, *, device: str | None = None
+    parameter: torch.Tensor, spec: TensorSpec, saved: Whole | None = None, *, device: str | None = None
 ) -> torch.Tensor:
     """A new DTensor of ``spec``, divided as a ``parameter`` is, by those dimensions in which it is as large: of these,
-    by ``dims`` alone, where they are known; whole on all ranks else. On the device of the parameter, or another."""
-    from torch.distributed.tensor import DTensor, Replicate
+    by those alone by which it was ``saved``, where they are known. By a dimension of its own, in which it is not as
+    large, where a mesh of as many dimensions divided it by that and divides the parameter now. Whole on all ranks else.
+    On the device of the parameter, or another."""
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    found = tuple(one if _divides(one, parameter.shape, spec, dims) else Replicate() for one in placements)
+    dims = None if saved is None else saved.dims
+    own = saved.sharing.dims if saved is not None and saved.sharing is not None else ()
+    own = own if len(own) == mesh.ndim else (-1,) * mesh.ndim
+    found = tuple(_placed(one, parameter.shape, spec, dims, dim) for one, dim in zip(placements, own, strict=True))
     sizes, _ = compute_local_shape_and_global_offset(torch.Size(spec.shape), mesh, found)
     local = torch.empty(sizes, dtype=getattr(torch, spec.dtype), device=device or local_of(parameter).device)
     shape = torch.Size(spec.shape)
@@ -202,11 +207,18 @@ def divided_like(
     return made.to(local.device)  # of a parameter that was offloaded from its mesh's device
 
 
-def _divides(placement: Any, shape: torch.Size, spec: TensorSpec, dims: frozenset[int] | None) -> bool:
+def _placed(placement: Any, shape: torch.Size, spec: TensorSpec, dims: frozenset[int] | None, own: int) -> Any:
+    """How a dimension of the mesh divides a state of a parameter of ``shape``, which it divides by ``placement``."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    def is_as_large(dim: int) -> bool:
+        return dim < min(len(spec.shape), len(shape)) and spec.shape[dim] == shape[dim]
+
     dim = _dim_of(placement)
-    if dim is None or not dim < len(spec.shape):
-        return False
-    return spec.shape[dim] == shape[dim] and (dims is None or dim in dims)
+    if dim is not None and is_as_large(dim) and (dims is None or dim in dims):
+        return placement
+    is_own = 0 <= own < len(spec.shape) and not is_as_large(own)
+    return Shard(own) if dim is not None and is_own else Replicate()
 
 
 def _dim_of(placement: Any) -> int | None:
