@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lakeckpt.checkpoint.in_place as in_place
-import lakeckpt.checkpoint.load as load_module
+import lakeckpt.checkpoint.loaded as loaded_module
 import lakeckpt.checkpoint.ranged as ranged
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint import digests
@@ -58,7 +58,7 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(spec.size_bytes)
         return empty_for(spec)
 
-    for module in (in_place, load_module):
+    for module in (in_place, loaded_module):
         monkeypatch.setattr(module, "empty_for", counting)
     return found
 

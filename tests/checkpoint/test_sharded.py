@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-import lakeckpt.checkpoint.load as load_module
+import lakeckpt.checkpoint.loaded as loaded_module
 from lakeckpt import CheckpointManager, read_state
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.shards import Part, Whole, wholes_of
@@ -99,7 +99,8 @@ def first(rank: int, world_size: int, folder: str) -> None:
         made.append(spec.size_bytes)
         return empty_for(spec)
 
-    load_module.empty_for = counting  # type: ignore[attr-defined]
+    assert loaded_module.empty_for is empty_for
+    loaded_module.empty_for = counting
     fresh = fsdp(2, world_size)
     trained(fresh, 1)
     assert CheckpointManager(f"{folder}/run", fresh).restore() == 1

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load as load_safetensors
 
 import lakeckpt.checkpoint.in_place as in_place
-import lakeckpt.checkpoint.load as load_module
+import lakeckpt.checkpoint.loaded as loaded_module
 from lakeckpt import convert_checkpoint, read_state
 from lakeckpt.checkpoint import persist, slabs
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
@@ -210,7 +210,7 @@ def test_slabs_are_read_into_the_live_parameter_and_nothing_is_made_beside_it(mo
     def none(spec: TensorSpec) -> Any:
         raise AssertionError(f"{spec} is made")
 
-    for one in (in_place, load_module):
+    for one in (in_place, loaded_module):
         monkeypatch.setattr(one, "empty_for", none)
     assert torch.equal(restored(storage), module.weight)
 
@@ -237,14 +237,14 @@ def test_of_a_tensor_that_goes_elsewhere_the_rows_that_are_wanted_are_read_some_
     assert tip is not None
     loaded = load(storage, tip, rank=0, world_size=1)
     made: list[int] = []
-    make = load_module.empty_for
+    make = loaded_module.empty_for
 
     def counted(spec: TensorSpec) -> Any:
         made.append(spec.size_bytes)
         return make(spec)
 
-    monkeypatch.setattr(load_module, "empty_for", counted)
-    monkeypatch.setattr(load_module, "_BLOCK_BYTES", 1)  # then blocks are of the rows of a slab
+    monkeypatch.setattr(loaded_module, "empty_for", counted)
+    monkeypatch.setattr(loaded_module, "_BLOCK_BYTES", 1)  # then blocks are of the rows of a slab
     storage.size_bytes, found = 0, torch.empty(3000, 10)
     loaded.read_part("model/weight", (0, 5), found)
     assert torch.equal(found, module.weight[:, 5:15])
@@ -272,7 +272,7 @@ def test_damage_in_the_rows_that_are_wanted_of_a_tensor_is_told() -> None:
 
 @pytest.mark.parametrize("block_bytes", [1, 2**30])
 def test_parts_of_any_shape_are_read_out_of_slabs(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(loaded_module, "_BLOCK_BYTES", block_bytes)
     storage, module = MemoryStorage(), table()
     run = Saving(storage, module)
     run.save()

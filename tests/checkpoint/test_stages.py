@@ -74,7 +74,9 @@ def restored(rank: int, folder: str, alike: bool, version: str) -> None:
         assert_own(objects, rank, alike=alike)
         saver.step()
     again = stages(rank, 4, alike=alike, value=8.0)
-    assert CheckpointManager(f"{folder}/run", again).restore() == 2
+    loader = CheckpointManager(f"{folder}/run", again)
+    assert loader.restore() == 2
+    assert not any("lakeckpt" in name for name in loader.restore_report.per_rank)
     assert_own(again, rank, alike=alike)
     dist.destroy_process_group()
 
@@ -127,6 +129,23 @@ def test_stages_divided_otherwise_are_refused_with_nothing_changed(
     if version == "3.0":  # what is shared by whom is not known, and different parts are in one place
         match = "not to be had|other ranks" if world_size == 4 else "on rank 0 and on rank 2"
     run_processes(world_size, refused, world_size, sizes, match, str(tmp_path))
+
+
+def crossed(rank: int, folder: str) -> None:
+    begin(rank, 4, folder)
+    with CheckpointManager(f"{folder}/run", stages(rank, 4, alike=True, value=1.0, order=(0, 2, 1, 3))) as saver:
+        saver.restore()
+        saver.step()
+    objects = stages(rank, 4, alike=True, value=7.0, order=(0, 3, 1, 2))
+    before = str(objects["model"].state_dict())
+    with pytest.raises(CheckpointMismatch, match="that of this rank was shared by ranks"):
+        CheckpointManager(f"{folder}/run", objects).restore()
+    assert str(objects["model"].state_dict()) == before
+    dist.destroy_process_group()
+
+
+def test_halves_of_two_stages_are_not_put_together_though_each_rank_has_what_it_had(tmp_path: Path) -> None:
+    run_processes(4, crossed, str(tmp_path))
 
 
 def odd(rank: int, folder: str) -> None:

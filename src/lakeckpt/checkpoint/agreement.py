@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import heapq
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from lakeckpt.checkpoint.digests import short_digest
-from lakeckpt.checkpoint.fields import Ranks
+from lakeckpt.checkpoint.fields import Ranks, holds, ranges
+from lakeckpt.checkpoint.parts import Outline
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.tracking.tally import Tally
 
@@ -72,6 +74,16 @@ class Agreement:
     def share(self, rank: int) -> dict[tuple[str, bytes], Ranks]:
         """What ``rank`` writes, with the ranks that hold it."""
         return {what: ranks for what, (owner, ranks) in self.owners.items() if owner == rank}
+
+    def outline(self, rank: int) -> Outline:
+        """Of what the state of ``rank`` consists."""
+        contents = Counter(name for name, _ in self.owners)
+        held = [(name, owner) for (name, _), (owner, ranks) in self.owners.items() if holds(ranks, rank)]
+        return Outline(
+            units=len(held),
+            elsewhere=ranges({owner for _, owner in held} - {rank}),
+            different=tuple(sorted(name for name, _ in held if contents[name] > 1)),
+        )
 
 
 def _merge(messages: Sequence[bytes]) -> bytes:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from lakeckpt.checkpoint.load import Loaded
+from lakeckpt.checkpoint.loaded import Loaded
 from lakeckpt.checkpoint.manifest import ReaderRecord
 from lakeckpt.checkpoint.optimizer_misfits import misfits_of
 from lakeckpt.checkpoint.optimizer_states import fits, states_in
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.shards import Whole, is_sharded, local_of, offsets_of, sharing_of
+from lakeckpt.checkpoint.shards import is_sharded, local_of, offsets_of, sharing_of
 from lakeckpt.checkpoint.sharing import say_ranks
 from lakeckpt.checkpoint.tensors import holds, overlaps_itself, spec_of, tied_key
 from lakeckpt.checkpoint.tree import alongside, flatten, rebuild, references
@@ -128,7 +128,7 @@ def _of_tensors(what: str, target: torch.Tensor, key: str, loaded: Loaded) -> li
             f"{what} is {saved.dtype} {list(saved.shape)} in the checkpoint and {live.dtype} {list(live.shape)} in the "
             "module"
         ]
-    if key in loaded.wholes and (line := _of_parts(what, target, loaded.wholes[key])):
+    if key in loaded.wholes and (line := _of_parts(what, target, key, loaded)):
         return [line]
     if is_sharded(target) or not overlaps_itself(target) or holds(target, loaded.read([key])[key]):
         return []
@@ -138,17 +138,18 @@ def _of_tensors(what: str, target: torch.Tensor, key: str, loaded: Loaded) -> li
     ]
 
 
-def _of_parts(what: str, target: torch.Tensor, whole: Whole) -> str:
+def _of_parts(what: str, target: torch.Tensor, key: str, loaded: Loaded) -> str:
     """Why what this rank holds of a tensor cannot be taken from the parts that were saved; empty where it can."""
-    if whole.several and whole.sharing is not None and is_sharded(target):
-        here = sharing_of(target).ranks
-        if here != whole.sharing.ranks:
+    here = sharing_of(target).ranks if is_sharded(target) else None
+    try:
+        offsets, sizes = offsets_of(what, target), tuple(local_of(target).shape)
+        whole = loaded.with_part(key, offsets, sizes, ranks=here).whole(key)
+        if whole.several and whole.sharing is not None and here is not None and here != whole.sharing.ranks:
             return (
                 f"{what}: there are several in the checkpoint, each of other ranks; that of this rank was shared by "
                 f"{say_ranks(whole.sharing.ranks)}, and is shared by {say_ranks(here)} here"
             )
-    try:
-        whole.regions(offsets_of(what, target), tuple(local_of(target).shape))
+        whole.regions(offsets, sizes)
     except CheckpointError as error:
         return f"{what}: {error}"
     return ""
@@ -157,11 +158,10 @@ def _of_parts(what: str, target: torch.Tensor, whole: Whole) -> str:
 def _of_states_in_parts(name: str, optimizer: torch.optim.Optimizer, tree: Any, loaded: Loaded) -> list[str]:
     places = states_in(optimizer, tree, loaded, device="meta")
     keys = [ref.key for ref in references(tree["state"])]
-    wholes = {key: loaded.wholes[key] for key in keys if key in loaded.wholes}
     lines = []
-    for key, whole in wholes.items():
-        target = places[key] if key in places else torch.empty(whole.spec.shape, device="meta")
-        lines.append(_of_parts(f"{name}: {key.removeprefix(f'{name}/')}", target, whole))
+    for key in dict.fromkeys(key for key in keys if key in loaded.wholes):
+        target = places[key] if key in places else torch.empty(loaded.wholes[key].spec.shape, device="meta")
+        lines.append(_of_parts(f"{name}: {key.removeprefix(f'{name}/')}", target, key, loaded))
     return [line for line in lines if line]
 
 

@@ -6,12 +6,12 @@ The bytes have passed their checksum, so that a wrong field means a document mad
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from lakeckpt.errors import WireDamaged
 
-__all__ = ["Ranks", "confined", "fields_of", "number", "ranks_of", "taken"]
+__all__ = ["Ranks", "confined", "fields_of", "holds", "number", "ranges", "ranks_of", "taken"]
 
 Ranks = tuple[tuple[int, int], ...]
 """Half-open ranges of ranks, sorted and apart."""
@@ -65,3 +65,23 @@ def ranks_of(value: object) -> Ranks:
         last = stop
         found.append((start, stop))
     return tuple(found)
+
+
+def ranges(ranks: Iterable[int]) -> Ranks:
+    """Numbers of ranks as ranges.
+
+    >>> ranges([4, 0, 1, 5, 7])
+    ((0, 2), (4, 6), (7, 8))
+    """
+    found: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if found and found[-1][1] == rank:
+            found[-1][1] += 1
+        else:
+            found.append([rank, rank + 1])
+    return tuple((start, stop) for start, stop in found)
+
+
+def holds(ranks: Ranks, rank: int) -> bool:
+    """Whether ``rank`` is in one of these ranges."""
+    return any(start <= rank < stop for start, stop in ranks)

@@ -20,7 +20,7 @@ import torch
 
 from lakeckpt.checkpoint.apply import is_large
 from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.load import Loaded
+from lakeckpt.checkpoint.loaded import Loaded
 from lakeckpt.checkpoint.optimizer_states import fits, states_in
 from lakeckpt.checkpoint.shards import is_sharded, local_of, offsets_of
 from lakeckpt.checkpoint.tensors import empty_for, fill, host_bytes, in_dim_order, overlaps_itself, tied_key

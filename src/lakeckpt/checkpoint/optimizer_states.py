@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.load import Loaded
+from lakeckpt.checkpoint.loaded import Loaded
 from lakeckpt.checkpoint.shards import divided_like, is_sharded, local_of
 from lakeckpt.checkpoint.tensors import overlaps_itself, spec_of
 from lakeckpt.checkpoint.tree import alongside

@@ -31,6 +31,7 @@ __all__ = [
     "RANDOM",
     "SHARING",
     "FileRecord",
+    "Outline",
     "PartRecord",
     "SaveId",
     "SlabRecord",
@@ -49,9 +50,8 @@ PART_MARK = "::at "
 """In the key of a tensor that is a part of a larger one: behind the larger one's key, before where it begins."""
 _KIND = "part"
 # 1.1: "skips"; 2.0: contents digested by XXH3, files of earlier saves, of which it may need some only; parts of tensors
-# 3.0: large tensors in slabs; 3.1: "sharing"
-_VERSION = (3, 1)
-_WITHOUT_SHARING = (3, 0)
+# 3.0: large tensors in slabs; 3.1: "sharing"; 3.2: "outline"
+_VERSION = (3, 2)
 _UNCUT_BYTES = 2**62
 """The size of slabs before version 3: no tensor was cut."""
 
@@ -177,6 +177,29 @@ class TreeRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """Of what the state of a rank consists, in whichever parts: so that it can be read without those of all ranks."""
+
+    units: int
+    """How many units it has."""
+    elsewhere: Ranks
+    """The other ranks in whose parts some of them are."""
+    different: tuple[str, ...]
+    """The names (``tensor:…``, ``tree:…``) of those of which other ranks have other contents."""
+
+    def to_plain(self) -> list[Any]:
+        """As a part holds it."""
+        return [self.units, _lists(self.elsewhere), list(self.different)]
+
+    @classmethod
+    def from_plain(cls, row: object) -> Outline:
+        """What `to_plain` made ``row`` of; `WireDamaged` where it is none."""
+        if type(row) is not list or [*map(type, row)] != [int, list, list] or {*map(type, row[2])} - {str}:
+            raise WireDamaged(f"the outline of a state is [how many units, ranks, names], got {row!r:.80}")
+        return cls(units=row[0], elsewhere=ranks_of(row[1]), different=tuple(row[2]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartRecord:
     """All that a rank wrote for one save."""
 
@@ -193,6 +216,8 @@ class PartRecord:
     """How its tensors are cut."""
     skips: Mapping[str, SkipList] = field(default_factory=dict)
     """reader → what this rank had to skip of it, where it had to."""
+    outline: Outline | None = None
+    """Of what the state of its rank consists; None: an older lakeckpt did not say."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -233,10 +258,12 @@ class PartRecord:
         sharing = [[one.document, one.digest, _lists(one.ranks)] for one in self.trees if one.item == SHARING]
         if sharing:  # apart: older readers take trees for the states of objects
             plain["sharing"] = sharing
+        if self.outline is not None:
+            plain["outline"] = self.outline.to_plain()
         if any(self.skips.values()):
             plain["skips"] = {name: skips_to_wire(skips) for name, skips in self.skips.items() if skips}
         assert all(one.algorithm == CURRENT for one in self.tensors), "parts are written as they are read only here"
-        return dumps(plain, kind=_KIND, version=_VERSION if sharing else _WITHOUT_SHARING)
+        return dumps(plain, kind=_KIND, version=_VERSION)
 
     def is_earlier(self, file: FileRecord) -> bool:
         """Whether an earlier save wrote ``file``: it may hold tensors that this part has no use for."""
@@ -280,6 +307,7 @@ class PartRecord:
                 str(name): skips_from_wire(rows)
                 for name, rows in (taken(plain, "skips", dict) if "skips" in plain else {}).items()
             },
+            outline=Outline.from_plain(plain["outline"]) if "outline" in plain else None,
         )
 
 

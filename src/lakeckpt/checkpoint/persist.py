@@ -18,7 +18,7 @@ from types import MappingProxyType
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.fields import Ranks
-from lakeckpt.checkpoint.parts import FileRecord, PartRecord, SaveId, TensorRecord, TreeRecord, file_digest
+from lakeckpt.checkpoint.parts import FileRecord, Outline, PartRecord, SaveId, TensorRecord, TreeRecord, file_digest
 from lakeckpt.checkpoint.slabs import SLAB_BYTES, digests_of_slabs, slab_specs
 from lakeckpt.checkpoint.staged import StagedTensor
 from lakeckpt.checkpoint.tensor_file import layout
@@ -65,6 +65,7 @@ def persist(
     tensors: Sequence[OwnedTensor],
     trees: Sequence[TreeRecord],
     skips: Mapping[str, SkipList] = MappingProxyType({}),
+    outline: Outline | None = None,
     earlier: Earlier | None = None,
     intact: Callable[[], None] = lambda: None,
 ) -> PartRecord:
@@ -103,6 +104,7 @@ def persist(
         trees=tuple(trees),
         slab_bytes=SLAB_BYTES,
         skips=skips,
+        outline=outline,
     )
     storage.put(save.part_path(rank), [part.to_bytes()])
     return part

@@ -14,7 +14,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lakeckpt import __version__
@@ -27,7 +27,7 @@ from lakeckpt.checkpoint.journal import joined, since, skipped
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.log import read_entry
 from lakeckpt.checkpoint.manifest import Manifest
-from lakeckpt.checkpoint.parts import RANDOM, PartRecord, SaveId, TreeRecord
+from lakeckpt.checkpoint.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.report import Remarks
 from lakeckpt.checkpoint.retention import Retention
@@ -54,6 +54,7 @@ from lakeckpt.tracking.merge import is_part
 __all__ = ["Publisher", "Settings"]
 
 _FAILURE, _LEFT_OUT = "failure", "left out"
+_SHARING = f"tree:{SHARING}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +217,7 @@ class Publisher:
             for item, one in sorted(staged.trees.items())
             if (f"tree:{item}", one.digest) in ranks
         ]
+        outline = agreement.outline(self._rank)
         recorded = int(agreement.told["recorded"])
         skips = {name: skipped(since(legs, recorded)) for name, legs in cut.readers.items()}
         return persist(
@@ -228,6 +230,7 @@ class Publisher:
             tensors=tensors,
             trees=trees,
             skips={name: one for name, one in skips.items() if one},
+            outline=replace(outline, different=tuple(name for name in outline.different if name != _SHARING)),
             earlier=self._part_of(int(agreement.told["parent"]) if agreement.told["parent"] else None),
             intact=cut.intact,
         )

@@ -21,7 +21,8 @@ from lakeckpt.checkpoint.agreement import Talk
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.journal import Leg, legs_from_bytes, since
-from lakeckpt.checkpoint.load import Loaded, loaded_of
+from lakeckpt.checkpoint.load import loaded_of
+from lakeckpt.checkpoint.loaded import Loaded
 from lakeckpt.checkpoint.manifest import Begin, Captured, Manifest, ReaderRecord
 from lakeckpt.checkpoint.parts import SHARING
 from lakeckpt.checkpoint.shards import wholes_of

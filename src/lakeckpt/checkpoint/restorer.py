@@ -32,7 +32,8 @@ from lakeckpt.checkpoint.in_place import load_in_place
 from lakeckpt.checkpoint.indexes import documents_of, filtered, offer, save
 from lakeckpt.checkpoint.journal import Leg
 from lakeckpt.checkpoint.ledger import index_path
-from lakeckpt.checkpoint.load import Loaded, load
+from lakeckpt.checkpoint.load import load, load_own
+from lakeckpt.checkpoint.loaded import Loaded
 from lakeckpt.checkpoint.log import Damage, read_entry, slot_path
 from lakeckpt.checkpoint.manifest import Captured, Manifest, ReaderRecord
 from lakeckpt.checkpoint.pinning import Pins, fit_readers, go_to, pins_of_rank_0, records_at, versions_of_ranks
@@ -252,7 +253,9 @@ class Restorer:
     def _load(self, slot: int | None) -> _Chosen:
         assert slot is not None
         manifest = self._manifest(slot)
-        loaded = load(self._storage, manifest, rank=self._exchange.rank, world_size=self._exchange.world_size)
+        rank, world_size = self._exchange.rank, self._exchange.world_size
+        own = load_own(self._storage, manifest, rank=rank) if world_size == manifest.world_size else None
+        loaded = load(self._storage, manifest, rank=rank, world_size=world_size) if own is None else own
         readers = records_remapped(self._storage, manifest)
         pins = self._compared(loaded, readers, f"in slot {slot}")
         return _Chosen(manifest=manifest, step=manifest.step, readers=readers, loaded=loaded, pins=pins)

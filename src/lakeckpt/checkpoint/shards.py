@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.sharing import Sharing, ranges
+from lakeckpt.checkpoint.fields import ranges
+from lakeckpt.checkpoint.sharing import Sharing
 from lakeckpt.checkpoint.wholes import Composed, place_of, whole_of
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, UnsupportedValue
 
@@ -96,6 +97,10 @@ class Whole:
             return None
         shape = self.spec.shape
         return frozenset(dim for part in self.parts for dim, size in enumerate(part.sizes) if size < shape[dim])
+
+    def has(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+        """Whether that is one of ``parts``, as it is."""
+        return any((part.offsets, part.sizes) == (offsets, sizes) for part in self.parts)
 
     def regions(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Region]:
         """What makes up the part at ``offsets`` of ``sizes``. `CheckpointDamaged` where not all of it was saved;

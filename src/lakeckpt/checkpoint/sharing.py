@@ -9,14 +9,14 @@ Values and their document only. Imports without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.fields import Ranks, ranks_of
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.codec import dumps, loads
 
-__all__ = ["Sharing", "ranges", "say_ranks", "sharing_from_bytes", "sharing_to_bytes"]
+__all__ = ["Sharing", "say_ranks", "sharing_from_bytes", "sharing_to_bytes"]
 
 _KIND, _VERSION = "tree", (1, 0)
 """It goes the way of the trees of items."""
@@ -39,21 +39,6 @@ class Sharing:
     def size(self) -> int:
         """How many ranks share it."""
         return sum(stop - start for start, stop in self.ranks)
-
-
-def ranges(ranks: Iterable[int]) -> Ranks:
-    """Numbers of ranks as ranges.
-
-    >>> ranges([4, 0, 1, 5, 7])
-    ((0, 2), (4, 6), (7, 8))
-    """
-    found: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if found and found[-1][1] == rank:
-            found[-1][1] += 1
-        else:
-            found.append([rank, rank + 1])
-    return tuple((start, stop) for start, stop in found)
 
 
 def say_ranks(ranks: Ranks) -> str:

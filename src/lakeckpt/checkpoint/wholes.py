@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.fields import Ranks
+from lakeckpt.checkpoint.fields import Ranks, ranges
 from lakeckpt.checkpoint.parts import PART_MARK, SHARING, PartRecord, TensorRecord
-from lakeckpt.checkpoint.sharing import Sharing, ranges, say_ranks, sharing_from_bytes
+from lakeckpt.checkpoint.sharing import Sharing, say_ranks, sharing_from_bytes
 from lakeckpt.checkpoint.tiling import untiled
 from lakeckpt.errors import CheckpointDamaged, WireError
 

@@ -1,6 +1,7 @@
 """Writes runs of two stages, each sharded over two ranks, beside itself: ``python -m tests.golden.stages.make NAME``.
 
-``3.0`` are of a lakeckpt whose parts did not say which ranks shared a tensor. They stay as they are.
+``3.0`` are of a lakeckpt whose parts did not say which ranks shared a tensor, ``3.1`` of one whose parts did not say in
+which others the state of a rank is. They stay as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lakeckpt import CheckpointManager
@@ -21,12 +22,20 @@ from tests.tracking.processes import run_processes
 FOLDER = Path(__file__).parent
 
 
-def stages(rank: int, world_size: int, *, alike: bool, value: float, sizes: tuple[int, int] = (2, 2)) -> dict[str, Any]:
+def stages(
+    rank: int,
+    world_size: int,
+    *,
+    alike: bool,
+    value: float,
+    sizes: tuple[int, int] = (2, 2),
+    order: tuple[int, ...] | None = None,
+) -> dict[str, Any]:
     """The stage of ``rank`` and its optimizer, all of which hold numbers made of ``value`` and the stage; alike in
-    shapes and names, or in neither."""
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("stage", "shard"))
-    assert mesh.size() == world_size
-    stage = rank // sizes[1]
+    shapes and names, or in neither. Stages are of the ranks in their order, or in another ``order``."""
+    ranks = torch.arange(world_size) if order is None else torch.tensor(order)
+    mesh = DeviceMesh("cpu", ranks.reshape(sizes), mesh_dim_names=("stage", "shard"))
+    stage = ranks.tolist().index(rank) // sizes[1]
     layer = torch.nn.Linear(2 if alike else 2 + stage, 3)
     fully_shard(layer, mesh=mesh["shard"])
     model = torch.nn.Module()

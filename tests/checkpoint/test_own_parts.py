@@ -1,0 +1,207 @@
+"""On as many ranks as saved it, a rank reads the parts of a checkpoint that hold what it had, and those of all only
+where it wants more."""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import lakeckpt.checkpoint.load as load_module
+from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.checkpoint.fields import holds
+from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.load import load, load_own
+from lakeckpt.checkpoint.log import put_entry
+from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.parts import PartRecord
+from lakeckpt.errors import CheckpointDamaged
+from lakeckpt.lake.local import LocalStorage
+from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
+from tests.checkpoint.test_ranks import parts_of
+from tests.tracking.processes import run_processes
+
+
+class Watched(MemoryStorage):
+    """Counts the parts that are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_parts: Counts[str] = Counts()
+
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        self.read_parts[path] += path.startswith("parts/")
+        return super().read(path, start, stop, etag=etag)
+
+
+def objects_of(rank: int, value: float) -> dict[str, Any]:
+    """A weight that all ranks have alike, one that every second rank has, and one of each rank's own."""
+    return {
+        "all": Counter(torch.full((300,), value)),
+        "half": Counter(torch.full((20,), value + rank % 2)),
+        "own": Counter(torch.full((9,), value + rank)),
+    }
+
+
+def saved(world_size: int) -> Watched:
+    storage = Watched()
+    waiter = EventWaiter(storage)
+
+    def save(rank: int, exchange: HubExchange) -> None:
+        for step in (1, 2):
+            objects = objects_of(rank, 0.0)
+            saver = manager(storage, objects, exchange=exchange, waiter=waiter)
+            saver.restore()
+            for name, one in objects_of(rank, float(step)).items():
+                objects[name].value = one.value
+            saver.step()
+            saver.save()
+
+    good(run_ranks(world_size, save, waiters=[waiter]))
+    return storage
+
+
+def restored(storage: Watched, world_size: int) -> list[Any]:
+    waiter = EventWaiter(storage)
+
+    def restore(rank: int, exchange: HubExchange) -> Any:
+        objects = objects_of(rank, -9.0)
+        loader = manager(storage, objects, exchange=exchange, waiter=waiter)
+        loader.restore()
+        return [float(one.value[0]) - value for one, value in zip(objects.values(), (0, rank % 2, rank), strict=True)]
+
+    return good(run_ranks(world_size, restore, waiters=[waiter]))
+
+
+def manifest_of(storage: MemoryStorage) -> Manifest:
+    tip = read_history(storage).tip
+    assert tip is not None
+    return tip
+
+
+def rewritten(storage: MemoryStorage, rank: int, **changes: Any) -> None:
+    """Another record in the place of the newest part of ``rank``, and a manifest that says so."""
+    manifest = manifest_of(storage)
+    ref = manifest.parts[rank]
+    part = replace(PartRecord.from_bytes(storage.objects[ref.path]), **changes)
+    data = storage.objects[ref.path] = part.to_bytes()
+    new = replace(ref, size_bytes=len(data), digest=short_digest(data))
+    parts = tuple(new if one is ref else one for one in manifest.parts)
+    put_entry(storage, replace(manifest, slot=manifest.slot + 1, parts=parts))
+
+
+def test_a_rank_reads_the_parts_that_hold_its_state_and_no_others() -> None:
+    storage = saved(12)
+    parts = parts_of(storage)[-12:]
+    for part in parts:
+        units = [(one.rank, unit.ranks) for one in parts for unit in (*one.tensors, *one.trees)]
+        held = {owner for owner, ranks in units if holds(ranks, part.rank)}
+        assert part.outline is not None
+        assert {rank for rank in range(12) if holds(part.outline.elsewhere, rank)} == held - {part.rank}
+        assert part.outline.different == ("tensor:half/value", "tensor:own/value")
+    storage.read_parts.clear()
+    assert restored(storage, 12) == [[2.0, 2.0, 2.0]] * 12
+    elsewhere = [part.outline.elsewhere for part in parts if part.outline is not None]
+    assert storage.read_parts.total() == 12 + sum(stop - start for ranks in elsewhere for start, stop in ranks) < 12 * 7
+
+
+@pytest.mark.filterwarnings("ignore::lakeckpt.checkpoint.report.DamageWarning")
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_part_that_is_damaged_is_noticed_by_the_rank_that_it_is_of(rank: int) -> None:
+    storage = saved(4)
+    path = manifest_of(storage).parts[rank].path
+    storage.objects[path] = storage.objects[path][:-1] + b"x"
+    assert restored(storage, 4) == [[1.0, 1.0, 1.0]] * 4
+
+
+@pytest.mark.filterwarnings("ignore::lakeckpt.checkpoint.report.DamageWarning")
+def test_every_file_is_read_by_some_rank() -> None:
+    storage = saved(4)
+    for path in [one for one in storage.objects if one.startswith("objects/")][-4:]:
+        whole = storage.objects[path]
+        storage.objects[path] = whole[:-1] + bytes([whole[-1] ^ 1])
+        assert restored(storage, 4) == [[1.0, 1.0, 1.0]] * 4, path
+        storage.objects[path] = whole
+        for slot in [one for one in storage.objects if one.startswith("log/")][4:]:  # the begin of the restore
+            del storage.objects[slot]
+    assert restored(storage, 4) == [[2.0, 2.0, 2.0]] * 4
+
+
+def test_a_part_that_names_too_few_or_none_has_all_read() -> None:
+    storage = saved(4)
+    manifest = manifest_of(storage)
+    full = load(storage, manifest, rank=2, world_size=4)
+    own = load_own(storage, manifest, rank=2)
+    assert own is not None and own.specs == full.specs and own.trees == full.trees
+    outline = parts_of(storage)[-2].outline
+    assert outline is not None and outline.units == len(own.specs) + 3
+    others = [replace(outline, elsewhere=()), replace(outline, elsewhere=((9, 10),)), replace(outline, units=1)]
+    for wrong in (None, *others):
+        rewritten(storage, 2, outline=wrong)
+        assert load_own(storage, manifest_of(storage), rank=2) is None
+        assert load(storage, manifest_of(storage), rank=2, world_size=4).specs == full.specs
+    storage.objects[manifest_of(storage).parts[2].path] = b"none"
+    assert load_own(storage, manifest_of(storage), rank=2) is None
+    with pytest.raises(CheckpointDamaged):
+        load(storage, manifest_of(storage), rank=2, world_size=4)
+
+
+def placed(rank: int, world_size: int, folder: str) -> None:
+    """Weights come back in any placement; those of all ranks are asked for only where it is another."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    weight = torch.arange(54.0).reshape(9, 6)
+
+    class Held:
+        def __init__(self, placement: Any, values: torch.Tensor) -> None:
+            self.it = distribute_tensor(values, mesh, [placement])
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"it": self.it}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.it = state["it"]
+
+    def objects(placement: Any, values: torch.Tensor) -> dict[str, Any]:
+        module = torch.nn.Module()
+        module.it = torch.nn.Parameter(distribute_tensor(values, mesh, [placement]))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0, momentum=0.5)
+        return {"module": module, "optimizer": optimizer, "held": Held(placement, values)}
+
+    first = objects(Shard(0), weight)
+    first["module"].it.grad = first["module"].it.detach() + 1
+    first["optimizer"].step()
+    with CheckpointManager(f"{folder}/run", first) as saver:
+        saver.restore()
+        saver.step()
+    of_all = []
+    whole_load = load_module.load
+    load_module.load = lambda *args, **options: of_all.append(1) or whole_load(*args, **options)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        of_all.clear()
+        again = objects(placement, torch.zeros(9, 6))
+        CheckpointManager(LocalStorage(f"{folder}/run"), again).restore()
+        (state,) = again["optimizer"].state.values()
+        for one, values in (
+            (again["module"].it, weight),
+            (state["momentum_buffer"], weight + 1),
+            (again["held"].it, weight),
+        ):
+            assert isinstance(one, DTensor) and one.placements == (placement,)
+            assert torch.equal(one.full_tensor(), values)
+        assert len(of_all) == (placement != Shard(0))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_divided_otherwise_is_taken_from_the_parts_of_all(world_size: int, tmp_path: Path) -> None:
+    run_processes(world_size, placed, world_size, str(tmp_path))
