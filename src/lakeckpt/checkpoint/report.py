@@ -93,8 +93,8 @@ class RestoreReport:
     damaged: tuple[Damage, ...]
     """All that was found not to be as it was written, the newer checkpoints passed over included."""
     per_rank: tuple[str, ...]
-    """Units (``tensor:…``, ``tree:…``) of which the ranks had different contents: on as many ranks as saved it, of those
-    that this rank has. After a change of the world size, rank r has those of the old rank r, and a new rank those of the
-    old rank r mod W."""
+    """Units (``tensor:…``, ``tree:…``) of which the ranks had different contents: on as many ranks as saved it, of
+    those that this rank has. After a change of the world size, rank r has those of the old rank r, and a new rank those
+    of the old rank r mod W."""
     given_up: Mapping[str, str] = field(default_factory=dict)
     """reader → why the rest of its epoch was given up: its table version is gone (``on_version_gone="next_epoch"``)."""
