@@ -279,6 +279,37 @@ def test_a_save_that_is_left_out_for_a_newer_one_is_no_failure(tmp_path: Path) -
     assert steps_of(storage) == [1, 3]
 
 
+def test_captures_go_on_while_the_store_is_silent_about_a_save_that_waited_for_another(tmp_path: Path) -> None:
+    objects = training()
+    go_on, begun = ({step: threading.Event() for step in (2, 4)} for _ in range(2))
+
+    def before(method: str, path: str) -> None:
+        for step, event in begun.items():
+            if method == "put" and path.startswith("parts/") and f"{step:012d}-" in path:
+                event.set()
+                assert go_on[step].wait(PATIENCE_S)
+
+    with managed(FaultyStorage(MemoryStorage(), before=before), objects, tmp_path, persist_every=2) as saver:
+        saver.restore()
+        background = saver._background
+        assert background is not None
+        try:
+            for _ in (2, 4):
+                train(saver, objects, 2)
+                background._engine.wait()
+                background._give()  # step 4 while nothing was heard of step 2
+                assert begun[2].wait(PATIENCE_S)
+            go_on[2].set()
+            assert begun[4].wait(PATIENCE_S)  # in the agent's hands, and stays there
+            for _ in range(6):
+                train(saver, objects, 1)
+                assert background._engine.wait() == saver.steps_done
+        finally:
+            for event in go_on.values():
+                event.set()
+        saver.wait()
+
+
 def test_where_an_arena_does_not_fit_on_one_rank_all_save_synchronously(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

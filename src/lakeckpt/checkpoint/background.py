@@ -231,8 +231,9 @@ class Background:
         self._agent.order(order)
 
     def _hold(self, order: Order) -> None:
-        """Keep the generation until it is persisted, where none is kept yet: captures need the others."""
-        if not self._held:
+        """Keep the generation until it is persisted, if no other order is out: the agent may keep that one's where this
+        does not, and captures need the others."""
+        if len(self._given) == 1:
             stack = ExitStack()
             stack.enter_context(self._generations.hold(order.step, str(self.attempt.number)))
             self._held[order.step, order.number] = stack
