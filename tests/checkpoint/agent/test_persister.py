@@ -72,6 +72,37 @@ def test_the_newest_of_several_orders_is_done_and_the_others_are_left_out_and_to
     assert "left out" in desk.outcomes[0].text
 
 
+def test_orders_that_are_left_out_cost_a_rank_that_is_alone_no_time_at_the_store(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        newer = iter(range(4, 100))
+
+        def before(method: str, path: str) -> None:
+            if path.endswith(".failed"):  # meanwhile training goes on
+                fill(arena, next(newer))
+
+        desk = Desk(FaultyStorage(storage, before=before), tmp_path, EventWaiter(storage))
+        for step in (1, 2, 3):
+            fill(arena, step)
+        serve(desk, *((step, step) for step in (0, 1, 2, 3)))
+    assert committed(storage) == [3] and holds(storage, 3)
+
+
+def test_what_an_agent_left_out_before_it_died_is_not_committed_behind_a_newer_step(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        for step in (1, 2):
+            fill(arena, step)
+        serve(Desk(storage, tmp_path, EventWaiter(storage)), (1, 0), (2, 1))
+        second = Desk(storage, tmp_path, EventWaiter(storage))
+        second.order(1, 0, again=True)
+        second.persister.leave()
+        run(second)
+    assert committed(storage) == [2] and second.said() == [(1, "save_left_out")]
+
+
 def test_the_rank_that_leads_takes_the_newest_and_the_others_go_in_order() -> None:
     orders = [Order(step=step, number=step) for step in range(3)]
     assert chosen(orders, leads=True) == (orders[2], (orders[0], orders[1]))

@@ -204,7 +204,8 @@ class Persister:
         error: LakeckptError = SaveLeftOut(f"step {order.step} was left out: a newer cut waits to be persisted")
         try:
             self._refuse_removed()
-            publish_failure(self._storage, self._save_of(order), self.rank, error)
+            if self.world_size > 1:  # alone, nobody reads it, and newer cuts take the next one's place meanwhile
+                publish_failure(self._storage, self._save_of(order), self.rank, error)
         except LakeckptError as removed:
             error = removed
         self._tell(order, error, 0.0)
@@ -216,6 +217,8 @@ class Persister:
             if self._superseded is not None:
                 raise self._superseded
             self._refuse_removed()
+            if self.world_size == 1 and order.step < self.recorded:  # an agent before this one has left it out
+                raise SaveLeftOut(f"step {order.step} was left out: step {self.recorded} is committed")
             save = self._save_of(order)
             self._refuse_given_up(save, ranks=sorted({0, self.rank} if order.again else {0} - {self.rank}))
             found: Manifest | Exception = (self._committed or {}).get(save) or self._publish(save, order)
