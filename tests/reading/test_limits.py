@@ -46,6 +46,10 @@ BOMBS: dict[str, tuple[Callable[[], pa.Table], dict[str, Any]]] = {
     ),
     "a list": (lambda: nested(4 * MIB), {"compression": "zstd"}),
     "long texts in lists": (lambda: pa.table({"x": [["y" * MIB] * 64]}), {"compression": "zstd"}),
+    "texts in a list that grow by prefixes": (
+        lambda: pa.table({"x": [["y" * (10 * i) for i in range(2500)]]}),
+        {"use_dictionary": False, "column_encoding": {"x.list.element": "DELTA_BYTE_ARRAY"}},
+    ),
     "decimals": (lambda: pa.table({"x": pa.array([1] * 2 * MIB, pa.decimal128(5))}), {}),
 }
 
@@ -82,6 +86,22 @@ def test_row_groups_that_could_be_too_large_and_are_not_are_read_whole(tmp_path:
             decode(path, most)
     else:
         assert decode(path, most).equals(table)
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_texts_in_lists_that_repeat_parts_of_those_before_are_counted_and_read(
+    tmp_path: Path, version: str, codec: str
+) -> None:
+    sizes = np.random.default_rng(0).integers(0, 9, 4000).tolist()
+    texts = [None if n % 50 == 7 else [f"{'a' * (n % 300)}{j}" for j in range(size)] for n, size in enumerate(sizes)]
+    table = pa.table({"x": texts, "n": np.arange(len(texts))})
+    options = {"use_dictionary": False, "column_encoding": {"x.list.element": "DELTA_BYTE_ARRAY"}}
+    path = write_file(tmp_path / "a.parquet", [table], data_page_version=version, compression=codec, **options)
+    content = sum(len(text) for row in texts for text in row or [])
+    with pytest.raises(RowGroupTooLarge, match=r"decodes to at least .*column 'x'"):
+        decode(path, content)
+    assert decode(path, content + table.num_rows * 300).equals(pq.read_table(path))
 
 
 MEASURED = """

@@ -4,7 +4,9 @@ A footer may lie about sizes, and dictionaries and run lengths make megabytes of
 a file's size bound what decoding allocates. The headers of pages do: each says how large its page is decompressed
 (which the decompressor holds it to), how many values it has, and how they are encoded. `survey` adds that up.
 
-Of values it looks at short dictionaries alone. What it cannot read raises ``ValueError`` with what is wrong.
+Of values it looks at short dictionaries alone, and, where a row may have any number of texts, and they could be too
+large, at how much of them is repeated from those before (`lakeckpt.reading.prefixes`). What it cannot read raises
+``ValueError`` with what is wrong.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import pyarrow as pa
 
 from lakeckpt.lake.column_chunks import ChunkFacts
 from lakeckpt.lake.thrift import read_struct
+from lakeckpt.reading.prefixes import repeated_bytes
 
 __all__ = ["Leaf", "Survey", "survey"]
 
@@ -26,13 +29,15 @@ _MOST_EXPANSION = {0: 1, 1: 24, 5: 256, 7: 256}
 """How often larger than its bytes a page can be, by codec; the others know no bound that is of use."""
 _DICTIONARY_PAGE, _DATA_PAGES = 2, {0: 5, 3: 8}
 """The page type of dictionaries; of data pages, and in which field their own header stands."""
-_PLAIN, _DELTA_LENGTHS = 0, 6
+_PLAIN, _LEVELS, _DELTA_LENGTHS, _DELTA_BYTES = 0, 3, 6, 7
 _OF_DICTIONARY = frozenset((2, 8))
-_WANTED: dict[int, Any] = {1: None, 2: None, 3: None, 5: {1: None, 2: None}, 7: {1: None}, 8: {1: None, 4: None}}
+_WANTED: dict[int, Any] = {1: None, 2: None, 3: None, 7: {1: None}}
+_WANTED |= {5: dict.fromkeys((1, 2, 3, 4)), 8: dict.fromkeys((1, 4, 5, 6, 7))}
 _CODECS = {0: None, 1: "snappy", 2: "gzip", 4: "brotli", 6: "zstd", 7: "lz4_raw"}
 _FEW_ENTRIES, _SMALL_BYTES, _SMALL_NESTED_BYTES = 4096, 2 << 20, 64 << 20
 """The longest entry of a dictionary is looked for where it has so few, and is no larger than that; than the last, where
-a row may have any number of them, so that nothing else bounds what a few rows decode to."""
+a row may have any number of them, so that nothing else bounds what a few rows decode to. Then pages, too, are looked
+into where that takes no more."""
 _MAX_HEADER_BYTES = 16 * 1024 * 1024
 
 
@@ -61,7 +66,7 @@ class Survey:
     page_bytes: int
     """The largest page, decompressed."""
     by_dictionary: bool
-    """Whether they repeat texts of a dictionary."""
+    """Whether they repeat texts of a dictionary, and no page is of parts of the texts before."""
 
     @property
     def most_bytes(self) -> int:
@@ -87,10 +92,14 @@ def survey(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, *, rows: int, plent
             page_bytes=expanded,
             by_dictionary=False,
         )
-    return _walked(facts, leaf, chunk, width)
+    found = _walked(facts, leaf, chunk, width)
+    if leaf.nested and found.looked_up and not found.by_dictionary and found.most_bytes > plenty:
+        return _walked(facts, leaf, chunk, width, look_into=max(plenty, _SMALL_NESTED_BYTES))
+    return found
 
 
-def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int) -> Survey:
+def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int, look_into: int = 0) -> Survey:
+    """``look_into``: how large pages may be, and their values in memory, whose prefixes are added up."""
     at = values = content = looked_up = longest = largest = dictionary = 0
     prefixed = False
     while at < len(chunk) and values < facts.values:
@@ -98,11 +107,12 @@ def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int) -> Sur
         kind, size, stored = (header.get(field) for field in (1, 2, 3))
         if type(size) is not int or type(stored) is not int or size < 0 or not 0 <= stored <= len(chunk) - body:
             raise ValueError(f"a page at byte {at} of its column chunk claims {stored} bytes, decompressed {size}")
-        at, largest = body + stored, max(largest, size)
+        page, at, largest = chunk[body : body + stored], body + stored, max(largest, size)
         if kind == _DICTIONARY_PAGE:
             small = size <= (_SMALL_NESTED_BYTES if leaf.nested else _SMALL_BYTES)
-            few = facts.physical_type == _BYTE_ARRAY and small and _entries(header) <= _FEW_ENTRIES
-            longest_entry = _longest_entry(chunk[body:at], facts.codec, size) if few else size
+            few = look_into or _entries(header) <= _FEW_ENTRIES
+            look = facts.physical_type == _BYTE_ARRAY and small and few
+            longest_entry = _longest_entry(page, facts.codec, size) if look else size
             dictionary = max(dictionary, longest_entry)
         elif kind in _DATA_PAGES:
             said = header.get(_DATA_PAGES[kind])
@@ -116,7 +126,14 @@ def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int) -> Sur
             elif encoding in (_PLAIN, _DELTA_LENGTHS):
                 content += size
             else:
-                looked_up, longest, prefixed = looked_up + count, max(longest, size), True
+                prefixed = True
+                repeated = None
+                if encoding == _DELTA_BYTES and max(size, 100 * count) <= look_into:
+                    repeated = _repeated(page, kind, said, facts.codec, size, count)
+                if repeated is None:
+                    looked_up, longest = looked_up + count, max(longest, size)
+                else:
+                    content += size + repeated
     if values != facts.values:
         raise ValueError(f"its pages hold {values} values, but its footer says {facts.values}")
     if facts.physical_type != _BYTE_ARRAY or leaf.width:
@@ -137,6 +154,32 @@ def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int) -> Sur
     )
 
 
+def _repeated(page: memoryview, kind: Any, said: dict[int, Any], codec: int, size: int, count: int) -> int | None:
+    """What the texts of a page of lists repeat of those before them, in bytes; None where it cannot be told."""
+    try:
+        if kind == 0:
+            content = _decompressed(page, codec, size)
+            if any(said.get(field) != _LEVELS for field in (3, 4)):
+                return None
+            at = 0
+            for _ in range(2):  # levels of repetition, and of definition: what is repeated has both
+                at += 4 + int.from_bytes(content[at : at + 4], "little")
+            return repeated_bytes(content[at:], count)
+        levels = sum(int(said[field]) for field in (5, 6))
+        if not 0 <= levels <= min(size, len(page)):
+            return None
+        is_plain = said.get(7) is False
+        values = page[levels:] if is_plain else _decompressed(page[levels:], codec, size - levels)
+        return repeated_bytes(values, count)
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+        return None  # decoding it will say so
+
+
+def _decompressed(page: memoryview, codec: int, size: int) -> memoryview:
+    name = _CODECS[codec]
+    return memoryview(page if name is None else pa.Codec(name).decompress(page, decompressed_size=size)).cast("B")
+
+
 def _entries(header: dict[int, Any]) -> int:
     said = header.get(7)
     count = said.get(1) if isinstance(said, dict) else None
@@ -147,12 +190,10 @@ def _longest_entry(page: memoryview, codec: int, size: int) -> int:
     """The longest entry of a dictionary of texts, in bytes; ``size``, that of the page, where it cannot be told."""
     if codec not in _CODECS:
         return size
-    name = _CODECS[codec]
     try:
-        content = page if name is None else pa.Codec(name).decompress(page, decompressed_size=size)
+        plain = _decompressed(page, codec, size)
     except (pa.ArrowException, OSError, ValueError):
         return size  # decoding it will say so
-    plain = memoryview(content).cast("B")
     at = longest = 0
     while at + 4 <= len(plain):
         length = int.from_bytes(plain[at : at + 4], "little")

@@ -106,15 +106,13 @@ class RowGroupReader:
         try:
             self._facts = chunk_facts(footer.encoded, list(self._leaves))
         except ValueError as error:
-            raise DataFileDamaged(
-                f"the data file {path!r} has a footer that is malformed: {error}", file=path
-            ) from error
+            what = f"the data file {path!r} has a footer that is malformed: {error}"
+            raise DataFileDamaged(what, file=path) from error
 
     def plan(self, row_group: int) -> RowGroupPlan:
         """Where the bytes of the wanted columns of a row group lie. `DataFileDamaged`, `RowGroupTooLarge`."""
-        facts = [
-            ChunkFacts(**dict(zip(ChunkFacts.__slots__, row, strict=True))) for row in self._facts[row_group].tolist()
-        ]
+        found = self._facts[row_group].tolist()
+        facts = [ChunkFacts(**dict(zip(ChunkFacts.__slots__, row, strict=True))) for row in found]
         self._check_places(row_group, facts)
         pieces = ((chunk.start, min(self._size, chunk.stop + self._slack)) for chunk in facts)
         ranges = coalesced(pieces, hole_bytes=self.source.hole_bytes)
@@ -283,10 +281,12 @@ class RowGroupReader:
     def _check_lists(self, source: HeldFile, row_group: int, surveys: Sequence[Survey], name: str) -> None:
         """Refuse texts in lists that are too large: any number of them may be in one row, so slices bound nothing.
 
-        They are decoded as numbers of their dictionary, and their lengths added up.
+        They are decoded as numbers of their dictionary (those without one are not), and their lengths added up.
         """
         for place, (one, leaf) in enumerate(self._surveyed(surveys)):
             if leaf.name == name and leaf.nested and one.most_bytes > self._most:
+                if not one.by_dictionary:
+                    raise self._too_large(row_group, name, one.most_bytes, "could decode to")
                 path = self._metadata.schema.column(list(self._leaves)[place]).path
                 opened = self._opened(source, [path])
                 column = opened.read_row_group(row_group, columns=[path], use_threads=False).column(0)
