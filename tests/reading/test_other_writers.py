@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lakeckpt import open_table
-from lakeckpt.errors import DataFileDamaged, LakeckptError, SchemaError
+from lakeckpt import LakeDataset, LakeLoader, open_table
+from lakeckpt.errors import DataFileDamaged, LakeckptError, SchemaError, TableFeatureUnsupported
 from lakeckpt.reading.decode import RowGroupDecoder, select_columns
-from tests.reading.crafted_files import write_encrypted, write_two_level_list
+from tests.reading.crafted_files import lie, write_encrypted, write_two_level_list
 from tests.reading.same_rows import held_to_pyarrow, read_by_row_groups
 
 ROWS = 300
@@ -177,6 +177,49 @@ def test_fastparquet_files_are_read_as_pyarrow_reads_them(tmp_path: Path, times:
 
 def _columns(table: pa.Table, *, but: str) -> dict[str, pa.ChunkedArray]:
     return {name: table.column(name) for name in table.column_names if name != but}
+
+
+@pytest.mark.parametrize("year", [1600, 9999])
+@pytest.mark.parametrize("nested", ["", "list", "struct", "map"])
+def test_96_bit_timestamps_that_nanoseconds_cannot_hold_are_refused(tmp_path: Path, year: int, nested: str) -> None:
+    kind = pa.timestamp("us")
+    types = {"list": pa.list_(kind), "struct": pa.struct([("a", kind)]), "map": pa.map_(pa.string(), kind)}
+    around = {"list": lambda at: [at, None], "struct": lambda at: {"a": at}, "map": lambda at: [("k", at)]}
+    values = [
+        at if at is None or not nested else around[nested](at) for at in (MOMENT, None, MOMENT.replace(year, 1, 1))
+    ]
+    table = pa.table({"at": pa.array(values, types.get(nested, kind)), "n": range(3)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2, use_deprecated_int96_timestamps=True)
+    decoder = RowGroupDecoder(open_table(tmp_path))
+    assert decoder.decode(0, 0, 2).num_rows == 2
+    with pytest.raises(SchemaError, match=r"'at' of row group 1 of the data file 'a\.parquet' holds 96-bit.*microsec"):
+        decoder.decode(1, 0, 1)
+    assert RowGroupDecoder(open_table(tmp_path), ["n"]).decode(1, 0, 1)["n"].to_pylist() == [2]
+    with pytest.raises(SchemaError, match="96-bit"):
+        list(LakeLoader(LakeDataset(tmp_path, batch_size=9, nulls="mask", on_bad_row_group="skip")))
+
+
+def test_filters_do_not_take_timestamps_for_others(tmp_path: Path) -> None:
+    table = pa.table({"at": pa.array([MOMENT, datetime.datetime(9999, 12, 31)], pa.timestamp("us"))})
+    pq.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
+    with pytest.raises(SchemaError, match="96-bit"):
+        len(LakeLoader(LakeDataset(tmp_path, batch_size=9, filters=[("at", ">", MOMENT)])))
+
+
+def test_codecs_that_pyarrow_lacks_are_no_damage_to_skip(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"n": range(50), "m": range(50)}), path, compression="snappy")
+    lie(path, 1, 3, field=0x15)  # the codec of the first column
+    dataset = LakeDataset(path, batch_size=9, on_bad_row_group="skip")
+    with pytest.raises(TableFeatureUnsupported, match=r"'n' of row group 0 .*'a\.parquet' is compressed with LZO"):
+        list(LakeLoader(dataset))
+    assert sum(len(batch["m"]) for batch in LakeLoader(LakeDataset(path, batch_size=9, columns=["m"]))) == 50
+
+
+def test_types_that_pyarrow_lacks_are_no_damage(tmp_path: Path) -> None:
+    pl.DataFrame({"x": pl.Series([1, 2], dtype=pl.Int128)}).write_parquet(tmp_path / "a.parquet")
+    with pytest.raises(SchemaError, match=r"'a\.parquet' has a footer that pyarrow .* cannot read .*64 bits"):
+        open_table(tmp_path)
 
 
 @pytest.mark.parametrize("plaintext_footer", [True, False])

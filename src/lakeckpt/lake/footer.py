@@ -66,7 +66,8 @@ class FileSummary:
 def read_footer(storage: Storage, path: str, size_bytes: int, etag: str | None = None) -> Footer:
     """Read and parse the footer of a file whose listed size is ``size_bytes``. `DataFileDamaged`, `StorageError`.
 
-    `ObjectChanged` where it has another ETag than ``etag``, which a listing gave.
+    `SchemaError` where pyarrow knows of its types and cannot read them. `ObjectChanged` where it has another ETag than
+    ``etag``, which a listing gave.
     """
     if size_bytes < 12:
         what = "is empty (0 bytes)" if size_bytes == 0 else f"has only {size_bytes} bytes"
@@ -86,6 +87,11 @@ def read_footer(storage: Storage, path: str, size_bytes: int, etag: str | None =
     body = tail[-8 - length : -8]
     try:
         metadata = pq.read_metadata(pa.BufferReader(b"".join((_MAGIC, body, tail[-8:]))))
+    except pa.ArrowNotImplementedError as error:
+        raise SchemaError(
+            f"{path!r} has a footer that pyarrow {pa.__version__} cannot read ({_one_line(error)}): write the file "
+            "again with types that it knows, or leave it out of the table"
+        ) from error
     except Exception as error:  # of damaged bytes pyarrow says anything, UnicodeDecodeError and MemoryError included
         raise _damaged(path, f"has a footer that cannot be parsed ({_one_line(error)}): {_REPAIR}") from error
     _check_columns(path, metadata, body)

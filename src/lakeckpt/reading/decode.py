@@ -115,8 +115,8 @@ class RowGroupDecoder:
 
         The memory is shared with nothing else that this returns. Raises `DataFileDamaged` (file, row group and column
         named), `RowGroupTooLarge` (more than ``max_row_group_bytes``), `DataFileChanged` (the file is not the pinned
-        one), `SchemaError` (values do not fit the table's type), `StorageError` (the store failed), `ValueError` (no
-        such rows).
+        one), `SchemaError` (values do not fit the table's type), `TableFeatureUnsupported` (pyarrow lacks the codec),
+        `StorageError` (the store failed), `ValueError` (no such rows).
         """
         index = self.table.index
         left = int(index.group_rows[group])

@@ -8,6 +8,7 @@
    entry may be repeated in every row) it is decoded in slices of so few rows that one slice alone cannot be larger
    than what is allowed, and refused as soon as their sum is. So it never takes more than twice as much.
 4. Where decoding fails, the columns are decoded one after the other to find which one is damaged.
+5. Legacy 96-bit timestamps are decoded once more, coarsely: of those that nanoseconds cannot hold pyarrow makes others.
 
 Threads may share a reader. It holds the footer's numbers of the columns wanted, and never rows.
 """
@@ -16,20 +17,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lakeckpt.errors import DataFileChanged, DataFileDamaged, LakeckptError, RowGroupTooLarge, StorageError
+from lakeckpt.errors import (
+    DataFileChanged,
+    DataFileDamaged,
+    LakeckptError,
+    RowGroupTooLarge,
+    SchemaError,
+    StorageError,
+    TableFeatureUnsupported,
+)
 from lakeckpt.lake.chunk_digests import Uint64Array, chunk_digest
 from lakeckpt.lake.column_chunks import ChunkFacts, chunk_facts
 from lakeckpt.lake.footer import Footer
 from lakeckpt.lake.ranges import Arriving, PinnedBytes, Range, coalesced
 from lakeckpt.reading.arrays import looked_up_bytes
 from lakeckpt.reading.held_file import HeldFile
+from lakeckpt.reading.leaves import leaves_of
+from lakeckpt.reading.legacy_times import fit_nanoseconds
 from lakeckpt.reading.pages import Leaf, Survey, survey
 
 __all__ = ["DEFAULT_MAX_ROW_GROUP_BYTES", "HeldRowGroup", "RowGroupPlan", "RowGroupReader"]
@@ -37,6 +48,8 @@ __all__ = ["DEFAULT_MAX_ROW_GROUP_BYTES", "HeldRowGroup", "RowGroupPlan", "RowGr
 DEFAULT_MAX_ROW_GROUP_BYTES = 8 * 2**30
 """What the wanted columns of one row group may decode to, if not told otherwise."""
 
+_INT96 = 3
+_CODECS, _LZO = frozenset((0, 1, 2, 4, 5, 6, 7)), 3
 _MOST_ROWS, _FEW_ROWS = 65536, 64
 """Rows of a slice; where they must be fewer than these few, the dictionaries are looked at first."""
 _HEADER_MISCOUNT = 100
@@ -101,7 +114,7 @@ class RowGroupReader:
         self._int96_unit = int96_unit
         self._digests = digests
         self._num_leaves = footer.metadata.num_columns
-        self._leaves = _leaves(footer.metadata, schema, self.columns)
+        self._leaves = leaves_of(footer.metadata, schema, self.columns)
         self._slack = _HEADER_MISCOUNT if _writer(footer.metadata).startswith("parquet-mr") else 0
         try:
             self._facts = chunk_facts(footer.encoded, list(self._leaves))
@@ -110,7 +123,7 @@ class RowGroupReader:
             raise DataFileDamaged(what, file=path) from error
 
     def plan(self, row_group: int) -> RowGroupPlan:
-        """Where the bytes of the wanted columns of a row group lie. `DataFileDamaged`, `RowGroupTooLarge`."""
+        """Where the bytes of the columns lie. `DataFileDamaged`, `RowGroupTooLarge`, `TableFeatureUnsupported`."""
         found = self._facts[row_group].tolist()
         facts = [ChunkFacts(**dict(zip(ChunkFacts.__slots__, row, strict=True))) for row in found]
         self._check_places(row_group, facts)
@@ -147,7 +160,8 @@ class RowGroupReader:
     def decode(self, held: HeldRowGroup, rows: int, *, use_threads: bool) -> dict[str, pa.ChunkedArray]:
         """The wanted columns of a row group that has ``rows`` rows, by name; touches no store.
 
-        Raises `DataFileDamaged` with the row group and, where one can be told, the column; `RowGroupTooLarge`.
+        Raises `DataFileDamaged` with the row group and, where one can be told, the column; `RowGroupTooLarge`;
+        `SchemaError` where timestamps do not fit.
         """
         if not self.columns:
             return {}
@@ -162,6 +176,8 @@ class RowGroupReader:
         for name, column in found.items():
             if len(column) != rows:
                 raise self._damaged(row_group, name, f"it holds {len(column)} rows, but its footer says {rows}")
+        if self._int96_unit == "ns":
+            self._check_times(row_group, facts, source)
         return found
 
     def digests(self, row_group: int, rows: int) -> Uint64Array:
@@ -191,6 +207,12 @@ class RowGroupReader:
                     leaf.name,
                     f"its footer says that bytes {chunk.start} to {chunk.stop} of {self._size} hold it",
                 )
+            if chunk.codec not in _CODECS:
+                raise TableFeatureUnsupported(
+                    f"column {leaf.name!r} of row group {row_group} of the data file {self.path!r} is compressed with "
+                    f"{'LZO' if chunk.codec == _LZO else f'the codec number {chunk.codec}'}, which pyarrow "
+                    f"{pa.__version__} cannot read: write the file again with another codec, or leave the column out"
+                )
         stored = sum(chunk.compressed_bytes for chunk in facts)
         if stored > self._most:
             raise self._too_large(row_group, None, stored, "is stored in")
@@ -202,6 +224,18 @@ class RowGroupReader:
             expected = int(recorded[ordinal])
             if expected and chunk_digest(memoryview(source.held(chunk.start, chunk.stop)).cast("B")) != expected:
                 raise self._damaged(row_group, leaf.name, "its bytes are not those of which a digest was recorded")
+
+    def _check_times(self, row_group: int, facts: Sequence[ChunkFacts], source: HeldFile) -> None:
+        pairs = zip(self._leaves.values(), facts, strict=True)
+        for name in dict.fromkeys(leaf.name for leaf, chunk in pairs if chunk.physical_type == _INT96):
+            opened = self._opened(source, unit="ms")
+            column = opened.read_row_group(row_group, columns=[name], use_threads=False).column(name)
+            if not all(map(fit_nanoseconds, column.chunks)):
+                raise SchemaError(
+                    f"column {name!r} of row group {row_group} of the data file {self.path!r} holds 96-bit timestamps "
+                    "before 1677-09-21 or after 2262-04-11, which nanoseconds cannot hold: write the file again with "
+                    "timestamps in microseconds, or leave the column out"
+                )
 
     def _survey(self, row_group: int, facts: Sequence[ChunkFacts], source: HeldFile, rows: int) -> list[Survey]:
         plenty = self._most // max(1, len(facts))
@@ -221,13 +255,15 @@ class RowGroupReader:
 
     # --- decoding
 
-    def _opened(self, source: HeldFile, read_dictionary: list[str] | None = None) -> pq.ParquetFile:
+    def _opened(
+        self, source: HeldFile, read_dictionary: list[str] | None = None, *, unit: str | None = None
+    ) -> pq.ParquetFile:
         return pq.ParquetFile(
             source.opened(),
             metadata=self._metadata,
             pre_buffer=False,
             read_dictionary=read_dictionary,
-            coerce_int96_timestamp_unit=self._int96_unit,
+            coerce_int96_timestamp_unit=unit or self._int96_unit,
             page_checksum_verification=True,
         )
 
@@ -355,44 +391,6 @@ def _writer(metadata: pq.FileMetaData) -> str:
         return str(metadata.created_by or "")
     except UnicodeDecodeError:  # of a damaged footer
         return ""
-
-
-def _leaves(metadata: pq.FileMetaData, schema: pa.Schema, columns: Sequence[str]) -> dict[int, Leaf]:
-    """The columns of the lowest level of ``columns``, by their ordinal in the file."""
-    counts = [_leaf_count(field.type) for field in schema]
-    names = [name for name, count in zip(schema.names, counts, strict=True) for _ in range(count)]
-    if len(names) != metadata.num_columns:  # types that pyarrow shows otherwise than they are stored
-        names = [metadata.schema.column(leaf).path.split(".")[0] for leaf in range(metadata.num_columns)]
-    wanted, dotted = set(columns), [name for name in columns if "." in name]
-    found = {}
-    for ordinal, name in enumerate(names):
-        if name not in wanted and not dotted:
-            continue  # asking pyarrow about each column of a wide file takes longer than decoding a few
-        column = metadata.schema.column(ordinal)
-        # pyarrow selects by path: a column called "a.b" comes with the field b of a struct a.
-        also = next((one for one in dotted if f"{column.path}.".startswith(f"{one}.")), None)
-        if name in wanted or also is not None:
-            name = name if name in wanted else str(also)
-            nested = column.max_repetition_level > 0
-            found[ordinal] = Leaf(name=name, nested=nested, width=_width(column))
-    return found
-
-
-def _leaf_count(kind: pa.DataType) -> int:
-    if isinstance(kind, pa.BaseExtensionType):
-        return _leaf_count(kind.storage_type)
-    if pa.types.is_dictionary(kind):
-        return _leaf_count(kind.value_type)
-    if not kind.num_fields:
-        return 0 if pa.types.is_struct(kind) else 1
-    return sum(_leaf_count(kind.field(number).type) for number in range(kind.num_fields))
-
-
-def _width(column: Any) -> int:
-    """Bytes of one value of a type of fixed width, as Arrow holds it; 0: as its physical type says."""
-    if column.logical_type.type == "DECIMAL":
-        return 32 if column.precision > 38 else 16
-    return int(column.length) if column.physical_type == "FIXED_LEN_BYTE_ARRAY" else 0
 
 
 def _largest(batch: pa.RecordBatch) -> str:
