@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.plan import Plan, consumed, consumption, fit_lanes, replan, start
+from lakeckpt.core.plan import MAX_SEGMENTS, Plan, consumed, consumption, fit_lanes, replan, start
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.errors import StateMismatch
@@ -236,6 +236,7 @@ def test_fewer_rows_left_than_ranks_still_gives_every_rank_a_step() -> None:
     taken, _ = deal_out(state)
     assert [[receipt.rows for receipt in step] for step in taken] == [[1, 1, 0, 0, 0, 0, 0, 0]]
     assert [receipt.weight for receipt in taken[0]] == [4.0, 4.0] + [0.0] * 6
+    assert {receipt.lane for receipt in taken[0]} == {-1}
 
 
 def test_many_segments_are_shortened_to_a_bounded_state() -> None:
@@ -248,6 +249,19 @@ def test_many_segments_are_shortened_to_a_bounded_state() -> None:
     plan = Plan(state)
     number = plan.micro_batch(state.step)
     assert Plan(reference).deal.spans(number) == plan.deal.spans(number)
+
+
+@pytest.mark.parametrize("since", [0, 1, 2, MAX_SEGMENTS - 1, MAX_SEGMENTS])
+def test_what_is_left_stays_wherever_the_last_new_lanes_of_a_shortened_state_began(since: int) -> None:
+    """``since``: how many times only the number of ranks has changed after the last change of lanes."""
+    state = start(identity_of(10**6), epoch=0, num_lanes=12, batch_size=7, world_size=4)
+    for turn in range(MAX_SEGMENTS):
+        before = deal_out(state, 1)[1]
+        lanes = 12 if min(turn, MAX_SEGMENTS - 1 - since) % 2 else 24
+        state = replan(before, num_lanes=lanes, batch_size=7, world_size=[6, 4][turn % 2])
+    assert len(before.segments) == MAX_SEGMENTS and len(state.segments) <= 2
+    assert state.segment.world_size == 4 and state.segment.step == state.step == MAX_SEGMENTS
+    assert Plan(state).rest(state.step) == Plan(before).rest(before.step)
 
 
 def test_re_cut_chains_beyond_the_bound_consume_every_row_once() -> None:

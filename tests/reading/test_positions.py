@@ -289,6 +289,69 @@ def test_clear_forgets_windows_and_reading_goes_on(tmp_path: Path) -> None:
     assert len(decoded) == 2
 
 
+def test_what_was_announced_before_a_clear_is_decoded_anew(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[6] * 5])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader, _ = spied(table, ORDERED, 1)
+    reader.read([(layout, 0, 2)])["id"][...] = -1
+    waiting = [reader.announce([(layout, start, start + 2)]) for start in range(2, 30, 2)]  # not all have room
+    reader.clear()
+    assert [reader.take(one)[0]["id"].tolist() for one in waiting] == [[i, i + 1] for i in range(2, 30, 2)]
+    assert reader.windows_held == 1, "the first one: somebody has its first rows"
+
+
+def test_what_is_taken_before_its_turn_is_not_kept_beyond_what_may_be_held(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[3] * 12])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader, _ = spied(table, ORDERED, 1)
+    waiting = [(start, reader.announce([(layout, start, start + 1)])) for start in range(0, 36, 3)]
+    for start, announced in reversed(waiting):
+        assert reader.take(announced)[0]["id"].tolist() == [start]
+        assert reader.windows_held <= windows_held_of(1)
+
+
+@pytest.mark.parametrize("kind", [OSError, SystemExit])
+def test_what_could_not_be_decoded_is_tried_again_also_for_other_rows_of_its_window(
+    tmp_path: Path, kind: type[BaseException]
+) -> None:
+    class FailsOnce(RowGroupDecoder):
+        failed = False
+
+        def decode(self, group: int, start: int, stop: int) -> pa.Table:
+            if not self.failed:
+                self.failed = True
+                raise kind("once")
+            return super().decode(group, start, stop)
+
+    table = write_ids(tmp_path, [[6]])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader = PositionReader(table, ["id"], ORDERED, max_windows=1, new_decoder=lambda: FailsOnce(table, ["id"]))
+    with pytest.raises(kind, match="once"):
+        reader.read([(layout, 0, 3)])
+    assert reader.read([(layout, 3, 6)])["id"].tolist() == [3, 4, 5]
+
+
+def test_what_a_reader_that_is_let_go_of_had_not_begun_to_decode_is_not_decoded(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[6]])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader, decoded = spied(table, ORDERED, 1, threads=1)
+    begun, held = threading.Event(), threading.Event()
+    found: list[threading.Thread] = []
+
+    def hold() -> None:
+        found.append(threading.current_thread())
+        begun.set()
+        held.wait(60)
+
+    reader._needed._threads.submit(hold)
+    assert begun.wait(60)
+    reader.announce([(layout, 0, 6)])
+    del reader
+    held.set()
+    found[0].join(60)
+    assert not found[0].is_alive() and decoded == []
+
+
 def test_the_collector_may_let_go_of_a_reader_in_a_thread_that_has_its_locks(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[6]])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)

@@ -123,6 +123,16 @@ def test_memory_stays_from_one_short_epoch_to_the_next(folder: Path, given_back:
     assert given_back and not any(given_back)
 
 
+def test_epochs_before_the_last_one_do_not_make_it_long(
+    folder: Path, given_back: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FEW", 2)  # for three windows at a time: as many as an epoch has
+    loader = loader_of(folder, batch_size=32)
+    for _ in range(3):
+        assert sorted(flat(loader)) == list(range(960))
+    assert given_back and not any(given_back)
+
+
 def test_memory_is_given_back_after_a_long_epoch(
     folder: Path, given_back: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -320,7 +320,6 @@ def consumption(before: ReaderState, after: ReaderState) -> dict[int, Intervals]
 def consumed(state: ReaderState) -> dict[int, Intervals]:
     """Return which positions of the epoch at hand (of an endless stream: of every epoch so far) have been consumed."""
     rest = Plan(state).rest(state.step, state.row)
-    first = 0 if state.identity.endless else state.epoch
-    rows = state.identity.rows
-    every = {epoch: Intervals.whole(rows).difference(rest.of(epoch, rows)) for epoch in range(first, rest.next_epoch)}
+    rows, epochs = state.identity.rows, range(state.epoch, rest.next_epoch)  # the state of a stream is of epoch 0
+    every = {epoch: Intervals.whole(rows).difference(rest.of(epoch, rows)) for epoch in epochs}
     return {epoch: positions for epoch, positions in every.items() if positions}
