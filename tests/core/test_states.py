@@ -164,6 +164,21 @@ def test_segments_that_cannot_be_are_refused(changes: dict[str, int], match: str
         replace(FIRST, **changes)
 
 
+def test_what_the_format_calls_the_version_stays_with_the_state_and_decides_nothing() -> None:
+    named = replace(identity_of(3), version="snapshot 7")
+    assert Identity.from_plain(named.to_plain()).version == "snapshot 7"
+    assert named == identity_of(3) and "version" not in identity_of(3).to_plain()
+
+
+def test_seeds_are_all_words_of_64_bits_signed_or_not() -> None:
+    plain = identity_of(3).to_plain()
+    for seed in (-(2**63), -1, 2**64 - 1):
+        assert Identity.from_plain({**plain, "seed": seed}).spec.seed == seed
+    for seed in (-(2**63) - 1, 2**64):
+        with pytest.raises(StateInvalid, match="seed"):
+            Identity.from_plain({**plain, "seed": seed})
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [

@@ -33,3 +33,17 @@ def test_an_epoch_that_is_gone_on_with_stays_at_its_version(tmp_path: Path, work
         loader.load_state_dict(as_json(loader.state_dict()))
     assert sorted(before + flat(loader)) == list(range(20))
     assert sorted(flat(loader)) == list(range(33))
+
+
+def test_after_the_end_of_an_epoch_of_other_ranks_the_next_one_is_of_the_newest_version_and_these_ranks(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "lake", 0, 20)
+    table = open_table(tmp_path / "lake")
+    of_two = LakeLoader(LakeDataset(table, batch_size=5, shuffle=True, num_lanes=2, rank=0, world_size=2))
+    assert len(flat(some(of_two, 2))) == 10
+    write(tmp_path / "lake", 20, 33)
+    loader = LakeLoader(LakeDataset(table, batch_size=5, shuffle=True, on_new_version="next_epoch"))
+    loader.load_state_dict(as_json(of_two.state_dict()))
+    assert flat(loader) == []
+    assert sorted(flat(loader)) == list(range(33))

@@ -103,6 +103,11 @@ def test_what_is_one_object_stays_one_and_arrays_are_writable() -> None:
     assert found["deep"].left[0] == 7 and found["table"].receipt is RECEIPT
 
 
+def test_the_receipt_is_the_loops_own_wherever_it_is_held() -> None:
+    found = crossed({"whose": RECEIPT, "deep": Pair(RECEIPT, None), "of": Batch({}, RECEIPT)})
+    assert found["whose"] is found["deep"].left is found["of"].receipt is RECEIPT
+
+
 def test_what_holds_itself_crosses_as_one_object() -> None:
     value: list[Any] = [NUMBERS, {"n": 1}]
     value[1]["whole"] = value
