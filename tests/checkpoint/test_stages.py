@@ -229,7 +229,20 @@ def plain_stage(stage: int, kind: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, own if kind == "optimizer" else 0.5)
-    return {"model": model, "optimizer": optimizer}
+    return {"model": model, "optimizer": optimizer, "other": Other(own)}
+
+
+class Other:
+    """An object of the user's; every rank's own. Its state has the form of an optimizer's."""
+
+    def __init__(self, own: float) -> None:
+        self.own = torch.full((2,), own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {0: {"own": self.own}}, "param_groups": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.own = state["state"][0]["own"]
 
 
 def saved_by_stages(storage: MemoryStorage, kind: str) -> None:

@@ -94,6 +94,12 @@ def test_a_slice_crosses_without_what_it_was_cut_from() -> None:
         assert same(value, crossed(value)) or same(value.contiguous(), crossed(value))
 
 
+def test_what_lies_with_gaps_in_any_order_of_dimensions_crosses_without_them() -> None:
+    for value in (NUMBERS[::2], NUMBERS.view(4, 6)[::2].t(), NUMBERS.view(4, 6).t()[:, ::2]):
+        assert torch.equal(value, crossed(value))
+        assert np.array_equal(value.numpy(), crossed(value.numpy()))
+
+
 def test_what_is_one_object_stays_one_and_arrays_are_writable() -> None:
     shared = torch.arange(3)
     found = crossed({"a": shared, "b": [shared], "deep": Pair(shared, np.arange(2)), "table": Batch({}, RECEIPT)})
