@@ -12,13 +12,14 @@ import pytest
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.load import load
 from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.manifest import PartRef, entry_to_bytes
 from lakeckpt.checkpoint.parts import FileRecord, PartRecord, SaveId, TensorRecord
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import CheckpointDamaged, LakeckptError, WireDamaged, WireError
 from lakeckpt.wire.codec import dumps, loads
-from tests.checkpoint.rig import Counter, MemoryStorage, manager, training
+from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks, training
 
 BOOM = b"cos\nsystem\n(S'touch /tmp/lakeckpt-was-here'\ntR."
 
@@ -159,6 +160,29 @@ def test_two_things_of_one_name_in_a_file_are_refused() -> None:
     for some in (records, records[:1] * 2):
         with pytest.raises(WireDamaged, match="one name for two things"):
             PartRecord(run="r", save=save, rank=0, world_size=1, cut=b"", files=(file,), tensors=tuple(some), trees=())
+
+
+def test_a_tensor_that_two_parts_hold_for_one_rank_is_refused() -> None:
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+
+    def save(rank: int, exchange: HubExchange) -> None:
+        saver = manager(storage, training() | {"n": Counter([1])}, exchange=exchange, waiter=waiter)
+        saver.restore()
+        saver.save()
+
+    good(run_ranks(2, save, waiters=[waiter]))
+    manifest = read_history(storage).tip
+    first, second = (loads(storage.objects[ref.path], kind="part", supported=(3, 0)).value for ref in manifest.parts)
+    for key, dtype, shape, digest, places, ranks in first["tensors"]:
+        places = [[len(second["files"]) + file, digest] for file, digest in places]
+        second["tensors"].append([key, dtype, shape, digest, places, ranks])
+    second["files"] += first["files"]
+    data = dumps(second, kind="part", version=(3, 0))
+    ref = replace(manifest.parts[1], size_bytes=len(data), digest=short_digest(data))
+    storage.objects[ref.path] = data
+    with pytest.raises(CheckpointDamaged, match="two parts hold tensor 'model/1"):
+        load(storage, replace(manifest, parts=(manifest.parts[0], ref)), rank=0, world_size=2)
 
 
 def test_the_part_unchanged_is_taken() -> None:
