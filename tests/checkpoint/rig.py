@@ -251,6 +251,15 @@ class Reader:
         return self.progress.stretches(at)
 
 
+class PartReader(Reader):
+    """What it consumes depends on the data: its state is this rank's part, of one lane for each of 2 ranks."""
+
+    def state_dict(self, at: Any = None) -> dict[str, Any]:
+        state = super().state_dict(at)
+        lanes = [[self.rank, state["epoch"], 10 * self.rank + state["step"], 0]]
+        return state | {"part": {"rank": self.rank, "world_size": 2, "num_lanes": 2, "lanes": lanes}}
+
+
 class Counter:
     """A small object with a state."""
 

@@ -25,6 +25,7 @@ from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.cuts import Journal
+from lakeckpt.checkpoint.journal import legs_from_bytes
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.report import CaptureWarning, RetentionWarning, SaveWarning
 from lakeckpt.checkpoint.verify import verify
@@ -42,7 +43,17 @@ from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import open_storage
 from lakeckpt.testing.storage import Fault, FaultyStorage
 from tests.checkpoint.agent.test_agent import ended
-from tests.checkpoint.rig import EventWaiter, MemoryStorage, Reader, good, manager, run_ranks, train_step, training
+from tests.checkpoint.rig import (
+    EventWaiter,
+    MemoryStorage,
+    PartReader,
+    Reader,
+    good,
+    manager,
+    run_ranks,
+    train_step,
+    training,
+)
 from tests.patience import PATIENCE_S
 
 
@@ -219,6 +230,39 @@ def test_ranks_that_are_not_at_one_cut_are_told_so_whatever_a_failure_does(tmp_p
     for result in run_ranks(2, body):
         assert isinstance(result, DisagreementError) and "state of reader 'reader'" in str(result)
     assert read_history(storage).chain == ()
+
+
+def test_states_of_readers_that_are_each_ranks_own_are_one_cut_and_joined_behind_training(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+
+    def body(rank: int, exchange: Any) -> None:
+        objects = training() | {"reader": PartReader(rank=rank, world_size=2)}
+        with managed(storage, objects, tmp_path, exchange=exchange, waiter=waiter, persist_every=3) as saver:
+            saver.restore()
+            train(saver, objects, 3)
+            saver.wait()
+
+    good(run_ranks(2, body))
+    assert read_history(storage).tip.readers["reader"].state["lanes"] == [[0, 0, 3, 0], [1, 0, 13, 0]]
+
+
+def test_what_a_commit_has_recorded_is_not_handed_over_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[list[tuple[int, int]]] = []
+    cut = CaptureEngine.cut
+
+    def seen(self: CaptureEngine, step: int, **given: Any) -> bool:
+        handed.append([(leg.first, leg.step) for leg in legs_from_bytes(given["readers"]["reader"])])
+        return cut(self, step, **given)
+
+    monkeypatch.setattr(CaptureEngine, "cut", seen)
+    objects = make_with_reader()
+    with managed(MemoryStorage(), objects, tmp_path, persist_every=1) as saver:
+        saver.restore()
+        for _ in range(4):
+            train(saver, objects, 1)
+            saver.wait()
+    assert [legs for legs in handed if legs[-1][1]] == [[(step, step + 1)] for step in range(4)]
 
 
 def test_a_rank_that_is_gone_at_the_first_save_leaves_it_incomplete(tmp_path: Path) -> None:

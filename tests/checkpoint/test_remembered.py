@@ -34,6 +34,7 @@ from tests.checkpoint.rig import (
     EventWaiter,
     HubExchange,
     MemoryStorage,
+    PartReader,
     Reader,
     good,
     manager,
@@ -408,11 +409,23 @@ def test_a_step_of_which_ranks_have_other_cuts_in_memory_is_not_restored(tmp_pat
         assert good(found) == [expected, expected]
 
 
-class PartReader(Reader):
-    """Consumption depends on the data: its state is this rank's part."""
+def test_a_step_of_which_each_rank_has_its_own_part_of_a_readers_state_is_restored(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+    alive = []
 
-    def state_dict(self, at: Any = None) -> dict[str, Any]:
-        return super().state_dict(at) | {"part": {"rank": self.rank}}
+    def body(rank: int, exchange: HubExchange) -> tuple[int, object]:
+        objects = objects_of() | {"reader": PartReader(rank=rank, world_size=2)}
+        options: dict[str, Any] = {"exchange": exchange, "waiter": waiter, "arenas": tmp_path / str(rank)}
+        saver = managed(storage, objects, **options)
+        alive.append(saver)
+        step = saver.restore()
+        if not step:
+            train(saver, objects, 3)
+        return step, objects["reader"].state_dict()["step"]
+
+    for step in (0, 3):
+        assert good(run_ranks(2, body, waiters=[waiter])) == [(step, 3)] * 2
 
 
 def test_a_step_of_which_ranks_tracked_other_readers_is_not_restored(tmp_path: Path) -> None:
@@ -421,7 +434,7 @@ def test_a_step_of_which_ranks_tracked_other_readers_is_not_restored(tmp_path: P
     alive = []
 
     def body(rank: int, exchange: HubExchange) -> int:
-        objects = objects_of(rank=rank, world_size=2) | ({} if rank else {"val": PartReader()})
+        objects = objects_of(rank=rank, world_size=2) | ({} if rank else {"val": PartReader(world_size=2)})
         options: dict[str, Any] = {"exchange": exchange, "waiter": waiter, "arenas": tmp_path / str(rank)}
         saver = managed(storage, objects, **options)
         alive.append(saver)
