@@ -236,6 +236,7 @@ def int32(number: int) -> bytes:
 
 
 UNSIGNED = {1: I32, 10: {10: {1: 32, 2: False}}}
+OLD_UNSIGNED = {1: I32, 6: 13}
 TEXT = {1: BYTES, 6: 0, 10: {1: {}}}
 DECIMAL = {1: FIXED, 2: 2, 6: 5, 7: 1, 8: 4, 10: {5: {1: 1, 2: 4}}}
 
@@ -262,7 +263,12 @@ DECIMAL = {1: FIXED, 2: 2, 6: 5, 7: 1, 8: 4, 10: {5: {1: 1, 2: 4}}}
         (UNSIGNED, pa.uint32(), older(int32(1), int32(9)), {"creator": ARROW}, None),
         (UNSIGNED, pa.uint32(), newer(int32(1), int32(9)), {"creator": OLD_ARROW, "orders": TYPE_ORDER}, None),
         (UNSIGNED, pa.uint32(), newer(int32(1), int32(9)), {"creator": b"me", "orders": TYPE_ORDER}, None),
-        ({1: I32, 6: 13}, pa.uint32(), older(int32(1), int32(9)), {"creator": MR}, None),
+        (OLD_UNSIGNED, pa.uint32(), older(int32(1), int32(9)), {"creator": MR}, None),
+        # What older writers say of integers: from the 15th on they are signed.
+        (OLD_UNSIGNED, pa.uint32(), newer(int32(1), int32(-1)), {"creator": MR, "orders": TYPE_ORDER}, (1, 2**32 - 1)),
+        ({1: I64, 6: 14}, pa.uint64(), older(b"\1" + bytes(7), b"\2" + bytes(7)), {"creator": MR}, None),
+        ({1: I32, 6: 15}, pa.int8(), older(int32(-5), int32(7)), {"creator": OLD_MR}, (-5, 7)),
+        ({1: I64, 6: 18}, pa.int64(), older(b"\xff" * 8, bytes(8)), {"creator": OLD_MR}, (-1, 0)),
         # Text: bytes, unsigned; older fields compared them as signed.
         (TEXT, pa.string(), newer(b"a", b"\xc3\xa9"), {"creator": MR, "orders": TYPE_ORDER}, (b"a", b"\xc3\xa9")),
         (TEXT, pa.string(), newer(b"a", b"\xff"), {"creator": MR, "orders": TYPE_ORDER}, (b"a", b"\xff")),
@@ -308,6 +314,16 @@ def test_times_are_read_in_their_unit_and_zone() -> None:
     low = struct.pack("<q", 86_400_000)
     found = known(crafted(element, newer(low, low), orders=TYPE_ORDER), pa.timestamp("us", tz="Europe/Berlin"))
     assert found is not None and found[0] == datetime.datetime(1970, 1, 2, tzinfo=datetime.UTC)
+
+
+@pytest.mark.parametrize(
+    ("physical", "unit", "number"), [(I32, 1, 3_000), (I64, 2, 3_000_000), (I64, 3, 3_000_000_000)]
+)
+def test_times_of_day_are_read_in_their_unit(physical: int, unit: int, number: int) -> None:
+    low = struct.pack("<q" if physical == I64 else "<i", number)
+    footer = crafted({1: physical, 10: {7: {1: False, 2: {unit: {}}}}}, newer(low, low), orders=TYPE_ORDER)
+    kind = pa.time32("ms") if physical == I32 else pa.time64("us" if unit == 2 else "ns")
+    assert known(footer, kind) == (datetime.time(0, 0, 3),) * 2
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,17 @@ def test_equal_whole_states_are_the_state_of_the_job() -> None:
     assert merge_states([state, dict(state), dict(state)]) == state
 
 
+def test_the_state_of_the_only_rank_is_the_state_of_the_job() -> None:
+    segment = Segment(micro_batch=0, step=0, num_lanes=4, batch_size=4, world_size=1)
+    state = ReaderState(identity=identity_of(40), epoch=1, segments=(segment,), step=1).to_plain()
+    assert merge_states([state]) == state and merge_states([{"step": 9}]) == {"step": 9}
+    assert merge_states([part(0, [1, 0], world_size=1, num_lanes=2)]) == {
+        "epoch": 5,
+        "num_lanes": 2,
+        "lanes": [[0, 0, 0, 3], [1, 0, 100, 3]],
+    }
+
+
 def test_states_of_fewer_or_more_ranks_than_they_say_are_refused() -> None:
     segment = Segment(micro_batch=0, step=0, num_lanes=4, batch_size=4, world_size=4)
     state = ReaderState(identity=identity_of(40), epoch=1, segments=(segment,), step=1)

@@ -32,6 +32,14 @@ def test_states_come_back_equal_and_equal_states_are_equal_bytes(state: ReaderSt
     assert dumps_state(ReaderState.from_plain(state.to_plain())) == data
 
 
+@pytest.mark.parametrize("micro_batch", [0, 1, 10, 11, 12, 13, 14, 100])
+def test_a_segment_may_begin_before_or_after_the_micro_batch_that_full_steps_come_to(micro_batch: int) -> None:
+    before = Segment(micro_batch=0, step=0, num_lanes=4, batch_size=2, world_size=4)
+    after = replace(before, micro_batch=micro_batch, step=3, world_size=2)
+    state = ReaderState(identity=identity_of(500), epoch=0, segments=(before, after), step=4)
+    assert loads_state(dumps_state(state)) == state
+
+
 def test_thirty_two_segments_of_a_huge_job_take_at_most_a_kibibyte() -> None:
     random.seed(5)
     first = Segment(micro_batch=0, step=0, num_lanes=2**18, batch_size=2**20, world_size=2**17)
