@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -177,6 +178,28 @@ def test_what_was_carried_over_can_be_carried_over_again(delta: Path, tmp_path: 
     report = audited(run)
     assert report.verdict == "proved", report
     assert [one.status for one in report.readers[0].epochs] == ["carried over", "carried over", "complete"]
+
+
+def test_what_had_been_read_before_the_run_is_told_of_the_version_that_it_was_read_of(
+    delta: Path, tmp_path: Path
+) -> None:
+    """The run goes on from a state that was saved elsewhere, in the midst of an epoch."""
+    run, elsewhere = tmp_path / "run", loader_of(delta)
+    before = [batch["id"].tolist() for batch in itertools.islice(elsewhere, 3)]
+    loader = loader_of(delta)
+    loader.load_state_dict(elsewhere.state_dict())
+    parts = [before, train(run, loader, steps=3)]
+    compact(delta)
+    carry(delta, run)
+    parts.append(train(run, loader_of(delta), epochs=2))
+    assert rows_of(*parts) == sorted(2 * ROWS)
+    (reader,) = audited(run).readers
+    counted = [(one.status, one.before, one.once, one.left, one.lost) for one in reader.epochs]
+    left = len(ROWS) - 30
+    assert counted == [("carried over", 15, 15, left, 0), ("complete", 0, left, 0, 0), ("complete", 0, len(ROWS), 0, 0)]
+    assert [doubt.partition(",")[0] for doubt in reader.doubts] == [
+        "the record begins inside of epoch 0: 15 rows had been consumed before it"
+    ]
 
 
 def test_a_run_that_moves_reads_what_is_left_and_then_the_newest_version(delta: Path, tmp_path: Path) -> None:
