@@ -129,6 +129,23 @@ def test_what_is_removed_gives_its_memory_back_though_others_have_it_mapped(fold
             assert [record.step for record in other.complete()] == [2]
 
 
+def test_what_is_emptied_can_be_filled_again_and_what_is_held_by_who_empties_it_is_whole(folder: ArenaFolder) -> None:
+    with made(folder) as arena:
+        for step in (1, 2, 3):
+            capture(arena, step)
+        with arena.hold(2) as held:
+            assert held is not None
+            arena.empty()
+            check(arena, 2)
+            assert [record.step for record in arena.complete()] == [2]
+        arena.empty()
+        assert list(arena.complete()) == []
+        for step in (4, 5, 6):
+            assert capture(arena, step)
+        for step in (4, 5, 6):
+            check(arena, step)
+
+
 def test_a_crash_at_any_write_leaves_the_newest_cut_or_the_one_before(
     folder: ArenaFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,7 @@ def memory(size_bytes: int, offset: int) -> memoryview:
     return made[first : first + size_bytes].data
 
 
-@pytest.mark.parametrize("offset", [0, 1, 63, 64, 2048, 4095])
+@pytest.mark.parametrize("offset", [0, 1, 63, 64, 193, 2048, 4095])  # 193: too close behind where model/half lies
 @pytest.mark.parametrize("keys", [[], list(BYTES), list(BYTES)[::-1], ["model/half"], ["model/none", "model/weight"]])
 def test_tensors_are_copied_to_where_they_belong(arena: Arena, keys: list[str], offset: int) -> None:
     capture(arena, documents().to_bytes())
