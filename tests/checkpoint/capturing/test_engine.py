@@ -366,14 +366,17 @@ def test_an_optimizer_that_goes_around_its_hooks_is_captured_at_the_cut(made: Ma
     assert_same(kept_state(folder, 2), expected)
 
 
+@pytest.mark.parametrize("changes", [True, False], ids=["changes", "only replays change"])
 def test_a_step_that_is_captured_into_a_graph_is_captured_at_the_cut_from_then_on(
-    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch, changes: bool
 ) -> None:
     job, gate = Job(torch.optim.SGD), HeldGate()
     engine = made(job.objects, gate=gate)
     job.step()
     assert cut(engine, 1, must=True)
-    job.backward()
+    job.optimizer.zero_grad()
+    if changes:
+        job.backward()
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
