@@ -56,7 +56,10 @@ VALUES: dict[str, Any] = {
         np.array([(1, 2.0)], "i4,f8"),
         np.float32(3),
     ],
-    "not yet conjugated or negated": [torch.tensor([1 + 2j, 3 - 4j]).conj(), torch.tensor([1 + 2j, 3 - 4j]).conj().imag],
+    "not yet conjugated or negated": [
+        torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    ],
     "big-endian": np.arange(3, dtype=">i4"),
     "objects": {"numpy": np.array([{"a": 1}, None], object), "set": {1, 2}, "path": Path("x"), "none": None},
     "nested": {"a": [(NUMBERS, {"b": "text"}), 1.5], "c": (), "d": {}, 3: "a key of another kind"},
