@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lakeckpt.checkpoint.commit import await_commit, collect_parts, publish_failure, verify_objects
+from lakeckpt.checkpoint.agreement import digest_of
+from lakeckpt.checkpoint.commit import Expected, await_commit, collect_parts, publish_failure, verify_objects
 from lakeckpt.checkpoint.digests import LEAF_BYTES, content_digest, leaf_digests, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.log import put_entry
@@ -20,7 +21,17 @@ from tests.checkpoint.test_log import begin, manifest
 SAVE = SaveId(attempt=0, step=1, number=1)
 DATA = memoryview(bytes(range(8)))
 SPEC = TensorSpec(key="m/w", dtype="float32", shape=(2,))
-EXPECTED = {rank: frozenset({("tensor:m/w", content_digest(DATA)), ("tree:m", b"")}) for rank in range(2)}
+WEIGHT, TREE = ("tensor:m/w", content_digest(DATA)), ("tree:m", b"")
+AGREED = {
+    "one by one": Expected(units=frozenset({WEIGHT, TREE}), own=digest_of([])),
+    "together": Expected(units=frozenset({TREE}), own=digest_of([WEIGHT])),
+}
+
+
+@pytest.fixture(params=AGREED, autouse=True)
+def expected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the ranks agreed on what each of them writes."""
+    monkeypatch.setitem(AGREED, "now", AGREED[request.param])
 
 
 def write(storage: MemoryStorage, rank: int, *, save: SaveId = SAVE, data: memoryview = DATA) -> PartRecord:
@@ -33,7 +44,8 @@ def write(storage: MemoryStorage, rank: int, *, save: SaveId = SAVE, data: memor
 def collect(storage: MemoryStorage) -> list[PartRecord]:
     waiter = EventWaiter(storage)
     waiter.died()
-    refs, parts = collect_parts(storage, SAVE, world_size=2, cut=b"c", expected=EXPECTED, waiter=waiter, timeout_s=5)
+    expected = dict.fromkeys(range(2), AGREED["now"])
+    refs, parts = collect_parts(storage, SAVE, world_size=2, cut=b"c", expected=expected, waiter=waiter, timeout_s=5)
     assert [ref.digest for ref in refs] == [short_digest(storage.objects[ref.path]) for ref in refs]
     return parts
 

@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
-from lakeckpt.checkpoint.agreement import Agreement, Talk, Unit, agree
+from lakeckpt.checkpoint.agreement import Agreement, Talk, Unit, agree, digest_of
 from lakeckpt.checkpoint.commit import publish_failure
-from lakeckpt.checkpoint.parts import SaveId
+from lakeckpt.checkpoint.digests import LEAF_BYTES, leaf_digests
+from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.parts import SHARING, SaveId
 from lakeckpt.checkpoint.records import RecordTalk
+from lakeckpt.checkpoint.sharing import Sharing, sharing_to_bytes
+from lakeckpt.checkpoint.staged import Staged, StagedTensor, StagedTree
+from lakeckpt.checkpoint.wholes import part_key
 from lakeckpt.errors import CheckpointError, DisagreementError, MissingRanksError, SaveFailed
 from tests.checkpoint.rig import EventWaiter, Gone, MemoryStorage, good, run_ranks
 
@@ -53,6 +58,62 @@ def test_replicas_that_agree_say_one_small_thing_each() -> None:
     good(over_storage(4, lambda rank, talk: agree(talk, facts=FACTS, units=units(0, differ=False), tell={}), storage))
     assert len(storage.objects) == 4 and max(map(len, storage.objects.values())) < 400
     assert {path.rpartition("/")[0] for path in storage.objects} == {f"parts/{SAVE.folder}"}
+
+
+def own_units(rank: int, *, count: int = 500, other: int = 0) -> list[Unit]:
+    """As many of each rank's own, under names that all of them have, and one that all hold alike."""
+    mine = [Unit(name=f"tensor:{n}", digest=bytes([rank + other]) * 16, size_bytes=9, own=True) for n in range(count)]
+    return [Unit(name="tree:model", digest=bytes(16), size_bytes=5), *mine]
+
+
+def test_of_what_one_rank_alone_can_have_it_says_one_small_thing() -> None:
+    storage = MemoryStorage()
+    found = good(over_storage(4, lambda rank, talk: agree(talk, facts=FACTS, units=own_units(rank), tell={}), storage))
+    assert len(storage.objects) == 4 and max(map(len, storage.objects.values())) < 600
+    assert len({one.cut for one in found}) == 1
+    for rank, one in enumerate(found):
+        assert one.mine == {(f"tensor:{n}", bytes([rank]) * 16) for n in range(500)}
+        assert one.owners == {("tree:model", bytes(16)): (0, ((0, 4),))}
+        assert list(one.own) == [digest_of((unit.name, unit.digest) for unit in own_units(at)[1:]) for at in range(4)]
+        outline = one.outline(rank)
+        assert (outline.units, outline.different) == (501, ())
+        assert outline.elsewhere == (() if rank == 0 else ((0, 1),))
+
+
+def test_parts_of_what_a_whole_mesh_divides_are_each_ranks_own() -> None:
+    def sharing(ranks: int, *dims: int) -> Sharing:
+        return Sharing(ranks=((0, ranks),), dims=dims)
+
+    shared = {"divided": sharing(4, 0), "twice": sharing(4, 0, 0), "copied": sharing(4, -1, 0), "alone": sharing(1, 0)}
+    data = memoryview(bytes(8))
+    keys = [part_key(name, (2,), (4,)) for name in (*shared, "unsaid")] + ["divided"]
+    tensors = {
+        key: StagedTensor(
+            spec=TensorSpec(key=key, dtype="float32", shape=(2,)), data=data, leaves=leaf_digests(data, LEAF_BYTES)
+        )
+        for key in keys
+    }
+    trees = {SHARING: StagedTree(item=SHARING, document=sharing_to_bytes(shared), digest=bytes(16))}
+    for said, expected in ((trees, keys[:2]), ({}, [])):
+        units = Staged(tensors=tensors, trees=said).units()
+        assert [unit.name.removeprefix("tensor:") for unit in units if unit.own] == expected
+
+
+def test_the_cut_is_another_where_one_rank_has_other_parts() -> None:
+    def cut(other: int) -> bytes:
+        def body(rank: int, talk: Any) -> Agreement:
+            return agree(talk, facts=FACTS, units=own_units(rank, count=3, other=other * (rank == 2)), tell={})
+
+        return good(run_ranks(3, body))[0].cut
+
+    assert cut(0) == cut(0) != cut(1)
+
+
+def test_what_ranks_write_anyway_counts_where_the_rest_is_spread() -> None:
+    def body(rank: int, talk: Any) -> Agreement:
+        return agree(talk, facts=FACTS, units=own_units(rank, count=3 - rank), tell={})
+
+    assert {owner for one in good(run_ranks(3, body)) for owner, _ in one.owners.values()} == {2}
 
 
 def test_a_disagreement_is_raised_on_every_rank() -> None:

@@ -5,6 +5,9 @@ units are the same everywhere, by a single digest. Only if they are not, a secon
 differences are, and a third who holds which content of these. Every rank then knows, without a further word, the same
 shares: a unit is written once per content, by one of the ranks that hold it, spread by size.
 
+Units that no other rank can have (parts of tensors that a mesh divides among all its ranks) are left out of this: a
+rank says their digest and size, together. A thousand ranks would tell one another of a million otherwise.
+
 Never touches storage. Imports without torch.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,9 +26,10 @@ from lakeckpt.checkpoint.parts import Outline
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.tracking.tally import Tally
 
-__all__ = ["Agreement", "Merge", "Talk", "Unit", "agree", "everyone"]
+__all__ = ["Agreement", "Merge", "Talk", "Unit", "agree", "digest_of", "everyone"]
 
 _UNITS = "the units"
+_OWN = "the units of one rank"
 _PREFIX = "unit "
 _TOLD = "told "
 _BUCKETS = 256
@@ -58,6 +62,8 @@ class Unit:
     name: str
     digest: bytes
     size_bytes: int
+    own: bool = False
+    """Whether no other rank can have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +75,22 @@ class Agreement:
     told: Mapping[str, str]
     """What rank 0 told all."""
     owners: Mapping[tuple[str, bytes], tuple[int, Ranks]]
-    """(unit, digest) → the rank that writes it, and the ranks that hold it."""
+    """(unit, digest) → the rank that writes it, and the ranks that hold it: without those that no other can have."""
+    own: Sequence[str]
+    """`digest_of` those of each rank."""
+    mine: frozenset[tuple[str, bytes]]
+    """Those of this rank."""
 
     def share(self, rank: int) -> dict[tuple[str, bytes], Ranks]:
-        """What ``rank`` writes, with the ranks that hold it."""
+        """What ``rank`` writes of what others could have, with the ranks that hold it."""
         return {what: ranks for what, (owner, ranks) in self.owners.items() if owner == rank}
 
     def outline(self, rank: int) -> Outline:
-        """Of what the state of ``rank`` consists."""
+        """Of what the state of ``rank``, which is this one, consists."""
         contents = Counter(name for name, _ in self.owners)
         held = [(name, owner) for (name, _), (owner, ranks) in self.owners.items() if holds(ranks, rank)]
         return Outline(
-            units=len(held),
+            units=len(held) + len(self.mine),
             elsewhere=ranges({owner for _, owner in held} - {rank}),
             different=tuple(sorted(name for name, _ in held if contents[name] > 1)),
         )
@@ -104,13 +114,22 @@ def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: 
 
     Raises `DisagreementError` naming the ranks and the fact, `MissingRanksError` naming the ranks.
     """
-    ordered = sorted(units, key=lambda unit: unit.name)
+    ordered = sorted((unit for unit in units if not unit.own), key=lambda unit: unit.name)
+    mine = {(unit.name, unit.digest): unit.size_bytes for unit in units if unit.own}
     told = {f"{_TOLD}{name}": value for name, value in tell.items()}
-    tally = everyone(talk, {**facts, _UNITS: _digest(ordered), **told})
+    own = f"{digest_of(mine)}:{sum(mine.values())}"
+    tally = everyone(talk, {**facts, _UNITS: _digest(ordered), _OWN: own, **told})
     tally.settle(agreed=sorted(facts))
     held = _held(talk, ordered, alike=len(tally.facts[_UNITS]) == 1)
     texts = [f"{name}={value}" for name, value in sorted(facts.items())]
     contents = [part for name, digest in sorted(held) for part in (name.encode(), digest)]
+    every = [""] * talk.world_size
+    for text, ranks in tally.facts[_OWN].items():
+        for start, stop in ranks:
+            every[start:stop] = [text] * (stop - start)
+    if any(not text.endswith(":0") for text in every):
+        texts += every
+    digests, sizes = zip(*(text.split(":") for text in every), strict=True)
     return Agreement(
         cut=short_digest(*(text.encode() for text in texts), *contents),
         told={
@@ -118,12 +137,19 @@ def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: 
             for name, values in tally.facts.items()
             if name.startswith(_TOLD)
         },
-        owners=_spread(held, talk.world_size),
+        owners=_spread(held, [int(size) for size in sizes]),
+        own=digests,
+        mine=frozenset(mine),
     )
 
 
+def digest_of(units: Iterable[tuple[str, bytes]]) -> str:
+    """One digest of units, each a name and a digest, in any order."""
+    return short_digest(*(part for name, digest in sorted(units) for part in (name.encode(), digest))).hex()
+
+
 def _digest(units: Sequence[Unit]) -> str:
-    return short_digest(*(part for unit in units for part in (unit.name.encode(), unit.digest))).hex()
+    return digest_of((unit.name, unit.digest) for unit in units)
 
 
 def _held(talk: Talk, units: Sequence[Unit], *, alike: bool) -> Held:
@@ -147,10 +173,13 @@ def _held(talk: Talk, units: Sequence[Unit], *, alike: bool) -> Held:
     return held
 
 
-def _spread(held: Held, world_size: int) -> dict[tuple[str, bytes], tuple[int, Ranks]]:
-    """Give each content to the least loaded of the ranks that hold it: the largest first, ties to the lowest rank."""
-    loads = [0] * world_size
-    heap = [(0, rank) for rank in range(world_size)]
+def _spread(held: Held, loads: list[int]) -> dict[tuple[str, bytes], tuple[int, Ranks]]:
+    """Give each content to the least loaded of the ranks that hold it: the largest first, ties to the lowest rank.
+
+    ``loads``: the bytes that each rank writes anyway."""
+    world_size = len(loads)
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
     owners = {}
     for what, (size, ranks) in sorted(held.items(), key=lambda item: (-item[1][0], item[0])):
         if ranks.size == world_size:

@@ -11,8 +11,10 @@ Imports without torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+from lakeckpt.checkpoint.agreement import digest_of
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.fetch import fetch_file
 from lakeckpt.checkpoint.log import SlotTaken, read_entry
@@ -36,11 +38,28 @@ from lakeckpt.errors import (
 from lakeckpt.lake.storage import Storage, describe
 from lakeckpt.tracking.tally import name_ranks
 
-__all__ = ["Verify", "await_commit", "collect_parts", "gave_up", "publish_failure", "superseded", "verify_objects"]
+__all__ = [
+    "Expected",
+    "Verify",
+    "await_commit",
+    "collect_parts",
+    "gave_up",
+    "publish_failure",
+    "superseded",
+    "verify_objects",
+]
 
 Verify = Literal["sizes", "bytes"]
-Expected = Mapping[int, frozenset[tuple[str, bytes]]]
-"""rank → the units (name, digest) that it must have written; an empty digest: whatever it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a rank must have written."""
+
+    units: frozenset[tuple[str, bytes]]
+    """(name, digest); an empty digest: whatever it is."""
+    own: str
+    """`lakeckpt.checkpoint.agreement.digest_of` all the others."""
 
 
 def publish_failure(storage: Storage, save: SaveId, rank: int, error: Exception) -> None:
@@ -58,7 +77,7 @@ def collect_parts(
     *,
     world_size: int,
     cut: bytes,
-    expected: Expected,
+    expected: Mapping[int, Expected],
     waiter: Waiter,
     timeout_s: float,
 ) -> tuple[list[PartRef], list[PartRecord]]:
@@ -108,7 +127,7 @@ def gave_up(storage: Storage, path: str, rank: int) -> CheckpointError:
 
 
 def _checked_part(
-    storage: Storage, path: str, rank: int, save: SaveId, cut: bytes, wanted: frozenset[tuple[str, bytes]]
+    storage: Storage, path: str, rank: int, save: SaveId, cut: bytes, wanted: Expected
 ) -> tuple[PartRef, PartRecord]:
     data = storage.read(path)
     try:
@@ -117,9 +136,10 @@ def _checked_part(
         raise SaveFailed(f"{path}: the part of rank {rank} does not read back as it was written: {error}") from error
     wrote = {(f"tensor:{one.spec.key}", one.digest) for one in part.tensors}
     wrote |= {(f"tree:{one.item}", one.digest) for one in part.trees}
-    loose = {name for name, digest in wanted if not digest}
+    loose = {name for name, digest in wanted.units if not digest}
+    wrote = {(name, b"" if name in loose else digest) for name, digest in wrote}
     is_of_it = (part.save, part.rank, part.cut) == (save, rank, cut)
-    if not is_of_it or {(n, b"" if n in loose else d) for n, d in wrote} != wanted:
+    if not is_of_it or not wanted.units <= wrote or digest_of(wrote - wanted.units) != wanted.own:
         raise SaveFailed(f"{path}: the part of rank {rank} does not hold what the ranks agreed on at the cut")
     return PartRef(rank=rank, path=path, size_bytes=len(data), digest=short_digest(data)), part
 

@@ -20,7 +20,7 @@ from typing import Any
 from lakeckpt import __version__
 from lakeckpt.checkpoint.agreement import Agreement, Talk, agree
 from lakeckpt.checkpoint.attempt import Attempt, Tip
-from lakeckpt.checkpoint.commit import Verify, await_commit, collect_parts, publish_failure, verify_objects
+from lakeckpt.checkpoint.commit import Expected, Verify, await_commit, collect_parts, publish_failure, verify_objects
 from lakeckpt.checkpoint.fetch import fetch_part
 from lakeckpt.checkpoint.indexes import Documents
 from lakeckpt.checkpoint.journal import joined, since, skipped
@@ -204,13 +204,13 @@ class Publisher:
     # --- persist
 
     def _persist(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> PartRecord:
-        share, staged = agreement.share(self._rank), cut.staged
+        own, staged = ((self._rank, self._rank + 1),), cut.staged
+        share = agreement.share(self._rank) | dict.fromkeys(agreement.mine, own)
         tensors = [
             OwnedTensor(staged=one, ranks=share[f"tensor:{key}", one.digest])
             for key, one in sorted(staged.tensors.items())
             if (f"tensor:{key}", one.digest) in share
         ]
-        own = ((self._rank, self._rank + 1),)
         ranks = {**share, (f"tree:{RANDOM}", staged.trees[RANDOM].digest): own}
         trees = [
             TreeRecord(item=item, document=one.document, digest=one.digest, ranks=ranks[f"tree:{item}", one.digest])
@@ -283,7 +283,12 @@ class Publisher:
             save,
             world_size=self._world_size,
             cut=agreement.cut,
-            expected={rank: frozenset({*agreement.share(rank), (f"tree:{RANDOM}", b"")}) for rank in ranks},
+            expected={
+                rank: Expected(
+                    units=frozenset({*agreement.share(rank), (f"tree:{RANDOM}", b"")}), own=agreement.own[rank]
+                )
+                for rank in ranks
+            },
             waiter=self._waiter,
             timeout_s=self._settings.timeout_s,
         )

@@ -12,7 +12,9 @@ from lakeckpt.checkpoint.agreement import Unit
 from lakeckpt.checkpoint.digests import digest_of_pieces
 from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.journal import Leg
-from lakeckpt.checkpoint.parts import RANDOM
+from lakeckpt.checkpoint.parts import RANDOM, SHARING
+from lakeckpt.checkpoint.sharing import Sharing, sharing_from_bytes
+from lakeckpt.checkpoint.wholes import place_of
 
 __all__ = ["Staged", "StagedCut", "StagedTensor", "StagedTree"]
 
@@ -50,8 +52,9 @@ class Staged:
 
     def units(self) -> list[Unit]:
         """What ranks agree on: all but the random states, which are each rank's own."""
+        shared = sharing_from_bytes(self.trees[SHARING].document) if SHARING in self.trees else {}
         tensors = [
-            Unit(name=f"tensor:{key}", digest=one.digest, size_bytes=one.spec.size_bytes)
+            Unit(name=f"tensor:{key}", digest=one.digest, size_bytes=one.spec.size_bytes, own=_is_own(key, shared))
             for key, one in self.tensors.items()
         ]
         trees = [
@@ -60,6 +63,13 @@ class Staged:
             if item != RANDOM
         ]
         return tensors + trees
+
+
+def _is_own(key: str, shared: Mapping[str, Sharing]) -> bool:
+    """Whether that is a part of a tensor which no other rank has: several share it, and all divide it."""
+    place = place_of(key) if shared else None
+    sharing = None if place is None else shared.get(place.name)
+    return sharing is not None and sharing.size > 1 and -1 not in sharing.dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ Never communicates (`lakeckpt.tracking.exchange` does) and never lists single ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -73,27 +73,28 @@ class Tally:
 
     def merge(self, *others: Tally) -> Tally:
         """The tally of all together. Raises `OverlapError` naming ranks and positions that were reported twice."""
-        merged = self
-        for other in others:
-            merged = merged._with(other)
-        return merged
-
-    def _with(self, other: Tally) -> Tally:
-        if self.world_size != other.world_size:
-            raise DisagreementError(f"reports of jobs of {self.world_size} and {other.world_size} ranks do not add up")
-        twice = self.reported.intersection(other.reported)
-        if twice:
-            raise OverlapError(f"{name_ranks(twice)} reported twice for one cut")
-        facts = {name: dict(values) for name, values in self.facts.items()}
-        for name, values in other.facts.items():
-            known = facts.setdefault(name, {})
-            for value, ranks in values.items():
-                known[value] = known[value].union(ranks) if value in known else ranks
+        every = (self, *others)
+        sizes = list(dict.fromkeys(one.world_size for one in every))
+        if len(sizes) > 1:
+            raise DisagreementError(f"reports of jobs of {sizes[0]} and {sizes[1]} ranks do not add up")
+        reported = Intervals.empty()
+        for one in every:
+            twice = reported.intersection(one.reported)
+            if twice:
+                raise OverlapError(f"{name_ranks(twice)} reported twice for one cut")
+            reported = reported.union(one.reported)
+        said: dict[str, dict[str, list[Intervals]]] = {}
+        for one in every:
+            for name, values in one.facts.items():
+                known = said.setdefault(name, {})
+                for value, ranks in values.items():
+                    known.setdefault(value, []).append(ranks)
+        facts = {name: {value: _united(ranks) for value, ranks in values.items()} for name, values in said.items()}
         return Tally(
             world_size=self.world_size,
-            reported=self.reported.union(other.reported),
+            reported=reported,
             facts=facts,
-            claims=_joined_claims(self.claims, other.claims),
+            claims=_joined_claims([one.claims for one in every]),
         )
 
     def consumed(self) -> dict[int, Intervals]:
@@ -184,16 +185,22 @@ def _unpacked(data: bytes) -> Intervals:
     return Intervals.of(unpack_intervals(data))
 
 
-def _joined_claims(one: Claims, other: Claims) -> Claims:
-    joined = dict(one)
-    for who, rows in other.items():
-        joined[who] = joined[who].union(rows) if who in joined else rows
-    for epoch in {epoch for epoch, _ in other}:
-        every = [(rank, rows) for claims in (one, other) for (at, rank), rows in claims.items() if at == epoch]
-        union = Intervals.empty().union(*(rows for _, rows in every))
-        if union.size != sum(rows.size for _, rows in every):
-            raise OverlapError(_name_overlap(epoch, every))
-    return joined
+def _united(sets: list[Intervals]) -> Intervals:
+    return sets[0].union(*sets[1:]) if len(sets) > 1 else sets[0]
+
+
+def _joined_claims(several: Sequence[Claims]) -> Claims:
+    found: dict[tuple[int, int], list[Intervals]] = {}
+    for claims in several:
+        for who, rows in claims.items():
+            found.setdefault(who, []).append(rows)
+    for epoch in {epoch for epoch, _ in found}:
+        every = [(rank, one) for (at, rank), rows in found.items() if at == epoch for one in rows]
+        if len(every) > 1:
+            union = Intervals.empty().union(*(rows for _, rows in every))
+            if union.size != sum(rows.size for _, rows in every):
+                raise OverlapError(_name_overlap(epoch, every))
+    return {who: _united(rows) for who, rows in found.items()}
 
 
 def _name_overlap(epoch: int, every: list[tuple[int, Intervals]]) -> str:
