@@ -11,7 +11,7 @@ stable, machine-readable name::
     │   ├── TableFeatureUnsupported    the table needs what cannot be read exactly                  (ValueError)
     │   ├── NullValueError     a null where none was allowed                                         (ValueError)
     │   ├── DataFileDamaged    a file or row group cannot be decoded: restore it
-    │   ├── RowGroupTooLarge   it decodes to more than is allowed: raise max_row_group_bytes
+    │   ├── RowGroupTooLarge   it decodes to more than is allowed: read fewer columns
     │   └── DataFileChanged    the pinned listing no longer holds
     │       └── TableVersionGone   files of the pinned version are gone: bring them back, or move on
     ├── StateError             a reader state cannot be used                                         (ValueError)

@@ -373,9 +373,8 @@ class RowGroupReader:
     def _too_large(self, row_group: int, column: str | None, size: int, verb: str) -> RowGroupTooLarge:
         which = "" if column is None else f", most of it in column {column!r}"
         return RowGroupTooLarge(
-            f"row group {row_group} of the data file {self.path!r} {verb} {size:,} bytes{which}, and "
-            f"max_row_group_bytes is {self._most:,}: raise it if the memory is there, read fewer columns, or write the "
-            "file again in smaller row groups",
+            f"row group {row_group} of the data file {self.path!r} {verb} {size:,} bytes{which}, and at most "
+            f"{self._most:,} may be: read fewer columns, or write the file again in smaller row groups",
             file=self.path,
             row_group=row_group,
             column=column,
