@@ -3,6 +3,7 @@ where it wants more."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter as Counts
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from lakeckpt.checkpoint.load import load, load_own
 from lakeckpt.checkpoint.log import put_entry
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import PartRecord
+from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import CheckpointDamaged
 from lakeckpt.lake.local import LocalStorage
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
@@ -81,7 +83,7 @@ def restored(storage: Watched, world_size: int) -> list[Any]:
     return good(run_ranks(world_size, restore, waiters=[waiter]))
 
 
-def manifest_of(storage: MemoryStorage) -> Manifest:
+def manifest_of(storage: MemoryStorage | LocalStorage) -> Manifest:
     tip = read_history(storage).tip
     assert tip is not None
     return tip
@@ -205,3 +207,62 @@ def placed(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_is_divided_otherwise_is_taken_from_the_parts_of_all(world_size: int, tmp_path: Path) -> None:
     run_processes(world_size, placed, world_size, str(tmp_path))
+
+
+def damaged_and_placed_otherwise(rank: int, world_size: int, folder: str) -> None:
+    """Damage to the part of one rank, which the others read only because they divide weights otherwise now."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    storage = LocalStorage(f"{folder}/run")
+
+    def module(placement: Any, value: float) -> torch.nn.Module:
+        made = torch.nn.Module()
+        made.it = torch.nn.Parameter(distribute_tensor(torch.full((6, 6), value), mesh, [placement]))
+        return made
+
+    first = module(Shard(0), 0.0)
+    saver = CheckpointManager(storage, {"module": first})
+    saver.restore()
+    for value in (1.0, 2.0):
+        torch.nn.init.constant_(first.it, value)
+        saver.step()
+        saver.save()
+    saver.close()
+    dist.barrier()
+    if rank == 0:
+        path = manifest_of(storage).parts[2].path  # not where the tree is, which all read
+        storage.put(path, [storage.read(path)[:-1] + b"x"])
+    dist.barrier()
+    again = module(Shard(1), 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamageWarning)
+        loader = CheckpointManager(storage, {"module": again})
+        assert loader.restore() == 1
+        loader.close()
+    assert torch.equal(again.it.full_tensor(), torch.full((6, 6), 1.0))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_damage_that_ranks_find_as_they_compare_has_them_take_the_checkpoint_before(tmp_path: Path) -> None:
+    run_processes(3, damaged_and_placed_otherwise, 3, str(tmp_path))
+
+
+def without_elements(rank: int, world_size: int, folder: str, done: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet{done}", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    module = torch.nn.Module()
+    for name, shape in (("none", (0, 5)), ("some", (4, 6))):
+        values = torch.full(shape, 1.0 - done)
+        module.register_parameter(name, torch.nn.Parameter(distribute_tensor(values, mesh, [Shard(0)])))
+    with CheckpointManager(f"{folder}/run", {"module": module}) as saver:
+        assert saver.restore() == done
+        saver.step()
+    assert torch.equal(module.some.full_tensor(), torch.ones(4, 6))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_weight_without_elements_that_ranks_share_is_restored_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    for done, world_size in enumerate((3, 2)):
+        run_processes(world_size, without_elements, world_size, str(tmp_path), done)

@@ -141,9 +141,9 @@ def _of_tensors(what: str, target: torch.Tensor, key: str, loaded: Loaded) -> li
 def _of_parts(what: str, target: torch.Tensor, key: str, loaded: Loaded) -> str:
     """Why what this rank holds of a tensor cannot be taken from the parts that were saved; empty where it can."""
     here = sharing_of(target).ranks if is_sharded(target) else None
+    offsets, sizes = offsets_of(what, target), tuple(local_of(target).shape)
+    whole = loaded.with_part(key, offsets, sizes, ranks=here).whole(key)  # may find that a part is damaged
     try:
-        offsets, sizes = offsets_of(what, target), tuple(local_of(target).shape)
-        whole = loaded.with_part(key, offsets, sizes, ranks=here).whole(key)
         if whole.several and whole.sharing is not None and here is not None and here != whole.sharing.ranks:
             return (
                 f"{what}: there are several in the checkpoint, each of other ranks; that of this rank was shared by "

@@ -54,7 +54,7 @@ class Staged:
         """What ranks agree on: all but the random states, which are each rank's own."""
         shared = sharing_from_bytes(self.trees[SHARING].document) if SHARING in self.trees else {}
         tensors = [
-            Unit(name=f"tensor:{key}", digest=one.digest, size_bytes=one.spec.size_bytes, own=_is_own(key, shared))
+            Unit(name=f"tensor:{key}", digest=one.digest, size_bytes=one.spec.size_bytes, own=_is_own(one.spec, shared))
             for key, one in self.tensors.items()
         ]
         trees = [
@@ -65,9 +65,10 @@ class Staged:
         return tensors + trees
 
 
-def _is_own(key: str, shared: Mapping[str, Sharing]) -> bool:
-    """Whether that is a part of a tensor which no other rank has: several share it, and all divide it."""
-    place = place_of(key) if shared else None
+def _is_own(spec: TensorSpec, shared: Mapping[str, Sharing]) -> bool:
+    """Whether that is a part of a tensor which no other rank has: several share it, and all divide it. Of a tensor
+    without elements, all have the same one."""
+    place = place_of(spec.key) if shared and spec.size_bytes else None
     sharing = None if place is None else shared.get(place.name)
     return sharing is not None and sharing.size > 1 and -1 not in sharing.dims
 
