@@ -17,6 +17,7 @@ import pytest
 from lakeckpt.errors import DataFileDamaged, RowGroupTooLarge
 from lakeckpt.lake.table import open_table
 from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.reading.prefixes import repeated_bytes
 from tests.reading.cases import write_file
 from tests.reading.crafted_files import lie, write_encrypted
 
@@ -74,6 +75,17 @@ def test_what_decodes_to_more_than_is_allowed_is_refused_with_file_row_group_and
     assert decode(path, group=1).equals(pq.read_table(path).slice(1))
 
 
+def test_prefixes_in_parts_that_are_too_long_are_refused_before_any_memory_is_taken() -> None:
+    def page(bits: int) -> memoryview:  # 1 << bits numbers, in one part, of which two are meant
+        long = [(1 << bits) >> shift & 127 | (128 if bits >= shift + 7 else 0) for shift in range(0, bits + 1, 7)]
+        return memoryview(bytes([*long, 1, 3, 2, 2, 0]))
+
+    assert repeated_bytes(page(13), 3) == 1 + 2 + 3
+    for bits in (14, 28, 40, 60):
+        with pytest.raises(ValueError, match=f"in parts of {1 << bits}"):
+            repeated_bytes(page(bits), 3)
+
+
 @pytest.mark.parametrize("most", [400_000, 2 * MIB])
 def test_row_groups_that_could_be_too_large_and_are_not_are_read_whole(tmp_path: Path, most: int) -> None:
     texts = [*("short" for _ in range(9000)), *(f"{i:09}" for i in range(6000)), "long" * 500, None]
@@ -109,6 +121,7 @@ import resource, sys
 from lakeckpt.errors import RowGroupTooLarge
 from lakeckpt.lake.table import open_table
 from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.reading.prefixes import repeated_bytes
 
 table = open_table(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -13,6 +13,8 @@ import numpy.typing as npt
 __all__ = ["repeated_bytes"]
 
 _MOST_BITS = 32
+_LONGEST_PART = 8192
+"""So many numbers of one width are unpacked at a time; writers have 32 or 64 of them."""
 
 
 def repeated_bytes(values: memoryview, most: int) -> int:
@@ -32,6 +34,8 @@ def repeated_bytes(values: memoryview, most: int) -> int:
     if count > most or not 0 < parts <= per_block or per_block % parts or per_block // parts % 8:
         raise ValueError(f"{count} of {most} lengths of prefixes, in blocks of {per_block} in {parts} parts")
     length = per_block // parts
+    if length > _LONGEST_PART:  # all numbers of a part take memory, however few of them there are
+        raise ValueError(f"lengths of prefixes in parts of {length}")
     needed = -(-(count - 1) // length)
     if needed > most:
         raise ValueError(f"{count} lengths of prefixes take {needed} parts")
