@@ -15,8 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from lakeckpt.errors import DataFileDamaged, RowGroupTooLarge
+from lakeckpt.lake.column_chunks import ChunkFacts
 from lakeckpt.lake.table import open_table
 from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.reading.pages import Leaf, Survey, _longest_entry, _walked
 from lakeckpt.reading.prefixes import repeated_bytes
 from tests.reading.cases import write_file
 from tests.reading.crafted_files import lie, write_encrypted
@@ -84,6 +86,33 @@ def test_prefixes_in_parts_that_are_too_long_are_refused_before_any_memory_is_ta
     for bits in (14, 28, 40, 60):
         with pytest.raises(ValueError, match=f"in parts of {1 << bits}"):
             repeated_bytes(page(bits), 3)
+
+
+def test_of_a_dictionary_so_many_entries_are_looked_at_as_it_says_that_it_has() -> None:
+    page = memoryview(b"".join(len(one).to_bytes(4, "little") + one for one in (b"ab", b"abcd", b"abcdefgh")))
+    assert [_longest_entry(page, 0, len(page), entries) for entries in (0, 1, 2, 3, 9)] == [0, 2, 4, 8, 8]
+    walked = facts_of_dictionary(entries=1 << 19)
+    assert walked.longest_bytes == 4 << 19  # not looked at: as long as the page
+    assert facts_of_dictionary(entries=1 << 17).longest_bytes == 0
+
+
+def facts_of_dictionary(*, entries: int) -> Survey:
+    """Of a column chunk with a dictionary of empty texts, whose pages are looked into."""
+
+    def varint(number: int) -> bytes:
+        found = bytearray()
+        while number >= 128:
+            found.append(number & 127 | 128)
+            number >>= 7
+        return bytes([*found, number])
+
+    body = bytes(4 * entries)
+    size = varint(2 * len(body))
+    head = b"\x15\x04\x15" + size + b"\x15" + size + b"\x4c\x15" + varint(2 * entries) + b"\x15\x00\x00\x00"
+    facts = ChunkFacts(**{**dict.fromkeys(ChunkFacts.__slots__, 0), "physical_type": 6, "values": 1})
+    data = b"\x15\x00\x15\x02\x15\x02\x2c\x15\x02\x15\x10\x15\x06\x15\x06\x00\x00" + b"0"
+    leaf = Leaf(name="x", nested=True, width=0)
+    return _walked(facts, leaf, memoryview(head + body + data), 0, look_into=64 << 20)
 
 
 @pytest.mark.parametrize("most", [400_000, 2 * MIB])

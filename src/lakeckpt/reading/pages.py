@@ -38,6 +38,9 @@ _FEW_ENTRIES, _SMALL_BYTES, _SMALL_NESTED_BYTES = 4096, 2 << 20, 64 << 20
 """The longest entry of a dictionary is looked for where it has so few, and is no larger than that; than the last, where
 a row may have any number of them, so that nothing else bounds what a few rows decode to. Then pages, too, are looked
 into where that takes no more."""
+_MANY_ENTRIES = 1 << 18
+"""The same where pages are looked into: walking through them takes time, and the dictionaries of writers, which are of
+a megabyte, have fewer."""
 _MAX_HEADER_BYTES = 16 * 1024 * 1024
 
 
@@ -110,9 +113,10 @@ def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int, look_i
         page, at, largest = chunk[body : body + stored], body + stored, max(largest, size)
         if kind == _DICTIONARY_PAGE:
             small = size <= (_SMALL_NESTED_BYTES if leaf.nested else _SMALL_BYTES)
-            few = look_into or _entries(header) <= _FEW_ENTRIES
+            entries = _entries(header)
+            few = entries <= (_MANY_ENTRIES if look_into else _FEW_ENTRIES)
             look = facts.physical_type == _BYTE_ARRAY and small and few
-            longest_entry = _longest_entry(page, facts.codec, size) if look else size
+            longest_entry = _longest_entry(page, facts.codec, size, entries) if look else size
             dictionary = max(dictionary, longest_entry)
         elif kind in _DATA_PAGES:
             said = header.get(_DATA_PAGES[kind])
@@ -183,11 +187,12 @@ def _decompressed(page: memoryview, codec: int, size: int) -> memoryview:
 def _entries(header: dict[int, Any]) -> int:
     said = header.get(7)
     count = said.get(1) if isinstance(said, dict) else None
-    return count if type(count) is int and count >= 0 else _FEW_ENTRIES + 1
+    return count if type(count) is int and count >= 0 else _MANY_ENTRIES + 1
 
 
-def _longest_entry(page: memoryview, codec: int, size: int) -> int:
-    """The longest entry of a dictionary of texts, in bytes; ``size``, that of the page, where it cannot be told."""
+def _longest_entry(page: memoryview, codec: int, size: int, entries: int) -> int:
+    """The longest entry of a dictionary of so many texts, in bytes; ``size``, that of the page, where it cannot be
+    told. What lies behind the last is never decoded."""
     if codec not in _CODECS:
         return size
     try:
@@ -195,7 +200,9 @@ def _longest_entry(page: memoryview, codec: int, size: int) -> int:
     except (pa.ArrowException, OSError, ValueError):
         return size  # decoding it will say so
     at = longest = 0
-    while at + 4 <= len(plain):
+    for _ in range(entries):
+        if at + 4 > len(plain):
+            break
         length = int.from_bytes(plain[at : at + 4], "little")
         longest = max(longest, length)
         at += 4 + length
