@@ -94,10 +94,12 @@ def test_of_a_dictionary_so_many_entries_are_looked_at_as_it_says_that_it_has() 
     walked = facts_of_dictionary(entries=1 << 19)
     assert walked.longest_bytes == 4 << 19  # not looked at: as long as the page
     assert facts_of_dictionary(entries=1 << 17).longest_bytes == 0
+    with pytest.raises(ValueError, match="a second dictionary"):
+        facts_of_dictionary(entries=1, dictionaries=2)
 
 
-def facts_of_dictionary(*, entries: int) -> Survey:
-    """Of a column chunk with a dictionary of empty texts, whose pages are looked into."""
+def facts_of_dictionary(*, entries: int, dictionaries: int = 1) -> Survey:
+    """Of a column chunk with a dictionary of empty texts, or several, whose pages are looked into."""
 
     def varint(number: int) -> bytes:
         found = bytearray()
@@ -112,7 +114,7 @@ def facts_of_dictionary(*, entries: int) -> Survey:
     facts = ChunkFacts(**{**dict.fromkeys(ChunkFacts.__slots__, 0), "physical_type": 6, "values": 1})
     data = b"\x15\x00\x15\x02\x15\x02\x2c\x15\x02\x15\x10\x15\x06\x15\x06\x00\x00" + b"0"
     leaf = Leaf(name="x", nested=True, width=0)
-    return _walked(facts, leaf, memoryview(head + body + data), 0, look_into=64 << 20)
+    return _walked(facts, leaf, memoryview((head + body) * dictionaries + data), 0, look_into=64 << 20)
 
 
 @pytest.mark.parametrize("most", [400_000, 2 * MIB])

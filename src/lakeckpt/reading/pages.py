@@ -104,7 +104,7 @@ def survey(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, *, rows: int, plent
 def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int, look_into: int = 0) -> Survey:
     """``look_into``: how large pages may be, and their values in memory, whose prefixes are added up."""
     at = values = content = looked_up = longest = largest = dictionary = 0
-    prefixed = False
+    prefixed = has_dictionary = False
     while at < len(chunk) and values < facts.values:
         header, body = read_struct(chunk[: at + _MAX_HEADER_BYTES], at, wanted=_WANTED)
         kind, size, stored = (header.get(field) for field in (1, 2, 3))
@@ -112,6 +112,9 @@ def _walked(facts: ChunkFacts, leaf: Leaf, chunk: memoryview, width: int, look_i
             raise ValueError(f"a page at byte {at} of its column chunk claims {stored} bytes, decompressed {size}")
         page, at, largest = chunk[body : body + stored], body + stored, max(largest, size)
         if kind == _DICTIONARY_PAGE:
+            if has_dictionary:
+                raise ValueError(f"it has a second dictionary before byte {at} of its column chunk")
+            has_dictionary = True
             small = size <= (_SMALL_NESTED_BYTES if leaf.nested else _SMALL_BYTES)
             entries = _entries(header)
             few = entries <= (_MANY_ENTRIES if look_into else _FEW_ENTRIES)
