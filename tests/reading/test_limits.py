@@ -66,9 +66,7 @@ def test_what_decodes_to_more_than_is_allowed_is_refused_with_file_row_group_and
     path = write_file(tmp_path / "a.parquet", [table.slice(0, 1), table], **options)
     assert path.stat().st_size < 200_000
     before = pa.total_allocated_bytes()
-    with pytest.raises(
-        RowGroupTooLarge, match=r"'a\.parquet' decodes to .*at most 16,777,216 may be: read fewer"
-    ) as e:
+    with pytest.raises(RowGroupTooLarge, match=r"'a\.parquet' decodes to .*at most 16,777,216 may be: read fewer") as e:
         decode(path, 16 * MIB, group=1)
     assert (e.value.file, e.value.row_group, e.value.column) == ("a.parquet", 1, table.schema.names[-1])
     assert pa.total_allocated_bytes() - before <= 32 * MIB
