@@ -153,12 +153,12 @@ def load_own(storage: Storage, manifest: Manifest, *, rank: int) -> Loaded | Non
         if len(records) + len(documents) - (RANDOM in documents) != own.outline.units:
             return None
         shared = sharing_from_bytes(documents[SHARING]) if SHARING in documents else {}
-        needed, spare = _shares(parts, records, manifest.world_size)
+        needed, _ = _shares(parts, records, manifest.world_size)  # there is none that no rank needs
         return loaded_of(
             documents,
             specs=specs,
             wholes=wholes_of(specs, shared),
-            source=_opened(storage, parts, records, needed, [one for one in spare if one[0] is own]),
+            source=_opened(storage, parts, records, needed, []),
             is_new=False,
             per_rank=own.outline.different,
             what=f"slot {manifest.slot}, rank {rank}",
