@@ -1,7 +1,8 @@
 """What do saving and restoring cost a rank, by how many there are?  ``python -m benchmarks.many_ranks [--json FILE]``
 
 Every rank has a part of each tensor (FSDP: a parameter and two moments of each of ``--parameters``), of a few bytes, so
-that what is measured is what ranks tell one another and read of one another, not the tensors. Ranks are threads of one
+that what is measured is what ranks tell one another and read of one another, not the tensors. With ``--replicas`` as
+many ranks have the same part (HSDP). Ranks are threads of one
 process, over a folder: processor seconds of a rank's own thread are printed, of rank 0, which commits, and of the
 median of the others. Beside the restore, in the same run: from the parts of all ranks, as for other shardings.
 """
@@ -80,19 +81,19 @@ def names(parameters: int) -> list[str]:
     return [f"model/layers.{number}.weight" for number in range(parameters)] + [f"optimizer/state/{m}" for m in moments]
 
 
-def staged(rank: int, world_size: int, parameters: int) -> Staged:
+def staged(rank: int, world_size: int, parameters: int, replicas: int) -> Staged:
     """The state of a rank."""
-    keys = names(parameters)
+    keys, divided = names(parameters), world_size // replicas
     tensors = {}
     for number, name in enumerate(keys):
-        data = np.full(ROWS * COLUMNS, rank * 1e-3 + number, np.float32)
-        key = part_key(name, (rank * ROWS, 0), (world_size * ROWS, COLUMNS))
+        data = np.full(ROWS * COLUMNS, rank % divided * 1e-3 + number, np.float32)
+        key = part_key(name, (rank % divided * ROWS, 0), (divided * ROWS, COLUMNS))
         tensors[key] = StagedTensor(
             spec=TensorSpec(key=key, dtype="float32", shape=(ROWS, COLUMNS)),
             data=data.view(np.uint8).data,
             leaves=leaf_digests(data.view(np.uint8).data, LEAF_BYTES),
         )
-    shared = Sharing(ranks=((0, world_size),), dims=(0,))
+    shared = Sharing(ranks=((0, world_size),), dims=(0,) if replicas == 1 else (-1, 0))
     trees: dict[str, Any] = {
         item: {key: TensorRef(key=key) for key in keys if key.startswith(item)} for item in ("model", "optimizer")
     }
@@ -105,7 +106,9 @@ def staged(rank: int, world_size: int, parameters: int) -> Staged:
     )
 
 
-def saved(storage: LocalStorage, world_size: int, parameters: int) -> tuple[Manifest, list[float], list[int]]:
+def saved(
+    storage: LocalStorage, world_size: int, parameters: int, replicas: int
+) -> tuple[Manifest, list[float], list[int]]:
     """Save on all ranks: what was committed, the seconds and the bytes said of each."""
     begin = Begin(
         run="run", slot=0, restored=None, world_size=world_size, library="0", created_s=0.0, write_id="benchmark"
@@ -123,7 +126,7 @@ def saved(storage: LocalStorage, world_size: int, parameters: int) -> tuple[Mani
             settings=Settings(keep=Keep(last=3), verify="sizes", timeout_s=TIMEOUT_S),
             waiter=SystemWaiter(),
         )
-        cut = StagedCut(step=1, staged=staged(rank, world_size, parameters))
+        cut = StagedCut(step=1, staged=staged(rank, world_size, parameters, replicas))
         before = time.thread_time()
         manifest = publisher.publish(save, cut, Talker(round_, rank, world_size))
         return manifest, time.thread_time() - before
@@ -162,14 +165,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256], help="how many (default: %(default)s)")
     parser.add_argument("--parameters", type=int, default=100, help="tensors of the model (default: %(default)s)")
+    parser.add_argument("--replicas", type=int, default=1, help="ranks that have the same (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args()
+    if any(ranks % options.replicas for ranks in options.ranks):
+        parser.error(f"--replicas {options.replicas} does not divide --ranks {options.ranks}")
     rows: list[Sequence[str]] = []
     found = []
     for world_size in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
             storage = LocalStorage(folder)
-            manifest, seconds, sent = saved(storage, world_size, options.parameters)
+            manifest, seconds, sent = saved(storage, world_size, options.parameters, options.replicas)
             own_s, parts, all_s = restored(folder, manifest)
         one = {
             "ranks": world_size,
@@ -192,9 +198,11 @@ def main() -> None:
             )
         )
     columns = ("ranks", "said by a rank", "save: rank 0", "save: another", "restore", "restore, divided otherwise")
-    show(f"{3 * options.parameters} tensors divided over all ranks, processor time of a rank", columns, rows)
+    held = f", {options.replicas} of which have the same" if options.replicas > 1 else ""
+    show(f"{3 * options.parameters} tensors divided over all ranks{held}, processor time of a rank", columns, rows)
     if options.json is not None:
-        options.json.write_text(json.dumps({"parameters": options.parameters, "cases": found}, indent=1))
+        what = {"parameters": options.parameters, "replicas": options.replicas, "cases": found}
+        options.json.write_text(json.dumps(what, indent=1))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lakeckpt.checkpoint.agreement import digest_of
+from lakeckpt.checkpoint.agreement import sum_of
 from lakeckpt.checkpoint.commit import Expected, await_commit, collect_parts, publish_failure, verify_objects
 from lakeckpt.checkpoint.digests import LEAF_BYTES, content_digest, leaf_digests, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
@@ -14,6 +14,7 @@ from lakeckpt.checkpoint.log import put_entry
 from lakeckpt.checkpoint.parts import PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.staged import StagedTensor
+from lakeckpt.checkpoint.units import tensor_unit
 from lakeckpt.errors import AttemptSuperseded, CheckpointIncomplete, SaveFailed
 from tests.checkpoint.rig import EventWaiter, MemoryStorage
 from tests.checkpoint.test_log import begin, manifest
@@ -21,11 +22,12 @@ from tests.checkpoint.test_log import begin, manifest
 SAVE = SaveId(attempt=0, step=1, number=1)
 DATA = memoryview(bytes(range(8)))
 SPEC = TensorSpec(key="m/w", dtype="float32", shape=(2,))
-WEIGHT, TREE = ("tensor:m/w", content_digest(DATA)), ("tree:m", b"")
+WEIGHT, TREE = tensor_unit(SPEC, content_digest(DATA)), ("tree:m", b"")
 AGREED = {
-    "one by one": Expected(units=frozenset({WEIGHT, TREE}), own=digest_of([])),
-    "together": Expected(units=frozenset({TREE}), own=digest_of([WEIGHT])),
+    "one by one": Expected(alone=[{WEIGHT, TREE}] * 2, bundles={}),
+    "together": Expected(alone=[{TREE}] * 2, bundles={((0, 1),): sum_of([WEIGHT]), ((1, 2),): sum_of([WEIGHT])}),
 }
+OTHER = r"(the part of rank 1 does not hold what the ranks|step 1: rank 1 did not write what they) agreed on at the cut"
 
 
 @pytest.fixture(params=AGREED, autouse=True)
@@ -44,7 +46,7 @@ def write(storage: MemoryStorage, rank: int, *, save: SaveId = SAVE, data: memor
 def collect(storage: MemoryStorage) -> list[PartRecord]:
     waiter = EventWaiter(storage)
     waiter.died()
-    expected = dict.fromkeys(range(2), AGREED["now"])
+    expected = AGREED["now"]
     refs, parts = collect_parts(storage, SAVE, world_size=2, cut=b"c", expected=expected, waiter=waiter, timeout_s=5)
     assert [ref.digest for ref in refs] == [short_digest(storage.objects[ref.path]) for ref in refs]
     return parts
@@ -61,8 +63,26 @@ def test_parts_that_hold_what_was_agreed_on_are_taken() -> None:
 def test_a_part_with_another_content_is_refused() -> None:
     storage = MemoryStorage()
     write(storage, 0), write(storage, 1, data=memoryview(bytes(8)))
-    with pytest.raises(SaveFailed, match=r"00001\.lkc: the part of rank 1 does not hold what the ranks agreed on"):
+    with pytest.raises(SaveFailed, match=OTHER):
         collect(storage)
+
+
+@pytest.mark.parametrize("writers", [(), (0,), (1,), (0, 1)])
+def test_what_ranks_hold_together_is_written_by_one_of_them(
+    writers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = ((0, 2),)
+    monkeypatch.setitem(AGREED, "now", Expected(alone=[{TREE}] * 2, bundles={both: sum_of([WEIGHT])}))
+    storage = MemoryStorage()
+    for rank in range(2):
+        part = write(storage, rank)
+        tensors = tuple(replace(one, ranks=both) for one in part.tensors if rank in writers)
+        storage.put(SAVE.part_path(rank), [replace(part, tensors=tensors).to_bytes()])
+    if len(writers) == 1:
+        assert len(collect(storage)) == 2
+    else:
+        with pytest.raises(SaveFailed, match="step 1: ranks 0-1 did not write what they agreed on at the cut"):
+            collect(storage)
 
 
 def test_a_part_that_lacks_or_adds_a_unit_is_refused() -> None:

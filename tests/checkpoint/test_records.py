@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lakeckpt.checkpoint.agreement import Agreement, Talk, Unit, agree, digest_of
+from lakeckpt.checkpoint.agreement import Agreement, Talk, Unit, agree, sum_of
 from lakeckpt.checkpoint.commit import publish_failure
 from lakeckpt.checkpoint.digests import LEAF_BYTES, leaf_digests
 from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.fields import ranges
 from lakeckpt.checkpoint.parts import SHARING, SaveId
 from lakeckpt.checkpoint.records import RecordTalk
 from lakeckpt.checkpoint.sharing import Sharing, sharing_to_bytes
@@ -25,8 +27,8 @@ FACTS = {"optimizer step": "7"}
 
 def units(rank: int, *, differ: bool) -> list[Unit]:
     own = bytes([rank if differ else 0]) * 16
-    return [Unit(name=f"tensor:{n}", digest=bytes([n]) * 16, size_bytes=100 + n) for n in range(5)] + [
-        Unit(name="tensor:own", digest=own, size_bytes=64)
+    return [Unit(id=(f"tensor:{n}", bytes([n]) * 16), size_bytes=100 + n) for n in range(5)] + [
+        Unit(id=("tensor:own", own), size_bytes=64)
     ]
 
 
@@ -60,60 +62,113 @@ def test_replicas_that_agree_say_one_small_thing_each() -> None:
     assert {path.rpartition("/")[0] for path in storage.objects} == {f"parts/{SAVE.folder}"}
 
 
-def own_units(rank: int, *, count: int = 500, other: int = 0) -> list[Unit]:
-    """As many of each rank's own, under names that all of them have, and one that all hold alike."""
-    mine = [Unit(name=f"tensor:{n}", digest=bytes([rank + other]) * 16, size_bytes=9, own=True) for n in range(count)]
-    return [Unit(name="tree:model", digest=bytes(16), size_bytes=5), *mine]
+def divided(rank: int, *, group: int = 1, count: int = 500, other: int = 0, kinds: int = 1) -> list[Unit]:
+    """Parts under names that all ranks have, alike on every ``group`` ranks that follow each other, and one unit that
+    all hold alike."""
+    content = bytes([rank // group + other]) * 16
+    parts = [Unit(id=(f"tensor:{n:03}", content), size_bytes=9, bundle=n % kinds) for n in range(count)]
+    return [Unit(id=("tree:model", bytes(16)), size_bytes=5), *parts]
 
 
-def test_of_what_one_rank_alone_can_have_it_says_one_small_thing() -> None:
+def agreed(world_size: int, units_of: Callable[[int], list[Unit]], storage: MemoryStorage | None = None) -> Any:
+    return good(
+        over_storage(world_size, lambda rank, talk: agree(talk, facts=FACTS, units=units_of(rank), tell={}), storage)
+    )
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_of_parts_that_no_other_rank_has_it_says_one_small_thing(kinds: int) -> None:
     storage = MemoryStorage()
-    found = good(over_storage(4, lambda rank, talk: agree(talk, facts=FACTS, units=own_units(rank), tell={}), storage))
-    assert len(storage.objects) == 4 and max(map(len, storage.objects.values())) < 600
+    found = agreed(4, lambda rank: divided(rank, kinds=kinds), storage)
+    assert len(storage.objects) == 4 and max(map(len, storage.objects.values())) < 700
     assert len({one.cut for one in found}) == 1
     for rank, one in enumerate(found):
-        assert one.mine == {(f"tensor:{n}", bytes([rank]) * 16) for n in range(500)}
+        ranks = ((rank, rank + 1),)
+        assert one.mine == {(f"tensor:{n:03}", bytes([rank]) * 16): (rank, ranks) for n in range(500)}
         assert one.owners == {("tree:model", bytes(16)): (0, ((0, 4),))}
-        assert list(one.own) == [digest_of((unit.name, unit.digest) for unit in own_units(at)[1:]) for at in range(4)]
+        assert one.bundles == {((at, at + 1),): sum_of(u.id for u in divided(at)[1:]) for at in range(4)}
         outline = one.outline(rank)
         assert (outline.units, outline.different) == (501, ())
         assert outline.elsewhere == (() if rank == 0 else ((0, 1),))
 
 
-def test_parts_of_what_a_whole_mesh_divides_are_each_ranks_own() -> None:
+def test_ranks_that_hold_replicas_of_parts_share_them_out_without_a_further_word() -> None:
+    storage = MemoryStorage()
+    found = agreed(6, lambda rank: divided(rank, group=3), storage)
+    assert len(storage.objects) == 6 and max(map(len, storage.objects.values())) < 600
+    for first in (0, 3):
+        alike = found[first : first + 3]
+        assert all(one.mine == alike[0].mine for one in alike)
+        units = {unit.id for unit in divided(first, group=3)[1:]}
+        shares = [one.share(first + at) for at, one in enumerate(alike)]
+        written = [what for share in shares for what in share if what in units]
+        assert sorted(written) == sorted(units)  # each once, by one of those that hold it
+        assert {ranks for share in shares for what, ranks in share.items() if what in units} == {((first, first + 3),)}
+        assert max(map(len, shares)) - min(map(len, shares)) <= 2  # rank 0 has the tree, too
+        for rank, one in enumerate(alike, first):
+            outline = one.outline(rank)
+            assert outline.elsewhere == ranges({0, first, first + 1, first + 2} - {rank}) and outline.units == 501
+
+
+def test_a_rank_shares_each_bundle_with_those_that_have_it() -> None:
+    """Of two kinds of parts, one is on all ranks of a half, the other on every second rank; sizes differ."""
+
+    def units_of(rank: int) -> list[Unit]:
+        return [
+            Unit(id=(f"tensor:{kind} {n}", bytes([group]) * 16), size_bytes=10 + 7 * n, bundle=kind)
+            for kind, group in (("half", rank // 4), ("parity", rank % 2))
+            for n in range(23)
+        ]
+
+    found = agreed(8, units_of)
+    written = [(what, ranks) for rank, one in enumerate(found) for what, ranks in one.share(rank).items()]
+    every = {unit.id for rank in range(8) for unit in units_of(rank)}
+    held = {what: [rank for rank in range(8) if what in {unit.id for unit in units_of(rank)}] for what in every}
+    assert sorted(written) == sorted((what, ranges(ranks)) for what, ranks in held.items())
+    sums = {ranks: sum_of(what for what, at in written if at == ranks) for _, ranks in written}
+    assert all(one.bundles == sums for one in found)
+
+
+def test_equal_parts_of_several_meshes_are_written_once() -> None:
+    """Tensor-parallel groups that are replicas of each other: their meshes know nothing of that."""
+    found = agreed(2, lambda rank: [replace(unit, bundle=unit.bundle and f"mesh {rank}") for unit in divided(0)])
+    assert found[0].bundles.keys() == {((0, 2),)}
+    assert not found[0].share(0).keys() & found[1].share(1).keys()
+
+
+def test_parts_are_said_together_by_item_and_mesh() -> None:
     def sharing(ranks: int, *dims: int) -> Sharing:
         return Sharing(ranks=((0, ranks),), dims=dims)
 
-    shared = {"divided": sharing(4, 0), "twice": sharing(4, 0, 0), "copied": sharing(4, -1, 0), "alone": sharing(1, 0)}
-    data = memoryview(bytes(8))
-    keys = [part_key(name, (2,), (4,)) for name in (*shared, "unsaid")] + ["divided"]
-    tensors = {
-        key: StagedTensor(
-            spec=TensorSpec(key=key, dtype="float32", shape=(2,)), data=data, leaves=leaf_digests(data, LEAF_BYTES)
-        )
-        for key in keys
-    }
+    shared = {"a/1": sharing(4, 0), "a/2": sharing(4, 0), "b/1": sharing(4, 0), "a/copied": sharing(4, -1, 0)}
+    keys = [part_key(name, (2,), (4,)) for name in (*shared, "a/unsaid")] + ["a/1"]
+    shared |= {"a/few": sharing(4, 0), "a/fewer": sharing(4, 0)}
+    keys += [part_key(name, (rows,), (rows,)) for name, rows in (("a/few", 2), ("a/fewer", 1))]
+    tensors = {}
+    for key in keys:
+        data = memoryview(bytes(0 if "few" in key else 8))
+        spec = TensorSpec(key=key, dtype="float32", shape=(len(data) // 4,))
+        tensors[key] = StagedTensor(spec=spec, data=data, leaves=leaf_digests(data, LEAF_BYTES))
     trees = {SHARING: StagedTree(item=SHARING, document=sharing_to_bytes(shared), digest=bytes(16))}
-    for said, expected in ((trees, keys[:2]), ({}, [])):
-        units = Staged(tensors=tensors, trees=said).units()
-        assert [unit.name.removeprefix("tensor:") for unit in units if unit.own] == expected
+    for said, expected in ((trees, [[0, 1], [2], [3], [6, 7]]), ({}, [])):
+        bundles: dict[object, list[int]] = {}
+        for unit in Staged(tensors=tensors, trees=said).units():
+            if unit.bundle is not None:
+                bundles.setdefault(unit.bundle, []).append(keys.index(unit.id[0].removeprefix("tensor:")))
+        assert list(bundles.values()) == expected
 
 
-def test_the_cut_is_another_where_one_rank_has_other_parts() -> None:
-    def cut(other: int) -> bytes:
-        def body(rank: int, talk: Any) -> Agreement:
-            return agree(talk, facts=FACTS, units=own_units(rank, count=3, other=other * (rank == 2)), tell={})
-
-        return good(run_ranks(3, body))[0].cut
+@pytest.mark.parametrize("group", [1, 3])
+def test_the_cut_is_another_where_one_rank_has_other_parts(group: int) -> None:
+    def cut(other: int) -> Any:
+        return agreed(3, lambda rank: divided(rank, group=group, count=3, other=other * (rank == 2)))[0].cut
 
     assert cut(0) == cut(0) != cut(1)
 
 
 def test_what_ranks_write_anyway_counts_where_the_rest_is_spread() -> None:
-    def body(rank: int, talk: Any) -> Agreement:
-        return agree(talk, facts=FACTS, units=own_units(rank, count=3 - rank), tell={})
-
-    assert {owner for one in good(run_ranks(3, body)) for owner, _ in one.owners.values()} == {2}
+    found = agreed(3, lambda rank: divided(rank, count=3 - rank))
+    assert {owner for one in found for owner, _ in one.owners.values()} == {2}
 
 
 def test_a_disagreement_is_raised_on_every_rank() -> None:

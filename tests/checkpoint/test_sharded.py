@@ -178,8 +178,10 @@ def captured(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_parts_are_captured_beside_training_and_restored_from_memory(tmp_path: Path) -> None:
-    run_processes(1, captured, 1, str(tmp_path))
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_parts_are_captured_beside_training_and_restored_from_memory(world_size: int, tmp_path: Path) -> None:
+    """The last layer has one row, so that of three ranks two have none of it."""
+    run_processes(world_size, captured, world_size, str(tmp_path))
 
 
 def tilings(shape: tuple[int, ...], seed: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -155,6 +155,23 @@ def test_replicas_that_drifted_apart_are_each_ranks_own() -> None:
     assert digests == [[short_digest(b"1")], [short_digest(b"2")]]
 
 
+def test_the_same_part_may_be_written_by_several_ranks() -> None:
+    """Those that hold the same of some parts only, because other parts of theirs drifted apart."""
+    parts = shared(("a", (0, 2), 1), ("a", (2, 4), 2), ("a", (0, 2), 3), ("a", (2, 4), 2), by=range(4))
+    tensors = [one for part in parts for one in part.tensors]
+    assert [one.ranks for one in tensors] == [((0, 1),), ((1, 2), (3, 4)), ((2, 3),)]
+    apart = [
+        replace(parts[1], tensors=(replace(tensors[1], ranks=((1, 2),)),)),
+        replace(parts[3], tensors=(replace(tensors[1], ranks=((3, 4),)),), files=parts[1].files),
+    ]
+    torn = Wholes([parts[0], apart[0], parts[2], apart[1]])
+    assert torn.several() == {"a": (((0, 1),), ((2, 3),))} == Wholes(parts).several()
+    assert [len(torn.of(rank)["a"].pieces) for rank in range(4)] == [1] * 4
+    whole = Wholes([parts[0], apart[0], replace(parts[2], tensors=parts[0].tensors), apart[1]])
+    assert whole.check() == "" and whole.several() == {}
+    assert [offsets for offsets, _ in whole.of(3)["a"].pieces] == [(0,), (2,)]
+
+
 def test_a_part_says_who_shares_what_beside_the_trees_of_objects() -> None:
     """Older readers take every tree for the state of an object, and read newer minor versions."""
     part = shared(("a", (0, 4), 1), by=(0,))[0]

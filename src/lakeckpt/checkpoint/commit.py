@@ -10,16 +10,20 @@ Imports without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from lakeckpt.checkpoint.agreement import digest_of
+from lakeckpt.checkpoint.agreement import SUMS, sum_of
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.fetch import fetch_file
+from lakeckpt.checkpoint.fields import Ranks
 from lakeckpt.checkpoint.log import SlotTaken, read_entry
 from lakeckpt.checkpoint.manifest import Manifest, PartRef
 from lakeckpt.checkpoint.parts import PARTS, PartRecord, SaveId
+from lakeckpt.checkpoint.sharing import say_ranks
+from lakeckpt.checkpoint.units import UnitId, tensor_unit, tree_unit
 from lakeckpt.checkpoint.waiting import Waiter, poll
 from lakeckpt.checkpoint.wholes import Wholes
 from lakeckpt.core.intervals import Intervals
@@ -54,12 +58,12 @@ Verify = Literal["sizes", "bytes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a rank must have written."""
+    """What ranks must have written."""
 
-    units: frozenset[tuple[str, bytes]]
-    """(name, digest); an empty digest: whatever it is."""
-    own: str
-    """`lakeckpt.checkpoint.agreement.digest_of` all the others."""
+    alone: Sequence[Set[UnitId]]
+    """Of each rank; an empty content: whatever it is."""
+    bundles: Mapping[Ranks, int]
+    """Ranks → `lakeckpt.checkpoint.agreement.sum_of` what they write between them of what only they know."""
 
 
 def publish_failure(storage: Storage, save: SaveId, rank: int, error: Exception) -> None:
@@ -77,7 +81,7 @@ def collect_parts(
     *,
     world_size: int,
     cut: bytes,
-    expected: Mapping[int, Expected],
+    expected: Expected,
     waiter: Waiter,
     timeout_s: float,
 ) -> tuple[list[PartRef], list[PartRecord]]:
@@ -88,6 +92,7 @@ def collect_parts(
     """
     folder = f"{PARTS}/{save.folder}"
     found: dict[int, tuple[PartRef, PartRecord]] = {}
+    sums: defaultdict[Ranks, int] = defaultdict(int)
 
     def look() -> bool | None:
         for info in storage.list(folder):
@@ -96,7 +101,7 @@ def collect_parts(
             if name == f"{rank:05d}.failed":
                 raise gave_up(storage, info.path, rank)
             if name == f"{rank:05d}.lkc" and rank not in found:
-                found[rank] = _checked_part(storage, info.path, rank, save, cut, expected[rank])
+                found[rank] = _checked_part(storage, info.path, rank, save, cut, expected.alone[rank], sums)
         return True if len(found) == world_size else None
 
     if poll(look, waiter=waiter, timeout_s=timeout_s) is None:
@@ -105,6 +110,9 @@ def collect_parts(
             f"the checkpoint of step {save.step} was given up: {name_ranks(missing)} of {world_size} did not publish "
             f"a part within {timeout_s:g} s; see their logs. Nothing was committed"
         )
+    for ranks in {*sums, *expected.bundles}:
+        if sums.get(ranks, 0) % SUMS != expected.bundles.get(ranks, 0):
+            raise SaveFailed(f"step {save.step}: {say_ranks(ranks)} did not write what they agreed on at the cut")
     parts = [found[rank] for rank in sorted(found)]
     try:
         Wholes([part for _, part in parts]).check()
@@ -127,20 +135,29 @@ def gave_up(storage: Storage, path: str, rank: int) -> CheckpointError:
 
 
 def _checked_part(
-    storage: Storage, path: str, rank: int, save: SaveId, cut: bytes, wanted: Expected
+    storage: Storage,
+    path: str,
+    rank: int,
+    save: SaveId,
+    cut: bytes,
+    alone: Set[UnitId],
+    sums: defaultdict[Ranks, int],
 ) -> tuple[PartRef, PartRecord]:
+    """What else it holds than what is said ``alone`` is added to the ``sums``."""
     data = storage.read(path)
     try:
         part = PartRecord.from_bytes(data)
     except WireError as error:
         raise SaveFailed(f"{path}: the part of rank {rank} does not read back as it was written: {error}") from error
-    wrote = {(f"tensor:{one.spec.key}", one.digest) for one in part.tensors}
-    wrote |= {(f"tree:{one.item}", one.digest) for one in part.trees}
-    loose = {name for name, digest in wanted.units if not digest}
-    wrote = {(name, b"" if name in loose else digest) for name, digest in wrote}
-    is_of_it = (part.save, part.rank, part.cut) == (save, rank, cut)
-    if not is_of_it or not wanted.units <= wrote or digest_of(wrote - wanted.units) != wanted.own:
+    loose = {name for name, content in alone if not content}
+    wrote = {tensor_unit(one.spec, one.digest): one.ranks for one in part.tensors}
+    for tree in part.trees:
+        name, content = tree_unit(tree.item, tree.digest)
+        wrote[name, b"" if name in loose else content] = tree.ranks
+    if (part.save, part.rank, part.cut) != (save, rank, cut) or not alone <= wrote.keys():
         raise SaveFailed(f"{path}: the part of rank {rank} does not hold what the ranks agreed on at the cut")
+    for what in wrote.keys() - alone:
+        sums[wrote[what]] += sum_of([what])
     return PartRef(rank=rank, path=path, size_bytes=len(data), digest=short_digest(data)), part
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from lakeckpt.errors import WireDamaged
 
-__all__ = ["Ranks", "confined", "fields_of", "holds", "number", "ranges", "ranks_of", "taken"]
+__all__ = ["Ranks", "confined", "fields_of", "holds", "joined", "number", "ranges", "ranks_of", "taken"]
 
 Ranks = tuple[tuple[int, int], ...]
 """Half-open ranges of ranks, sorted and apart."""
@@ -80,6 +80,15 @@ def ranges(ranks: Iterable[int]) -> Ranks:
         else:
             found.append([rank, rank + 1])
     return tuple((start, stop) for start, stop in found)
+
+
+def joined(several: Iterable[Ranks]) -> Ranks:
+    """The ranks in any of ``several``.
+
+    >>> joined([((0, 2),), ((1, 3), (5, 6))])
+    ((0, 3), (5, 6))
+    """
+    return ranges(rank for ranks in several for start, stop in ranks for rank in range(start, stop))
 
 
 def holds(ranks: Ranks, rank: int) -> bool:

@@ -33,6 +33,7 @@ from lakeckpt.checkpoint.report import Remarks
 from lakeckpt.checkpoint.retention import Retention
 from lakeckpt.checkpoint.staged import StagedCut
 from lakeckpt.checkpoint.unchanged import Earlier
+from lakeckpt.checkpoint.units import tensor_unit, tree_unit
 from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.checkpoint.whole_states import joined_state
 from lakeckpt.core.skips import SkipList
@@ -54,7 +55,7 @@ from lakeckpt.tracking.merge import is_part
 __all__ = ["Publisher", "Settings"]
 
 _FAILURE, _LEFT_OUT = "failure", "left out"
-_SHARING = f"tree:{SHARING}"
+_SHARING, _ = tree_unit(SHARING, b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,17 +206,17 @@ class Publisher:
 
     def _persist(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> PartRecord:
         own, staged = ((self._rank, self._rank + 1),), cut.staged
-        share = agreement.share(self._rank) | dict.fromkeys(agreement.mine, own)
+        share = agreement.share(self._rank)
         tensors = [
-            OwnedTensor(staged=one, ranks=share[f"tensor:{key}", one.digest])
-            for key, one in sorted(staged.tensors.items())
-            if (f"tensor:{key}", one.digest) in share
+            OwnedTensor(staged=one, ranks=share[unit])
+            for _, one in sorted(staged.tensors.items())
+            if (unit := tensor_unit(one.spec, one.digest)) in share
         ]
-        ranks = {**share, (f"tree:{RANDOM}", staged.trees[RANDOM].digest): own}
+        share[tree_unit(RANDOM, staged.trees[RANDOM].digest)] = own
         trees = [
-            TreeRecord(item=item, document=one.document, digest=one.digest, ranks=ranks[f"tree:{item}", one.digest])
+            TreeRecord(item=item, document=one.document, digest=one.digest, ranks=share[unit])
             for item, one in sorted(staged.trees.items())
-            if (f"tree:{item}", one.digest) in ranks
+            if (unit := tree_unit(item, one.digest)) in share
         ]
         outline = agreement.outline(self._rank)
         recorded = int(agreement.told["recorded"])
@@ -277,18 +278,15 @@ class Publisher:
 
     def _verified(self, cut: StagedCut, save: SaveId, agreement: Agreement, states: Mapping[str, Any]) -> Manifest:
         """The manifest of the parts of all ranks, when all of them are there and verified."""
-        ranks = range(self._world_size)
+        alone = [{tree_unit(RANDOM, b"")} for _ in range(self._world_size)]
+        for what, (owner, _) in agreement.owners.items():
+            alone[owner].add(what)
         refs, parts = collect_parts(
             self._storage,
             save,
             world_size=self._world_size,
             cut=agreement.cut,
-            expected={
-                rank: Expected(
-                    units=frozenset({*agreement.share(rank), (f"tree:{RANDOM}", b"")}), own=agreement.own[rank]
-                )
-                for rank in ranks
-            },
+            expected=Expected(alone=alone, bundles=agreement.bundles),
             waiter=self._waiter,
             timeout_s=self._settings.timeout_s,
         )

@@ -14,6 +14,7 @@ from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.journal import Leg
 from lakeckpt.checkpoint.parts import RANDOM, SHARING
 from lakeckpt.checkpoint.sharing import Sharing, sharing_from_bytes
+from lakeckpt.checkpoint.units import tensor_unit, tree_unit
 from lakeckpt.checkpoint.wholes import place_of
 
 __all__ = ["Staged", "StagedCut", "StagedTensor", "StagedTree"]
@@ -54,23 +55,23 @@ class Staged:
         """What ranks agree on: all but the random states, which are each rank's own."""
         shared = sharing_from_bytes(self.trees[SHARING].document) if SHARING in self.trees else {}
         tensors = [
-            Unit(name=f"tensor:{key}", digest=one.digest, size_bytes=one.spec.size_bytes, own=_is_own(one.spec, shared))
+            Unit(id=tensor_unit(one.spec, one.digest), size_bytes=one.spec.size_bytes, bundle=_bundle(one.spec, shared))
             for key, one in self.tensors.items()
         ]
         trees = [
-            Unit(name=f"tree:{item}", digest=one.digest, size_bytes=len(one.document))
+            Unit(id=tree_unit(item, one.digest), size_bytes=len(one.document))
             for item, one in self.trees.items()
             if item != RANDOM
         ]
         return tensors + trees
 
 
-def _is_own(spec: TensorSpec, shared: Mapping[str, Sharing]) -> bool:
-    """Whether that is a part of a tensor which no other rank has: several share it, and all divide it. Of a tensor
-    without elements, all have the same one."""
-    place = place_of(spec.key) if shared and spec.size_bytes else None
+def _bundle(spec: TensorSpec, shared: Mapping[str, Sharing]) -> tuple[str, Sharing, bool] | None:
+    """With which other parts that one is on the same ranks: those of its item that the same mesh divides alike. None of
+    a plain tensor. Parts without elements are many ranks', where there are more ranks than rows."""
+    place = place_of(spec.key) if shared else None
     sharing = None if place is None else shared.get(place.name)
-    return sharing is not None and sharing.size > 1 and -1 not in sharing.dims
+    return None if sharing is None else (spec.key.partition("/")[0], sharing, spec.size_bytes == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,8 +120,8 @@ class _Walk:
             key += "~"
         if is_sharded(tensor):
             self.sharded[key] = tensor
-            if local.numel() or not tensor.numel():
-                self.tensors[part_key(key, offsets_of(path, tensor), tensor.shape)] = local
+            # Also where this rank has none of its elements: what it captured is to say of which shape the whole is.
+            self.tensors[part_key(key, offsets_of(path, tensor), tensor.shape)] = local
         else:
             self.tensors[key] = tensor
         found = TensorRef(key=key, dim_order=dim_order_of(tensor))

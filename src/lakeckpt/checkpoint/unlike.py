@@ -14,9 +14,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lakeckpt.checkpoint.fields import Ranks
+from lakeckpt.checkpoint.fields import Ranks, joined
 from lakeckpt.checkpoint.parts import RANDOM, SHARING, PartRecord
 from lakeckpt.checkpoint.sharing import say_ranks
+from lakeckpt.checkpoint.units import tensor_unit, tree_unit
 from lakeckpt.checkpoint.wholes import Wholes, is_part_key
 from lakeckpt.errors import CheckpointMismatch
 
@@ -82,11 +83,15 @@ def refuse_divided(parts: Sequence[PartRecord], old_size: int) -> None:
 
 def _contents(parts: Sequence[PartRecord]) -> dict[str, list[Ranks]]:
     """unit → the ranks of each of its contents."""
-    found: defaultdict[str, list[Ranks]] = defaultdict(list)
-    for part in parts:
-        for tensor in part.tensors:
-            found[f"tensor:{tensor.spec.key}"].append(tensor.ranks)
-        for tree in part.trees:
-            if tree.item not in (RANDOM, SHARING):
-                found[f"tree:{tree.item}"].append(tree.ranks)
-    return found
+    units = [(tensor_unit(one.spec, one.digest), one.ranks) for part in parts for one in part.tensors]
+    units += [
+        (tree_unit(one.item, one.digest), one.ranks)
+        for part in parts
+        for one in part.trees
+        if one.item not in (RANDOM, SHARING)
+    ]
+    found: defaultdict[str, dict[bytes, Ranks]] = defaultdict(dict)
+    for (name, content), ranks in units:
+        known = found[name].get(content, ())
+        found[name][content] = joined([known, ranks]) if known else ranks
+    return {name: list(contents.values()) for name, contents in found.items()}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.fields import Ranks, ranges
+from lakeckpt.checkpoint.fields import Ranks, joined, ranges
 from lakeckpt.checkpoint.parts import PART_MARK, SHARING, PartRecord, TensorRecord
 from lakeckpt.checkpoint.sharing import Sharing, say_ranks, sharing_from_bytes
 from lakeckpt.checkpoint.tiling import untiled
@@ -109,9 +109,19 @@ class _Group:
     pieces: list[_Piece] = field(default_factory=list)
 
     @property
+    def different(self) -> list[_Piece]:
+        """Its pieces, but of those that are the same in one place, the first: ranks that hold replicas of some parts,
+        and others of other parts, each wrote all of theirs."""
+        found: dict[object, _Piece] = {}
+        for offsets, one in self.pieces:
+            found.setdefault((offsets, one.spec.shape, one.digest), (offsets, one))
+        return list(found.values())
+
+    @property
     def is_torn(self) -> bool:
         """Whether different parts are in one place."""
-        return len({offsets for offsets, _ in self.pieces}) < len(self.pieces)
+        different = self.different
+        return len({offsets for offsets, _ in different}) < len(different)
 
     @property
     def contents(self) -> frozenset[object]:
@@ -121,13 +131,15 @@ class _Group:
     def of_ranks(self) -> list[Ranks]:
         """The ranks that had a part of it; where different parts are in one place, those of each there."""
         if self.is_torn:
-            times = Counter(offsets for offsets, _ in self.pieces)
-            return [one.ranks for offsets, one in self.pieces if offsets == times.most_common(1)[0][0]]
-        return [ranges(rank for _, one in self.pieces for start, stop in one.ranks for rank in range(start, stop))]
+            times = Counter(offsets for offsets, _ in self.different)
+            there = [one for offsets, one in self.pieces if offsets == times.most_common(1)[0][0]]
+            digests = dict.fromkeys(one.digest for one in there)
+            return [joined(one.ranks for one in there if one.digest == digest) for digest in digests]
+        return [joined(one.ranks for _, one in self.pieces)]
 
     def lacking(self) -> str:
         """Why it is not one whole; empty where it is. `CheckpointDamaged` where it ought to be."""
-        wrong = untiled(self.spec.shape, [(offsets, one.spec.shape) for offsets, one in self.pieces])
+        wrong = untiled(self.spec.shape, [(offsets, one.spec.shape) for offsets, one in self.different])
         if wrong is None:
             return ""
         if self.is_torn:
@@ -210,7 +222,7 @@ class Wholes:
             if group is None:
                 continue
             lacking = group.lacking()
-            pieces = _own(group, rank) if group.is_torn else group.pieces
+            pieces = _own(group, rank) if group.is_torn else group.different
             found[name] = Composed(
                 spec=group.spec, pieces=tuple(pieces), sharing=sharing, several=_differ(groups), lacking=lacking
             )
@@ -226,7 +238,7 @@ def _said(parts: Sequence[PartRecord]) -> list[tuple[Ranks, dict[str, Sharing]]]
         except WireError as error:
             raise CheckpointDamaged(f"what {say_ranks(record.ranks)} shared: {error}") from error
     said = {rank for ranks, _ in found for start, stop in ranks for rank in range(start, stop)}
-    rest = ranges({rank for part in parts for rank in range(part.world_size)} - said)
+    rest = ranges(set(range(max((part.world_size for part in parts), default=0))) - said)
     return [*found, (rest, {})] if rest else found
 
 

@@ -1,0 +1,167 @@
+"""Parts of tensors of which several ranks hold replicas (HSDP, tensor parallelism beside data parallelism) are written
+once, by one of them, and restored on as many ranks, on others, or on one."""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lakeckpt import CheckpointManager, read_state
+from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.load import load_own
+from lakeckpt.checkpoint.parts import PartRecord
+from lakeckpt.checkpoint.verify import verify
+from lakeckpt.checkpoint.wholes import is_part_key
+from lakeckpt.errors import CheckpointMismatch
+from lakeckpt.lake.local import LocalStorage
+from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
+from tests.checkpoint.test_sharded import built, fsdp, second, states, trained, with_optimizer
+from tests.tracking.processes import run_processes
+
+
+def hybrid(seed: int, world_size: int) -> dict[str, Any]:
+    """HSDP: divided over two ranks, as often as there are such pairs."""
+    objects = built(seed)
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("copies", "parts"))
+    for layer in objects["model"]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(objects["model"], mesh=mesh)
+    return with_optimizer(objects)
+
+
+def equal_groups(seed: int, world_size: int) -> dict[str, Any]:
+    """Each pair of ranks divides its weights, and is a replica of the other pairs: its mesh knows of itself alone."""
+    objects = built(seed)
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("copies", "parts"))["parts"]
+    for layer in objects["model"]:
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+    return with_optimizer(objects)
+
+
+def saved(rank: int, world_size: int, folder: str, sharding: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    objects = sharding(1, world_size)
+    with CheckpointManager(f"{folder}/run", objects, persist_every=10**9) as saver:
+        saver.restore()
+        trained(objects)
+        saver.step()
+    said = states(objects)
+    Path(folder, f"saved.{rank}").write_text(said)
+    storage = LocalStorage(f"{folder}/run")
+    tip = read_history(storage).tip
+    assert tip is not None
+    own = load_own(storage, tip, rank=rank)
+    assert own is not None and own.of_all is not None
+    fresh = sharding(2, world_size)
+    trained(fresh, 1)
+    assert CheckpointManager(f"{folder}/run", fresh).restore() == 1
+    assert states(fresh) == said
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parts_in(folder: Path) -> list[PartRecord]:
+    return [PartRecord.from_bytes(path.read_bytes()) for path in sorted((folder / "run" / "parts").rglob("*.lkc"))]
+
+
+@pytest.mark.parametrize("sharding", [hybrid, equal_groups])
+def test_replicas_of_parts_are_written_once_and_restored_anywhere(sharding: Any, tmp_path: Path) -> None:
+    run_processes(4, saved, 4, str(tmp_path), sharding)
+    parts = parts_in(tmp_path)
+    records = [one for part in parts for one in part.tensors if is_part_key(one.spec.key)]
+    assert max(Counts(one.spec.key for one in records).values()) == 1
+    assert {one.ranks for one in records} == {((0, 1), (2, 3)), ((1, 2), (3, 4))}
+    shares = [sum(one.spec.size_bytes for one in part.tensors) for part in parts]
+    assert min(shares) > 0.4 * max(shares)  # ranks that have the same share the work
+    assert verify(LocalStorage(tmp_path / "run")).every_damage == ()
+    alone = with_optimizer(built(5))
+    if sharding is hybrid:
+        assert CheckpointManager(tmp_path / "run", alone).restore() == 1
+        assert states(alone) == (tmp_path / "saved.0").read_text()
+        run_processes(3, second, 3, str(tmp_path), fsdp)
+    assert read_state(tmp_path / "run")["model"].keys() == alone["model"].state_dict().keys()
+
+
+def drifted(rank: int, world_size: int, folder: str) -> None:
+    """Of two tensors in parts, the replicas of one are not the same any more: the first rank's part of it is another
+    one than that of the third."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+
+    class Held:
+        def __init__(self, value: float) -> None:
+            self.same, self.other = (
+                DTensor.from_local(torch.full((3,), value + 10 * (rank % 2)), mesh, [Replicate(), Shard(0)])
+                for _ in range(2)
+            )
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"same": self.same, "other": self.other}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.same, self.other = state["same"], state["other"]
+
+    first = Held(1.0)
+    if rank == 0:
+        first.other.to_local().fill_(7.0)
+    with CheckpointManager(f"{folder}/run", {"held": first}, persist_every=10**9) as saver:
+        saver.restore()
+        saver.step()
+    again = Held(0.0)
+    assert CheckpointManager(f"{folder}/run", {"held": again}).restore() == 1
+    for name in ("same", "other"):
+        assert torch.equal(getattr(again, name).to_local(), getattr(first, name).to_local())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_replicas_that_drifted_apart_in_part_are_each_ranks_own_and_refused_elsewhere(tmp_path: Path) -> None:
+    run_processes(4, drifted, 4, str(tmp_path))
+    keys = Counts(one.spec.key for part in parts_in(tmp_path) for one in part.tensors)
+    assert keys["held/other::at 0 of 6"] == 2 and keys["held/other::at 3 of 6"] == 1
+    assert verify(LocalStorage(tmp_path / "run")).every_damage == ()
+    plain = torch.nn.Module()
+    with pytest.raises(CheckpointMismatch, match=r"'held/other' had 2 different contents, on rank 0 and on rank 2: "):
+        CheckpointManager(tmp_path / "run", {"held": plain}).restore()
+
+
+def test_tensors_of_the_same_bytes_and_another_shape_or_dtype_are_each_ranks_own() -> None:
+    """As zeros are, which the optimizers of two stages begin with under the same names."""
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+
+    def objects_of(rank: int, value: int) -> dict[str, Any]:
+        shapes, dtypes = ((4, 2), (2, 4))[rank], (torch.float32, torch.int32)[rank]
+        return {
+            "shape": Counter(torch.full(shapes, value)),
+            "dtype": Counter(torch.full((4,), value, dtype=dtypes)),
+            "both": Counter(torch.full((4,), value)),
+        }
+
+    def save(rank: int, exchange: HubExchange) -> None:
+        saver = manager(storage, objects_of(rank, 0), exchange=exchange, waiter=waiter)
+        saver.restore()
+        saver.step()
+        saver.save()
+
+    def restore(rank: int, exchange: HubExchange) -> tuple[str, ...]:
+        objects = objects_of(rank, 5)
+        loader = manager(storage, objects, exchange=exchange, waiter=waiter)
+        loader.restore()
+        for name, expected in objects_of(rank, 0).items():
+            found = objects[name].value
+            assert torch.equal(found, expected.value) and found.dtype == expected.value.dtype
+        return loader.restore_report.per_rank
+
+    good(run_ranks(2, save, waiters=[waiter]))
+    assert good(run_ranks(2, restore, waiters=[waiter])) == [("tensor:dtype/value", "tensor:shape/value")] * 2
