@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lakeckpt.errors import CheckpointMismatch, UnsupportedValue
-from tests.checkpoint.rig import Counter, MemoryStorage, manager
+from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 
 Build = Callable[[], dict[str, Any]]
 
@@ -251,3 +252,36 @@ def test_a_tensor_whose_memory_was_freed_is_refused_by_its_path() -> None:
     saver.restore()
     with pytest.raises(UnsupportedValue, match=r"n/value/at: a Tensor without memory"):
         saver.save()
+
+
+class Gathered(Counter):
+    """Its tensors are gathered on rank 0, which takes a call on every rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__({"mean": torch.ones(2)} if rank == 0 else {})
+        self.calls: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls.append("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls.append("load_state_dict")
+        super().load_state_dict(state)
+
+
+def test_an_object_that_gathers_its_state_on_one_rank_is_called_alike_on_all() -> None:
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange, *, restores: bool) -> list[str]:
+        gathered = Gathered(rank)
+        saver = manager(storage, {"gathered": gathered}, exchange=exchange, waiter=EventWaiter(storage))
+        assert saver.restore() == int(restores)
+        if not restores:
+            saver.step()
+            saver.save()
+        return gathered.calls
+
+    for restores in (False, True):
+        first, second = good(run_ranks(2, partial(body, restores=restores)))
+        assert first == second and first.count("load_state_dict") == int(restores)

@@ -233,9 +233,8 @@ def _tensors_for(name: str, one: Any, loaded: Loaded) -> dict[str, torch.Tensor]
     """The tensors of the state of a small object: of those of which this rank holds a part now, that part."""
     tree = loaded.trees[name]
     keys = list(dict.fromkeys(ref.key for ref in references(tree)))
-    if not keys:
-        return {}
     try:
+        # Also of a tree without tensors: others may have some, and telling a state may be collective.
         places = alongside(tree, one.state_dict())
         live = {ref.key: place for ref, place in places if isinstance(place, torch.Tensor) and is_sharded(place)}
     except (CheckpointError, StorageError):
