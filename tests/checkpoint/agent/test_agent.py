@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import shutil
 import signal
@@ -283,6 +284,24 @@ def test_an_agent_that_takes_no_messages_does_not_hold_training_up(node: Node) -
         assert ended(pid) and node.committed() == [3]
 
 
+def test_a_trainer_that_had_a_thousand_files_open_hears_of_its_saves(node: Node) -> None:
+    begin(node.storage)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with make_arena(node.arenas) as arena, contextlib.ExitStack() as many:
+        fill(arena, 3)
+        while many.enter_context(open(os.devnull, "rb")).fileno() < 1024:
+            pass
+        link = node.link()
+        many.close()
+        link.order(Order(step=3, number=0))
+        assert answer(link).slot == 1
+        pid = node.pid
+        link.close(well=True)
+        assert ended(pid) and node.committed() == [3]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_where_the_folder_was_removed_the_next_agent_makes_it_and_the_last_one_leaves_it_alone(node: Node) -> None:
     begin(node.storage)
     first, agent = node.link(), node.pid
@@ -404,6 +423,20 @@ def test_it_is_started_wherever_the_trainer_has_gone_and_whatever_its_path_says(
     command = [sys.executable, "-c", textwrap.dedent(ELSEWHERE), str(tmp_path)]
     subprocess.run(command, cwd=root, env=environment, check=True, timeout=PATIENCE_S)
     assert ended(node.pid)
+
+
+def test_it_is_started_where_the_folder_that_the_trainer_was_in_is_gone(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as an interactive Python has it
+    begin(node.storage)
+    link = node.link()
+    pid = node.pid
+    link.close(well=True)
+    assert ended(pid)
 
 
 def test_it_loads_no_torch() -> None:

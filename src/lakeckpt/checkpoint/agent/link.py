@@ -43,6 +43,7 @@ _ANSWER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 28.5)
 """How long an agent that was there, or was started, is waited for, until another one is started: it may have ended."""
 _AGAIN_S = 0.05
 """How long a trainer waits before it tries again to reach an agent that has just turned it away, or has gone."""
+_LONGEST_WAIT_S = 3600.0
 _BYE_S = 5.0
 """How long a goodbye waits for an agent that takes no message."""
 
@@ -139,9 +140,9 @@ class AgentLink:
         until_s = waiter.now() + timeout_s
         while not self._got and (connection := self._connection) is not None:
             left_s = max(until_s - waiter.now(), 0.0)
-            found, takes, _ = select.select([connection], [connection] if self._unsent else [], [], left_s)
+            found, takes = _ready(connection, sends=bool(self._unsent), timeout_s=left_s)
             if found or not takes:
-                return bool(found)
+                return found
             self._send()
         if not self._got:
             waiter.wait(min(timeout_s, _AGAIN_S))
@@ -172,7 +173,7 @@ class AgentLink:
             self._hang_up()
 
     def _read_all(self) -> None:
-        while self._connection is not None and select.select([self._connection], [], [], 0)[0]:
+        while self._connection is not None and _ready(self._connection)[0]:
             try:
                 message = receive(self._connection)
             except (WireError, OSError):
@@ -246,8 +247,6 @@ class AgentLink:
             self._python, "-P", "-m", "lakeckpt.checkpoint.agent",
             self._hello.arenas, self._hello.digest.hex(), str(self._linger_s),
         ]  # fmt: skip
-        # It imports what this process imports, wherever either of them is by now.
-        places = os.pathsep.join(dict.fromkeys(os.path.abspath(one) for one in sys.path))
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             ArenaFolder(self._hello.arenas).make()  # it may have been removed since
@@ -257,7 +256,7 @@ class AgentLink:
         try:
             subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=told, stderr=told, start_new_session=True, check=True,
-                timeout=_START_S, env={**os.environ, "PYTHONPATH": places},
+                timeout=_START_S, env={**os.environ, "PYTHONPATH": _imported_from()},
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
             if getattr(error, "returncode", None) == STILL_ENDS:
@@ -267,6 +266,24 @@ class AgentLink:
             raise AgentError(f"an agent cannot be started with {' '.join(command)}: {error}. See {log!r}") from error
         finally:
             os.close(told)
+
+
+def _ready(connection: socket.socket, *, sends: bool = False, timeout_s: float = 0.0) -> tuple[bool, bool]:
+    """Whether there is something to read, or the end; and, where that ``sends``, whether it takes something. Waits for
+    either. (``select`` refuses a connection that was made when a thousand files were open.)"""
+    waits = select.poll()
+    waits.register(connection, select.POLLIN | (select.POLLOUT if sends else 0))
+    (events,) = [found for _, found in waits.poll(1000 * min(timeout_s, _LONGEST_WAIT_S))] or [0]
+    return bool(events & ~select.POLLOUT), bool(events & select.POLLOUT)
+
+
+def _imported_from() -> str:
+    """From where this process imports, so that an agent does, wherever either of them is by now."""
+    places = []
+    for one in sys.path:
+        with contextlib.suppress(FileNotFoundError):  # the folder that this process was in is gone
+            places.append(os.path.abspath(one))
+    return os.pathsep.join(dict.fromkeys(places))
 
 
 class InnerAgent:

@@ -25,8 +25,11 @@ class AgentPlace:
         self.socket, self.lock, self.log = f"{base}.socket", f"{base}.lock", f"{base}.log"
 
     def connected(self) -> socket.socket | None:
-        """A connection to the agent; None where none listens."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        """A connection to the agent; None where none listens, or this process can open no more."""
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:
+            return None
         try:
             with short_path(self.socket) as short:
                 connection.connect(short)
