@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -416,6 +417,47 @@ def test_memory_that_is_gone_costs_captures_and_is_told_once_and_at_each_save(
             steps(3)
         assert saver.save() is not None
     assert steps_of(storage) == [5, 18]
+
+
+def test_training_goes_on_where_no_more_files_can_be_opened_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, objects = MemoryStorage(), training()
+    with managed(storage, objects, tmp_path, persist_every=2) as saver:
+        saver.restore()
+        train(saver, objects, 3)
+        saver.wait()
+        trainer, opened, refused = threading.current_thread(), os.open, list[object]()
+
+        def refuse(path: Any, *args: Any, **more: Any) -> int:
+            if threading.current_thread() is trainer:
+                refused.append(path)
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return opened(path, *args, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", refuse)
+            made = train(saver, objects, 3)
+            info = saver.wait()
+        assert refused and info is not None and info.step in made
+    assert steps_of(storage)[-1] == 6 and restored(storage) == (6, made[6])
+
+
+def test_training_goes_on_where_no_more_threads_can_be_started_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    storage, objects = MemoryStorage(), training()
+    with managed(storage, objects, tmp_path, persist_every=3) as saver:
+        saver.restore()
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.warns(SaveWarning, match=r"can't start new thread.*ulimit -u"):
+                train(saver, objects, 2)
+        train(saver, objects, 4)
+    assert steps_of(storage)[-1] == 6
 
 
 def test_a_superseded_attempt_is_told_so(tmp_path: Path) -> None:

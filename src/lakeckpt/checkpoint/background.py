@@ -232,11 +232,11 @@ class Background:
 
     def _hold(self, order: Order) -> None:
         """Keep the generation until it is persisted, if no other order is out: the agent may keep that one's where this
-        does not, and captures need the others."""
+        does not, and captures need the others. Where it cannot be opened now, the agent alone keeps it."""
         if len(self._given) == 1:
-            stack = ExitStack()
-            stack.enter_context(self._generations.hold(order.step, str(self.attempt.number)))
-            self._held[order.step, order.number] = stack
+            with ExitStack() as stack, suppress(ArenaError):
+                stack.enter_context(self._generations.hold(order.step, str(self.attempt.number)))
+                self._held[order.step, order.number] = stack.pop_all()
 
     def heard(self) -> list[Saved]:
         """What came of saves since the last call; never waits."""

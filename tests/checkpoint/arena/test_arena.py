@@ -6,12 +6,13 @@ import errno
 import itertools
 import multiprocessing
 import os
+import resource
 import signal
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -591,6 +592,64 @@ def test_a_folder_that_cannot_be_made_is_told_with_its_path(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(ArenaError, match=r"arenas cannot lie in .*/file': Not a directory"):
         ArenaFolder(tmp_path / "file").make()
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_what_kept_it_from_that(
+    folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(ArenaError, match=r"arenas cannot lie in .*: Read-only file system"):
+        folder.make()
+
+
+def test_an_arena_is_not_taken_for_damaged_where_no_more_files_can_be_opened(folder: ArenaFolder) -> None:
+    """Damaged ones are reclaimed."""
+    with made(folder) as arena:
+        capture(arena, 1)
+        name = arena.name
+    refused = 0
+    for left in range(8):
+        with files_left(left):
+            found, opened = outcome(folder.found), outcome(lambda: folder.open(name).close())
+        for one in (found, opened):
+            if isinstance(one, Exception):
+                assert isinstance(one, ArenaError) and not isinstance(one, ArenaDamaged), one
+                assert "Too many open files" in str(one)
+                refused += 1
+        assert isinstance(found, Exception) or [(one.name, one.problem) for one in found] == [(name, None)]
+    assert refused >= 4
+    with folder.open(name) as arena:
+        check(arena, 1)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returns, or raises."""
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+@contextmanager
+def files_left(count: int) -> Iterator[None]:
+    """This process can open so many files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(one) for one in os.listdir("/proc/self/fd")) + 16, hard))
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        for one in taken:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_an_arena_without_data_holds_documents(folder: ArenaFolder) -> None:

@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.arena.filling import Filling, checksum
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES, SUPERBLOCK_BYTES, ArenaLayout, GenerationRecord
 from lakeckpt.checkpoint.arena.locks import FileLocks
 from lakeckpt.checkpoint.digests import leaf_digests
-from lakeckpt.errors import ArenaDamaged, ArenaInUse, WireError
+from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaInUse, WireError
 
 __all__ = ["Arena", "Held"]
 
@@ -42,7 +42,7 @@ class Arena:
     """The arena in the file opened as ``descriptor``, which is the arena's from then on. ``name`` is for messages.
 
     ``writes``: to fill generations; `ArenaInUse` where another opening does already. Raises `ArenaDamaged` where the
-    file is none, or has not the size that it says.
+    file is none, or has not the size that it says, and `ArenaError` where it cannot be mapped.
     """
 
     def __init__(self, descriptor: int, name: str, *, writes: bool) -> None:
@@ -54,7 +54,7 @@ class Arena:
             self._writer = self.layout.generations
             if writes and not self._locks.take(self._writer):
                 raise ArenaInUse(f"the arena {name!r} is filled by another process: let it end first")
-            self._map = _mapped(descriptor, self.layout.size_bytes, writes=writes)
+            self._map = _mapped(descriptor, self.layout.size_bytes, name, writes=writes)
         except BaseException:
             self._locks.forget()
             os.close(descriptor)
@@ -342,14 +342,17 @@ def _age(record: GenerationRecord) -> tuple[int, int]:
     return record.step, record.sequence
 
 
-def _mapped(descriptor: int, size_bytes: int, *, writes: bool) -> mmap.mmap:
+def _mapped(descriptor: int, size_bytes: int, name: str, *, writes: bool) -> mmap.mmap:
     """The memory. `mmap` keeps a copy of what it is given, and with it its locks, so that it gets another opening."""
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
-    another = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
     try:
-        return mmap.mmap(another, size_bytes, mmap.MAP_SHARED, access)
-    finally:
-        os.close(another)
+        another = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(another, size_bytes, mmap.MAP_SHARED, access)
+        finally:
+            os.close(another)
+    except OSError as error:
+        raise ArenaError(f"the arena {name!r} cannot be mapped: {error.strerror}") from error
 
 
 def _layout_of(descriptor: int, name: str) -> ArenaLayout:

@@ -30,6 +30,8 @@ _SUFFIX = ".arena"
 _SHM = "/dev/shm"
 _SPARED = 0.02
 """The part of a file system's room that is left free."""
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Says nothing about what was to be opened: this process, or the system, can open no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,8 @@ class ArenaFolder:
             os.close(folder)
 
     def found(self) -> list[ArenaInfo]:
-        """All arenas here, those that cannot be read among them, by name. Not those that are being made."""
+        """All arenas here, those that cannot be read among them, by name. Not those that are being made. `ArenaError`
+        where this process can open no more files, or map no more memory: nothing is known of any then."""
         try:
             folder = self._opened(make=False)
         except FileNotFoundError:
@@ -113,6 +116,8 @@ class ArenaFolder:
         try:
             names = sorted(name for name in os.listdir(folder) if name.endswith(_SUFFIX))
             return [info for name in names if (info := self._told(name, folder)) is not None]
+        except OSError as error:
+            raise ArenaError(f"the arenas in {self.path!r} cannot be looked at: {error.strerror}") from error
         finally:
             os.close(folder)
 
@@ -135,15 +140,21 @@ class ArenaFolder:
     # --- the folder and its files
 
     def _opened(self, *, make: bool) -> int:
+        unmade = None
         if make:
-            with contextlib.suppress(OSError):  # what is wrong with what is there, opening it tells
+            try:
                 os.mkdir(self.path, 0o700)
+            except OSError as error:
+                unmade = error  # what is wrong with what is there, opening it tells
         try:
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             if error.errno == errno.ENOENT and not make:
                 raise
-            raise ArenaError(f"arenas cannot lie in {self.path!r}: {error.strerror}. Give another folder") from error
+            why = unmade.strerror if unmade is not None and error.errno == errno.ENOENT else error.strerror
+            if error.errno in _SHORT:
+                raise ArenaError(f"the folder of arenas {self.path!r} cannot be opened: {why}") from error
+            raise ArenaError(f"arenas cannot lie in {self.path!r}: {why}. Give another folder") from error
         told = os.fstat(folder)
         if told.st_uid != os.geteuid() or stat.S_IMODE(told.st_mode) & 0o077:
             os.close(folder)
@@ -162,7 +173,8 @@ class ArenaFolder:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise ArenaDamaged(f"the arena {name!r} in {self.path!r} cannot be opened: {error.strerror}") from error
+            kind = ArenaError if error.errno in _SHORT else ArenaDamaged
+            raise kind(f"the arena {name!r} in {self.path!r} cannot be opened: {error.strerror}") from error
         told = os.fstat(descriptor)
         if not stat.S_ISREG(told.st_mode) or told.st_uid != os.geteuid() or stat.S_IMODE(told.st_mode) & 0o077:
             os.close(descriptor)
@@ -183,7 +195,7 @@ class ArenaFolder:
                 )
         except FileNotFoundError:
             return None
-        except ArenaError as error:
+        except ArenaDamaged as error:
             if self._is_being_made(name, folder):
                 return None
             return ArenaInfo(name=name, size_bytes=size_bytes, problem=str(error))

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from lakeckpt.errors import SaveFailed
+
 __all__ = ["Copier"]
 
 _HELPERS = 3
@@ -25,10 +27,16 @@ class Copier:
         self._helpers: ThreadPoolExecutor | None = None
 
     def start(self) -> None:
-        """Have the thread. ``RuntimeError`` where there can be no more threads."""
+        """Have the thread. `SaveFailed` where there can be no more threads."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="lakeckpt-copier", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise SaveFailed(
+                    f"no capture can begin, as its thread cannot be started: {error}. Allow this user, or the "
+                    "container, more processes (ulimit -u, pids.max), or start fewer threads and workers"
+                ) from error
             self._thread = thread
 
     def do(self, job: Callable[[], None]) -> None:
