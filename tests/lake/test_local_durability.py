@@ -213,7 +213,7 @@ def test_a_full_disk_leaves_nothing_visible(tmp_path: Path, put: Put, call: str)
         call = "write"
     calls = TracedCalls(fail={(call, 0): OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))})
     storage = LocalStorage(tmp_path, calls=calls)
-    with pytest.raises(StorageError, match=r"cannot write 'a/x' in .*: No space left on device") as caught:
+    with pytest.raises(StorageError, match=r"cannot write 'a/x' in .*: No space left on device\. Make room") as caught:
         put(storage, "a/x", b"abcd")
     assert caught.value.errno == errno.ENOSPC
     assert storage.list() == []

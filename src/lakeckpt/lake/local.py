@@ -27,6 +27,7 @@ from lakeckpt.lake.storage import Buffer, ObjectInfo, check_key, check_prefix, c
 __all__ = ["LocalStorage"]
 
 MAX_ATTEMPTS = 4
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
 
 
@@ -260,7 +261,8 @@ class LocalStorage:
         except FileNotFoundError as error:
             raise ObjectMissing(f"there is no object {where}") from error
         except OSError as error:
-            wrapped = StorageError(f"cannot {verb} {where}: {error.strerror or error}")
+            advice = ". Make room there; a run takes less with a smaller keep=" if error.errno in _FULL else ""
+            wrapped = StorageError(f"cannot {verb} {where}: {error.strerror or error}{advice}")
             wrapped.errno = error.errno
             raise wrapped from error
 
