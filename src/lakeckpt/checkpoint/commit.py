@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +42,7 @@ from lakeckpt.errors import (
 )
 from lakeckpt.lake.storage import Storage, describe
 from lakeckpt.tracking.tally import name_ranks
+from lakeckpt.wire.collector import collector_waits
 
 __all__ = [
     "Expected",
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 Verify = Literal["sizes", "bytes"]
+_READ_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +98,22 @@ def collect_parts(
     sums: defaultdict[Ranks, int] = defaultdict(int)
 
     def look() -> bool | None:
+        new: dict[str, int] = {}
         for info in storage.list(folder):
             name = info.path.removeprefix(folder + "/")
             rank = int(name[:5]) if name[:5].isdigit() else -1
             if name == f"{rank:05d}.failed":
                 raise gave_up(storage, info.path, rank)
             if name == f"{rank:05d}.lkc" and rank not in found:
-                found[rank] = _checked_part(storage, info.path, rank, save, cut, expected.alone[rank], sums)
+                new[info.path] = rank
+        with collector_waits():  # for nothing of this is garbage, and there may be a million records
+            for (path, rank), data in zip(new.items(), pool.map(storage.read, new), strict=True):
+                found[rank] = _checked_part(path, data, rank, save, cut, expected.alone[rank], sums)
         return True if len(found) == world_size else None
 
-    if poll(look, waiter=waiter, timeout_s=timeout_s) is None:
+    with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-commit") as pool:
+        is_whole = poll(look, waiter=waiter, timeout_s=timeout_s)
+    if is_whole is None:
         missing = Intervals.of([(rank, rank + 1) for rank in found]).complement(world_size)
         raise CheckpointIncomplete(
             f"the checkpoint of step {save.step} was given up: {name_ranks(missing)} of {world_size} did not publish "
@@ -115,7 +124,8 @@ def collect_parts(
             raise SaveFailed(f"step {save.step}: {say_ranks(ranks)} did not write what they agreed on at the cut")
     parts = [found[rank] for rank in sorted(found)]
     try:
-        Wholes([part for _, part in parts]).check()
+        with collector_waits():
+            Wholes([part for _, part in parts]).check()
     except CheckpointDamaged as error:
         raise SaveFailed(
             f"step {save.step} could not be restored, and was not committed: {error}. Let each rank hold of a DTensor "
@@ -135,8 +145,8 @@ def gave_up(storage: Storage, path: str, rank: int) -> CheckpointError:
 
 
 def _checked_part(
-    storage: Storage,
     path: str,
+    data: bytes,
     rank: int,
     save: SaveId,
     cut: bytes,
@@ -144,7 +154,6 @@ def _checked_part(
     sums: defaultdict[Ranks, int],
 ) -> tuple[PartRef, PartRecord]:
     """What else it holds than what is said ``alone`` is added to the ``sums``."""
-    data = storage.read(path)
     try:
         part = PartRecord.from_bytes(data)
     except WireError as error:

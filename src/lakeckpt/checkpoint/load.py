@@ -39,6 +39,7 @@ from lakeckpt.checkpoint.unlike import different, refuse_divided, refuse_several
 from lakeckpt.checkpoint.wholes import Wholes, is_part_key
 from lakeckpt.errors import CheckpointDamaged, LimitExceeded, UnsupportedValue, WireDamaged, WireError
 from lakeckpt.lake.storage import Storage
+from lakeckpt.wire.collector import collector_waits
 
 __all__ = ["load", "load_own", "loaded_of"]
 
@@ -105,6 +106,11 @@ def load(storage: Storage, manifest: Manifest, *, rank: int, world_size: int) ->
     Raises `CheckpointDamaged` naming the object, `CheckpointMismatch` where the world size changed and a unit is not on
     every old rank, or ranks had different tensors in parts, `StorageError` where the store fails.
     """
+    with collector_waits():  # for nothing of this is garbage, and there may be a million records
+        return _load(storage, manifest, rank, world_size)
+
+
+def _load(storage: Storage, manifest: Manifest, rank: int, world_size: int) -> Loaded:
     parts = _fetched(storage, manifest, range(manifest.world_size))
     source = rank % manifest.world_size
     try:

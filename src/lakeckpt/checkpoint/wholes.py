@@ -16,6 +16,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 
 from lakeckpt.checkpoint.dtypes import TensorSpec
@@ -160,19 +161,25 @@ class Wholes:
         self._said = _said(parts)
         spans = ((start, stop, number) for number, (ranks, _) in enumerate(self._said) for start, stop in ranks)
         self._spans = sorted(spans)  # which rank says what: no two say for one rank
+        self._holders: Counter[tuple[str, Ranks | None]] = Counter()  # of each tensor and mesh: how many ranks say so
+        for ranks, said in self._said:
+            size = sum(stop - start for start, stop in ranks)
+            self._holders.update({(name, sharing.ranks): size for name, sharing in said.items()})
         self._groups: defaultdict[str, dict[_Id, _Group]] = defaultdict(dict)
+        sayers = cache(self._sayers)
         for record in (record for part in parts for record in part.tensors):
             place = place_of(record.spec.key)
             if place is not None:
-                self._add(place, whole_of(place, record.spec), record)
+                self._add(place, record, sayers(record.ranks))
 
-    def _add(self, place: Place, whole: TensorSpec, record: TensorRecord) -> None:
+    def _add(self, place: Place, record: TensorRecord, sayers: list[int]) -> None:
         groups = self._groups[place.name]
-        for number in self._sayers(record.ranks):
+        for number in sayers:
             sharing = self._said[number][1].get(place.name)
-            which = whole.dtype, whole.shape, None if sharing is None else sharing.ranks
-            if which not in groups:
-                groups[which] = _Group(spec=whole, shared=which[2], holders=self._holders(place.name, which[2]))
+            which = record.spec.dtype, place.shape, None if sharing is None else sharing.ranks
+            if which not in groups or not len(record.spec.shape) == len(place.offsets) == len(place.shape):
+                whole = whole_of(place, record.spec)  # says what is wrong
+                groups[which] = _Group(spec=whole, shared=which[2], holders=self._holders[place.name, which[2]])
             pieces = groups[which].pieces
             if not pieces or pieces[-1][1] is not record:
                 pieces.append((place.offsets, record))
@@ -186,10 +193,6 @@ class Wholes:
                 found.add(self._spans[at][2])
                 at += 1
         return sorted(found)
-
-    def _holders(self, name: str, shared: Ranks | None) -> int:
-        alike = [ranks for ranks, said in self._said if name in said and said[name].ranks == shared]
-        return sum(stop - start for ranks in alike for start, stop in ranks)
 
     def several(self) -> dict[str, tuple[Ranks, ...]]:
         """The names that more than one tensor has, and the ranks that had a part of each."""
