@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +88,30 @@ def test_orders_that_are_left_out_cost_a_rank_that_is_alone_no_time_at_the_store
             fill(arena, step)
         serve(desk, *((step, step) for step in (0, 1, 2, 3)))
     assert committed(storage) == [3] and holds(storage, 3)
+
+
+def test_notes_on_what_is_left_out_are_no_reason_to_lose_the_cut_that_is_not(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    with make_arena(tmp_path, 0, 2) as first, make_arena(tmp_path, 1, 2) as second:
+        newer, one_trainer = iter(range(4, 100)), threading.Lock()
+
+        def before(method: str, path: str) -> None:
+            if path.endswith(".failed") and method == "put":  # meanwhile training goes on
+                with one_trainer:
+                    fill(first, next(newer))
+
+        desks, _ = ranks(storage, tmp_path, 2, places={0: FaultyStorage(storage, before=before)})
+        for step in (1, 2, 3):
+            fill(first, step), fill(second, step)
+        for desk in desks:
+            for step in (0, 1, 2, 3):
+                desk.order(step, step)
+            desk.persister.leave()
+        finish(desks)
+    assert committed(storage) == [3] and holds(storage, 3, ranks=2)
+    left_out = [(step, "save_left_out") for step in (0, 1, 2)]
+    assert [desk.said() for desk in desks] == [[*left_out, (3, "")]] * 2
 
 
 def test_what_an_agent_left_out_before_it_died_is_not_committed_behind_a_newer_step(tmp_path: Path) -> None:

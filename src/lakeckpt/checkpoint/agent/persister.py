@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.checkpoint.agent.will import WILL, agree_on_will, will_folder
+from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.commit import gave_up, publish_failure
@@ -36,6 +38,8 @@ from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, SaveLe
 from lakeckpt.lake.storage import Storage
 
 __all__ = ["Persister", "chosen"]
+
+_NOTE_THREADS = 8
 
 
 def chosen(waiting: Sequence[Order], *, leads: bool) -> tuple[Order, tuple[Order, ...]]:
@@ -152,10 +156,8 @@ class Persister:
             self._look_back()
         while (taken := self._next()) is not None:
             order, left_out = taken
-            for one in left_out:
-                self._leave_out(one)
             self._begin_work()
-            self._do(order)
+            self._do(order, left_out)
         if self._died and not self._left and self._superseded is None:
             self._begin_work()
             try:
@@ -196,44 +198,57 @@ class Persister:
             except AttemptSuperseded as newer:
                 self._superseded = newer
 
-    def _leave_out(self, order: Order) -> None:
-        committed = (self._committed or {}).get(self._save_of(order))
-        if committed is not None:
-            self._tell(order, committed, 0.0)
-            return
-        error: LakeckptError = SaveLeftOut(f"step {order.step} was left out: a newer cut waits to be persisted")
-        try:
-            self._refuse_removed()
-            if self.world_size > 1:  # alone, nobody reads it, and newer cuts take the next one's place meanwhile
-                publish_failure(self._storage, self._save_of(order), self.rank, error)
-        except LakeckptError as removed:
-            error = removed
-        self._tell(order, error, 0.0)
+    @contextlib.contextmanager
+    def _leaving_out(self, orders: Sequence[Order]) -> Iterator[None]:
+        """These are left out for another, which is done meanwhile: whoever waits for one of them sees its note."""
+        removed: LakeckptError | None = None
+        with ThreadPoolExecutor(_NOTE_THREADS, thread_name_prefix="lakeckpt-notes") as pool:
+            try:
+                if orders:
+                    self._refuse_removed()
+            except LakeckptError as refused:
+                removed = refused
+            for order in orders:
+                save = self._save_of(order)
+                committed = (self._committed or {}).get(save)
+                error = removed or SaveLeftOut(f"step {order.step} was left out: a newer cut waits to be persisted")
+                if committed is None and removed is None and self.world_size > 1:  # alone, nobody reads it
+                    pool.submit(publish_failure, self._storage, save, self.rank, error)
+                self._tell(order, committed or error, 0.0)
+            yield
 
-    def _do(self, order: Order) -> None:
+    def _do(self, order: Order, left_out: Sequence[Order] = ()) -> None:
         begun_s = self._waiter.now()
         try:
-            self._look_back()
-            if self._superseded is not None:
-                raise self._superseded
-            self._refuse_removed()
-            if self.world_size == 1 and order.step < self.recorded:  # an agent before this one has left it out
-                raise SaveLeftOut(f"step {order.step} was left out: step {self.recorded} is committed")
-            save = self._save_of(order)
-            self._refuse_given_up(save, ranks=sorted({0, self.rank} if order.again else {0} - {self.rank}))
-            found: Manifest | Exception = (self._committed or {}).get(save) or self._publish(save, order)
+            # Held before anything is asked of the store, as newer cuts take its place meanwhile.
+            with (
+                self._generations.hold(order.step, str(self._publisher.attempt.number)) as held,
+                self._leaving_out(left_out),
+            ):
+                found: Manifest | Exception = self._persisted(order, held)
         except Exception as error:
             if isinstance(error, AttemptSuperseded):
                 self._superseded = error
             found = error
         self._tell(order, found, self._waiter.now() - begun_s)
 
+    def _persisted(self, order: Order, held: Held | None) -> Manifest:
+        self._look_back()
+        if self._superseded is not None:
+            raise self._superseded
+        self._refuse_removed()
+        if self.world_size == 1 and order.step < self.recorded:  # an agent before this one has left it out
+            raise SaveLeftOut(f"step {order.step} was left out: step {self.recorded} is committed")
+        save = self._save_of(order)
+        self._refuse_given_up(save, ranks=sorted({0, self.rank} if order.again else {0} - {self.rank}))
+        return (self._committed or {}).get(save) or self._publish(save, order, held)
+
     def _refuse_given_up(self, save: SaveId, *, ranks: Sequence[int]) -> None:
         for rank in ranks:
             if any(info.path == save.failure_path(rank) for info in self._storage.list(save.failure_path(rank))):
                 raise gave_up(self._storage, save.failure_path(rank), rank)
 
-    def _publish(self, save: SaveId, order: Order) -> Manifest:
+    def _publish(self, save: SaveId, order: Order, held: Held | None) -> Manifest:
         talk = RecordTalk(
             self._storage,
             save,
@@ -244,25 +259,24 @@ class Persister:
             still=partial(self._refuse_over, order),
         )
         documents: Mapping[str, bytes] = {}
-        with self._generations.hold(order.step, str(self._publisher.attempt.number)) as held:
-            taken: StagedCut | Exception
-            try:
-                if held is None and not self._generations.steps():
-                    raise SaveFailed(
-                        f"step {order.step} was not saved: nothing that rank {self.rank} has captured is in memory any "
-                        "more: its arena was removed, or all of its captures were given up"
-                    )
-                if held is None:
-                    raise SaveLeftOut(
-                        f"step {order.step} was left out: rank {self.rank} had not captured it, or newer cuts took its "
-                        "place while an earlier one was persisted"
-                    )
-                with self._changed:
-                    documents = dict(self._documents)
-                taken = _staged(contents_of(held), order, documents)
-            except LakeckptError as error:
-                taken = error
-            manifest = self._publisher.publish(save, taken, talk, again=order.again)
+        taken: StagedCut | Exception
+        try:
+            if held is None and not self._generations.steps():
+                raise SaveFailed(
+                    f"step {order.step} was not saved: nothing that rank {self.rank} has captured is in memory any "
+                    "more: its arena was removed, or all of its captures were given up"
+                )
+            if held is None:
+                raise SaveLeftOut(
+                    f"step {order.step} was left out: rank {self.rank} had not captured it, or newer cuts took its "
+                    "place while an earlier one was persisted"
+                )
+            with self._changed:
+                documents = dict(self._documents)
+            taken = _staged(contents_of(held), order, documents)
+        except LakeckptError as error:
+            taken = error
+        manifest = self._publisher.publish(save, taken, talk, again=order.again)
         with self._changed:
             self._documents = {path: data for path, data in self._documents.items() if path not in documents}
         return manifest
