@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +113,19 @@ def test_a_kept_checkpoint_that_cannot_be_read_keeps_everything_and_that_is_told
         warnings.simplefilter("error")
         run(storage, 1, keep=2)
     assert len(folders(storage)) == 2
+
+
+def test_what_lies_in_the_place_of_a_record_that_is_needed_keeps_everything() -> None:
+    storage = MemoryStorage()
+    run(storage, 3, keep=3, value=TENSOR)
+    one, two, newest = read_history(storage).chain
+    storage.objects[two.parts[0].path] = storage.objects[one.parts[0].path]
+    before = dict(storage.objects)
+    with pytest.raises(CheckpointDamaged, match=rf"{two.parts[0].path} of the checkpoint of step 2 .*it is another's"):
+        Retention(storage).prune(newest, Keep(last=2))
+    with pytest.raises(CheckpointDamaged, match=r"log/0*0\.lkc of the log cannot be read \(it is no commit\)"):
+        Retention(storage).prune(replace(newest, parent=0), Keep(last=2))
+    assert storage.objects == before
 
 
 def test_a_save_that_is_not_committed_removes_nothing() -> None:
