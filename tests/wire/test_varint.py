@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.errors import LimitExceeded, UnsupportedValue, WireDamaged
-from lakeckpt.wire.varint import POSITION_LIMIT, pack_intervals, unpack_intervals
+from lakeckpt.wire.varint import (
+    NUMBER_LIMIT,
+    POSITION_LIMIT,
+    pack_intervals,
+    pack_numbers,
+    unpack_intervals,
+    unpack_numbers,
+)
 
 bounds = st.lists(st.integers(min_value=0, max_value=POSITION_LIMIT), unique=True, max_size=40).map(sorted)
 interval_lists = bounds.map(lambda b: list(zip(b[::2], b[1::2], strict=False)))
@@ -71,3 +78,22 @@ def test_more_intervals_than_allowed_are_refused() -> None:
         unpack_intervals(data, most=19)
     with pytest.raises(LimitExceeded):
         unpack_intervals(data, most=2)
+
+
+@given(st.lists(st.integers(0, NUMBER_LIMIT - 1) | st.integers(0, 300), max_size=20))
+def test_numbers_come_back_in_a_byte_for_each_seven_bits(numbers: list[int]) -> None:
+    data = pack_numbers(numbers)
+    assert list(unpack_numbers(data)) == numbers
+    assert len(data) == sum(max(1, -(-number.bit_length() // 7)) for number in numbers)
+
+
+@pytest.mark.parametrize("number", [-1, NUMBER_LIMIT, 2**70])
+def test_numbers_that_could_not_be_read_again_are_refused(number: int) -> None:
+    assert list(unpack_numbers(pack_numbers([NUMBER_LIMIT - 1]))) == [NUMBER_LIMIT - 1]
+    with pytest.raises(UnsupportedValue, match=f"{number} is not a number from 0 to"):
+        pack_numbers([1, number])
+
+
+def test_a_number_of_more_bits_is_refused_where_it_is_read() -> None:
+    with pytest.raises(WireDamaged, match="byte 10 of a list of numbers: a number does not end"):
+        list(unpack_numbers(b"\x01" + b"\xff" * 9 + b"\x01"))

@@ -629,6 +629,44 @@ def test_a_restarted_process_goes_on_in_the_arena_that_it_finds(made: Made, fold
     assert folder.found() == []
 
 
+@pytest.mark.parametrize("is_half_made", [False, True])
+def test_memory_that_a_restarted_process_has_outgrown_gives_way(
+    made: Made, folder: ArenaFolder, *, is_half_made: bool
+) -> None:
+    job = Job()
+    engine = made(job.objects)
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+    job.model.register_buffer("grown", torch.arange(2.0**14))
+    if is_half_made:  # another arena is there already, with too little in it
+        assert cut(engine, 2, must=True)
+    engine.close()
+    before = {info.name for info in folder.found()}
+    assert len(before) == 1 + is_half_made
+    again = made(job.objects, step=2)
+    for step in (3,) if is_half_made else (3, 4):
+        assert before <= {info.name for info in folder.found()}, "what is complete is kept until enough is again"
+        job.step()
+        assert cut(again, step, must=True) and again.wait() == step
+        assert_same(kept_state(folder, step), state_of(job.objects))
+    (info,) = folder.found()
+    assert info.steps == ((3, 2) if is_half_made else (4, 3))
+
+
+def test_what_another_rank_has_left_is_not_filled(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    other = made(job.objects, identity=replace(IDENTITY, world=2, rank=1))
+    assert cut(other, 1, must=True)
+    other.close()
+    engine = made(job.objects, identity=replace(IDENTITY, world=2), step=1)
+    assert cut(engine, 2, must=True)
+    engine.wait()
+    assert sorted((one.identity.rank, one.steps) for one in folder.found() if one.identity) == [(0, (2,)), (1, (1,))]
+    engine.close(remove=True)
+    assert steps_in(folder) == [1]
+
+
 def test_what_cannot_be_captured_is_told_by_its_path_and_costs_nothing_else(made: Made) -> None:
     job = Job()
     broken = Growing()

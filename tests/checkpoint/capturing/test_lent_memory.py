@@ -45,3 +45,5 @@ def test_of_two_captures_that_lose_one_checksummer_the_first_one_tells(tmp_path:
     store.checksummer = other
     store.lose_checksummer(lost, "it died")
     assert (store.checksummer, store.warning(), other.closed) == (other, None, 0)
+    store.close(remove=False)
+    assert (store.checksummer, other.closed) == (None, 1), "no process is left"

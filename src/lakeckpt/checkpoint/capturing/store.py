@@ -131,7 +131,8 @@ class ArenaStore:
                     arena.layout.documents_bytes >= layout.documents_bytes // 2
                 ):
                     arena.forget(self._step)
-                    self._found.remove(name)
+                    self._outgrown += [one for one in self._found if one != name]
+                    self._found = []
                     return arena
                 arena.close()
         return None
@@ -207,7 +208,6 @@ class ArenaStore:
         name = None if self.arena is None else self.arena.name
         self._let_go()
         if remove:
-            self._outgrown += self._found or []
             self._remove_outgrown()
         elif name is not None:
             self._outgrown.remove(name)
