@@ -140,6 +140,9 @@ GLOBS = {
     "[^a]*": ["a.parquet", "ab.parquet"],
     "[a-a]*": ["a.parquet", "ab.parquet"],
     "[[]x].parquet": ["[x].parquet"],
+    "[!]a]*.parquet": ["[x].parquet", "b.parquet"],
+    "[[]x[]].parquet": ["[x].parquet"],
+    "[!]": [],
     "*/*.parquet": ["a.parquet"],
     "**/a.parquet": ["a.parquet", "d/a.parquet", "d/e/a.parquet"],
     "d/**/*.parquet": ["a.parquet", "e/a.parquet"],
@@ -155,7 +158,20 @@ def test_globs_match_alike_in_every_store(place: Place, pattern: str) -> None:
         put(name)
     for name in ("d/a.parquet", "d/e/a.parquet", "d/.h/x.parquet"):
         put(name)
-    assert paths(find(f"{root}/{pattern}")) == GLOBS[pattern]
+    if GLOBS[pattern]:
+        assert paths(find(f"{root}/{pattern}")) == GLOBS[pattern]
+    else:
+        with pytest.raises(TableNotFound, match="no file matches the glob"):
+            find(f"{root}/{pattern}")
+
+
+def test_a_set_of_characters_that_is_none_matches_nothing_or_is_refused(place: Place) -> None:
+    root, find, put = place
+    put("a.parquet")
+    local = "://" not in root
+    what = "no file matches the glob" if local else r"'.*/\[z-a\]\*' has a set of characters that is none"
+    with pytest.raises(TableNotFound if local else ConfigError, match=what):
+        find(f"{root}/[z-a]*")
 
 
 def test_a_glob_that_matches_nothing_is_refused(place: Place) -> None:

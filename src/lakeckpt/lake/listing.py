@@ -145,7 +145,10 @@ def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int)
         base = f"{text[: len(text) - len(rest)]}{steady}"
         if steady.endswith("/"):
             raise ConfigError(_empty_name(text))
-        matches = re.compile(_glob_pattern(rest[len(steady) + 1 :])).fullmatch
+        try:
+            matches = re.compile(_glob_pattern(rest[len(steady) + 1 :])).fullmatch
+        except re.error as error:
+            raise ConfigError(f"the glob {redact_uri(text)!r} has a set of characters that is none: {error}") from None
         names = [f"{base}/{info.path}" for info in open_root(base, storage_options).list("") if matches(info.path)]
     if not names:
         raise TableNotFound(f"no file matches the glob {redact_uri(text)!r}: check the path, or pass the folder")
@@ -367,7 +370,7 @@ def _glob_pattern(text: str) -> str:
         elif text[i] == "?":
             pattern.append(visible + "[^/]")
             i += 1
-        elif text[i] == "[" and (end := text.find("]", i + 2)) > 0:
+        elif text[i] == "[" and (end := text.find("]", i + 2 + text.startswith("!", i + 1))) > 0:
             inside = text[i + 1 : end]
             inside, negated = inside.removeprefix("!"), "^" if inside.startswith("!") else ""
             pattern.append(f"{visible}(?!/)[{negated}{_IN_A_SET.sub(_ESCAPED, inside)}]")
