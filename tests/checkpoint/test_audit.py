@@ -302,6 +302,21 @@ def test_a_row_that_no_manifest_records_is_lost_whatever_the_states_say(table: P
 # --- what cannot be known is said
 
 
+def test_positions_beyond_the_table_are_doubted_and_are_no_rows(table: Path) -> None:
+    report = audited_with(table, lambda rows: rows.union(Intervals.of([(ROWS, ROWS + 5)])))
+    assert report.verdict == "unproved" and (report.repeated, report.lost, report.again) == (0, 0, 0)
+    assert any(f"positions beyond the {ROWS} rows of epoch 0" in text for text in report.every_doubt)
+    assert report.readers[0].epochs[0].once == 12 * 7
+
+
+def test_a_reader_that_began_with_a_later_epoch_is_proved_from_there_and_that_is_said(table: Path) -> None:
+    script = Script(table)
+    script.attempt(40, after_restore=lambda loaders: loaders[0].set_epoch(2))
+    report = audit(script.storage)
+    assert report.verdict == "proved" and [one.epoch for one in report.readers[0].epochs] == [2, 3]
+    assert report.readers[0].notes == ("it began with epoch 2; the epochs before are not part of this run",)
+
+
 def test_an_epoch_read_from_two_versions_of_the_table_is_not_proved(tmp_path: Path) -> None:
     script = Script(write_table(tmp_path / "old", files=[(50, 50), (100,)]), shuffle=False)
     script.attempt(8)

@@ -243,6 +243,7 @@ def test_a_crafted_list_is_refused_or_doubted_and_never_believed(damage: Damage)
         [[]],
         [["t", 0, 1, 0, 0, "a", 0, "why", "no bytes"]],
         [["t", -1, 1, 0, 0, "a", 0, "", b""]],
+        [["t", 0, 1, 0, 0, "a", -1, "", b""]],
     ):
         with pytest.raises(WireDamaged):
             skips_from_wire(bad)

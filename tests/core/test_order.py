@@ -61,6 +61,7 @@ def test_windows_lie_inside_lanes_and_partition_the_epoch(
     for one in every:
         assert any(low <= one.start < one.stop <= high for low, high in itertools.pairwise(bounds))
         assert len(one.fragments) <= (window if shuffle else 1)
+        assert all(fragment.rows > 0 for fragment in one.fragments), "no row group is decoded for nothing"
         assert sum(fragment.rows for fragment in one.fragments) == one.rows == one.stop - one.start
         for position in range(one.start, one.stop):
             assert layout.window_at(position) == one

@@ -118,7 +118,7 @@ class EpochLayout:
         cls, group_rows: Int64Array, spec: OrderSpec, epoch: int, num_lanes: int, rotation: int = 0
     ) -> EpochLayout:
         """Lay out ``epoch`` over row groups of ``group_rows`` rows each (int64, shape (row groups,))."""
-        if num_lanes < 1 or epoch < 0 or not 0 <= rotation < num_lanes:
+        if epoch < 0 or not 0 <= rotation < num_lanes:
             raise ValueError(f"no such layout: epoch {epoch}, {num_lanes} lanes, rotation {rotation}")
         order = np.flatnonzero(group_rows)
         if spec.shuffle:
