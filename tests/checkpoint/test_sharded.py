@@ -220,9 +220,28 @@ def test_any_parts_make_up_any_others(shape: tuple[int, ...], seeds: tuple[int, 
         assert torch.equal(into, cut(full, offsets, sizes))
 
 
+@given(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.integers(0, 99), st.data())
+def test_parts_make_up_a_whole_where_every_element_is_in_one_of_them_and_in_no_other(
+    shape: tuple[int, ...], seed: int, data: st.DataObject
+) -> None:
+    corner = st.tuples(*(st.integers(0, 4) for _ in shape))
+    parts = data.draw(st.permutations(tilings(shape, seed)))
+    parts = parts[data.draw(st.integers(0, 2)) :] + data.draw(st.lists(st.tuples(corner, corner), max_size=2))
+    times = torch.zeros([size + 8 for size in shape])
+    for offsets, sizes in parts:
+        times[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] += 1
+    inside = times[tuple(slice(size) for size in shape)]
+    fits = all(at + size <= most for part in parts for at, size, most in zip(*part, shape, strict=True))
+    assert (untiled(shape, parts) is None) == (fits and bool((inside == 1).all()))
+
+
 def test_parts_that_overlap_lie_outside_or_leave_something_out_are_told() -> None:
     assert untiled((4,), [((0,), (2,)), ((2,), (2,))]) is None
     assert untiled((), [((), ())]) is None and untiled((0, 3), []) is None
+    assert untiled((2, 4), [((0, 0), (1, 2)), ((0, 2), (2, 2)), ((1, 0), (1, 2))]) is None, "no grid"
+    assert untiled((4,), [((0,), (4,)), ((2,), (0,))]) is None, "an empty part within another"
+    twice = [((0,), (2,)), ((4,), (2,)), ((0,), (2,))]  # and as many are left out, in whatever order they come
+    assert [untiled((6,), parts) for parts in itertools.permutations(twice)] == ["parts at (0,) and (0,) overlap"] * 6
     for wrong in ([((0,), (3,)), ((2,), (1,))], [((0,), (5,))], [((0,), (3,))], [((0, 0), (2, 2))], []):
         assert untiled((4,), wrong) is not None  # type: ignore[arg-type]
     spec = TensorSpec(key="x", dtype="float32", shape=(4,))

@@ -234,6 +234,7 @@ def test_more_lists_and_extensions_than_the_bytes_tell_of_are_refused_as_they_co
         ext(5, "<f8", [2], b"12345678"),
         ext(5, "<f8", [-1], b""),
         ext(5, "<f8", [True], b"12345678"),
+        ext(5, "<f8", [None], b"12345678"),
         ext(5, "<f8", [2**63], b""),
         ext(5, "<f8", [0, 2**62], b"")[:-1],
         ext(5, "<f8", 1, b"12345678"),
