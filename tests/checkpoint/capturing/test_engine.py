@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.capturing import job as jobs
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.capturing.moves import Issued, Moves
 from lakeckpt.checkpoint.report import CaptureWarning
-from lakeckpt.errors import ArenaTooLarge, SaveFailed, UnsupportedValue
+from lakeckpt.errors import ArenaDamaged, ArenaTooLarge, SaveFailed, UnsupportedValue
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of, steps_in
 from tests.patience import PATIENCE_S
 
@@ -652,6 +652,26 @@ def test_memory_that_a_restarted_process_has_outgrown_gives_way(
         assert_same(kept_state(folder, step), state_of(job.objects))
     (info,) = folder.found()
     assert info.steps == ((3, 2) if is_half_made else (4, 3))
+
+
+@pytest.mark.parametrize("error", [ArenaDamaged("what is in it makes no sense"), FileNotFoundError("it was removed")])
+def test_an_arena_that_was_left_and_cannot_be_opened_gives_way_to_another_one(
+    made: Made, folder: ArenaFolder, error: Exception
+) -> None:
+    class Broken(ArenaFolder):
+        def open(self, name: str, *, writes: bool = False) -> Any:
+            if writes:
+                raise error
+            return super().open(name)
+
+    job = Job()
+    engine = made(job.objects)
+    assert cut(engine, 1, must=True)
+    engine.close()
+    again = made(job.objects, step=1, folder=Broken(folder.path))
+    for step in (2, 3):
+        assert cut(again, step, must=True) and again.wait() == step
+    assert steps_in(folder) == [3, 2]
 
 
 def test_what_another_rank_has_left_is_not_filled(made: Made, folder: ArenaFolder) -> None:
