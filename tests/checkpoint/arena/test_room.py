@@ -51,8 +51,18 @@ def test_groups_of_the_first_version_count_too(tmp_path: Path) -> None:
         "memory/job/memory.limit_in_bytes": str(3 * GIB),
         "memory/job/memory.usage_in_bytes": str(2 * GIB),
         "memory/job/memory.stat": "total_inactive_file 0",
+        "memory/other/memory.limit_in_bytes": "7",  # of a group of other processes
+        "memory/other/memory.usage_in_bytes": "1",
     }
-    assert system(tmp_path, "5:cpu,memory:/job\n2:pids:/\n", files) == GIB
+    assert system(tmp_path, "5:cpu,memory:/job\n2:pids:/other\n", files) == GIB
+
+
+def test_a_group_that_tells_nothing_of_cached_files_has_what_it_has_left(tmp_path: Path) -> None:
+    assert system(tmp_path, "0::/\n", {"memory.max": str(4 * GIB), "memory.current": str(3 * GIB)}) == GIB
+
+
+def test_a_group_whose_use_is_not_told_does_not_count(tmp_path: Path) -> None:
+    assert system(tmp_path, "0::/\n", {"memory.max": str(GIB)}) == 8 * GIB
 
 
 def test_a_group_that_has_taken_more_than_it_may_leaves_nothing(tmp_path: Path) -> None:

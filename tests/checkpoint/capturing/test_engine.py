@@ -467,6 +467,29 @@ def test_what_no_optimizer_here_updates_is_taken_at_the_cut(made: Made, folder: 
     assert_same(kept_state(folder, 1), expected)
 
 
+def test_what_an_optimizer_is_given_as_something_else_grows_is_captured(made: Made, folder: ArenaFolder) -> None:
+    class Losses:
+        def __init__(self) -> None:
+            self.every: list[torch.Tensor] = []
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"every": list(self.every)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    job, losses = Job(), Losses()
+    job.model.register_parameter("later", nn.Parameter(torch.arange(300.0)))
+    objects = {**job.objects, "losses": losses}
+    engine = made(objects)
+    for step in (1, 2):
+        losses.every.append(torch.ones(3))
+        assert cut(engine, step, must=True)
+        engine.wait()
+        assert_same(kept_state(folder, step), state_of(objects))
+        if step == 1:
+            job.optimizer.add_param_group({"params": [job.model.later]})
+
+
 def test_loading_a_state_waits_for_the_capture(made: Made, folder: ArenaFolder) -> None:
     job = Job()
     engine = made(job.objects, gate=HeldGate())
