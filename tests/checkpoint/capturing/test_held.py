@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lakeckpt.checkpoint.capturing.held import Places
+from lakeckpt.checkpoint.capturing.held import Held, Places, are_same, contents_of
 
 
 class Silent(torch.Tensor):
@@ -82,3 +82,63 @@ def test_other_memory_or_another_look_at_it_is_noticed(
 def test_odd_tensors_lie_where_they_lie(tensor: torch.Tensor) -> None:
     places = Places({"one": tensor})
     assert places.hold() and places.hold() and places.hold()
+
+
+def test_places_are_others_where_keys_or_memory_are() -> None:
+    one, other = torch.zeros(3), torch.zeros(3)
+    places = Places({"a": one, "b": other})
+    assert places.are(Places({"a": one[:], "b": other.view(3)})), "other tensors of the same memory"
+    for others in ({"a": one, "c": other}, {"a": other, "b": one}, {"a": one, "b": other.clone()}, {"a": one}):
+        assert not places.are(Places(others))
+
+
+def equal_but_another(of: dict[Any, Any]) -> None:
+    of["b"] = [2]
+
+
+def in_another_order(of: dict[Any, Any]) -> None:
+    of["a"] = of.pop("a")
+
+
+def under_another_name(of: dict[Any, Any]) -> None:
+    held = list(of.values())
+    of.clear()
+    of.update(zip("ax", held, strict=True))
+
+
+def less(of: dict[Any, Any]) -> None:
+    del of["b"]
+
+
+def more(of: dict[Any, Any]) -> None:
+    of["c"] = 1
+
+
+@pytest.mark.parametrize("change", [equal_but_another, in_another_order, under_another_name, less, more])
+def test_dicts_in_which_something_else_is_are_told_from_those_in_which_the_same_is(
+    change: Callable[[dict[Any, Any]], None],
+) -> None:
+    same: dict[Any, Any] = {"a": [1], "b": [2]}
+    changed = dict(same)
+    empty: dict[Any, Any] = {}
+    held = Held([contents_of(one) for one in (same, empty, changed, {})])
+    assert held.hold() and held.hold()
+    change(changed)
+    assert not held.hold() and not held.hold()
+
+
+def test_what_was_empty_is_not_the_same_with_something_in_it() -> None:
+    empty: dict[Any, Any] = {}
+    held = Held([contents_of(one) for one in ({}, empty, {"a": 1})])
+    assert held.hold()
+    empty["hook"] = None
+    assert not held.hold()
+    empty.clear()
+    assert held.hold()
+
+
+def test_the_same_objects_in_the_same_order_are_the_same() -> None:
+    one, other = [1], [1]
+    assert are_same([one, other], (one, other)) and are_same([], ())
+    for others in ([other, one], [one], [one, other, one], [one, one], []):
+        assert not are_same([one, other], others)

@@ -16,13 +16,17 @@ def test_what_is_gathered_arrives_and_nothing_between_far_ones_is_touched(sizes:
     memory = torch.full((sum(size + gap for size, gap in sizes) + 1,), 255, dtype=torch.uint8)
     expected, pairs, at, near = memory.clone(), [], 0, []
     for number, (size, gap) in enumerate(sizes):
-        source = torch.full((size,), number, dtype=torch.uint8)
-        pairs.append((memory[at : at + size], source))
-        expected[at : at + size] = source
+        pairs.append((memory[at : at + size], torch.zeros(size, dtype=torch.uint8)))
+        expected[at : at + size] = 100 + number
         near.append((at + size, at + size + gap if gap < 64 else at + size))
         at += size + gap
-    for _ in range(2):  # the second time as it was made ready the first time
-        packed(batch := Batch(pairs)).make()
+    batch = Batch(pairs)
+    for first in (1, 100):  # the second time as it was made ready the first time, of other values
+        for number, (_, source) in enumerate(pairs):
+            source.fill_(first + number)
+        ready = packed(batch)
+        ready.make()
+    assert packed(batch) is ready
     for low, high in near[:-1]:
         expected[low:high] = memory[low:high]  # what aligns tensors may hold anything
     assert torch.equal(memory, expected)
