@@ -36,10 +36,19 @@ def test_what_is_gathered_arrives_and_nothing_between_far_ones_is_touched(sizes:
 def test_many_small_tensors_are_one_copy_and_a_large_one_is_its_own() -> None:
     memory = torch.zeros(2**20, dtype=torch.uint8)
     small = [(memory[at : at + 60], torch.ones(60, dtype=torch.uint8)) for at in range(0, 640, 64)]
-    large = (memory[1024 : 1024 + 2**19], torch.ones(2**19, dtype=torch.uint8))
+    large = (memory[640 : 640 + 2**19], torch.ones(2**19, dtype=torch.uint8))
     whole = (memory[2**20 - 64 : 2**20 - 32].view(torch.float32), torch.ones(8))
     ready = packed(Batch([*small, large, whole]))
     assert len(ready.to) == len(ready.sources) == 3 and len(ready.gathers) == 1
+
+
+def test_what_lies_among_small_tensors_and_is_not_gathered_is_not_overwritten() -> None:
+    memory = torch.zeros(112, dtype=torch.uint8)
+    pairs = [(memory[at : at + 16], torch.full((16,), at, dtype=torch.uint8)) for at in (0, 16, 32, 64, 80, 96)]
+    pairs.insert(3, (memory[48:64].view(torch.float32), torch.arange(4.0)))
+    packed(batch := Batch(pairs)).make()
+    assert len(batch.ready.gathers) == 2  # type: ignore[union-attr]
+    assert all(torch.equal(to, source) for to, source in pairs)
 
 
 def test_what_is_conjugated_or_negated_lazily_arrives_as_it_is_read() -> None:
