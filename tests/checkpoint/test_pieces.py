@@ -1,4 +1,4 @@
-"""What no rank got of an epoch whose last step does not go round: told of states as earlier versions saved them, too."""
+"""What no rank got of an epoch whose last step does not go round: of states as earlier versions saved them, too."""
 
 from __future__ import annotations
 

@@ -455,7 +455,8 @@ def test_a_frozen_parameter_waits_and_one_that_only_seemed_frozen_is_taken_at_th
 def test_what_no_optimizer_here_updates_is_taken_at_the_cut(made: Made, folder: ArenaFolder) -> None:
     job = Job()
     average = torch.optim.swa_utils.AveragedModel(job.model)
-    objects = {**job.objects, "average": average}
+    by_hand = nn.Linear(16, 16)
+    objects = {**job.objects, "average": average, "by_hand": by_hand}
     engine = made(objects, gate=HeldGate())
     job.step()
     assert cut(engine, 1, must=True)
@@ -463,20 +464,35 @@ def test_what_no_optimizer_here_updates_is_taken_at_the_cut(made: Made, folder: 
     average.update_parameters(job.model)
     with torch.no_grad():
         average.module.inner[0].weight.data.mul_(3)
+        by_hand.weight.data.mul_(3)
     assert engine.wait() == 1
     assert_same(kept_state(folder, 1), expected)
 
 
+class Losses:
+    """Keeps all that it is given."""
+
+    def __init__(self) -> None:
+        self.every: list[torch.Tensor] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"every": list(self.every)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_what_is_taken_at_the_cut_may_outgrow_its_room(made: Made, folder: ArenaFolder) -> None:
+    job, losses = Job(), Losses()
+    objects = {**job.objects, "losses": losses}
+    engine = made(objects)
+    for step, size in enumerate((3, 10_000, 40_000, 1), 1):
+        losses.every.append(torch.arange(float(size)))
+        job.step()
+        assert cut(engine, step, must=True) and engine.wait() == step
+        assert_same(kept_state(folder, step), state_of(objects))
+
+
 def test_what_an_optimizer_is_given_as_something_else_grows_is_captured(made: Made, folder: ArenaFolder) -> None:
-    class Losses:
-        def __init__(self) -> None:
-            self.every: list[torch.Tensor] = []
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"every": list(self.every)}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
     job, losses = Job(), Losses()
     job.model.register_parameter("later", nn.Parameter(torch.arange(300.0)))
     objects = {**job.objects, "losses": losses}
