@@ -454,19 +454,20 @@ def test_a_frozen_parameter_waits_and_one_that_only_seemed_frozen_is_taken_at_th
 
 def test_what_no_optimizer_here_updates_is_taken_at_the_cut(made: Made, folder: ArenaFolder) -> None:
     job = Job()
+    job.model.register_parameter("by_hand", nn.Parameter(torch.ones(300)))
     average = torch.optim.swa_utils.AveragedModel(job.model)
-    by_hand = nn.Linear(16, 16)
-    objects = {**job.objects, "average": average, "by_hand": by_hand}
+    objects = {**job.objects, "average": average}
     engine = made(objects, gate=HeldGate())
-    job.step()
-    assert cut(engine, 1, must=True)
-    expected = state_of(objects)
-    average.update_parameters(job.model)
-    with torch.no_grad():
-        average.module.inner[0].weight.data.mul_(3)
-        by_hand.weight.data.mul_(3)
-    assert engine.wait() == 1
-    assert_same(kept_state(folder, 1), expected)
+    for step in (1, 2):
+        job.step()
+        assert cut(engine, step, must=True)
+        expected = state_of(objects)
+        average.update_parameters(job.model)
+        with torch.no_grad():
+            average.module.inner[0].weight.data.mul_(3)
+            job.model.by_hand.data.mul_(3)
+        assert engine.wait() == step
+        assert_same(kept_state(folder, step), expected)
 
 
 class Losses:
