@@ -247,6 +247,14 @@ def test_a_chain_that_cannot_be_read_to_its_end_says_where_it_breaks() -> None:
     assert [damage.path for damage in history.damaged] == [slot_path(2)]
 
 
+def test_a_parent_that_is_no_checkpoint_is_told_though_its_slot_can_be_read() -> None:
+    history = read_history(put_all(MemoryStorage(), begin(0), manifest(1, attempt=0, parent=0)))
+    assert [one.slot for one in history.chain] == [1] and history.broken_at == 0
+    assert [(one.path, one.reason) for one in history.damaged] == [
+        (slot_path(0), "a manifest is named as a parent and is not there")
+    ]
+
+
 def test_an_empty_place_has_an_empty_history() -> None:
     history = read_history(MemoryStorage())
     assert (history.run, history.chain, history.tip, history.whole) == (None, (), None, True)

@@ -98,7 +98,4 @@ def _newest(view: LogView) -> int | None:
     entry = view.entries[newest]
     if isinstance(entry, Manifest):
         return entry.slot
-    if entry.restored is not None or not view.manifests:
-        return entry.restored
-    # An attempt that began anew although commits were there: they could not be read when it began.
-    return None
+    return entry.restored  # None, too, where commits are there that could not be read when it began

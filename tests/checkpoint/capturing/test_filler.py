@@ -1,0 +1,111 @@
+"""What a device brings is summed beside: each slice gets its own checksums, and what should be still is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lakeckpt.checkpoint.arena.slices import plan_slices
+from lakeckpt.checkpoint.capturing.filler import Filler
+from lakeckpt.errors import ArenaError
+
+SLICES = plan_slices({"still": 100, "other": 100}, slice_bytes=128)
+
+
+class Filling:
+    """A generation of two slices."""
+
+    def __init__(self) -> None:
+        self.data = memoryview(bytearray(SLICES.data_bytes))
+        self.checksums: dict[int, bytes] = {}
+        self.here: list[int] = []
+
+    bounds = staticmethod(SLICES.bounds)
+
+    def summed(self, number: int, checksums: bytes) -> None:
+        self.checksums[number] = checksums
+
+    def filled(self, number: int) -> None:
+        self.here.append(number)
+
+
+class Summer:
+    """Answers with what it was asked, until it is ``lost``."""
+
+    lost = False
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def ask(self, bounds: Sequence[tuple[int, int]]) -> None:
+        if self.lost:
+            raise ArenaError("it died")
+        self.asked += bounds
+
+    def take(self) -> bytes:
+        if self.lost:
+            raise ArenaError("it died")
+        return str(self.asked.pop(0)).encode()
+
+
+class Helpers:
+    """Do what they are given when somebody waits for it."""
+
+    def beside(self, work: Callable[[], None]) -> Future[None]:
+        class Later(Future[None]):
+            def result(self, timeout: float | None = None) -> None:
+                work()
+
+        return Later()
+
+
+def filler_of(filling: Filling, summer: Summer | None, **more: Any) -> Filler:
+    plan = SimpleNamespace(parted=SimpleNamespace(still=frozenset({"still"})), slices=SLICES)
+    options: dict[str, Any] = {"digests": {}, "doubts": None, "lost": None, **more}
+    return Filler(plan, filling, copier=Helpers(), checksummer=summer, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("summer", [Summer(), None])
+def test_what_has_changed_though_it_is_still_is_told_wherever_it_is_summed(summer: Summer | None) -> None:
+    moved: list[str] = []
+    digests: dict[tuple[str, int], bytes] = {}
+    for value, expected in ((0, []), (0, []), (7, ["still"])):
+        filling = Filling()
+        filling.data[99], filling.data[130] = value, value + len(digests)
+        doubts = SimpleNamespace(moved=moved.append)
+        filler = filler_of(filling, summer, digests=digests, doubts=doubts)
+        filler.fill_beside([0, 1])
+        filler.wait()
+        assert moved == expected
+        assert summer is None or filling.checksums == {0: b"(0, 128)", 1: b"(128, 228)"}
+        assert summer is not None or filling.here == [0, 1]
+
+
+@pytest.mark.parametrize("when", ["asked", "answering", "given up"])
+def test_a_process_that_is_lost_is_told_once_and_its_slices_are_filled_here(when: str) -> None:
+    filling, summer = Filling(), Summer()
+    told: list[tuple[object, str]] = []
+    filler = filler_of(filling, summer, lost=lambda one, why: told.append((one, why)))
+    summer.lost = when == "asked"
+    filler.fill_beside([1])
+    summer.lost = True
+    filler.give_up() if when == "given up" else filler.wait()
+    assert told == [(summer, "it died")] and filling.here == [1] and filling.checksums == {}
+    filler.fill_beside([1])
+    filler.wait()
+    assert told == [(summer, "it died")] and filling.here == [1, 1], "helpers fill what comes after"
+
+
+def test_a_capture_that_is_given_up_takes_its_answers_with_it() -> None:
+    filling, summer = Filling(), Summer()
+    given_up = filler_of(Filling(), summer)
+    given_up.fill_beside([1])
+    given_up.give_up()
+    filler = filler_of(filling, summer)
+    filler.fill_beside([1])
+    filler.wait()
+    assert filling.checksums == {1: b"(128, 228)"} and not summer.asked
