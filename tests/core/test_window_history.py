@@ -77,3 +77,11 @@ def test_a_length_that_is_none_is_refused(length: float) -> None:
         WindowHistory().record("gap", length)
     with pytest.raises(ValueError, match="keep=0"):
         WindowHistory(keep=0)
+
+
+def test_what_is_measured_after_it_was_asked_for_counts() -> None:
+    history = WindowHistory(keep=2)
+    assert (history.expected_s("a"), history.longest_s("a")) == (0.0, float("inf"))
+    for length_s, expected in ((1.0, (1.0, 1.0)), (3.0, (1.0, 3.0)), (2.0, (2.0, 3.0)), (0.5, (0.5, 2.0))):
+        history.record("a", length_s)
+        assert (history.expected_s("a"), history.longest_s("a")) == expected
