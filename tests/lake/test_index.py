@@ -16,6 +16,7 @@ from lakeckpt.errors import NewerFormat, WireDamaged, WireError
 from lakeckpt.lake import index as module
 from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.partitions import partition_columns
+from lakeckpt.lake.version import TableVersion
 from lakeckpt.wire import codec
 
 
@@ -124,6 +125,13 @@ def test_the_digest_depends_on_the_content_and_on_nothing_else() -> None:
     assert len({index.digest, *(other.digest for other in others)}) == 1 + len(others)
     ints, texts = (partition_columns([f"k={v}/f", "k=2/g"]) for v in ("1", "x"))
     assert index_of({"a": [1], "b": [1]}, partitions=ints) != index_of({"a": [1], "b": [1]}, partitions=texts)
+
+
+def test_the_schema_that_a_format_reads_files_by_is_content_and_that_of_plain_files_is_not() -> None:
+    schemas = [pa.schema([("x", kind)]) for kind in (pa.int64(), pa.int32())] + [pa.schema([("y", pa.int64())])]
+    delta = TableVersion(format="delta", name="3")
+    assert len({index_of(FILES, schema=schema, version=delta).digest for schema in schemas}) == 3
+    assert {index_of(FILES, schema=schema).digest for schema in schemas} == {index_of(FILES).digest}
 
 
 def test_the_digest_is_what_it_has_always_been() -> None:
