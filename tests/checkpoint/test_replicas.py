@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.wholes import is_part_key
 from lakeckpt.errors import CheckpointMismatch
 from lakeckpt.lake.local import LocalStorage
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
-from tests.checkpoint.test_sharded import built, fsdp, second, states, trained, with_optimizer
+from tests.checkpoint.test_sharded import built, captured, fsdp, second, states, trained, with_optimizer
 from tests.tracking.processes import run_processes
 
 
@@ -90,6 +90,11 @@ def test_replicas_of_parts_are_written_once_and_restored_anywhere(sharding: Any,
         assert states(alone) == (tmp_path / "saved.0").read_text()
         run_processes(3, second, 3, str(tmp_path), fsdp)
     assert read_state(tmp_path / "run")["model"].keys() == alone["model"].state_dict().keys()
+
+
+@pytest.mark.parametrize("sharding", [hybrid, equal_groups])
+def test_replicas_of_parts_are_captured_beside_training_and_restored_from_memory(sharding: Any, tmp_path: Path) -> None:
+    run_processes(4, captured, 4, str(tmp_path), sharding)
 
 
 def drifted(rank: int, world_size: int, folder: str) -> None:

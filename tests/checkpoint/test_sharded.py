@@ -150,13 +150,13 @@ def test_a_run_of_fsdp_goes_on_on_any_number_of_ranks(world_size: int, tmp_path:
     run_processes(5, second, 5, str(tmp_path), by_columns)
 
 
-def captured(rank: int, world_size: int, folder: str) -> None:
+def captured(rank: int, world_size: int, folder: str, sharding: Any) -> None:
     begin(rank, world_size, folder)
     storage, options = (
         LocalStorage(f"{folder}/run"),
         {"persist_every": 10**9, "capture_every": 1, "arenas": f"{folder}/mem"},
     )
-    objects, made = fsdp(1, world_size), {}
+    objects, made = sharding(1, world_size), {}
     saver = CheckpointManager(storage, objects, **options)
     saver.restore()
     for step in range(1, 5):
@@ -169,7 +169,7 @@ def captured(rank: int, world_size: int, folder: str) -> None:
     assert saver._background._engine.wait() == 4
     parted = saver._background._engine._planner._plan.parted
     assert not parted.early and len(parted.late) == 6 + 18  # nothing of it holds the loop up
-    again = fsdp(2, world_size)
+    again = sharding(2, world_size)
     second = CheckpointManager(storage, again, **options)
     assert second.restore() == 4 and second.restore_report.captured == 4
     assert states(again) == made[4]
@@ -178,10 +178,12 @@ def captured(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_parts_are_captured_beside_training_and_restored_from_memory(world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world_size", "sharding"), [(1, fsdp), (3, fsdp), (2, by_columns)])
+def test_parts_are_captured_beside_training_and_restored_from_memory(
+    world_size: int, sharding: Any, tmp_path: Path
+) -> None:
     """The last layer has one row, so that of three ranks two have none of it."""
-    run_processes(world_size, captured, world_size, str(tmp_path))
+    run_processes(world_size, captured, world_size, str(tmp_path), sharding)
 
 
 def tilings(shape: tuple[int, ...], seed: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
