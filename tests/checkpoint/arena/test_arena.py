@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import multiprocessing
 import os
@@ -603,6 +604,18 @@ def test_a_folder_that_cannot_be_made_is_told_with_what_kept_it_from_that(
     monkeypatch.setattr(os, "mkdir", refuse)
     with pytest.raises(ArenaError, match=r"arenas cannot lie in .*: Read-only file system"):
         folder.make()
+
+
+def test_a_folder_that_is_there_already_leaves_nothing_to_the_garbage_collector(folder: ArenaFolder) -> None:
+    """An error that is kept would keep its callers' frames, and memory that they have mapped."""
+    folder.make()
+    gc.collect()
+    gc.disable()
+    try:
+        folder.make()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_an_arena_is_not_taken_for_damaged_where_no_more_files_can_be_opened(folder: ArenaFolder) -> None:

@@ -140,18 +140,18 @@ class ArenaFolder:
     # --- the folder and its files
 
     def _opened(self, *, make: bool) -> int:
-        unmade = None
+        unmade: str | None = None  # not the error: that would keep the frames of all callers, and what they hold
         if make:
             try:
                 os.mkdir(self.path, 0o700)
             except OSError as error:
-                unmade = error  # what is wrong with what is there, opening it tells
+                unmade = error.strerror  # what is wrong with what is there, opening it tells
         try:
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             if error.errno == errno.ENOENT and not make:
                 raise
-            why = unmade.strerror if unmade is not None and error.errno == errno.ENOENT else error.strerror
+            why = unmade if unmade is not None and error.errno == errno.ENOENT else error.strerror
             if error.errno in _SHORT:
                 raise ArenaError(f"the folder of arenas {self.path!r} cannot be opened: {why}") from error
             raise ArenaError(f"arenas cannot lie in {self.path!r}: {why}. Give another folder") from error
