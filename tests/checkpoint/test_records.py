@@ -142,15 +142,16 @@ def test_parts_are_said_together_by_item_and_mesh() -> None:
 
     shared = {"a/1": sharing(4, 0), "a/2": sharing(4, 0), "b/1": sharing(4, 0), "a/copied": sharing(4, -1, 0)}
     keys = [part_key(name, (2,), (4,)) for name in (*shared, "a/unsaid")] + ["a/1"]
-    shared |= {"a/few": sharing(4, 0), "a/fewer": sharing(4, 0)}
-    keys += [part_key(name, (rows,), (rows,)) for name, rows in (("a/few", 2), ("a/fewer", 1))]
+    few = {"a/few": 2, "a/fewer": 1, "a/fewest": 1}  # of two rows, fewer ranks have none than of one
+    shared |= dict.fromkeys(few, sharing(4, 0))
+    keys += [part_key(name, (rows,), (rows,)) for name, rows in few.items()]
     tensors = {}
     for key in keys:
         data = memoryview(bytes(0 if "few" in key else 8))
         spec = TensorSpec(key=key, dtype="float32", shape=(len(data) // 4,))
         tensors[key] = StagedTensor(spec=spec, data=data, leaves=leaf_digests(data, LEAF_BYTES))
     trees = {SHARING: StagedTree(item=SHARING, document=sharing_to_bytes(shared), digest=bytes(16))}
-    for said, expected in ((trees, [[0, 1], [2], [3], [6, 7]]), ({}, [])):
+    for said, expected in ((trees, [[0, 1], [2], [3], [6], [7, 8]]), ({}, [])):
         bundles: dict[object, list[int]] = {}
         for unit in Staged(tensors=tensors, trees=said).units():
             if unit.bundle is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -95,6 +95,73 @@ def test_replicas_of_parts_are_written_once_and_restored_anywhere(sharding: Any,
 @pytest.mark.parametrize("sharding", [hybrid, equal_groups])
 def test_replicas_of_parts_are_captured_beside_training_and_restored_from_memory(sharding: Any, tmp_path: Path) -> None:
     run_processes(4, captured, 4, str(tmp_path), sharding)
+
+
+def test_parts_without_elements_are_written_once_whoever_has_more_of_them(tmp_path: Path) -> None:
+    """Of five rows, the last of four ranks has none, and of one row, three of them have none."""
+    run_processes(4, saved, 4, str(tmp_path), fsdp)
+    records = [one for part in parts_in(tmp_path) for one in part.tensors if is_part_key(one.spec.key)]
+    assert max(Counts(one.spec.key for one in records).values()) == 1
+    assert {one.ranks for one in records if not one.spec.size_bytes} == {((1, 4),), ((3, 4),)}
+
+
+class Named:
+    """An object that holds tensors."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.tensors)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensors = dict(state)
+
+
+def outside(rank: int, world_size: int, folder: str) -> None:
+    """The mesh is of the first two ranks: the others hold the same DTensors, and nothing of them."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)
+    mesh = DeviceMesh("cpu", [0, 1])
+
+    def held(value: float, *, number: bool) -> Named:
+        tensors = {"matrix": torch.arange(8.0).view(4, 2) + value, "row": torch.arange(1.0) + value}
+        divided: dict[str, Any] = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in tensors.items()}
+        if number:
+            divided["number"] = distribute_tensor(torch.tensor(value), mesh, [Replicate()])
+        return Named(divided)
+
+    def same(some: Named, others: Named) -> bool:
+        mine, theirs = ([one.to_local() for one in each.tensors.values()] for each in (some, others))
+        return all(one.numel() == 0 or torch.equal(one, other) for one, other in zip(theirs, mine, strict=True))
+
+    with CheckpointManager(f"{folder}/run", {"held": held(1.0, number=True)}, persist_every=10**9) as saver:
+        saver.restore()
+        saver.step()
+    found = held(5.0, number=True)
+    assert CheckpointManager(f"{folder}/run", {"held": found}).restore() == 1
+    assert same(found, held(1.0, number=True))
+    options = {"persist_every": 10**9, "capture_every": 1, "arenas": f"{folder}/mem"}
+    objects = with_optimizer(built(1)) | {"held": held(2.0, number=False)}
+    first = CheckpointManager(f"{folder}/captured", objects, **options)
+    first.restore()
+    for _ in range(3):
+        trained(objects, 1)
+        first.step()
+        made = first._background._engine.wait()
+    assert made == 3, made
+    found = held(5.0, number=False)
+    second = CheckpointManager(f"{folder}/captured", with_optimizer(built(2)) | {"held": found}, **options)
+    assert second.restore() == 3 and second.restore_report.captured == 3
+    assert same(found, held(2.0, number=False))
+    second.close()
+    first.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_rank_outside_of_the_mesh_of_a_tensor_saves_and_restores_that_it_has_nothing_of_it(tmp_path: Path) -> None:
+    run_processes(3, outside, 3, str(tmp_path))
+    assert verify(LocalStorage(tmp_path / "run")).every_damage == ()
 
 
 def drifted(rank: int, world_size: int, folder: str) -> None:

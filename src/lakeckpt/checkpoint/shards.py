@@ -161,8 +161,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of it that this rank holds; a plain tensor itself."""
-    return tensor.detach()._local_tensor if is_sharded(tensor) else tensor.detach()  # type: ignore[attr-defined]
+    """The part of it that this rank holds, outside of its mesh one without elements; a plain tensor itself."""
+    local: torch.Tensor = tensor.detach()
+    if is_sharded(tensor):
+        local = local._local_tensor  # type: ignore[attr-defined]
+        if local.dim() != tensor.dim() and tensor.dim() and not local.numel():
+            return local.reshape((0,) * tensor.dim())
+    return local
 
 
 def offsets_of(key: str, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -178,7 +183,8 @@ def offsets_of(key: str, tensor: torch.Tensor) -> tuple[int, ...]:
         tensor.device_mesh,  # type: ignore[attr-defined]
         tensor.placements,  # type: ignore[attr-defined]
     )
-    return tuple(offsets)
+    is_outside = len(offsets) != tensor.dim()  # of its mesh: what it has lies behind the end
+    return tuple(tensor.shape if is_outside else offsets)
 
 
 def sharing_of(tensor: torch.Tensor) -> Sharing:

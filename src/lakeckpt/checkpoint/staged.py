@@ -5,7 +5,7 @@ Values only. Imports without torch: whoever persists needs none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.agreement import Unit
@@ -66,12 +66,16 @@ class Staged:
         return tensors + trees
 
 
-def _bundle(spec: TensorSpec, shared: Mapping[str, Sharing]) -> tuple[str, Sharing, bool] | None:
+def _bundle(spec: TensorSpec, shared: Mapping[str, Sharing]) -> Hashable:
     """With which other parts that one is on the same ranks: those of its item that the same mesh divides alike. None of
-    a plain tensor. Parts without elements are many ranks', where there are more ranks than rows."""
+    a plain tensor. Parts without elements are many ranks', where there are more ranks than rows: how many ranks these
+    are depends on the number of rows, so that only those of one shape go together. (Versions before take a part that
+    is there twice for two different ones.)"""
     place = place_of(spec.key) if shared else None
     sharing = None if place is None else shared.get(place.name)
-    return None if sharing is None else (spec.key.partition("/")[0], sharing, spec.size_bytes == 0)
+    if place is None or sharing is None:
+        return None
+    return spec.key.partition("/")[0], sharing, None if spec.size_bytes else (place.offsets, place.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

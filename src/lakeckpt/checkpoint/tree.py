@@ -54,7 +54,7 @@ class Flat:
     tree: Any
     tensors: dict[str, torch.Tensor]
     sharded: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The tensors of which this rank holds a part, by the key that the tree has of the whole; that part, if it is not
+    """The tensors of which this rank holds a part, by the key that the tree has of the whole; that part, which may be
     empty, is among ``tensors`` under a key of its own (see ``shards``)."""
     has_dim_orders: bool = False
     """Whether a tensor lies in memory in another order of its dimensions than their own."""
@@ -121,7 +121,9 @@ class _Walk:
         if is_sharded(tensor):
             self.sharded[key] = tensor
             # Also where this rank has none of its elements: what it captured is to say of which shape the whole is.
-            self.tensors[part_key(key, offsets_of(path, tensor), tensor.shape)] = local
+            # Outside of the mesh of a single number, it has nothing that could say so.
+            if local.dim() == tensor.dim():
+                self.tensors[part_key(key, offsets_of(path, tensor), tensor.shape)] = local
         else:
             self.tensors[key] = tensor
         found = TensorRef(key=key, dim_order=dim_order_of(tensor))
