@@ -11,12 +11,13 @@ import pytest
 from lakeckpt.checkpoint.agent.orders import Order
 from lakeckpt.checkpoint.agent.persister import chosen
 from lakeckpt.checkpoint.agent.will import WILL
-from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.parts import SaveId
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.checkpoint.waiting import SystemWaiter
+from lakeckpt.errors import ArenaError
 from lakeckpt.lake.storage import Storage
 from lakeckpt.testing.storage import Fault, FaultyStorage
 from tests.checkpoint.agent.rig import SETTINGS, Desk, begin, content, fill, make_arena
@@ -112,6 +113,33 @@ def test_notes_on_what_is_left_out_are_no_reason_to_lose_the_cut_that_is_not(tmp
     assert committed(storage) == [3] and holds(storage, 3, ranks=2)
     left_out = [(step, "save_left_out") for step in (0, 1, 2)]
     assert [desk.said() for desk in desks] == [[*left_out, (3, "")]] * 2
+
+
+def test_where_arenas_cannot_be_looked_at_every_order_is_answered_and_the_other_ranks_hear_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    with make_arena(tmp_path, 0, 2) as first, make_arena(tmp_path, 1, 2) as second:
+        found = ArenaFolder.found
+
+        def short(self: ArenaFolder) -> list[ArenaInfo]:
+            if threading.current_thread().name == "lakeckpt-persister-0":
+                raise ArenaError("too many open files")
+            return found(self)
+
+        desks, _ = ranks(storage, tmp_path, 2)
+        for step in (1, 2, 3):
+            fill(first, step), fill(second, step)
+        monkeypatch.setattr(ArenaFolder, "found", short)
+        for desk in desks:
+            for step in (1, 2, 3):
+                desk.order(step, step)
+            desk.persister.leave()
+        finish(desks)
+    left_out = [(1, "save_left_out"), (2, "save_left_out")]
+    assert [desk.said() for desk in desks] == [[*left_out, (3, "arena")], [*left_out, (3, "save_failed")]]
+    assert desks[1].outcomes[-1].text == "nothing was saved at step 3. failure of rank 0: too many open files"
 
 
 def test_what_an_agent_left_out_before_it_died_is_not_committed_behind_a_newer_step(tmp_path: Path) -> None:

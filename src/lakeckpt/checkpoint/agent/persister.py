@@ -220,11 +220,10 @@ class Persister:
     def _do(self, order: Order, left_out: Sequence[Order] = ()) -> None:
         begun_s = self._waiter.now()
         try:
-            # Held before anything is asked of the store, as newer cuts take its place meanwhile.
-            with (
-                self._generations.hold(order.step, str(self._publisher.attempt.number)) as held,
-                self._leaving_out(left_out),
-            ):
+            with contextlib.ExitStack() as stack:
+                # Held before anything is asked of the store, as newer cuts take its place meanwhile.
+                held = self._hold(order, stack)
+                stack.enter_context(self._leaving_out(left_out))
                 found: Manifest | Exception = self._persisted(order, held)
         except Exception as error:
             if isinstance(error, AttemptSuperseded):
@@ -232,7 +231,14 @@ class Persister:
             found = error
         self._tell(order, found, self._waiter.now() - begun_s)
 
-    def _persisted(self, order: Order, held: Held | None) -> Manifest:
+    def _hold(self, order: Order, stack: contextlib.ExitStack) -> Held | Exception | None:
+        """The generation; or why it cannot be had, which others who wait for this rank are to hear."""
+        try:
+            return stack.enter_context(self._generations.hold(order.step, str(self._publisher.attempt.number)))
+        except Exception as error:
+            return error
+
+    def _persisted(self, order: Order, held: Held | Exception | None) -> Manifest:
         self._look_back()
         if self._superseded is not None:
             raise self._superseded
@@ -248,7 +254,7 @@ class Persister:
             if any(info.path == save.failure_path(rank) for info in self._storage.list(save.failure_path(rank))):
                 raise gave_up(self._storage, save.failure_path(rank), rank)
 
-    def _publish(self, save: SaveId, order: Order, held: Held | None) -> Manifest:
+    def _publish(self, save: SaveId, order: Order, held: Held | Exception | None) -> Manifest:
         talk = RecordTalk(
             self._storage,
             save,
@@ -261,6 +267,8 @@ class Persister:
         documents: Mapping[str, bytes] = {}
         taken: StagedCut | Exception
         try:
+            if isinstance(held, Exception):
+                raise held
             if held is None and not self._generations.steps():
                 raise SaveFailed(
                     f"step {order.step} was not saved: nothing that rank {self.rank} has captured is in memory any "
@@ -274,7 +282,7 @@ class Persister:
             with self._changed:
                 documents = dict(self._documents)
             taken = _staged(contents_of(held), order, documents)
-        except LakeckptError as error:
+        except Exception as error:
             taken = error
         manifest = self._publisher.publish(save, taken, talk, again=order.again)
         with self._changed:
