@@ -94,7 +94,7 @@ class RestoreReport:
     """All that was found not to be as it was written, the newer checkpoints passed over included."""
     per_rank: tuple[str, ...]
     """Units (``tensor:…``, ``tree:…``) of which the ranks had different contents: on as many ranks as saved it, of
-    those that this rank has. After a change of the world size, rank r has those of the old rank r, and a new rank those
-    of the old rank r mod W."""
+    those that this rank has, where replicas of parts of tensors that drifted apart need not be among them. After a
+    change of the world size, rank r has those of the old rank r, and a new rank those of the old rank r mod W."""
     given_up: Mapping[str, str] = field(default_factory=dict)
     """reader → why the rest of its epoch was given up: its table version is gone (``on_version_gone="next_epoch"``)."""
