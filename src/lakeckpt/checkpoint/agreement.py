@@ -6,8 +6,9 @@ differences are, and a third who holds which content of these. Every rank then k
 shares: a unit is written once per content, by one of the ranks that hold it, spread by size.
 
 Parts of tensors are left out of this: no two ranks that divide a tensor have the same, and a thousand ranks would tell
-one another of a million. A rank says one digest of all of them together, a *bundle*, and ranks that say the same have
-the same: those that hold replicas. What a bundle consists of only they know, and how they share it out among them.
+one another of a million. Of those of an item that one mesh divides alike, a *bundle*, a rank says one number, and ranks
+that say the same have the same: those that hold replicas. What a bundle consists of only they know, and how they share
+it out among them.
 
 Never touches storage. Imports without torch.
 """

@@ -106,8 +106,9 @@ def collect_parts(
                 raise gave_up(storage, info.path, rank)
             if name == f"{rank:05d}.lkc" and rank not in found:
                 new[info.path] = rank
+        read = list(pool.map(storage.read, new))
         with collector_waits():  # for nothing of this is garbage, and there may be a million records
-            for (path, rank), data in zip(new.items(), pool.map(storage.read, new), strict=True):
+            for (path, rank), data in zip(new.items(), read, strict=True):
                 found[rank] = _checked_part(path, data, rank, save, cut, expected.alone[rank], sums)
         return True if len(found) == world_size else None
 
