@@ -101,6 +101,15 @@ class Tip:
             "the record of what was before is lost, and no audit can prove it"
         )
 
+    def refuse_later(self) -> None:
+        """Raise `AttemptSuperseded` where another attempt has begun, or another run lies here, behind what this one
+        knows. Nothing is adopted; a store that fails says nothing."""
+        try:
+            found = read_entry(self._storage, self.attempt.last + 1)
+        except (WireError, StorageError):
+            return
+        self._refuse_others(found)
+
     def _refuse_others(self, entry: Entry, *, newest: bool = False) -> None:
         is_ours = entry.attempt <= self.attempt.number if newest else entry.attempt == self.attempt.number
         if entry.run != self.attempt.run or not is_ours:

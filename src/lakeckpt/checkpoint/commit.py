@@ -11,7 +11,7 @@ Imports without torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -87,9 +87,11 @@ def collect_parts(
     expected: Expected,
     waiter: Waiter,
     timeout_s: float,
+    still: Callable[[], None] = lambda: None,
 ) -> tuple[list[PartRef], list[PartRecord]]:
     """Wait for the parts of all ranks; each is read and checked as it comes.
 
+    ``still``: called whenever some are missing; raises where they are not worth waiting for any more.
     Raises `CheckpointIncomplete` naming the ranks whose part did not come in time, `SaveFailed` naming a rank that gave
     up or wrote other than was agreed, or a tensor whose parts are not the whole of it.
     """
@@ -110,7 +112,10 @@ def collect_parts(
         with collector_waits():  # for nothing of this is garbage, and there may be a million records
             for (path, rank), data in zip(new.items(), read, strict=True):
                 found[rank] = _checked_part(path, data, rank, save, cut, expected.alone[rank], sums)
-        return True if len(found) == world_size else None
+        if len(found) == world_size:
+            return True
+        still()
+        return None
 
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-commit") as pool:
         is_whole = poll(look, waiter=waiter, timeout_s=timeout_s)

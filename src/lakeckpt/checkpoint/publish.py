@@ -73,7 +73,8 @@ class Settings:
 class Publisher:
     """Publishes the cuts of ``rank`` of ``world_size``, for one attempt.
 
-    ``still`` raises, right before a commit, where there is to be none any more; nothing is written then, either.
+    ``still`` raises, while others' parts are waited for and right before a commit, where there is to be none any more;
+    nothing is written then, either.
     """
 
     def __init__(
@@ -146,6 +147,10 @@ class Publisher:
     def lost(self) -> str:
         """What the log has lost since this attempt wrote it (`Tip.lost`)."""
         return self._tip.lost()
+
+    def refuse_later(self) -> None:
+        """Raise where another attempt has begun (`Tip.refuse_later`)."""
+        self._tip.refuse_later()
 
     def catch_up(self) -> list[Manifest]:
         """Adopt what this attempt has committed without this publisher's knowledge (`Tip.catch_up`)."""
@@ -289,6 +294,7 @@ class Publisher:
             expected=Expected(alone=alone, bundles=agreement.bundles),
             waiter=self._waiter,
             timeout_s=self._settings.timeout_s,
+            still=self._still,
         )
         verify_objects(self._storage, parts, verify=self._settings.verify)
         if self._lost:

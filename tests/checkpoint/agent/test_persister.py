@@ -487,6 +487,48 @@ def test_an_order_that_only_some_trainers_gave_before_they_died_holds_nobody_up(
         assert committed(storage) == [5] and waiter.time_s < 20.0
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("ends", ["die", "leave"])
+def test_an_order_of_a_trainer_that_is_gone_waits_for_nobody_when_another_attempt_begins(
+    tmp_path: Path, rank: int, ends: str
+) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    settings = replace(SETTINGS, timeout_s=10**6)
+    desk = Desk(storage, tmp_path, SystemWaiter(), rank=rank, world_size=2, settings=settings)
+    with make_arena(tmp_path, rank, 2) as arena:
+        fill(arena, 5)
+    desk.order(5, 0)
+    desk.persister.start()
+    assert not desk.persister.join(0.2)
+    getattr(desk.persister, ends)()
+    assert not desk.persister.join(0.2)
+    begin(storage, slot=1, world_size=2)
+    assert desk.persister.join(PATIENCE_S) and desk.said() == [(5, "attempt_superseded")]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_an_agent_that_died_within_a_save_is_not_waited_for_when_another_attempt_begins(tmp_path: Path, n: int) -> None:
+    storage, waiter = MemoryStorage(), SystemWaiter()
+    begin(storage, world_size=2)
+    settings = replace(SETTINGS, timeout_s=10**6)
+    faulty = FaultyStorage(storage, fail_at={("put", n): Fault.KILL})
+    desks = [
+        Desk(storage if rank == 0 else faulty, tmp_path, waiter, rank=rank, world_size=2, settings=settings)
+        for rank in range(2)
+    ]
+    for rank, desk in enumerate(desks):
+        with make_arena(tmp_path, rank, 2) as arena:
+            fill(arena, 5)
+        desk.order(5, 0)
+        desk.persister.start()
+    assert desks[1].persister.join(PATIENCE_S) and faulty.dead
+    desks[0].persister.die()
+    begin(storage, slot=1, world_size=2)
+    assert desks[0].persister.join(PATIENCE_S) and desks[0].said() == [(5, "attempt_superseded")]
+
+
 def test_what_an_agent_left_unfinished_is_found_committed_or_done_by_the_next(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)

@@ -89,7 +89,7 @@ class Persister:
             world_size=world_size,
             settings=settings,
             waiter=waiter,
-            still=self._refuse_removed,
+            still=self._refuse_pointless,
         )
         self._documents: dict[str, bytes] = {}
         self._changed = threading.Condition()
@@ -298,8 +298,17 @@ class Persister:
                 "storage comes back; lakeckpt doctor removes it"
             )
 
+    def _refuse_pointless(self) -> None:
+        """Raise where nobody is left to whom a commit is of use: the trainer is gone, and the run was removed, or
+        another attempt has begun. The agents of other ranks may be dead, and never come to what this one is at."""
+        self._refuse_removed()
+        if self._died or self._left:
+            self._publisher.refuse_later()
+
     def _refuse_over(self, order: Order) -> None:
-        """Raise where the other ranks may never come to what this one is at: trainers died between two orders."""
+        """Raise where the other ranks may never come to what this one is at: trainers died between two orders, or their
+        agents with them."""
+        self._refuse_pointless()
         if order.number == WILL or not self._died:
             return
         if self._storage.list(will_folder(self._publisher.attempt.number)):
