@@ -1,248 +1,256 @@
-"""A trainer and its agent that are killed, and what is found afterwards.
+"""Trainers and their agents that are killed, and what is found afterwards.
 
-`Site` is the place of a run. Its trainer is a whole one: `CheckpointManager` with a capture at every step, over a model
-of which every element says its step (`Stamped`), in a process that is forked from one that has torch loaded; its agent
-is a process, too, forked by whoever forks the trainer instead of being started anew, which would take half a second.
+`Site` is the place of a run. Its trainers are whole ones (`Trainer`), one for each rank, in processes that are forked
+from one that has torch loaded; agents are processes, too, forked by whoever forks the trainers instead of being started
+anew, which would take half a second. Ranks have a node each, with memory and an agent of its own, or share one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
+import faulthandler
 import json
 import os
+import select
+import shutil
 import signal
 import socket
 import sys
-import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
-from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint import background, commit, opening, publish, restorer
-from lakeckpt.checkpoint.agent import generations, link, persister, server
+from lakeckpt.checkpoint.agent import server
+from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
 from lakeckpt.checkpoint.agent.place import AgentPlace
-from lakeckpt.checkpoint.arena import arena as arena_module
-from lakeckpt.checkpoint.arena import contents, folder
-from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.bubbles.keeper import ProfileKeeper
-from lakeckpt.checkpoint.capturing import capture, copier, engine, hooks, job, moves, store
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.foreign.convert import read_state
-from lakeckpt.checkpoint.gate import OpenGate
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import LOG
+from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import ArenaDamaged
 from lakeckpt.lake.local import LocalStorage
 from tests.checkpoint.agent.test_agent import ended
-from tests.checkpoint.capturing.device import Device, SimulatedLink
-from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps
-from tests.checkpoint.kills.points import Doom, Notes, Points
+from tests.checkpoint.capturing.stamped import Own, check_stamps
+from tests.checkpoint.kills.points import Doom, Notes, Points, agent, trainer
+from tests.checkpoint.kills.trainer import WAITS, Trainer
 from tests.patience import PATIENCE_S
 
-LAST = 6
+__all__ = ["Site", "adopt"]
+
 _PR_SET_CHILD_SUBREAPER = 36
-CAPTURING: tuple[ModuleType, ...] = (
-    *(engine, capture, copier, hooks, job, store, moves),
-    *(arena_module, folder, background, link, generations),
-)
-PERSISTING: tuple[ModuleType, ...] = (server, persister, generations, arena_module, contents, publish, commit)
-RESTORING: tuple[ModuleType, ...] = (restorer, opening, arena_module, folder, contents, generations)
-
-
-class HalfShut(OpenGate):
-    """Keeps every other slice until the fence: the copier copies, and the fence."""
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
-        self._asked += 1
-        assert self._asked % 2 or urgent.wait(PATIENCE_S)
-
-    def cut(self, step: int) -> None:
-        """A bubble's gate is told of cuts."""
-
-
-class Watched:
-    """Stands in for `lakeckpt.Bubbles`: only its gate counts here."""
-
-    def __init__(self) -> None:
-        self.gate = HalfShut()
-
-    def kept(self, *_: object, **__: object) -> ProfileKeeper:
-        """Nothing was watched, and nothing is written of it."""
-        keeper = ProfileKeeper(lambda: None, "nobody")
-        keeper.begin()
-        return keeper
+_HANGS_S = PATIENCE_S / 2
 
 
 class Site:
-    """Where a run lies, and what is known of it from outside."""
+    """Where a run of ``ranks`` lies, and what is known of it from outside.
 
-    def __init__(self, root: Path, *, device: bool = False) -> None:
-        self.run, self.arenas, self.said = root / "run", root / "arenas", root / "said"
-        self.device = device  # the state lies on a (simulated) device, and not in host memory
+    ``shares``: its ranks share a node. ``device``: the state lies on a (simulated) device, and not in host memory.
+    ``waits``: in its midst, trainers wait for what is being persisted. Where they never do, captures want memory that
+    is being persisted, some are left out, on one rank these and on another one those, and ranks need not keep a step
+    that all of them had.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        ranks: int = 1,
+        shares: bool = False,
+        device: bool = False,
+        persist_every: int = 2,
+        waits: bool = True,
+    ) -> None:
+        self.root, self.run = root, root / "run"
+        self.ranks, self.shares, self.device = ranks, shares, device
+        self.persist_every, self.waits = persist_every, waits
         self.notes = Notes()
         self.agents: list[int] = []
-        self.arenas.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.trainings = 0
+        root.mkdir(parents=True, exist_ok=True)
+
+    def node(self, rank: int) -> int:
+        """The node of a rank."""
+        return 0 if self.shares else rank
+
+    @property
+    def nodes(self) -> list[int]:
+        """All nodes."""
+        return sorted({self.node(rank) for rank in range(self.ranks)})
+
+    def arenas(self, node: int) -> Path:
+        """The memory of a node."""
+        return self.root / f"memory of node {node}"
+
+    def lose(self, node: int) -> None:
+        """The memory of a node is gone."""
+        shutil.rmtree(self.arenas(node), ignore_errors=True)
 
     # --- processes
 
-    def train(self, doom: Doom | None = None, *, modules: tuple[ModuleType, ...] = ()) -> int:
-        """Run a trainer to its end, with agents as it asks for them; its exit code. ``modules``: those whose lines are
-        points of it."""
-        ours, theirs = socket.socketpair()
-        started = 0
-        if not (child := os.fork()):
-            ours.close()
-            self._be("trainer", doom, modules, functools.partial(self._train, theirs))
-        self.notes["trainer"] = child
-        theirs.close()
-        with ours:
-            while asked := _asked(ours):
-                self._start_agent(*json.loads(asked), doom if not started else None)
-                started += 1
-                self.agents.append(self.notes["agent"])
-                with contextlib.suppress(OSError):  # the trainer may be dead
-                    ours.send(b"+")
+    def train(
+        self,
+        *dooms: Doom,
+        modules: tuple[ModuleType, ...] = (),
+        ranks: int | None = None,
+        leaves: bool = False,
+    ) -> list[int]:
+        """Run a trainer for each rank to its end, with agents as they ask for them; their exit codes.
+
+        ``modules``: those whose lines are points. ``ranks``: from now on there are so many. Where a trainer dies the
+        others are killed; or, if it ``leaves`` them, they find that out for themselves, but for those that wait for an
+        agent, which waits for as long as a save may take.
+        """
+        before, self.ranks = self.ranks, self.ranks if ranks is None else ranks
+        self.trainings += 1
+        trainers: dict[socket.socket, int] = {}
+        for rank in range(self.ranks):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            if not (child := os.fork()):
+                for one in (ours, *trainers):
+                    one.close()
+                self._be(trainer(rank), dooms, modules, self._trainer(rank, before, theirs).train)
+            self.notes[trainer(rank)] = child
+            theirs.close()
+            trainers[ours] = rank
+        started: Counter[int] = Counter()
+        waiting: set[int] = set()
+        codes = [0] * self.ranks
+        while trainers:
+            found = select.select(list(trainers), [], [], PATIENCE_S)[0]
+            assert found, f"trainers hang: {self.failure}"
+            for one in found:
+                rank = trainers[one]
+                asked = _asked(one)
+                if asked == WAITS:
+                    waiting.add(rank)
+                elif asked:
+                    node = self.node(rank)
+                    self._start_agent(*json.loads(asked), node, *(() if started[node] else (dooms, modules)))
+                    started[node] += 1
+                    with contextlib.suppress(OSError):  # the trainer may be dead
+                        one.send(b"+")
+                else:
+                    codes[rank] = self._ended(rank)
+                    del trainers[one]
+                    one.close()
+            if any(codes):
+                for rank in trainers.values():
+                    if not leaves or rank in waiting:
+                        os.kill(self.notes[trainer(rank)], signal.SIGKILL)
+        return codes
+
+    def _trainer(self, rank: int, before: int, asks: socket.socket) -> Trainer:
+        return Trainer(
+            run=self.run,
+            arenas=self.arenas(self.node(rank)),
+            rank=rank,
+            ranks=self.ranks,
+            before=before,
+            node=self.node(rank),
+            meet=self.root / f"meet {self.trainings}",
+            device=self.device,
+            persist_every=self.persist_every,
+            waits=self.waits,
+            notes=self.notes,
+            asks=asks,
+        )
+
+    def _ended(self, rank: int) -> int:
+        child = self.notes[trainer(rank)]
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        self.notes["trainer"] = 0  # from here on its number may be another's
+        self.notes[trainer(rank)] = 0  # from here on its number may be another's
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def met(self, process: str) -> Counter[str]:
         """The points that a process met, if it came to its end."""
-        return Counter(json.loads(self.said.with_suffix(f".{process}").read_text()))
+        return Counter(json.loads((self.root / f"points of {process}").read_text()))
 
     @property
     def failure(self) -> str:
         """Why a process failed."""
-        failed = self.said.with_suffix(".failed")
-        return failed.read_text() if failed.exists() else "a process ended that nobody has killed"
+        every = [one.read_text() for one in sorted(self.root.glob("failure of *"))]
+        return "\n".join(filter(None, every)) or "a process ended that nobody has killed"
 
     def _be(
-        self, name: Any, doom: Doom | None, modules: tuple[ModuleType, ...], body: Callable[[Points], None]
+        self, name: str, dooms: Sequence[Doom], modules: tuple[ModuleType, ...], body: Callable[[Points], None]
     ) -> None:
         """Be the process that was just forked, to its end."""
         status = 1
+        failure = (self.root / f"failure of {name}").open("a")
         try:
-            points = Points(self.notes, name, doom)
-            points.watch(modules if doom is None or doom.process == name else ())
+            faulthandler.dump_traceback_later(_HANGS_S, exit=True, file=failure)
+            points = Points(self.notes, name, dooms)
+            if points.doom is not None or not any(":" in one.label for one in dooms):
+                points.watch(modules)
             body(points)
             sys.settrace(None)
-            self.said.with_suffix(f".{name}").write_text(json.dumps(points.met))
+            (self.root / f"points of {name}").write_text(json.dumps(points.met))
             status = 0
         except BaseException:
-            self.said.with_suffix(".failed").write_text(f"{name}: {traceback.format_exc()}")
+            failure.write(f"{name}: {traceback.format_exc()}")
+            failure.flush()
         finally:
             os._exit(status)
 
-    def _start_agent(self, arenas: str, run: str, doom: Doom | None) -> None:
+    def _start_agent(
+        self, arenas: str, run: str, node: int, dooms: Sequence[Doom] = (), modules: tuple[ModuleType, ...] = ()
+    ) -> None:
         """Start an agent as `AgentLink` does, by a process that ends when trainers can connect."""
+        name = agent(node)
 
         def be(_: Points) -> None:
-            log = os.open(f"{self.said}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            log = os.open(self.root / f"log of {name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 2)
             asked, listener = os.getpid(), AgentPlace.listener
 
             def noted(place: AgentPlace) -> socket.socket:
-                self.notes["agent"] = os.getpid()
+                self.notes[name] = os.getpid()
                 return listener(place)
 
             AgentPlace.listener = noted  # type: ignore[method-assign]
             status = server.main(arenas, run, linger_s=PATIENCE_S)
-            if os.getpid() == asked:
-                os._exit(status)
+            if self.notes[name] != os.getpid():  # it is who has started it, or another one serves
+                os._exit(status if os.getpid() == asked else 0)
 
         if not (child := os.fork()):
-            self._be("agent", doom, PERSISTING, be)
+            self._be(name, dooms, modules, be)
         if os.waitpid(child, 0)[1] != 0:
             assert self.notes["killed"], f"an agent cannot be started: {self.failure}"
-            self._start_agent(arenas, run, None)
-
-    # --- the trainer
-
-    def _train(self, asks: socket.socket, points: Points) -> None:
-        def start(agent: link.AgentLink, log: str) -> None:
-            asks.send(json.dumps([agent._hello.arenas, agent._hello.digest.hex()]).encode())
-            assert asks.recv(1) == b"+"
-
-        link.AgentLink._start = start  # type: ignore[method-assign]
-        model, simulated = Stamped(), Device(os.getpid())
-        if self.device:
-            linked = {torch.device("cpu"): SimulatedLink(simulated)}
-            opening.CaptureEngine = functools.partial(  # type: ignore[attr-defined]
-                CaptureEngine, slice_bytes=256, scratch_bytes=2000, links=linked
-            )
-        else:
-            opening.CaptureEngine = functools.partial(CaptureEngine, slice_bytes=256)  # type: ignore[attr-defined]
-        _halve_copies(points)
-
-        def launch(work: Callable[[], object]) -> None:
-            points.meet("in the midst of an update")
-            simulated.queue(0, work) if self.device else work()
-
-        optimizer = Stamper(model, launch)
-        manager = CheckpointManager(
-            self.run,
-            {"model": model, "optimizer": optimizer},
-            capture_every=1,
-            persist_every=2,
-            arenas=self.arenas,
-            bubbles=Watched(),  # type: ignore[arg-type]
-            timeout_s=PATIENCE_S,
-            on_save_failure="raise",
-        )
-        with manager:
-            done = manager.restore()
-            check_state(model, optimizer, done)
-            self.notes["restored"], optimizer.stamp = done, done
-            points.meet("restored")
-            _note_completed(self.notes)
-            while manager.steps_done < LAST:
-                optimizer.step()
-                launch(functools.partial(model.seen.fill_, optimizer.stamp))
-                points.meet("before a cut")
-                self._committed(manager.step())
-                points.meet("after a cut")
-                if manager.steps_done % 2:
-                    assert manager._background is not None
-                    manager._background._engine.wait()  # of other cuts, captures are under way when the next one comes
-                if manager.steps_done == 4:
-                    self._committed(manager.wait())
-            simulated.run()
-
-    def _committed(self, info: Any) -> None:
-        if info is not None:
-            self.notes["committed"] = max(self.notes["committed"], info.step)
+            self._start_agent(arenas, run, node)
+        elif self.notes[name] not in self.agents:
+            self.agents.append(self.notes[name])
 
     # --- what is found
 
-    def drain(self) -> None:
-        """Have agents do what is left to do, and wait for their end."""
-        for pid in {*self.agents}:
+    def drain(self, nodes: Iterable[int] | None = None) -> None:
+        """Have the agents of nodes (None: all) do what is left to do, and wait for their end."""
+        some = self.agents if nodes is None else [self.notes[agent(node)] for node in nodes]
+        for pid in some:
             os.kill(pid, signal.SIGTERM)
-        self.join()
+        for pid in some:
+            assert ended(pid), "an agent does not end"
+        if nodes is None:
+            self.join()
 
     def join(self) -> None:
         """Wait until all agents have ended. They are children of this process, which is told to adopt them."""
-        for pid in {*self.agents}:
+        for pid in self.agents:
             assert ended(pid), "an agent does not end"
             os.waitpid(pid, 0)
         self.agents.clear()
+        for node in self.nodes:
+            self.notes[agent(node)] = 0
 
     def kill(self) -> None:
         """Leave no agent behind."""
-        for pid in {*self.agents}:
+        for pid in self.agents:
             os.kill(pid, signal.SIGKILL)
 
     def committed(self) -> int:
@@ -250,22 +258,40 @@ class Site:
         storage = LocalStorage(self.run)
         if not storage.list(LOG):
             return 0  # nobody has begun yet
-        assert verify(storage).every_damage == ()
+        damaged = verify(storage).every_damage
+        assert damaged == (), damaged
         chain = read_history(storage).chain
         for one in chain[-3:]:
-            state = read_state(self.run, slot=one.slot)
-            found = {float(value) for tensor in _tensors(state) for value in tensor.flatten().tolist()}
-            assert found == {float(one.step)}, f"the checkpoint of step {one.step} holds {sorted(found)}"
+            for rank in range(one.world_size):
+                self._check(one, rank)
         return chain[-1].step if chain else 0
 
+    def _check(self, one: Manifest, rank: int) -> None:
+        state = read_state(self.run, slot=one.slot, rank=rank)
+        own = state.pop("own")["stamps"]
+        assert torch.equal(own, Own.of(one.step, rank)), f"the checkpoint of step {one.step}, rank {rank}: {own}"
+        found = {float(value) for tensor in _tensors(state) for value in tensor.flatten().tolist()}
+        assert found == {float(one.step)}, f"the checkpoint of step {one.step} holds {sorted(found)}"
+
     def captured(self) -> int:
-        """The newest step that is complete in memory; every generation there is of one step."""
-        newest = 0
-        for info in ArenaFolder(self.arenas).found():
-            with contextlib.suppress(ArenaDamaged):  # it was being made
-                with ArenaFolder(self.arenas).open(info.name) as arena:
-                    newest = max([newest, *check_stamps(arena)])
-        return newest
+        """The newest step that is complete in the memory of all ranks; every generation there is of one step."""
+        of_ranks: list[set[tuple[str, int]]] = [set() for _ in range(self.ranks)]
+        for node in self.nodes:
+            folder = ArenaFolder(self.arenas(node))
+            for info in folder.found():
+                with contextlib.suppress(ArenaDamaged), folder.open(info.name) as arena:  # it may be being made
+                    check_stamps(arena)
+                    if arena.layout.identity.world == self.ranks:
+                        of_ranks[arena.layout.identity.rank] |= {(one.attempt, one.step) for one in arena.complete()}
+        return max((step for _, step in set.intersection(*of_ranks)), default=0)
+
+    def left(self, *, reclaimed: bool) -> list[str]:
+        """The arenas that lie anywhere; ``reclaimed``: when what nobody needs any more is."""
+        every = [ArenaFolder(one) for one in self.root.glob("memory of *")]
+        for folder in every if reclaimed else ():
+            for kept in kept_in(folder):
+                reclaim(folder, kept)
+        return [info.name for folder in every for info in folder.found()]
 
 
 def _asked(trainer: socket.socket) -> bytes:
@@ -281,42 +307,7 @@ def adopt() -> None:
     assert ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
 
 
-def _note_completed(notes: Notes) -> None:
-    complete = job.Job.complete
-
-    def noted(one: job.Job, documents: bytes) -> None:
-        complete(one, documents)
-        notes["completed"] = one.facts.step
-
-    job.Job.complete = noted  # type: ignore[method-assign]
-
-
-def _halve_copies(points: Points) -> None:
-    """Copies of tensors, and what is written of an arena's own, are made in two halves, with a point between them."""
-    put = Arena._put
-
-    def half_put(arena: Arena, at: int, data: bytes | memoryview) -> None:
-        put(arena, at, data[: len(data) // 2])
-        points.meet(f"half of {'a sequence number' if len(data) == 8 else 'a document or record'} is written")
-        put(arena, at + len(data) // 2, data[len(data) // 2 :])
-
-    def foreach(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-        for part in (slice(None, None, 2), slice(1, None, 2)):
-            for one, other in zip(to, source, strict=True):
-                one.reshape(-1)[part].copy_(other.reshape(-1)[part])
-            points.meet("half of a slice is copied")
-
-    Arena._put = half_put  # type: ignore[method-assign]
-    moves.torch._foreach_copy_ = foreach  # type: ignore[attr-defined]
-
-
-def check_state(model: Stamped, optimizer: Stamper, step: int) -> None:
-    """All of it is of ``step``."""
-    every = [*model.state_dict().values(), *(state["moment"] for state in optimizer.state.values())]
-    assert all(bool((one == step).all()) for one in every), f"restored to step {step}: {every}"
-
-
-def _tensors(state: Any) -> list[torch.Tensor]:
+def _tensors(state: object) -> list[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         return [state] if state.is_floating_point() else []
     if isinstance(state, dict):

@@ -17,27 +17,42 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType, ModuleType
-from typing import Any, Literal
+from typing import Any
 
-__all__ = ["Doom", "Notes", "Points"]
+__all__ = ["MOST_RANKS", "Doom", "Notes", "Points", "agent", "trainer"]
 
-Process = Literal["trainer", "agent"]
+MOST_RANKS = 4
+_BY_NUMBER = ("trainer", "agent", "restored", "completed", "committed")
+
+
+def trainer(rank: int) -> str:
+    """The name of the process that trains as ``rank``."""
+    return f"trainer {rank}"
+
+
+def agent(node: int) -> str:
+    """The name of the agent of a node."""
+    return f"agent {node}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doom:
-    """Who is sent SIGKILL when ``process`` comes to the ``hit``-th meeting of ``label``."""
+    """Who is sent SIGKILL when ``process`` comes to the ``hit``-th meeting of ``label``.
 
-    process: Process
+    ``awaits``: and when another rank, which is ahead then, has completed a step.
+    """
+
+    process: str
     label: str
     hit: int
-    victims: tuple[Process, ...]
+    victims: tuple[str, ...]
+    awaits: tuple[int, int] | None = None
 
 
 class Notes:
     """Numbers in memory that outlives whoever wrote them; processes that are forked share it."""
 
-    NAMES = ("trainer", "agent", "killed", "restored", "completed", "committed")
+    NAMES = ("killed", *(f"{what} {number}" for what in _BY_NUMBER for number in range(MOST_RANKS)))
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 8 * len(self.NAMES))
@@ -48,13 +63,17 @@ class Notes:
     def __setitem__(self, name: str, value: int) -> None:
         struct.pack_into("q", self._memory, 8 * self.NAMES.index(name), value)
 
+    def of_ranks(self, what: str, ranks: int) -> list[int]:
+        """What each rank has noted."""
+        return [self[f"{what} {rank}"] for rank in range(ranks)]
+
 
 class Points:
-    """Counts the points that this process meets, and ends whom ``doom`` names."""
+    """Counts the points that this process meets, and ends whom that of the ``dooms`` names which is its own."""
 
-    def __init__(self, notes: Notes, process: Process, doom: Doom | None) -> None:
+    def __init__(self, notes: Notes, process: str, dooms: Iterable[Doom]) -> None:
         self.met: Counter[str] = Counter()
-        self._notes, self._doom = notes, doom if doom is not None and doom.process == process else None
+        self._notes, self.doom = notes, next((one for one in dooms if one.process == process), None)
         self._lock = threading.Lock()
         self._files: dict[str, str] = {}
 
@@ -62,11 +81,13 @@ class Points:
         """This point is met."""
         with self._lock:
             self.met[label] += 1
-            doom = self._doom
+            doom = self.doom
             if doom is None or (label, self.met[label]) != (doom.label, doom.hit):
                 return
-            self._doom = None
-            self._notes["killed"] = 1
+            self.doom = None
+            while doom.awaits is not None and not self._notes[f"completed {doom.awaits[0]}"] >> doom.awaits[1] & 1:
+                os.sched_yield()
+            self._notes["killed"] += 1
             for process in sorted(doom.victims, key=lambda one: self._notes[one] == os.getpid()):  # oneself last
                 if self._notes[process]:
                     os.kill(self._notes[process], signal.SIGKILL)
@@ -77,7 +98,7 @@ class Points:
         for one in modules:
             assert one.__file__ is not None
             name = one.__name__.removeprefix("lakeckpt.checkpoint.")
-            if self._doom is None or self._doom.label.startswith(f"{name}:"):
+            if self.doom is None or self.doom.label.startswith(f"{name}:"):
                 self._files[one.__file__] = name
         if not self._files:
             return
