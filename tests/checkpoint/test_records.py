@@ -43,6 +43,22 @@ def over_storage(world_size: int, body: Callable[[int, Talk], Any], storage: Mem
     return run_ranks(world_size, one, waiters=[waiter])
 
 
+class Pauses:
+    """A clock that goes on while somebody waits; ``meanwhile``: what happens during the first wait."""
+
+    def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self.pauses: list[float] = []
+        self.meanwhile = meanwhile
+
+    def now(self) -> float:
+        return sum(self.pauses)
+
+    def wait(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        if len(self.pauses) == 1:
+            self.meanwhile()
+
+
 @pytest.mark.parametrize("differ", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_they_settle_on_what_a_process_group_settles_on(world_size: int, differ: bool) -> None:
@@ -167,9 +183,38 @@ def test_the_cut_is_another_where_one_rank_has_other_parts(group: int) -> None:
     assert cut(0) == cut(0) != cut(1)
 
 
-def test_what_ranks_write_anyway_counts_where_the_rest_is_spread() -> None:
-    found = agreed(3, lambda rank: divided(rank, count=3 - rank))
-    assert {owner for one in found for owner, _ in one.owners.values()} == {2}
+@pytest.mark.parametrize(("parts", "owner"), [((3, 2, 1), 2), ((3, 3, 3, 2), 0), ((3, 3, 3, 0), 3)])
+def test_what_ranks_write_anyway_counts_where_the_rest_is_spread(parts: tuple[int, ...], owner: int) -> None:
+    """A rank's own bundle is all its load, one that three ranks hold a third of each one's."""
+
+    def units_of(rank: int) -> list[Unit]:
+        return divided(rank, count=parts[rank], group=1 if len(parts) == 3 else 3)
+
+    assert {found for one in agreed(len(parts), units_of) for found, _ in one.owners.values()} == {owner}
+
+
+def test_the_largest_are_given_out_first_each_to_the_least_loaded_of_those_that_hold_it() -> None:
+    def units_of(rank: int) -> list[Unit]:
+        sizes = {"a": 10, "b": 10, "c": 10, "d": 10, "e": 40} | ({"f": 90} if rank == 0 else {"g": 100, "h": 90})
+        return [Unit(id=(f"tensor:{name}", bytes(16)), size_bytes=size) for name, size in sizes.items()]
+
+    written = [
+        sum(unit.size_bytes for unit in units_of(rank) if unit.id in one.share(rank))
+        for rank, one in enumerate(agreed(3, units_of))
+    ]
+    assert written == [130, 120, 110]
+
+
+def test_where_ranks_differ_in_one_unit_they_say_little_of_the_others() -> None:
+    def units_of(rank: int) -> list[Unit]:
+        same = [Unit(id=(f"tensor:{n:04}", bytes(16)), size_bytes=9) for n in range(5000)]
+        return [*same, Unit(id=("tensor:own", bytes([rank]) * 16), size_bytes=9)]
+
+    storage = MemoryStorage()
+    for rank, one in enumerate(agreed(2, units_of, storage)):
+        assert one.share(rank)["tensor:own", bytes([rank]) * 16] == ((rank, rank + 1),)
+        assert one.outline(rank).different == ("tensor:own",) and one.outline(rank).units == 5001
+    assert sum(len(data) for path, data in storage.objects.items() if path.endswith("-2")) < 10_000
 
 
 def test_a_disagreement_is_raised_on_every_rank() -> None:
@@ -191,6 +236,56 @@ def test_a_rank_that_says_nothing_is_named_when_the_time_is_over(gone: int) -> N
     results = [one for rank, one in enumerate(over_storage(3, body)) if rank != gone]
     assert all(isinstance(one, MissingRanksError) for one in results)
     assert f"rank {gone} of 3" in str(results[0])
+
+
+def test_what_keeps_rank_0_from_an_answer_is_what_the_others_hear_at_once() -> None:
+    def refuse(messages: object) -> bytes:
+        raise DisagreementError("these do not go together")
+
+    for merge, kind in ((refuse, DisagreementError), (lambda messages: b"", MissingRanksError)):
+        storage = MemoryStorage()
+        waiter = EventWaiter(storage)
+
+        def talk(rank: int, storage: MemoryStorage = storage, waiter: EventWaiter = waiter) -> RecordTalk:
+            return RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0)
+
+        if kind is DisagreementError:
+            talk(1).settle(b"y")
+        waiter.died()
+        with pytest.raises(kind) as told:
+            talk(0).combine(b"x", merge)
+        until_s = waiter.time_s
+        with pytest.raises(kind) as heard:
+            talk(1).combine(b"y", merge)
+        assert str(heard.value) == str(told.value) and waiter.time_s == until_s
+
+
+def test_others_have_as_long_as_rank_0_may_take_and_linger() -> None:
+    for rank, time in ((0, "rank 1 of 2 said nothing .* within 8 s"), (1, "rank 0 of 2 did not say .* within 13 s")):
+        storage, waiter = MemoryStorage(), Pauses()
+        talk = RecordTalk(
+            storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0, linger_s=3.0, pause_s=0.25
+        )
+        with pytest.raises(MissingRanksError, match=time):
+            talk.combine(b"x", lambda messages: messages[0])
+        assert max(waiter.pauses) == 0.25 and waiter.now() >= 8 + 5 * rank
+
+
+def test_what_rank_0_settles_is_what_the_others_hear_and_a_note_of_ones_own_keeps_nobody() -> None:
+    storage = MemoryStorage()
+    publish_failure(storage, SAVE, 1, SaveFailed("at the first try"))
+    waiter = Pauses(lambda: first.settle(b"z"))
+    first, second = (
+        RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0) for rank in range(2)
+    )
+    assert second.combine(b"y", lambda messages: messages[0]) == b"z"
+
+
+def test_alone_a_rank_says_nothing() -> None:
+    storage = MemoryStorage()
+    talk = RecordTalk(storage, SAVE, rank=0, world_size=1, waiter=EventWaiter(storage), timeout_s=5.0)
+    talk.settle(b"x")
+    assert talk.combine(b"x", lambda messages: messages[0]) == b"x" and storage.objects == {}
 
 
 def test_a_rank_that_gives_up_is_seen_by_those_who_wait() -> None:

@@ -193,17 +193,14 @@ def _digest(units: Sequence[Unit]) -> str:
 
 def _held(talk: Talk, units: Sequence[Unit], *, alike: bool) -> Held:
     """Who holds which content: known without a word of all units that are ``alike``, asked of the others."""
-    differ: list[Unit] = []
+    whole = Intervals.whole(talk.world_size)
+    held = {unit.id: (unit.size_bytes, whole) for unit in units}
     if not alike:
         buckets: dict[str, list[Unit]] = {f"{number:02x}": [] for number in range(_BUCKETS)}
         for unit in units:
             buckets[f"{zlib.crc32(unit.id[0].encode()) % _BUCKETS:02x}"].append(unit)
         tally = everyone(talk, {number: _digest(bucket) for number, bucket in buckets.items()})
         differ = [unit for number, bucket in buckets.items() if len(tally.facts[number]) > 1 for unit in bucket]
-    asked = {unit.id[0] for unit in differ}
-    whole = Intervals.whole(talk.world_size)
-    held = {unit.id: (unit.size_bytes, whole) for unit in units if unit.id[0] not in asked}
-    if not alike:
         tally = everyone(talk, {_PREFIX + unit.id[0]: f"{unit.id[1].hex()}:{unit.size_bytes}" for unit in differ})
         for name, values in tally.facts.items():
             for value, ranks in values.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import itertools
 import multiprocessing
@@ -113,22 +114,37 @@ def memory_of(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
-def test_what_is_removed_gives_its_memory_back_though_others_have_it_mapped(folder: ArenaFolder) -> None:
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_what_is_removed_gives_its_memory_back_though_others_have_it_mapped(folder: ArenaFolder, step: int) -> None:
     """All but a generation that somebody holds, to persist it: that is whole until he lets go."""
-    with made(folder) as arena:
-        for step in (1, 2, 3):
-            capture(arena, step)
+    with made(folder, documents_bytes=2**16) as arena:
+        for each in (1, 2, 3):
+            capture(arena, each)
     path = Path(folder.path, arena.name)
-    with folder.open(arena.name) as other:
-        taken = memory_of(path)
-        with other.hold(2) as held:
+    with folder.open(arena.name) as other, folder.open(arena.name) as another:
+        taken, all_idle = memory_of(path), another.idle_bytes
+        with other.hold(step) as held:
             assert held is not None
+            assert another.idle_bytes == other.idle_bytes == all_idle * 2 // 3
             folder.remove(arena.name)
             assert not path.exists() and folder.found() == []
-            left = os.fstat(other._descriptor).st_blocks * 512
-            assert layout().data_bytes <= left < taken - layout().data_bytes
-            check(other, 2)
-            assert [record.step for record in other.complete()] == [2]
+            assert os.fstat(other._descriptor).st_blocks * 512 == taken - other.idle_bytes
+            check(other, step)
+            assert [record.step for record in other.complete()] == [step]
+
+
+def test_a_generation_that_several_hold_is_spared_until_the_last_lets_go(folder: ArenaFolder) -> None:
+    with made(folder) as arena, folder.open(arena.name) as one, folder.open(arena.name) as other:
+        for step in (1, 2, 3):
+            capture(arena, step)
+        with one.hold(1) as first:
+            with other.hold(1) as second:
+                assert first is not None and second is not None and first.record == second.record
+            assert capture(arena, 4, common=3)
+            check(one, 1)
+            assert arena.begin(common=3) is None
+        assert capture(arena, 5, common=3)
+        assert [record.step for record in arena.complete()] == [5, 4, 3]
 
 
 def test_what_is_emptied_can_be_filled_again_and_what_is_held_by_who_empties_it_is_whole(folder: ArenaFolder) -> None:
@@ -507,6 +523,48 @@ def test_a_killed_process_leaves_a_complete_cut_to_the_next_one(folder: ArenaFol
             check(arena, 200)
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_forked_children_close_what_is_open_of_an_arena_and_nothing_that_came_after_it(
+    folder: ArenaFolder, closed: bool
+) -> None:
+    def is_open(descriptor: int) -> bool:
+        with suppress(OSError):
+            os.fstat(descriptor)
+            return True
+        return False
+
+    null = os.open(os.devnull, os.O_RDONLY)
+    with made(folder) as arena:
+        descriptor = arena._descriptor
+        if closed:
+            arena.close()
+            os.dup2(null, descriptor)
+        if not (child := os.fork()):
+            as_expected = is_open(descriptor) == closed
+            os.dup2(null, descriptor)
+            if not (grandchild := os.fork()):
+                os._exit(0 if is_open(descriptor) else 1)
+            os._exit(0 if os.waitpid(grandchild, 0)[1] == 0 and as_expected else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    os.close(null)
+    if closed:
+        os.close(descriptor)
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_who_fills_the_arena(
+    folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(folder) as arena:
+        capture(arena, 1)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    with pytest.raises(OSError, match="No locks available"):
+        folder.open(arena.name, writes=True)
 
 
 def test_arenas_are_the_users_alone_and_opened_through_no_link(folder: ArenaFolder, tmp_path: Path) -> None:
