@@ -10,7 +10,7 @@ import pytest
 
 from lakeckpt.checkpoint.agent.orders import Order
 from lakeckpt.checkpoint.agent.persister import chosen
-from lakeckpt.checkpoint.agent.will import WILL
+from lakeckpt.checkpoint.agent.will import WILL, will_folder
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
@@ -344,6 +344,7 @@ def test_when_a_trainer_dies_its_newest_complete_cut_is_persisted(tmp_path: Path
     desk.persister.die()
     run(desk)
     assert committed(storage) == [6] and holds(storage, 6) and desk.outcomes[0].number == WILL
+    assert storage.list(will_folder(0)) == []  # nobody else is to be told
 
 
 def test_a_last_will_takes_along_what_the_trainer_gave_to_be_kept_and_with_orders_that_waited(tmp_path: Path) -> None:
@@ -472,16 +473,18 @@ def test_an_order_that_only_some_trainers_gave_before_they_died_holds_nobody_up(
     for missing in (0, 1):
         storage, folder = MemoryStorage(), tmp_path / str(missing)
         begin(storage, world_size=2)
+        waits = threading.Event()
         desks, waiter = ranks(storage, folder, 2)
+        waiter.wait = lambda seconds, wait=waiter.wait: (waits.set(), wait(seconds))  # type: ignore[method-assign]
         for rank, desk in enumerate(desks):
             arena = make_arena(folder, rank, 2)
             fill(arena, 4), fill(arena, 5)
             arena.close()
             desk.persister.start()
-            if rank != missing:
-                desk.order(5, 0)
-        for desk in desks:
-            desk.persister.die()
+        desks[1 - missing].order(5, 0)
+        assert waits.wait(PATIENCE_S), "it does not wait for the other one"
+        desks[1 - missing].persister.die()
+        desks[missing].persister.die()
         for desk in desks:
             assert desk.persister.join(PATIENCE_S), f"rank {desk.persister.rank} does not end"
         assert committed(storage) == [5] and waiter.time_s < 20.0
