@@ -14,8 +14,10 @@ import pytest
 
 from lakeckpt.errors import NewerFormat, WireDamaged, WireError
 from lakeckpt.lake import index as module
-from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.partitions import partition_columns
+from lakeckpt.lake.columns import ColumnMapping, StoredField
+from lakeckpt.lake.deletes import Deletes
+from lakeckpt.lake.index import RestOfEpoch, TableIndex
+from lakeckpt.lake.partitions import PartitionColumn, partition_columns
 from lakeckpt.lake.version import TableVersion
 from lakeckpt.wire import codec
 
@@ -37,6 +39,13 @@ def index_of(group_rows: dict[str, list[int]], /, **changes: Any) -> TableIndex:
         "schema": pa.schema([("x", pa.int64()), ("ü", pa.list_(pa.string()))]),
     }
     return TableIndex(**{**fields, **changes})
+
+
+def partitioned(
+    files: dict[str, list[int]], kind: pa.DataType, values: tuple[Any, ...], codes: list[int]
+) -> TableIndex:
+    column = PartitionColumn(name="k", values=values, codes=np.array(codes, np.int32), type=kind)
+    return index_of(files, partitions=(column,), schema=pa.schema([("x", pa.int64()), column.field]))
 
 
 FILES = {"k=a/1": [3, 0, 2], "k=b/1": [], "k=b/2": [0], "k=c/ü": [5, 1]}
@@ -125,6 +134,25 @@ def test_the_digest_depends_on_the_content_and_on_nothing_else() -> None:
     assert len({index.digest, *(other.digest for other in others)}) == 1 + len(others)
     ints, texts = (partition_columns([f"k={v}/f", "k=2/g"]) for v in ("1", "x"))
     assert index_of({"a": [1], "b": [1]}, partitions=ints) != index_of({"a": [1], "b": [1]}, partitions=texts)
+
+
+def test_the_types_of_partitions_how_columns_are_stored_and_which_rows_are_gone_are_content() -> None:
+    files = {"a": [4], "b": [3]}
+    columns = [ColumnMapping(fields={"x": stored}) for stored in (StoredField(field_id=1), StoredField(field_id=2))]
+    columns += [ColumnMapping(fields={"x": StoredField(field_id=1, default=7)})]
+    gone = [Deletes.of({file: np.array([row])}) for file, row in ((0, 1), (0, 2), (1, 1))]
+    partitions = [(pa.int64(), (1, 2)), (pa.int32(), (1, 2)), (pa.string(), ("1", "2")), (pa.int64(), (1, None))]
+    others = [
+        index_of(files),
+        *(index_of(files, columns=mapping) for mapping in columns),
+        *(index_of(files, deletes=deletes) for deletes in gone),
+        *(index_of(files, rest=RestOfEpoch(epoch=epoch, taken=taken)) for epoch in (0, 1) for taken in gone[:2]),
+        *(partitioned(files, kind, values, codes) for kind, values in partitions for codes in ([0, 1], [1, 0])),
+    ]
+    assert len({one.digest for one in others}) == len(others)
+    for one in others:
+        again = TableIndex.loads(one.dumps())
+        assert again == one and again.digest == one.digest
 
 
 def test_the_schema_that_a_format_reads_files_by_is_content_and_that_of_plain_files_is_not() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from pathlib import Path
 
 import pytest
 
-from lakeckpt.checkpoint.agent.generations import Generations, identity_of
+from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.lake.local import LocalStorage
 from tests.checkpoint.agent.rig import DIGEST, fill, make_arena
+from tests.checkpoint.rig import MemoryStorage
 
 
 def test_a_step_that_two_attempts_have_captured_is_found_for_each(tmp_path: Path) -> None:
@@ -31,9 +35,72 @@ def test_of_a_step_in_two_arenas_that_which_is_filled_now_counts(tmp_path: Path,
     """A state outgrew its arena, and the same step was captured into the next one."""
     generations = Generations(ArenaFolder(tmp_path), identity_of(DIGEST, rank=0, world_size=1))
     with make_arena(tmp_path) as outgrown:
-        fill(outgrown, 6)
+        fill(outgrown, 5), fill(outgrown, 6)
     with make_arena(tmp_path) as arena:
         fill(arena, 6)
-        with generations.hold(6, "0") as held:
-            assert held is not None and held.arena.name == arena.name
+        for step, name in ((6, arena.name), (5, outgrown.name)):
+            with generations.hold(step, "0") as held:
+                assert held is not None and held.arena.name == name
     generations.close()
+
+
+def test_steps_are_told_by_attempt_and_a_later_attempt_is_noticed(tmp_path: Path) -> None:
+    generations = Generations(ArenaFolder(tmp_path), identity_of(DIGEST, rank=0, world_size=1))
+    with make_arena(tmp_path) as arena, make_arena(tmp_path, 1, 2) as others:
+        fill(arena, 6, attempt=0)
+        fill(arena, 7, attempt=2)
+        fill(others, 8, attempt=3)  # another rank's
+    assert (generations.steps(), generations.steps("0"), generations.steps("2")) == ([6, 7], [6], [7])
+    assert [generations.holds_later(attempt) for attempt in range(4)] == [True, True, False, False]
+    generations.close()
+
+
+def test_what_nobody_fills_is_removed_and_what_a_trainer_fills_stays(tmp_path: Path) -> None:
+    folder = ArenaFolder(tmp_path)
+    generations = Generations(folder, identity_of(DIGEST, rank=0, world_size=1))
+    make_arena(tmp_path).close()
+    with make_arena(tmp_path) as arena, make_arena(tmp_path, 1, 2) as others:
+        fill(arena, 6)
+        others.close()
+        generations.remove()
+        assert {one.name for one in folder.found()} == {arena.name, others.name}
+        with generations.hold(6, "0") as held:
+            assert held is not None
+    generations.remove()
+    assert {one.name for one in folder.found()} == {others.name} and generations.steps() == []
+
+
+@pytest.mark.parametrize("how", ["close", "remove", "look again"])
+def test_an_arena_that_is_gone_or_let_go_of_is_kept_open_by_nobody(tmp_path: Path, how: str) -> None:
+    generations = Generations(ArenaFolder(tmp_path), identity_of(DIGEST, rank=0, world_size=1))
+    with make_arena(tmp_path) as arena:
+        fill(arena, 6)
+    path = f"{ArenaFolder(tmp_path).path}/{arena.name}"
+
+    def times_open() -> int:
+        every = (os.path.realpath(one) for one in glob.glob("/proc/self/fd/*"))
+        return sum(one.startswith(path) for one in every)
+
+    before = times_open()
+    assert generations.steps() == [6] and times_open() > before
+    if how == "close":
+        generations.close()
+        assert generations.steps() == [6]  # it is opened again
+        generations.close()
+    elif how == "remove":
+        generations.remove()
+    else:
+        os.unlink(path)
+        assert generations.steps() == []
+    assert times_open() == before
+
+
+def test_a_run_is_known_by_its_id_and_its_place_however_that_is_spelled(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    places = [LocalStorage(tmp_path / name) for name in ("run", "link", "copy")]
+    run, link, copy = (digest_of_run("a", place) for place in places)
+    assert run == link and len({run, copy, digest_of_run("b", places[0])}) == 3
+    store, other = MemoryStorage(), MemoryStorage()
+    store.name, other.name = "s3://bucket/run", "s3://bucket/link/../run"  # names of a store are as they are
+    assert digest_of_run("a", store) != digest_of_run("a", other)

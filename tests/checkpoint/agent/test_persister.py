@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,19 +11,33 @@ import pytest
 
 from lakeckpt.checkpoint.agent.orders import Order
 from lakeckpt.checkpoint.agent.persister import chosen
-from lakeckpt.checkpoint.agent.will import WILL, will_folder
+from lakeckpt.checkpoint.agent.will import WILL, agree_on_will, will_folder
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.parts import SaveId
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.checkpoint.waiting import SystemWaiter
-from lakeckpt.errors import ArenaError
-from lakeckpt.lake.storage import Storage
+from lakeckpt.errors import ArenaError, StorageError
+from lakeckpt.lake.storage import Buffer, Storage
 from lakeckpt.testing.storage import Fault, FaultyStorage
 from tests.checkpoint.agent.rig import SETTINGS, Desk, begin, content, fill, make_arena
-from tests.checkpoint.rig import EventWaiter, MemoryStorage
+from tests.checkpoint.rig import EventWaiter, MemoryStorage, good, run_ranks
 from tests.patience import PATIENCE_S
+
+
+class FailingPuts(FaultyStorage):
+    """Of which so many puts fail that are ``left``."""
+
+    def __init__(self, inner: MemoryStorage, left: int = 0) -> None:
+        super().__init__(inner, fail_at={})
+        self.left = left
+
+    def put(self, path: str, chunks: Iterable[Buffer]) -> int:
+        if self.left:
+            self.left -= 1
+            raise StorageError(f"{path} cannot be put now")
+        return super().put(path, chunks)
 
 
 def committed(storage: MemoryStorage) -> list[int]:
@@ -469,25 +484,110 @@ def test_a_last_will_that_waits_for_others_ends_when_another_attempt_begins(tmp_
     assert desk.persister.join(PATIENCE_S) and "superseded" in desk.log[-1]
 
 
-def test_an_order_that_only_some_trainers_gave_before_they_died_holds_nobody_up(tmp_path: Path) -> None:
-    for missing in (0, 1):
-        storage, folder = MemoryStorage(), tmp_path / str(missing)
-        begin(storage, world_size=2)
-        waits = threading.Event()
-        desks, waiter = ranks(storage, folder, 2)
-        waiter.wait = lambda seconds, wait=waiter.wait: (waits.set(), wait(seconds))  # type: ignore[method-assign]
-        for rank, desk in enumerate(desks):
-            arena = make_arena(folder, rank, 2)
+@pytest.mark.parametrize("missing", [0, 1])
+def test_an_order_that_only_some_trainers_gave_before_they_died_holds_nobody_up(tmp_path: Path, missing: int) -> None:
+    storage, waits = MemoryStorage(), threading.Event()
+    begin(storage, world_size=2)
+    desks, waiter = ranks(storage, tmp_path, 2)
+    wait = waiter.wait
+    waiter.wait = lambda seconds: (waits.set(), wait(seconds))  # type: ignore[method-assign]
+    for rank, desk in enumerate(desks):
+        with make_arena(tmp_path, rank, 2) as arena:
             fill(arena, 4), fill(arena, 5)
-            arena.close()
-            desk.persister.start()
-        desks[1 - missing].order(5, 0)
-        assert waits.wait(PATIENCE_S), "it does not wait for the other one"
-        desks[1 - missing].persister.die()
-        desks[missing].persister.die()
-        for desk in desks:
-            assert desk.persister.join(PATIENCE_S), f"rank {desk.persister.rank} does not end"
-        assert committed(storage) == [5] and waiter.time_s < 20.0
+        desk.persister.start()
+    desks[1 - missing].order(5, 0)
+    assert waits.wait(PATIENCE_S), "it does not wait for the other one"
+    desks[1 - missing].persister.die()
+    desks[missing].persister.die()
+    for desk in desks:
+        assert desk.persister.join(PATIENCE_S), f"rank {desk.persister.rank} does not end"
+    assert committed(storage) == [5] and waiter.time_s < 20.0
+
+
+def test_a_trainer_that_has_left_has_no_last_will(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    with make_arena(tmp_path) as arena:
+        fill(arena, 5), fill(arena, 6)
+    desk = Desk(storage, tmp_path, EventWaiter(storage))
+    desk.order(5, 0)
+    desk.persister.leave()
+    desk.persister.die()
+    run(desk)
+    assert committed(storage) == [5] and desk.said() == [(5, "")]
+
+
+def test_a_last_will_has_all_its_time_however_long_ago_the_last_order_was(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    waiter = EventWaiter(storage)
+    waiter.died()
+    store = FailingPuts(storage)
+    desk = Desk(store, tmp_path, waiter)
+    with make_arena(tmp_path) as arena:
+        fill(arena, 5)
+        desk.persister.start()
+        desk.order(5, 0)
+        assert desk.settled.wait(PATIENCE_S)
+        fill(arena, 6)
+    waiter.time_s += 1000.0
+    store.left = 3
+    desk.persister.die()
+    assert desk.persister.join(PATIENCE_S) and store.left == 0
+    assert committed(storage) == [5, 6]
+
+
+def test_a_save_that_fails_is_given_up_for_a_newer_one_which_writes_what_it_was_given_to_keep(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage)
+    waiter = EventWaiter(storage)
+    waiter.died()
+    desk = Desk(FailingPuts(storage, 2), tmp_path, waiter)
+
+    def order(step: int) -> None:
+        desk.persister.order(Order(step=step, number=step, documents={f"indexes/{step}": b"%d" % step}))
+
+    wait, newer = waiter.wait, [6, 7]
+
+    def wait_and_order(seconds: float) -> None:
+        while newer:
+            order(newer.pop(0))
+        desk.persister.leave()
+        wait(seconds)
+
+    waiter.wait = wait_and_order  # type: ignore[method-assign]
+    with make_arena(tmp_path) as arena:
+        for step in (5, 6, 7):
+            fill(arena, step)
+        order(5)
+        run(desk)
+    assert desk.said() == [(5, "save_failed"), (6, "save_left_out"), (7, "")] and waiter.time_s < 1.0
+    assert committed(storage) == [7]
+    assert [storage.objects[f"indexes/{step}"] for step in (5, 6, 7)] == [b"5", b"6", b"7"]
+
+
+@pytest.mark.parametrize(("recorded", "expected"), [((3, 3), 5), ((3, 4), 5), ((3, 5), None)])
+def test_no_cut_is_persisted_that_is_no_newer_than_what_any_rank_knows_committed(
+    recorded: tuple[int, int], expected: int | None
+) -> None:
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+
+    def say(rank: int, exchange: object) -> int | None:
+        return agree_on_will(
+            storage,
+            7,
+            [(4, 5), (5, 6)][rank],
+            recorded[rank],
+            rank=rank,
+            world_size=2,
+            waiter=waiter,
+            timeout_s=20.0,
+            linger_s=0.0,
+            still=lambda: None,
+        )
+
+    assert good(run_ranks(2, say)) == [expected] * 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
