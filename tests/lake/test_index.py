@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,15 @@ def test_the_schema_that_a_format_reads_files_by_is_content_and_that_of_plain_fi
 
 def test_the_digest_is_what_it_has_always_been() -> None:
     assert index_of(FILES).digest == "b0e1979467e8a03ccddd62b6ab71957f"
+    gone = Deletes.of({0: np.array([1, 2])})
+    every_part = replace(
+        partitioned({"a": [4], "b": [3]}, pa.int32(), (1, None), [0, 1]),
+        version=TableVersion(format="delta", name="3"),
+        columns=ColumnMapping(fields={"x": StoredField(field_id=1, names=("old",), default=7)}),
+        deletes=gone,
+        rest=RestOfEpoch(epoch=2, taken=gone),
+    )
+    assert every_part.digest == "a5405186d1f0106f010ef650e8aa460e"
 
 
 @pytest.mark.parametrize(

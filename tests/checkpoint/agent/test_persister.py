@@ -26,16 +26,22 @@ from tests.checkpoint.rig import EventWaiter, MemoryStorage, good, run_ranks
 from tests.patience import PATIENCE_S
 
 
-class FailingPuts(FaultyStorage):
-    """Of which so many puts fail that are ``left``."""
+class Failing(FaultyStorage):
+    """Of which so many reads, or puts, fail that are left."""
 
-    def __init__(self, inner: MemoryStorage, left: int = 0) -> None:
+    def __init__(self, inner: MemoryStorage, *, reads: int = 0, puts: int = 0) -> None:
         super().__init__(inner, fail_at={})
-        self.left = left
+        self.reads, self.puts = reads, puts
+
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        if self.reads:
+            self.reads -= 1
+            raise StorageError(f"{path} cannot be read now")
+        return super().read(path, start, stop, etag=etag)
 
     def put(self, path: str, chunks: Iterable[Buffer]) -> int:
-        if self.left:
-            self.left -= 1
+        if self.puts:
+            self.puts -= 1
             raise StorageError(f"{path} cannot be put now")
         return super().put(path, chunks)
 
@@ -522,7 +528,7 @@ def test_a_last_will_has_all_its_time_however_long_ago_the_last_order_was(tmp_pa
     begin(storage)
     waiter = EventWaiter(storage)
     waiter.died()
-    store = FailingPuts(storage)
+    store = Failing(storage)
     desk = Desk(store, tmp_path, waiter)
     with make_arena(tmp_path) as arena:
         fill(arena, 5)
@@ -531,9 +537,9 @@ def test_a_last_will_has_all_its_time_however_long_ago_the_last_order_was(tmp_pa
         assert desk.settled.wait(PATIENCE_S)
         fill(arena, 6)
     waiter.time_s += 1000.0
-    store.left = 3
+    store.reads = store.puts = 3
     desk.persister.die()
-    assert desk.persister.join(PATIENCE_S) and store.left == 0
+    assert desk.persister.join(PATIENCE_S) and (store.reads, store.puts) == (0, 0)
     assert committed(storage) == [5, 6]
 
 
@@ -542,7 +548,7 @@ def test_a_save_that_fails_is_given_up_for_a_newer_one_which_writes_what_it_was_
     begin(storage)
     waiter = EventWaiter(storage)
     waiter.died()
-    desk = Desk(FailingPuts(storage, 2), tmp_path, waiter)
+    desk = Desk(Failing(storage, puts=2), tmp_path, waiter)
 
     def order(step: int) -> None:
         desk.persister.order(Order(step=step, number=step, documents={f"indexes/{step}": b"%d" % step}))

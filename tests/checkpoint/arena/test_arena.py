@@ -429,14 +429,20 @@ def test_two_generations_may_be_filled_and_the_newest_complete_one_is_spared(fol
         assert third is not None and third.number == first.number != second.number
 
 
-def test_documents_that_do_not_fit_are_refused_and_cost_nothing_else(folder: ArenaFolder) -> None:
+@pytest.mark.parametrize(
+    ("too_large", "why"), [({"documents": b"x" * 301}, "has room for 300"), ({"attempt": "a" * 4096}, "more than 4096")]
+)
+def test_what_does_not_fit_is_refused_and_costs_nothing_else(
+    folder: ArenaFolder, too_large: dict[str, Any], why: str
+) -> None:
     with made(folder) as arena:
         assert capture(arena, 1)
-        filling = arena.begin()
-        assert filling is not None
-        fill(filling, 2)
-        with pytest.raises(ArenaDamaged, match="has room for 300"):
-            filling.complete(step=2, attempt="a", cut=b"c" * 16, documents=b"x" * 301)
+        for _ in range(arena.layout.generations):  # each time the generation is given back
+            filling = arena.begin()
+            assert filling is not None
+            fill(filling, 2)
+            with pytest.raises(ArenaDamaged, match=why):
+                filling.complete(**{"step": 2, "attempt": "a", "cut": CUT, "documents": b"x" * 300, **too_large})
         check(arena, 1)
         assert capture(arena, 2)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from lakeckpt.checkpoint.arena.slices import plan_slices
 from lakeckpt.checkpoint.capturing.filler import Filler
 from lakeckpt.errors import ArenaError
+from tests.patience import PATIENCE_S
 
 SLICES = plan_slices({"still": 100, "other": 100}, slice_bytes=128)
 
@@ -65,8 +67,8 @@ class Helpers:
 
 def filler_of(filling: Filling, summer: Summer | None, **more: Any) -> Filler:
     plan = SimpleNamespace(parted=SimpleNamespace(still=frozenset({"still"})), slices=SLICES)
-    options: dict[str, Any] = {"digests": {}, "doubts": None, "lost": None, **more}
-    return Filler(plan, filling, copier=Helpers(), checksummer=summer, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"digests": {}, "doubts": None, "lost": None, "copier": Helpers(), **more}
+    return Filler(plan, filling, checksummer=summer, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("summer", [Summer(), None])
@@ -109,3 +111,32 @@ def test_a_capture_that_is_given_up_takes_its_answers_with_it() -> None:
     filler.fill_beside([1])
     filler.wait()
     assert filling.checksums == {1: b"(128, 228)"} and not summer.asked
+
+
+@pytest.mark.parametrize("process", [True, False])
+def test_a_capture_that_is_given_up_is_left_by_those_who_are_at_it_first(process: bool) -> None:
+    """Its generation is begun again then, by another capture."""
+    at_it, may_end, order = threading.Event(), threading.Event(), list[str]()
+
+    def moved(key: str) -> None:
+        at_it.set()
+        assert may_end.wait(PATIENCE_S)
+        order.append("written")
+
+    def give_up() -> None:
+        filler.give_up()
+        order.append("given up")
+
+    others = {("still", 0): b"another"}
+    with ThreadPoolExecutor(1) as helpers:
+        copier = SimpleNamespace(beside=helpers.submit)
+        doubts = SimpleNamespace(moved=moved)
+        filler = filler_of(Filling(), Summer() if process else None, digests=others, doubts=doubts, copier=copier)
+        filler.fill_beside([0])
+        assert at_it.wait(PATIENCE_S)
+        giving_up = threading.Thread(target=give_up)
+        giving_up.start()
+        giving_up.join(0.2)
+        may_end.set()
+        giving_up.join(PATIENCE_S)
+    assert order == ["written", "given up"]
