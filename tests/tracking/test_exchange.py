@@ -89,6 +89,65 @@ def test_a_dead_rank_is_named_to_all_others(nodes: str, dead: int, named: str, t
         assert ("rank 1 " if its_leader_died else named) in told
 
 
+def talk_with_a_silent_rank(rank: int, folder: str, nodes: str, silent: int, waits: int, times: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3, timeout=TIMEOUT)
+    exchange = GlooExchange(timeout_s=2.0, node=nodes[rank].encode() * 16)
+    notes = dist.distributed_c10d.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    told = []
+    for _ in range(times):
+        if rank == silent:
+            notes.wait(["waited"], TIMEOUT)
+        try:
+            exchange.combine(b"too late", union)
+        except MissingRanksError as error:
+            told.append(str(error))
+        if rank == waits:
+            notes.set("waited", "")
+        dist.barrier()
+        assert exchange.combine(bytes([10 + rank]), union) == bytes([10, 11, 12])
+        dist.barrier()
+        notes.delete_key("waited")
+        dist.barrier()
+    Path(folder, f"{rank}.txt").write_text("\n".join(told))
+    exchange.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "silent", "waits", "times", "named"),
+    [
+        ("aaa", 1, 0, 3, "rank 1"),
+        ("abb", 2, 1, 1, "rank 2"),
+        ("aba", 1, 0, 1, "rank 1"),
+        ("aab", 0, 2, 1, "ranks 0-1"),
+    ],
+)
+def test_a_rank_that_was_silent_for_too_long_is_named_to_all_and_heard_again(
+    nodes: str, silent: int, waits: int, times: int, named: str, tmp_path: Path
+) -> None:
+    """For a leader that is silent, so are those of its node."""
+    run_processes(3, talk_with_a_silent_rank, str(tmp_path), nodes, silent, waits, times)
+    for rank in range(3):
+        told = (tmp_path / f"{rank}.txt").read_text().splitlines()
+        assert [one[: one.index(" did not report")] for one in told] == [named] * times
+
+
+def talk_after_a_death(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3, timeout=TIMEOUT)
+    exchange = GlooExchange(timeout_s=2.0, node=b"a" * 16)
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    for _ in range(3):
+        with pytest.raises(MissingRanksError, match=r"^rank 1 did not report"):
+            exchange.combine(b"x", union)
+    os._exit(0)
+
+
+def test_a_dead_rank_is_named_however_often_the_others_connect_again(tmp_path: Path) -> None:
+    run_processes(3, talk_after_a_death, str(tmp_path))
+
+
 def talk_again(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3, timeout=TIMEOUT)
     some = dist.new_group([0, 2])

@@ -3,7 +3,8 @@
 `Exchange` is the seam: combine one message of every rank (a tally), and publish a note that others fetch. `Solo` is a
 job of one; `GlooExchange` sends bytes over a gloo group of its own through node leaders: a node's ranks send to their
 leader, leaders to the first of them, and the result goes back the same way. A rank that is gone is named to all the
-others, and so is what a merge refused, so that every rank raises the same error.
+others, and so is what a merge refused, so that every rank raises the same error. Where a rank was silent for too long,
+gloo closes the connections of whoever waited: all of them connect again at their next message, also with that rank.
 
 It knows nothing of checkpoints, and its messages are never larger than a tally.
 """
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 import torch
@@ -32,6 +34,8 @@ __all__ = ["Exchange", "GlooExchange", "Merge", "Solo", "this_node"]
 Merge = Callable[[Sequence[bytes]], bytes]
 _VERSION = (1, 0)
 _LARGEST_BYTES = 2**30
+_NOTE_S = 3.0
+"""How long a rank whose connection was closed waits to hear whether another one did so, as it had waited too long."""
 _KINDS: dict[str, type[TrackingError]] = {
     one.kind: one
     for one in (
@@ -127,6 +131,9 @@ class GlooExchange:
         # The store may hold notes of ranks that are dead: torchrun keeps its own while it starts ranks again.
         name = f"lakeckpt/{facts[0][16:].hex()}"
         self._store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._connection = 0  # how often the ranks connected again
+        self._is_closed = False
+        self._waited = False  # in vain, at this message
 
     def _of_every_rank(self, data: bytes) -> list[bytes]:
         """The ``data`` of each rank, which are of one size."""
@@ -137,28 +144,31 @@ class GlooExchange:
 
     def combine(self, data: bytes, merge: Merge) -> bytes:
         """See `Exchange`. A leader waits for its node once the deadline, the first leader twice, and so on down."""
+        if self._is_closed:
+            self._connect_again()
+        self._waited = False
+        message = self._combined(data, merge)
+        self._is_closed = self._waited or bool(message.missing)
+        return message.result(self._timeout_s)
+
+    def _combined(self, data: bytes, merge: Merge) -> _Message:
         if self.rank != self._mine[0]:
-            self._send(self._mine[0], _Message(data=data).pack())
-            answer = self._receive(self._mine[0], 4)
-            if answer is None:
-                leader = Intervals.of([(self._mine[0], self._mine[0] + 1)])
-                raise MissingRanksError(_gone(leader, self._timeout_s))
-            return _Message.unpack(answer).result(self._timeout_s)
+            self._send(self._mine[0], _Message(data=data).pack(), 4)
+            return self._answer(self._mine[0], 4, [self._mine[0]])
         message = self._gather([[rank] for rank in self._mine], data, merge, 1)
         message = self._across_nodes(message, merge)
         for rank in self._mine[1:]:
-            self._send(rank, message.pack())
-        return message.result(self._timeout_s)
+            self._send(rank, message.pack(), 1)
+        return message
 
     def _across_nodes(self, message: _Message, merge: Merge) -> _Message:
         first = self._nodes[0][0]
         if self.rank != first:
-            self._send(first, message.pack())
-            answer = self._receive(first, 3)
-            return _Message(missing=tuple(self._nodes[0])) if answer is None else _Message.unpack(answer)
+            self._send(first, message.pack(), 3)
+            return self._answer(first, 3, self._nodes[0])
         message = self._gather(self._nodes, message.data, merge, 2, mine=message)
         for members in self._nodes[1:]:
-            self._send(members[0], message.pack())
+            self._send(members[0], message.pack(), 1)
         return message
 
     def _gather(
@@ -166,41 +176,100 @@ class GlooExchange:
     ) -> _Message:
         """Merge my message with one of the first rank of each of the other ``groups``."""
         messages = [_Message(data=data) if mine is None else mine]
-        for members in groups[1:]:
-            received = self._receive(members[0], patience)
-            messages.append(_Message(missing=tuple(members)) if received is None else _Message.unpack(received))
+        whole = {members[0]: members for members in groups[1:]}
+        heard, silent = self._receive(list(whole), patience)
+        messages += [_Message.unpack(one) for one in heard]
+        if silent:
+            missing = [rank for leader in silent for rank in whole[leader]]
+            messages.append(_Message(missing=self._silent(missing)))
         return _merged(messages, merge)
 
-    def _send(self, rank: int, data: bytes) -> None:
-        """Send; a rank that is gone is noticed by who waits for its answer."""
-        size = torch.tensor([len(data)], dtype=torch.int64)
-        with contextlib.suppress(RuntimeError):
-            for tensor in (size, torch.frombuffer(bytearray(data), dtype=torch.uint8)):
-                work = dist.isend(tensor, group=self._group, group_dst=rank)
-                assert work is not None
-                work.wait(timedelta(seconds=self._timeout_s))
+    def _answer(self, rank: int, patience: int, stands_for: list[int]) -> _Message:
+        """What ``rank`` says; or that those are missing for whom it stands."""
+        heard, silent = self._receive([rank], patience)
+        if silent:
+            return _Message(missing=self._silent(stands_for))
+        return _Message.unpack(heard[0])
 
-    def _receive(self, rank: int, patience: int) -> bytes | None:
-        """A message of ``rank``, or None if it is gone or silent for ``patience`` deadlines."""
-        size = torch.zeros(1, dtype=torch.int64)
+    def _silent(self, ranks: list[int]) -> tuple[int, ...]:
+        """Who is missing where ``ranks`` were not heard of: they, or those for whom another rank had waited too long,
+        whose connections were closed thereby. Whoever waited tells the others."""
+        note, patience = f"silent/{self._connection}", timedelta(seconds=min(_NOTE_S, self._timeout_s))
         try:
-            self._wait_for(size, rank, patience)
-            if not 0 <= int(size) <= _LARGEST_BYTES:
-                raise TrackingError(
-                    f"rank {rank} announces a message of {int(size)} bytes: that is no lakeckpt message"
-                )
-            data = torch.empty(int(size), dtype=torch.uint8)
-            self._wait_for(data, rank, 1)
-        except TrackingError:
-            raise
+            if self._waited and not self._store.check([note]):  # what is in vain after the first follows from that
+                self._store.set(note, " ".join(map(str, ranks)))
+            self._store.wait([note], patience)
+            return tuple(map(int, self._store.get(note).split()))
+        except RuntimeError:
+            return tuple(ranks)
+
+    def _send(self, rank: int, data: bytes, patience: int) -> None:
+        """Send, which waits for ``rank`` to receive; one that is gone is noticed by who waits for its answer."""
+        size = torch.tensor([len(data)], dtype=torch.int64)
+        for tensor in (size, torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+            if not self._is_done(self._begun("send", tensor, rank), patience):
+                return
+
+    def _receive(self, ranks: list[int], patience: int) -> tuple[list[bytes], list[int]]:
+        """The messages of ``ranks``; and those of them that are gone, or silent for ``patience`` deadlines. All are
+        waited for at once: after a wait in vain, nothing more comes."""
+        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in ranks}
+        asked = {rank: self._begun("recv", size, rank) for rank, size in sizes.items()}
+        here = [rank for rank, work in asked.items() if self._is_done(work, patience)]
+        heard = {rank: self._data(rank, int(sizes[rank])) for rank in here}
+        silent = [rank for rank in ranks if rank not in heard] or [rank for rank in ranks if heard[rank] is None]
+        return [data for data in heard.values() if data is not None], silent
+
+    def _data(self, rank: int, size: int) -> bytes | None:
+        if not 0 <= size <= _LARGEST_BYTES:
+            raise TrackingError(f"rank {rank} announces a message of {size} bytes: that is no lakeckpt message")
+        data = torch.empty(size, dtype=torch.uint8)
+        return data.numpy().tobytes() if self._is_done(self._begun("recv", data, rank), 1) else None
+
+    def _begun(self, what: Literal["send", "recv"], tensor: torch.Tensor, rank: int) -> dist.Work | None:
+        try:
+            work: dist.Work = getattr(self._group, what)([tensor], rank, 0)
         except RuntimeError:
             return None
-        return data.numpy().tobytes()
+        return work
 
-    def _wait_for(self, tensor: torch.Tensor, rank: int, patience: int) -> None:
-        work = dist.irecv(tensor, group=self._group, group_src=rank)
-        assert work is not None
-        work.wait(timedelta(seconds=patience * self._timeout_s))
+    def _is_done(self, work: dist.Work | None, patience: int) -> bool:
+        """Wait for ``work``; False where that is in vain."""
+        begun_s, longest_s = time.monotonic(), patience * self._timeout_s
+        try:
+            return work is not None and bool(work.wait(timedelta(seconds=longest_s)))
+        except RuntimeError:
+            self._waited |= time.monotonic() - begun_s >= 0.9 * longest_s
+            return False
+
+    # --- after a silence
+
+    def _connect_again(self) -> None:
+        """A new connection of all ranks. Rank 0 says which it is: one that was silent may have missed some."""
+        timeout, missing = timedelta(seconds=self._timeout_s), [0]
+        try:
+            self._agree_on_a_connection(timeout)
+            place = dist.distributed_c10d.PrefixStore(f"connection {self._connection}", self._store)
+            place.set(f"here/{self.rank}", "")
+            missing = []
+            group = dist.ProcessGroupGloo(place, self.rank, self.world_size, timeout)
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):
+                missing = missing or [one for one in range(self.world_size) if not place.check([f"here/{one}"])]
+            if missing:
+                raise MissingRanksError(_gone(_intervals(missing), self._timeout_s)) from error
+            raise MissingRanksError(f"the ranks cannot connect again after one was silent: {error}") from error
+        self._let_go()
+        self._group, self._is_closed, self._stays = group, False, True
+
+    def _agree_on_a_connection(self, timeout: timedelta) -> None:
+        if self.rank == 0:
+            self._connection += 1
+            self._store.set(f"connection/{self._connection}", "")
+            return
+        self._store.wait([f"connection/{self._connection + 1}"], timeout)
+        while self._store.check([f"connection/{self._connection + 1}"]):
+            self._connection += 1
 
     def publish(self, key: str, data: bytes) -> None:
         """See `Exchange`."""
@@ -219,6 +288,9 @@ class GlooExchange:
     def close(self) -> None:
         """See `Exchange`. A group of some of the ranks stays until all groups go: torch would give the next one of
         these ranks its name, and the new group would look for the old one's addresses."""
+        self._let_go()
+
+    def _let_go(self) -> None:
         group, self._group = self._group, None
         if group is not None and not self._stays and dist.is_initialized():
             with contextlib.suppress(RuntimeError, ValueError):
@@ -269,7 +341,7 @@ class _Message:
 
     def result(self, timeout_s: float) -> bytes:
         if self.missing:
-            raise MissingRanksError(_gone(Intervals.of([(rank, rank + 1) for rank in self.missing]), timeout_s))
+            raise MissingRanksError(_gone(_intervals(self.missing), timeout_s))
         if self.error is not None:
             kind, text = self.error
             raise _KINDS.get(kind, TrackingError)(text)
@@ -277,7 +349,7 @@ class _Message:
 
 
 def _merged(messages: list[_Message], merge: Merge) -> _Message:
-    missing = tuple(rank for message in messages for rank in message.missing)
+    missing = tuple(sorted({rank for message in messages for rank in message.missing}))
     failed = next((message.error for message in messages if message.error is not None), None)
     if missing or failed:
         return _Message(missing=missing, error=failed)
@@ -285,6 +357,10 @@ def _merged(messages: list[_Message], merge: Merge) -> _Message:
         return _Message(data=merge([message.data for message in messages]))
     except TrackingError as error:
         return _Message(error=(error.kind, str(error)))
+
+
+def _intervals(ranks: Sequence[int]) -> Intervals:
+    return Intervals.of([(rank, rank + 1) for rank in ranks])
 
 
 def _gone(ranks: Intervals, timeout_s: float) -> str:
