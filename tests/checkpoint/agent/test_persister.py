@@ -95,21 +95,46 @@ def test_the_newest_of_several_orders_is_done_and_the_others_are_left_out_and_to
     assert "left out" in desk.outcomes[0].text
 
 
+def noted(storage: MemoryStorage, notes: list[str]) -> Storage:
+    """The storage; ``notes``: those on saves that were given up or left out, as they are put."""
+
+    def before(method: str, path: str) -> None:
+        if method == "put" and path.endswith(".failed"):
+            notes.append(path)
+
+    return FaultyStorage(storage, before=before)
+
+
 def test_orders_that_are_left_out_cost_a_rank_that_is_alone_no_time_at_the_store(tmp_path: Path) -> None:
-    storage = MemoryStorage()
+    storage, notes = MemoryStorage(), list[str]()
     begin(storage)
     with make_arena(tmp_path) as arena:
-        newer = iter(range(4, 100))
-
-        def before(method: str, path: str) -> None:
-            if path.endswith(".failed"):  # meanwhile training goes on
-                fill(arena, next(newer))
-
-        desk = Desk(FaultyStorage(storage, before=before), tmp_path, EventWaiter(storage))
+        desk = Desk(noted(storage, notes), tmp_path, EventWaiter(storage))
         for step in (1, 2, 3):
             fill(arena, step)
         serve(desk, *((step, step) for step in (0, 1, 2, 3)))
-    assert committed(storage) == [3] and holds(storage, 3)
+    assert committed(storage) == [3] and holds(storage, 3) and notes == []
+
+
+def test_an_order_that_is_left_out_is_told_and_noted_as_committed_where_it_was(tmp_path: Path) -> None:
+    """An agent that died before it told of it."""
+    storage, notes = MemoryStorage(), list[str]()
+    begin(storage, world_size=2)
+    arenas = [make_arena(tmp_path, rank, 2) for rank in range(2)]
+    for orders in ([(4, 0)], [(4, 0), (5, 1), (6, 2)]):
+        desks, _ = ranks(storage, tmp_path, 2, places={0: noted(storage, notes)})
+        for arena, desk in zip(arenas, desks, strict=True):
+            for step, number in orders:
+                if number != 1:
+                    fill(arena, step)
+                desk.order(step, number, again=True)
+            desk.persister.leave()
+        finish(desks)
+    assert committed(storage) == [4, 6]
+    assert [desk.said() for desk in desks] == [[(4, ""), (5, "save_left_out"), (6, "")]] * 2
+    assert [Path(note).name for note in notes] == ["00000.failed"] and SaveId(
+        attempt=0, step=5, number=1
+    ).folder in notes[0]
 
 
 def test_notes_on_what_is_left_out_are_no_reason_to_lose_the_cut_that_is_not(tmp_path: Path) -> None:

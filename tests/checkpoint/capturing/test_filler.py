@@ -15,7 +15,7 @@ from lakeckpt.checkpoint.capturing.filler import Filler
 from lakeckpt.errors import ArenaError
 from tests.patience import PATIENCE_S
 
-SLICES = plan_slices({"still": 100, "other": 100}, slice_bytes=128)
+SLICES = plan_slices({"still": 60, "other": 164}, slice_bytes=128)  # the first slice holds some of both
 
 
 class Filling:
@@ -77,7 +77,7 @@ def test_what_has_changed_though_it_is_still_is_told_wherever_it_is_summed(summe
     digests: dict[tuple[str, int], bytes] = {}
     for value, expected in ((0, []), (0, []), (7, ["still"])):
         filling = Filling()
-        filling.data[99], filling.data[130] = value, value + len(digests)
+        filling.data[59], filling.data[130] = value, value + len(digests)
         doubts = SimpleNamespace(moved=moved.append)
         filler = filler_of(filling, summer, digests=digests, doubts=doubts)
         filler.fill_beside([0, 1])
