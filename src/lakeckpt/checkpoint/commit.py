@@ -69,13 +69,14 @@ class Expected:
     """Ranks → `lakeckpt.checkpoint.agreement.sum_of` what they write between them of what only they know."""
 
 
-def publish_failure(storage: Storage, save: SaveId, rank: int, error: Exception) -> None:
-    """Tell the other ranks that this one gives up, and why. If that fails too, the deadline tells them."""
+def publish_failure(storage: Storage, save: SaveId, rank: int, error: Exception) -> bool:
+    """Tell the other ranks that this one gives up, and why. Where that fails, too (False), the deadline tells them."""
     kind = error.kind if isinstance(error, LakeckptError) else type(error).__name__
     try:
         storage.put(save.failure_path(rank), [f"{kind}\n{error}".encode("utf-8", "replace")[:4000]])
     except StorageError:
-        return
+        return False
+    return True
 
 
 def collect_parts(

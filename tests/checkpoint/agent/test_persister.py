@@ -324,6 +324,39 @@ def test_a_store_that_fails_for_a_while_is_tried_until_it_works(tmp_path: Path) 
     assert committed(storage) == [5] and desk.said() == [(5, "")]
 
 
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_rank_whose_store_failed_says_so_when_it_works_again_and_no_other_waits_for_it(
+    tmp_path: Path, failed: int
+) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    fails, goes_on = threading.Event(), threading.Event()
+
+    def before(method: str, path: str) -> None:
+        if method == "put":
+            fails.set()
+            goes_on.wait(PATIENCE_S)
+
+    faulty = FaultyStorage(storage, fail_at={("put", 1): Fault.ERROR}, before=before)
+    desks, _ = ranks(storage, tmp_path, 2, places={failed: faulty})
+    for rank, desk in enumerate(desks):
+        arena = make_arena(tmp_path, rank, 2)
+        fill(arena, 4)
+        fill(arena, 5)
+        desk.order(4, 0)
+        desk.persister.start()
+    assert fails.wait(PATIENCE_S)
+    desks[failed].order(5, 1)  # why it gives the first save up
+    goes_on.set()
+    assert desks[1 - failed].settled.wait(PATIENCE_S)
+    desks[1 - failed].order(5, 1)
+    for desk in desks:
+        desk.persister.leave()
+        assert desk.persister.join(PATIENCE_S)
+    assert committed(storage) == [5] and holds(storage, 5, ranks=2)
+    assert f"rank {failed} gave the checkpoint up: injected" in desks[1 - failed].outcomes[0].text
+
+
 def test_a_store_that_goes_on_failing_is_reported_when_the_time_is_over(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)

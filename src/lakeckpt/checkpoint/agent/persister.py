@@ -29,12 +29,12 @@ from lakeckpt.checkpoint.commit import gave_up, publish_failure
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.journal import legs_from_bytes
 from lakeckpt.checkpoint.manifest import Manifest
-from lakeckpt.checkpoint.parts import SaveId
+from lakeckpt.checkpoint.parts import PARTS, SaveId
 from lakeckpt.checkpoint.publish import Publisher, Settings
 from lakeckpt.checkpoint.records import RecordTalk
 from lakeckpt.checkpoint.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.waiting import Waiter
-from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, SaveLeftOut
+from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, SaveLeftOut, StorageError
 from lakeckpt.lake.storage import Storage
 
 __all__ = ["Persister", "chosen"]
@@ -97,6 +97,7 @@ class Persister:
         self._left = self._died = False
         self._superseded: AttemptSuperseded | None = None
         self._committed: dict[SaveId, Manifest] | None = None  # by agents before this one; None: not looked for yet
+        self._unsaid: dict[SaveId, tuple[Exception, float]] = {}  # saves that failed with the store, and until when
         self._until_s = self._hurried_s = float("inf")
         self._thread = threading.Thread(target=self._run, name=f"lakeckpt-persister-{rank}", daemon=True)
 
@@ -228,8 +229,22 @@ class Persister:
         except Exception as error:
             if isinstance(error, AttemptSuperseded):
                 self._superseded = error
+            if self.world_size > 1 and isinstance(error.__cause__ or error, StorageError):
+                self._unsaid[self._save_of(order)] = (error, self._waiter.now() + 2 * self._settings.timeout_s)
             found = error
         self._tell(order, found, self._waiter.now() - begun_s)
+
+    def _say_what_failed(self) -> None:
+        """Leave the notes that the store did not take as saves failed, for as long as other ranks may wait for this
+        one's part: else they would, though the store works again."""
+        for save, (error, until_s) in list(self._unsaid.items()):
+            if self._waiter.now() < until_s:
+                listed = {info.path for info in self._storage.list(f"{PARTS}/{save.folder}")}
+                if save.part_path(self.rank) not in listed and not publish_failure(
+                    self._storage, save, self.rank, error
+                ):
+                    return
+            del self._unsaid[save]
 
     def _hold(self, order: Order, stack: contextlib.ExitStack) -> Held | Exception | None:
         """The generation; or why it cannot be had, which others who wait for this rank are to hear."""
@@ -243,6 +258,7 @@ class Persister:
         if self._superseded is not None:
             raise self._superseded
         self._refuse_removed()
+        self._say_what_failed()
         if self.world_size == 1 and order.step < self.recorded:  # an agent before this one has left it out
             raise SaveLeftOut(f"step {order.step} was left out: step {self.recorded} is committed")
         save = self._save_of(order)
