@@ -333,11 +333,12 @@ def test_a_rank_whose_store_failed_says_so_when_it_works_again_and_no_other_wait
     fails, goes_on = threading.Event(), threading.Event()
 
     def before(method: str, path: str) -> None:
-        if method == "put":
+        if method == "put" and not goes_on.is_set():
             fails.set()
             goes_on.wait(PATIENCE_S)
+            raise StorageError("injected: read-only for a while") from OSError("as a file system says it")
 
-    faulty = FaultyStorage(storage, fail_at={("put", 1): Fault.ERROR}, before=before)
+    faulty = FaultyStorage(storage, before=before)
     desks, _ = ranks(storage, tmp_path, 2, places={failed: faulty})
     for rank, desk in enumerate(desks):
         arena = make_arena(tmp_path, rank, 2)

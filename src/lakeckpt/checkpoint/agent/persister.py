@@ -229,7 +229,7 @@ class Persister:
         except Exception as error:
             if isinstance(error, AttemptSuperseded):
                 self._superseded = error
-            if self.world_size > 1 and isinstance(error.__cause__ or error, StorageError):
+            if self.world_size > 1 and any(isinstance(one, StorageError) for one in (error, error.__cause__)):
                 self._unsaid[self._save_of(order)] = (error, self._waiter.now() + 2 * self._settings.timeout_s)
             found = error
         self._tell(order, found, self._waiter.now() - begun_s)
@@ -240,10 +240,9 @@ class Persister:
         for save, (error, until_s) in list(self._unsaid.items()):
             if self._waiter.now() < until_s:
                 listed = {info.path for info in self._storage.list(f"{PARTS}/{save.folder}")}
-                if save.part_path(self.rank) not in listed and not publish_failure(
-                    self._storage, save, self.rank, error
-                ):
-                    return
+                is_there = save.part_path(self.rank) in listed
+                if not is_there and not publish_failure(self._storage, save, self.rank, error):
+                    raise StorageError(f"the store does not work yet: {error}") from error
             del self._unsaid[save]
 
     def _hold(self, order: Order, stack: contextlib.ExitStack) -> Held | Exception | None:
