@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lakeckpt.checkpoint.agent.orders import Order
+from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.agent.persister import chosen
 from lakeckpt.checkpoint.agent.will import WILL, agree_on_will, will_folder
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
@@ -159,6 +159,38 @@ def test_notes_on_what_is_left_out_are_no_reason_to_lose_the_cut_that_is_not(tmp
     assert committed(storage) == [3] and holds(storage, 3, ranks=2)
     left_out = [(step, "save_left_out") for step in (0, 1, 2)]
     assert [desk.said() for desk in desks] == [[*left_out, (3, "")]] * 2
+
+
+def test_that_a_cut_is_left_out_is_told_when_other_ranks_can_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that is killed before it has said so to them is ordered again; one that has told its trainer is not."""
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    report, noted = Desk._report, list[bool]()
+
+    def seen(self: Desk, outcome: Outcome) -> None:
+        if self is desks[0] and outcome.kind == "save_left_out":
+            save = SaveId(attempt=0, step=outcome.step, number=outcome.number)
+            noted.append(save.failure_path(0) in storage.objects)
+        report(self, outcome)
+
+    monkeypatch.setattr(Desk, "_report", seen)
+
+    def before(method: str, path: str) -> None:
+        if path.endswith(".failed") and method == "put":
+            desks[0].settled.wait(0.2)
+
+    with make_arena(tmp_path, 0, 2) as first, make_arena(tmp_path, 1, 2) as second:
+        desks, _ = ranks(storage, tmp_path, 2, places={0: FaultyStorage(storage, before=before)})
+        for step in (1, 2, 3):
+            fill(first, step), fill(second, step)
+        for desk in desks:
+            for step in (1, 2, 3):
+                desk.order(step, step)
+            desk.persister.leave()
+        finish(desks)
+    assert committed(storage) == [3] and noted == [True, True]
 
 
 def test_where_arenas_cannot_be_looked_at_every_order_is_answered_and_the_other_ranks_hear_why(

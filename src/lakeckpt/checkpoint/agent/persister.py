@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from lakeckpt.checkpoint.agent.generations import Generations
@@ -48,7 +48,7 @@ def chosen(waiting: Sequence[Order], *, leads: bool) -> tuple[Order, tuple[Order
 
 
 class Persister:
-    """Persists cuts out of ``generations``. ``report`` is told what came of each order, on the persister's thread.
+    """Persists cuts out of ``generations``. ``report`` is told what came of each order, on a thread of the persister's.
     ``linger_s``: how much longer than a save a last will waits for other ranks' trainers, which may die later.
 
     `start` starts the thread; it ends when the trainer has gone (`leave`, `die`) and nothing is left to be done;
@@ -203,6 +203,7 @@ class Persister:
     def _leaving_out(self, orders: Sequence[Order]) -> Iterator[None]:
         """These are left out for another, which is done meanwhile: whoever waits for one of them sees its note."""
         removed: LakeckptError | None = None
+        told: list[tuple[Order, Manifest | Exception, Future[bool] | None]] = []
         with ThreadPoolExecutor(_NOTE_THREADS, thread_name_prefix="lakeckpt-notes") as pool:
             try:
                 if orders:
@@ -213,10 +214,20 @@ class Persister:
                 save = self._save_of(order)
                 committed = (self._committed or {}).get(save)
                 error = removed or SaveLeftOut(f"step {order.step} was left out: a newer cut waits to be persisted")
+                note = None
                 if committed is None and removed is None and self.world_size > 1:  # alone, nobody reads it
-                    pool.submit(publish_failure, self._storage, save, self.rank, error)
-                self._tell(order, committed or error, 0.0)
+                    note = pool.submit(publish_failure, self._storage, save, self.rank, error)
+                told.append((order, committed or error, note))
+            pool.submit(self._tell_left_out, told)
             yield
+
+    def _tell_left_out(self, told: Sequence[tuple[Order, Manifest | Exception, Future[bool] | None]]) -> None:
+        """Tell of each when its note is there. An agent that takes the place of this one before that is given the order
+        again, and leaves the note; without it the other ranks would wait for this one."""
+        for order, found, note in told:
+            if isinstance(found, Exception) and note is not None and not note.result():
+                self._unsaid[self._save_of(order)] = (found, self._waiter.now() + 2 * self._settings.timeout_s)
+            self._tell(order, found, 0.0)
 
     def _do(self, order: Order, left_out: Sequence[Order] = ()) -> None:
         begun_s = self._waiter.now()
