@@ -15,6 +15,7 @@ _PUBLIC = {
     "Bubbles": "lakeckpt.checkpoint.bubbles.watch",
     "CheckpointManager": "lakeckpt.checkpoint.manager",
     "Keep": "lakeckpt.checkpoint.keep",
+    "ConsumptionWarning": "lakeckpt.data.deliveries",
     "KeptVersion": "lakeckpt.lake.keep",
     "LakeDataset": "lakeckpt.data.dataset",
     "LakeLoadPlanner": "lakeckpt.checkpoint.dcp.planners",
@@ -24,6 +25,7 @@ _PUBLIC = {
     "LakeStorageWriter": "lakeckpt.checkpoint.dcp.writer",
     "PerRank": "lakeckpt.checkpoint.dcp.value",
     "Ragged": "lakeckpt.reading.ragged",
+    "ReadAheadWarning": "lakeckpt.data.deliveries",
     "Receipt": "lakeckpt.core.receipts",
     "SkipList": "lakeckpt.core.skips",
     "SkipWarning": "lakeckpt.data.skip_warning",
@@ -35,6 +37,7 @@ _PUBLIC = {
     "keep_version": "lakeckpt.lake.keep",
     "merge_states": "lakeckpt.tracking.merge",
     "open_table": "lakeckpt.lake.table",
+    "prefetch": "lakeckpt.data.prefetch",
     "read_state": "lakeckpt.checkpoint.foreign.convert",
     "record_digests": "lakeckpt.reading.record_digests",
 }
@@ -43,6 +46,7 @@ __all__ = [
     "Batch",
     "Bubbles",
     "CheckpointManager",
+    "ConsumptionWarning",
     "Keep",
     "KeptVersion",
     "LakeDataset",
@@ -53,6 +57,7 @@ __all__ = [
     "LakeStorageWriter",
     "PerRank",
     "Ragged",
+    "ReadAheadWarning",
     "Receipt",
     "SkipList",
     "SkipWarning",
@@ -65,6 +70,7 @@ __all__ = [
     "keep_version",
     "merge_states",
     "open_table",
+    "prefetch",
     "read_state",
     "record_digests",
 ]
@@ -84,7 +90,9 @@ if TYPE_CHECKING:
     from lakeckpt.data.batch import Batch
     from lakeckpt.data.convert_state import convert_state
     from lakeckpt.data.dataset import LakeDataset
+    from lakeckpt.data.deliveries import ConsumptionWarning, ReadAheadWarning
     from lakeckpt.data.loader import LakeLoader
+    from lakeckpt.data.prefetch import prefetch
     from lakeckpt.data.skip_warning import SkipWarning
     from lakeckpt.data.transform import TransformContext
     from lakeckpt.lake.keep import KeptVersion, keep_version

@@ -94,7 +94,7 @@ class Script:
                     used[rank] += rows
             done += 1
             self.book[done] = used
-            manager.step()
+            manager.step(ranks[0].last_receipt)
         if save_last:
             manager.save()
         manager.close()

@@ -152,8 +152,8 @@ def test_several_readers_have_an_account_each(table: Path) -> None:
     (one,), (other,) = script.loaders(1), script.loaders(1, seed=4, batch_size=20)
     manager = CheckpointManager(script.storage, {"left": one, "right": other}, persist_every=3)
     manager.restore()
-    for _, _ in zip(one, other, strict=False):
-        manager.step()
+    for left, right in zip(one, other, strict=False):
+        manager.step({"left": left, "right": right})
     manager.save()
     report = audit(script.storage)
     assert [reader.name for reader in report.readers] == ["left", "right"]
@@ -201,7 +201,7 @@ def test_a_restore_that_lost_the_reader_state_repeats_rows_and_they_are_named(
     script.attempt(12, num_lanes=lanes[0])
     script.attempt(8, num_lanes=lanes[1], lose_state=True)
     report = audited(script)
-    assert report.verdict == "violated" and report.exit_status == 1 and report.repeated > 0
+    assert report.verdict == "not proved" and report.exit_status == 1 and report.repeated > 0
     (finding,) = [one for one in report.findings if one.kind == "repeated"]
     assert (finding.step, finding.attempt) == (16, read_history(script.storage).begins[1].attempt)
     assert rows_of(finding, table) == {row for (_, row), times in script.truth(20).items() if times > 1}
@@ -215,7 +215,7 @@ def test_a_reader_that_was_rewound_repeats_rows(table: Path) -> None:
     script.attempt(8)
     script.attempt(8, after_restore=lambda loaders: loaders[0].rewind())
     report = audited(script)
-    assert report.verdict == "violated" and report.repeated == 56
+    assert report.verdict == "not proved" and report.repeated == 56
 
 
 def test_an_epoch_read_a_second_time_is_repeated(table: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_reader_that_ran_ahead_of_the_model_loses_rows_and_they_are_named(tabl
         next(batches)
     script.attempt(8, after_restore=lambda loaders: loaders[0].load_state_dict(ahead.state_dict()))
     report = audited(script)
-    assert report.verdict == "violated" and (report.lost, report.repeated) == (21, 0)
+    assert report.verdict == "not proved" and (report.lost, report.repeated) == (21, 0)
     (finding,) = report.findings
     assert finding.kind == "lost" and finding.step == 12
     (whole,) = script.loaders(1)
@@ -261,7 +261,7 @@ def test_a_gap_in_the_chain_loses_the_rows_of_the_manifest_that_is_not_there(tab
     history = read_history(script.storage)
     slot = history.chain[2].slot
     report = audit_history(without(history, slot), orders_of(script.storage, history))
-    assert report.verdict == "violated" and (report.lost, report.repeated) == (28, 0)
+    assert report.verdict == "not proved" and (report.lost, report.repeated) == (28, 0)
     (finding,) = report.findings
     assert finding.step == 16
     assert rows_of(finding, table) == {row for step in range(9, 13) for _, row in script.book[step][0]}
@@ -272,7 +272,7 @@ def test_an_endless_stream_that_began_anew_repeats_rows(table: Path) -> None:
     script.attempt(40)
     script.attempt(8, lose_state=True)
     report = audited(script)
-    assert report.verdict == "violated" and report.repeated == 56
+    assert report.verdict == "not proved" and report.repeated == 56
 
 
 def audited_with(table: Path, change: Callable[[Intervals], Intervals]) -> AuditReport:
@@ -290,13 +290,13 @@ def audited_with(table: Path, change: Callable[[Intervals], Intervals]) -> Audit
 
 def test_a_row_that_two_manifests_record_is_repeated_whatever_the_states_say(table: Path) -> None:
     report = audited_with(table, lambda rows: rows.union(Intervals.of([(5, 8)])))
-    assert report.verdict == "violated" and report.repeated == 3
+    assert report.verdict == "not proved" and report.repeated == 3
     assert any("do not" in text or "are not those" in text for text in report.every_doubt)
 
 
 def test_a_row_that_no_manifest_records_is_lost_whatever_the_states_say(table: Path) -> None:
     report = audited_with(table, lambda rows: rows.difference(Intervals.of([(60, 62)])))
-    assert report.verdict == "violated" and report.lost == 2
+    assert report.verdict == "not proved" and report.lost == 2
 
 
 # --- what cannot be known is said
@@ -304,7 +304,7 @@ def test_a_row_that_no_manifest_records_is_lost_whatever_the_states_say(table: P
 
 def test_positions_beyond_the_table_are_doubted_and_are_no_rows(table: Path) -> None:
     report = audited_with(table, lambda rows: rows.union(Intervals.of([(ROWS, ROWS + 5)])))
-    assert report.verdict == "unproved" and (report.repeated, report.lost, report.again) == (0, 0, 0)
+    assert report.verdict == "not proved" and (report.repeated, report.lost, report.again) == (0, 0, 0)
     assert any(f"positions beyond the {ROWS} rows of epoch 0" in text for text in report.every_doubt)
     assert report.readers[0].epochs[0].once == 12 * 7
 
@@ -323,7 +323,7 @@ def test_an_epoch_read_from_two_versions_of_the_table_is_not_proved(tmp_path: Pa
     script.table = lakeckpt.open_table(str(write_table(tmp_path / "new", files=[(100, 50), (50,)])))
     script.attempt(8, accept_changes=["table"])
     report = audited(script)
-    assert report.verdict == "unproved" and report.lost == report.repeated == 0
+    assert report.verdict == "not proved" and report.lost == report.repeated == 0
     assert "2 versions of the table" in report.every_doubt[0]
 
 
@@ -332,7 +332,7 @@ def test_a_history_that_cannot_be_read_to_its_beginning_is_not_proved(table: Pat
     script.attempt(16)
     script.storage.delete(slot_path(read_history(script.storage).chain[1].slot))
     report = audit(script.storage)
-    assert (report.verdict, report.exit_status) == ("unproved", 2)
+    assert (report.verdict, report.exit_status) == ("not proved", 1)
     (epoch,) = report.readers[0].epochs
     assert (epoch.before, epoch.once, epoch.lost) == (56, 56, 0)
     assert "history is broken" in report.every_doubt[0]
@@ -345,7 +345,7 @@ def test_a_newest_entry_that_cannot_be_read_stands_against_a_proof(table: Path) 
     assert tip is not None
     script.storage.objects[slot_path(tip.slot)] = b"x" + script.storage.objects[slot_path(tip.slot)][1:]
     report = audit(script.storage)
-    assert report.verdict == "unproved" and report.step == 12
+    assert report.verdict == "not proved" and report.step == 12
     assert slot_path(tip.slot) in report.every_doubt[0]
 
 
@@ -355,16 +355,16 @@ def test_without_the_index_nothing_is_proved_and_violations_are_still_seen(table
     script.attempt(12)
     (index,) = [path for path in script.storage.objects if path.startswith("index/")]
     data = script.storage.objects.pop(index)
-    assert audited(script).verdict == "unproved"
+    assert audited(script).verdict == "not proved"
     script.storage.objects[index] = data[:-1]
-    assert audited(script).verdict == "unproved"
+    assert audited(script).verdict == "not proved"
     script.storage.objects[index] = lakeckpt.open_table(str(other)).index.dumps()
-    assert audited(script).verdict == "unproved"
+    assert audited(script).verdict == "not proved"
     script.storage.objects[index] = data
     script.attempt(8, lose_state=True)
     del script.storage.objects[index]
     report = audited(script)
-    assert report.verdict == "violated"
+    assert report.verdict == "not proved"
     assert all(finding.where == () and finding.more == finding.rows for finding in report.findings)
 
 
@@ -372,10 +372,10 @@ def test_checkpoints_without_a_reader_prove_nothing() -> None:
     storage = MemoryStorage()
     manager = CheckpointManager(storage, {"count": Counter()}, persist_every=1)
     manager.restore()
-    assert audit(storage).verdict == "unproved"
+    assert audit(storage).verdict == "not proved"
     manager.step()
     report = audit(storage)
-    assert report.verdict == "unproved" and "no reader was tracked" in report.words
+    assert report.verdict == "not proved" and "no reader was tracked" in report.words
 
 
 def test_no_run_at_all_is_an_error() -> None:
@@ -389,7 +389,7 @@ def test_a_reader_that_later_checkpoints_lack_is_not_proved(table: Path) -> None
     history = read_history(script.storage)
     chain = (history.chain[0], replace(history.chain[1], readers={}))
     report = audit_history(replace(history, chain=chain), orders_of(script.storage, history))
-    assert report.verdict == "unproved" and "in no checkpoint after step 4" in report.every_doubt[0]
+    assert report.verdict == "not proved" and "in no checkpoint after step 4" in report.every_doubt[0]
 
 
 def test_a_reader_that_began_inside_of_an_epoch_is_not_proved(table: Path) -> None:
@@ -398,7 +398,7 @@ def test_a_reader_that_began_inside_of_an_epoch_is_not_proved(table: Path) -> No
     next(iter(ahead))
     script.attempt(8, after_restore=lambda loaders: loaders[0].load_state_dict(ahead.state_dict()))
     report = audit(script.storage)
-    assert report.verdict == "unproved" and report.readers[0].epochs[0].before == 7
+    assert report.verdict == "not proved" and report.readers[0].epochs[0].before == 7
 
 
 @pytest.mark.parametrize("what", ["attempt", "step", "state", "steps"])
@@ -422,7 +422,7 @@ def test_a_ledger_that_contradicts_itself_is_not_proved(table: Path, what: str) 
         last = replace(last, readers={"reader": replace(record, **changed)})
         history = replace(history, chain=(*history.chain[:-1], last))
     report = audit_history(history, orders_of(script.storage, history))
-    assert report.verdict == "unproved" and report.every_doubt
+    assert report.verdict == "not proved" and report.every_doubt
 
 
 def test_the_report_is_plain_values_that_add_up(table: Path) -> None:

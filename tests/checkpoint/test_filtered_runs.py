@@ -102,7 +102,7 @@ def test_counts_that_were_damaged_are_told_and_counted_and_written_again(table: 
     path = the_selection(script)
     whole = script.storage.objects[path]
     script.storage.objects[path] = whole[:-1]
-    assert audit(script.storage).verdict == "unproved"
+    assert audit(script.storage).verdict == "not proved"
     assert [one.path for one in verify(script.storage).damage] == [path]
     with pytest.raises(CheckpointDamaged, match=path):
         explain(script.storage, 3)
@@ -151,7 +151,7 @@ def test_a_filter_that_was_changed_by_the_users_leave_is_no_proof(table: Path) -
     script.attempt(8)
     script.attempt(4, filters=[("id", ">=", 100)], accept_changes=["selection"])
     report = audit(script.storage)
-    assert report.verdict == "unproved"
+    assert report.verdict == "not proved"
     assert any("several filters" in doubt for doubt in report.every_doubt)
 
 

@@ -85,7 +85,7 @@ def test_what_is_no_receipt_is_refused_at_the_cut(loader: LakeLoader, consumed: 
     saver.restore()
     next(iter(loader))
     with pytest.raises(ConfigError, match="is a batch's receipt, or names readers"):
-        saver.step(consumed=consumed)
+        saver.step(consumed)
     assert saver.steps_done == 0
 
 

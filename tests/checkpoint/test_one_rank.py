@@ -167,7 +167,7 @@ def test_consumed_says_up_to_where_with_the_loops_own_prefetch() -> None:
     saver.restore()
     receipts = list(iter(reader))[:10]
     for at in range(4):
-        saver.step(consumed=receipts[2 * at + 1])  # two micro-batches per step
+        saver.step(receipts[2 * at + 1])  # two micro-batches per step
     saver.save()
     record = read_history(storage).tip.readers["reader"]
     assert record.state["step"] == 8
@@ -190,15 +190,15 @@ def test_a_receipt_needs_a_reader_that_can_be_told() -> None:
     two.restore()
     receipts = [next(iter(two._objects[name])) for name in "ab"]
     with pytest.raises(ConfigError, match="2 tracked readers"):
-        two.step(consumed=receipts[0])
+        two.step(receipts[0])
     with pytest.raises(ConfigError, match="'c'"):
-        two.step(consumed={"c": receipts[0]})
+        two.step({"c": receipts[0]})
     assert two.steps_done == 0
-    two.step(consumed={"a": receipts[0], "b": receipts[1]})
+    two.step({"a": receipts[0], "b": receipts[1]})
     none = manager(MemoryStorage(), {"n": Counter()})
     none.restore()
-    with pytest.raises(ConfigError, match="0 tracked readers"):
-        none.step(consumed=receipts[0])
+    with pytest.raises(ConfigError, match="no tracked reader"):
+        none.step(receipts[0])
 
 
 def test_the_ledger_adds_up_over_epochs_attempts_and_rewinds() -> None:

@@ -76,7 +76,7 @@ class Job:
             saver = manager(self.storage, {"reader": loader}, exchange=exchange, waiter=waiter)
             done, got, ended = saver.restore(), [], False
             for batch in loader:
-                saver.step()
+                saver.step(batch)
                 got.append((saver.steps_done, rank, batch["id"].tolist(), batch.receipt))
                 if weather is not None and rank == 0:
                     weather()
@@ -185,11 +185,11 @@ def test_rows_that_came_twice_are_told_though_their_row_group_was_skipped_once(d
     with manager(tmp_path / "run", {"reader": loader}) as saver:
         saver.restore()
         for _ in range(2):
-            for _, _ in zip(range(5), loader, strict=False):
-                saver.step()
+            for _, batch in zip(range(5), loader, strict=False):
+                saver.step(batch)
             loader.rewind()
     report = audit(LocalStorage(tmp_path / "run"))
-    assert report.verdict == "violated" and report.repeated == 50
+    assert report.verdict == "not proved" and report.repeated == 50
 
 
 def test_the_command_line_tells_what_was_skipped(
@@ -200,8 +200,8 @@ def test_the_command_line_tells_what_was_skipped(
     loader = LakeLoader(LakeDataset(damage.table, batch_size=40, on_bad_row_group="skip"))
     with manager(tmp_path / "run", {"reader": loader}) as saver:
         saver.restore()
-        for _ in loader:
-            saver.step()
+        for batch in loader:
+            saver.step(batch)
     assert main(["audit", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "100 rows counted exactly once, 0 lost, 0 repeated, 20 SKIPPED because they could not be read" in said
@@ -265,7 +265,7 @@ def test_a_crafted_list_is_refused_or_doubted_and_never_believed(damage: Damage)
         object.__setattr__(record, "skips", lie)
         job.storage.objects[path] = entry_to_bytes(entry)
         report = audit(job.storage)
-        assert report.verdict == "unproved" and "skipped row group 0 of 'a' stood where" in report.every_doubt[0]
+        assert report.verdict == "not proved" and "skipped row group 0 of 'a' stood where" in report.every_doubt[0]
 
 
 def any_history(damage: Damage, seed: int) -> None:

@@ -71,7 +71,7 @@ def train(run: Path, loader: LakeLoader, *, steps: int | None = None, epochs: in
         while loader.epoch < epochs:
             for batch in loader:
                 seen.append(batch["id"].tolist())
-                manager.step()
+                manager.step(batch)
                 if len(seen) == steps:
                     return seen
     return seen
@@ -161,8 +161,7 @@ def test_a_version_that_is_gone_is_refused_with_advice_that_can_be_followed(
     loader = loader_of(delta, **options)
     with CheckpointManager(run, {"reader": loader}) as manager:
         manager.restore()
-        next(iter(loader))
-        manager.step()
+        manager.step(next(iter(loader)))
     table = deltalake.DeltaTable(delta)
     table.optimize.compact()
     table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
@@ -207,7 +206,7 @@ def test_an_epoch_that_begins_goes_on_with_the_newest_version(workers: int, delt
             epoch = loader.epoch
             for number, batch in enumerate(loader):
                 seen.setdefault(epoch, []).extend(batch["id"].tolist())
-                manager.step()
+                manager.step(batch)
                 if number == 4 and epoch < 2:  # in the midst: not before the next epoch
                     deltalake.write_deltalake(delta, pa.table({"id": [100 * epoch + 70]}), mode="append")
     assert {epoch: sorted(rows) for epoch, rows in seen.items()} == {
@@ -234,8 +233,7 @@ def test_a_step_over_the_border_of_two_versions_is_explained_by_both(delta: Path
         for _ in loader:
             pass
         deltalake.write_deltalake(delta, pa.table({"id": [70]}), mode="append")
-        next(iter(loader))
-        manager.step()  # one optimizer step: all of epoch 0, and a micro-batch of epoch 1
+        manager.step(next(iter(loader)))  # one optimizer step: all of epoch 0, and a micro-batch of epoch 1
     found = explain(LocalStorage(tmp_path / "run"), 1).readers
     assert [(one.epochs, one.rows) for one in found] == [((0,), 60), ((1,), 5)]
     assert audited(tmp_path / "run").verdict == "proved"
@@ -259,8 +257,8 @@ def test_an_epoch_of_a_version_too_small_for_a_step_is_counted_by_that_version(
     with CheckpointManager(tmp_path / "run", {"reader": loader}, persist_every=1) as manager:
         manager.restore()
         for kept in (rows, 20, 20):
-            for _ in loader:
-                manager.step()
+            for batch in loader:
+                manager.step(batch)
             table = pa.table({"id": pa.array(range(kept), pa.int64())})
             deltalake.write_deltalake(delta, table, mode="overwrite")
     report = audited(tmp_path / "run")
@@ -325,7 +323,7 @@ def rank_of_a_job(rank: int, world_size: int, folder: str, epochs: int) -> None:
             for batch in loader:
                 with Path(folder, f"seen{epoch}.{rank}").open("a") as file:
                     file.writelines(f"{row}\n" for row in batch["id"].tolist())
-                manager.step()
+                manager.step(batch)
             if rank:
                 deltalake.write_deltalake(delta, pa.table({"id": [100 * epochs + 1 + epoch]}), mode="append")
             dist.barrier()
@@ -355,7 +353,7 @@ def test_all_ranks_give_an_epoch_up_together(delta: Path) -> None:
         seen = []
         for batch in loader:
             seen += batch["id"].tolist()
-            held.step()
+            held.step(batch)
             if loader.epoch == 0 and len(seen) == 10:
                 held.save()
                 break
@@ -377,8 +375,7 @@ def test_ranks_that_give_an_epoch_up_read_on_from_the_version_that_rank_0_opened
         loader = loader_of(delta, rank=rank, world_size=2)
         held = manager(storage, {"reader": loader}, exchange=exchange)
         held.restore()
-        next(iter(loader))
-        held.step()
+        held.step(next(iter(loader)))
         held.save()
 
     good(run_ranks(2, begin))

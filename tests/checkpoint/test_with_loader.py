@@ -58,7 +58,7 @@ def test_crashes_at_any_step_lose_and_repeat_nothing(lake: Path, tmp_path: Path,
         for _ in range(loader.epoch, 2):
             for batch in loader:
                 book.value = [*book.value, *batch["id"].tolist()]
-                manager.step()
+                manager.step(batch)
                 # Each attempt outlives one more save, so that the job ends.
                 crashed = manager.steps_done >= done + 3 + crash_after and manager.steps_done < 38
                 if crashed:
@@ -81,8 +81,8 @@ def test_the_index_of_the_table_lies_beside_the_checkpoints_once(lake: Path, tmp
     loader = loader_of(lake)
     with CheckpointManager(tmp_path / "run", {"reader": loader}, persist_every=2) as manager:
         manager.restore()
-        for _ in loader:
-            manager.step()
+        for batch in loader:
+            manager.step(batch)
     storage = LocalStorage(tmp_path / "run")
     (info,) = storage.list("index")
     digest = loader.table.index.digest
@@ -100,7 +100,7 @@ def test_accumulation_and_a_break_in_the_middle_of_it(lake: Path, tmp_path: Path
     for at, batch in enumerate(loader):
         seen.append(batch["id"].tolist())
         if at % 4 == 3:
-            manager.step()
+            manager.step(batch)
         if at == 9:
             break
     fresh = loader_of(lake)
@@ -117,10 +117,10 @@ def test_a_cut_can_be_saved_again_after_the_epoch_has_ended(lake: Path, tmp_path
     loader = loader_of(lake)
     manager = CheckpointManager(tmp_path / "run", {"reader": loader}, persist_every=1)
     manager.restore()
-    for _ in loader:
-        manager.step()
+    for batch in loader:
+        manager.step(batch)
     manager.save()
-    manager.step()  # an optimizer step without new data
+    manager.step(batch)  # an optimizer step without new data
     history = read_history(LocalStorage(tmp_path / "run"))
     assert [one.readers["reader"].consumed() for one in history.chain[-2:]] == [{}, {}]
     last = history.chain[-1].readers["reader"].steps
@@ -136,7 +136,7 @@ def test_epochs_after_a_restore_at_the_end_of_one(lake: Path, tmp_path: Path) ->
         with CheckpointManager(tmp_path / "run", {"reader": loader, "n": Counter(torch.ones(1))}) as manager:
             manager.restore()
             assert loader.epoch == expected
-            rows = [row for batch in loader for row in batch["id"].tolist() if manager.step() is None]
+            rows = [row for batch in loader for row in batch["id"].tolist() if manager.step(batch) is None]
             assert sorted(rows) == list(range(ROWS))
 
 
@@ -152,7 +152,7 @@ def test_a_save_after_the_end_of_an_epoch_whose_last_step_was_saved_goes_on_with
         manager = CheckpointManager(tmp_path / "run", {"reader": loader, "ends": ends}, persist_every=every)
         manager.restore()
         for epoch in range(loader.epoch, 2):
-            rows[epoch] += [row for batch in loader for row in (batch["id"].tolist(), manager.step())[0]]
+            rows[epoch] += [row for batch in loader for row in (batch["id"].tolist(), manager.step(batch))[0]]
             ends.value += 1
             manager.save()
             if not attempt:
@@ -161,7 +161,7 @@ def test_a_save_after_the_end_of_an_epoch_whose_last_step_was_saved_goes_on_with
     assert done_at_ends == [1, 2]
     assert sorted(rows[0]) == sorted(rows[1]) == list(range(ROWS))
     report = audit(LocalStorage(tmp_path / "run"))
-    assert report.exactly_once, report.words()
+    assert report.exactly_once, report.words
 
 
 def test_an_epoch_that_is_read_again_is_recorded_to_its_last_batch(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_an_epoch_that_is_read_again_is_recorded_to_its_last_batch(tmp_path: Pat
         objects["reader"].set_epoch(0)  # the same order: the same receipts
         for batch in objects["reader"]:
             objects["book"].value = [*objects["book"].value, batch["id"].tolist()]
-            saver.step()
+            saver.step(batch)
     again = made()
     manager(storage, again).restore()
     assert len(again["book"].value) == 20

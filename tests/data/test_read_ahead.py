@@ -104,7 +104,7 @@ def test_restoring_begins_to_read_before_models_are_loaded(folder: Path, tmp_pat
         seen = []
         for batch in first:
             seen.append(batch["id"].tolist())
-            manager.step()
+            manager.step(batch)
             if len(seen) == 20:
                 break
     again = loader_of(folder)

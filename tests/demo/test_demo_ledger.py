@@ -36,8 +36,8 @@ def train(config: DemoConfig, *, epochs: int, steps_of_last: int = 12) -> None:
     with lakeckpt.CheckpointManager(config.checkpoints, {"reader": loader}, persist_every=4) as manager:
         manager.restore()
         for epoch in range(loader.epoch, epochs):
-            for _ in islice(loader, steps_of_last if epoch == epochs - 1 else None):
-                manager.step()
+            for batch in islice(loader, steps_of_last if epoch == epochs - 1 else None):
+                manager.step(batch)
 
 
 def test_all_epochs_complete_is_exactly_once(config: DemoConfig) -> None:

@@ -153,7 +153,7 @@ def main() -> None:
                 done += 1
                 print(json.dumps({"step": done, "ids": used}), file=file, flush=True)
                 used = []
-                manager.step()
+                manager.step(batch)
                 if args.arenas and args.die_at is not None and done == args.die_at - 1:
                     manager._background._engine.wait()  # type: ignore[union-attr] # the next one is not left out
                 if done == args.die_at:

@@ -99,7 +99,7 @@ def test_the_first_lines_of_the_readme_hold_on_a_gpu(table: Path, tmp_path: Path
         for batch in loader:
             model(batch["x"].to(DEVICE, non_blocking=True)[:, None]).mean().backward()
             optimizer.step(), optimizer.zero_grad()
-            manager.step()
+            manager.step(batch)
     weights = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.zero_()

@@ -32,7 +32,7 @@ def train(lake: str, run: str, options: Mapping[str, Any]) -> None:
         if loader.epoch == 0:
             for batch in loader:
                 counts.seen[batch["x"]] += 1
-                manager.step()
+                manager.step(batch)
 
 
 def counted(run: str, options: Mapping[str, Any], lake: str) -> list[int]:

@@ -81,7 +81,7 @@ def main() -> None:
                 done += 1
                 print(json.dumps({"step": done, "ids": used}), file=file, flush=True)
                 used = []
-                manager.step()
+                manager.step(batch)
                 if done >= args.steps:
                     break
         print(json.dumps({"finished": done}), file=file, flush=True)

@@ -125,8 +125,8 @@ def test_a_job_shows_its_secrets_nowhere(
             state = {"model": model, "reader": loader}
             with CheckpointManager(f"s3://{s3.bucket}/run", state, storage_options=options) as manager:
                 done = manager.restore()
-                for _batch in loader:
-                    manager.step()
+                for batch in loader:
+                    manager.step(batch)
                     if manager.steps_done == done + 4:
                         break
                 seen += [repr(thing).encode() for thing in (manager, loader, loader.dataset, loader.state_dict())]

@@ -23,6 +23,7 @@ from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.pieces import piece_of, undealt
 from lakeckpt.checkpoint.rows import Order, name_rows, order_name
 from lakeckpt.checkpoint.skipped import skipped_in
+from lakeckpt.checkpoint.used import used
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan, consumed, consumption, replan
 from lakeckpt.core.state import Identity, ReaderState
@@ -71,6 +72,7 @@ class _Account:
         self._skipped: dict[int, list[Piece]] = {}
         self._skips: list[SkippedRows] = []
         self._topologies: dict[tuple[int, int, int], None] = {}
+        self._inferred = ""
 
     def audit(self) -> ReaderAudit:
         epochs: list[EpochAudit] = []
@@ -80,6 +82,8 @@ class _Account:
             origin, tip = self._collect()
             self._skipped, self._skips, unknown = skipped_in(self._records, self._orders)
             self._doubts.update(dict.fromkeys(unknown))
+            self._inferred, suspected = used(self._records)
+            self._doubts.update(dict.fromkeys(suspected))
             identity = tip.identity
             known = consumed(tip)
             for epoch in self._epochs(origin, tip, known):
@@ -99,6 +103,7 @@ class _Account:
             doubts=tuple(self._doubts),
             notes=tuple(self._notes),
             skips=tuple(self._skips),
+            inferred=self._inferred,
         )
 
     # --- the records

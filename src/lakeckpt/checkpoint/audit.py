@@ -1,5 +1,8 @@
 """Was every row consumed exactly once per epoch?  Proved from the ledger and the footer index of a run, or refuted.
 
+That is proved of what the training loop stated by ``step(batch)``. Where it did not, it is proved of what was
+delivered; where something seems to read ahead of the loop, nothing is.
+
 The log gives the history: the chain of manifests from the newest checkpoint back to the first. For each reader the
 recorded intervals are added up, compared with what the newest state claims, and held against the table's rows (see
 `lakeckpt.checkpoint.account`). Abandoned branches are told apart: their work was rolled back and does not count.
@@ -32,7 +35,7 @@ NAMED_GROUPS = 64
 
 _TRUSTED = (
     "the entries of the log: each holds its checksum",
-    "receipts: a batch that the loop had received at a cut was used by then, and by no later step",
+    "the training loop: at each cut it had used what it stated by step(batch), and nothing beyond",
     "the footer index: it has the digest that the states name, and the table was the one pinned by it",
     "the row selection of a filter, likewise: it counted what the filter keeps of each row group",
 )

@@ -1,7 +1,12 @@
 """What does an audit say?  Values with counts, findings that name rows, doubts, and what was trusted.
 
-Every row of an epoch is in exactly one count of its `EpochAudit`; the constructor holds that. A report is *violated*
-where any row counted twice or not at all, else *unproved* where something needed for a proof is missing, else *proved*.
+Every row of an epoch is in exactly one count of its `EpochAudit`; the constructor holds that. A report has one of three
+verdicts:
+
+* ``"not proved"``: a row counted twice or not at all (``findings``), or something that a proof needs is missing
+  (``doubts``), as where something seems to read ahead of the training loop;
+* ``"delivered"``: every row was delivered exactly once, and that steps used it is inferred, for some (``inferred``);
+* ``"proved"``: every row was used exactly once, as the training loop stated by ``step(batch)``.
 
 Imports without torch; knows neither storage nor the ledger.
 """
@@ -26,10 +31,10 @@ __all__ = [
     "Verdict",
 ]
 
-Verdict = Literal["proved", "violated", "unproved"]
+Verdict = Literal["proved", "delivered", "not proved"]
 EpochStatus = Literal["complete", "in progress", "left behind", "given up", "carried over"]
 FindingKind = Literal["repeated", "lost", "again"]
-_EXIT = {"proved": 0, "violated": 1, "unproved": 2}
+_EXIT = {"proved": 0, "not proved": 1, "delivered": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +151,8 @@ class ReaderAudit:
     notes: tuple[str, ...] = ()
     skips: tuple[SkippedRows, ...] = ()
     """What could not be read, by row group."""
+    inferred: str = ""
+    """How many attempts did not state which rows their steps used, so that it is inferred; empty: none."""
 
     def to_plain(self) -> dict[str, object]:
         """JSON-able values."""
@@ -161,6 +168,7 @@ class ReaderAudit:
             "doubts": list(self.doubts),
             "notes": list(self.notes),
             "skips": [one.to_plain() for one in self.skips],
+            "inferred": self.inferred,
         }
 
 
@@ -220,10 +228,10 @@ class AuditReport:
 
     @property
     def verdict(self) -> Verdict:
-        """``violated`` where a row counted twice or is lost, else ``unproved`` where there is a doubt."""
-        if self.findings:
-            return "violated"
-        return "unproved" if self.every_doubt else "proved"
+        """See above."""
+        if self.findings or self.every_doubt:
+            return "not proved"
+        return "delivered" if any(one.inferred for one in self.readers) else "proved"
 
     @property
     def exactly_once(self) -> bool:
@@ -232,7 +240,7 @@ class AuditReport:
 
     @property
     def exit_status(self) -> int:
-        """0 proved, 1 violated, 2 cannot be proved."""
+        """0 proved, 1 not proved, 3 proved of what was delivered."""
         return _EXIT[self.verdict]
 
     def _sum(self, name: str) -> int:
@@ -267,11 +275,12 @@ class AuditReport:
     def words(self) -> str:
         """The verdict in one line."""
         done = f"{self.checkpoints:,} checkpoints up to step {self.step:,}"
-        if self.verdict == "proved":
+        if self.verdict != "not proved":
             dropped = f", {self._sum('dropped'):,} dropped on purpose" if self._sum("dropped") else ""
             skipped = f", {self.skipped:,} SKIPPED because they could not be read" if self.skipped else ""
-            return f"{done}: {self._sum('once'):,} rows counted exactly once, 0 lost, 0 repeated{dropped}{skipped}"
-        if self.verdict == "violated":
+            counted = "counted" if self.verdict == "proved" else "were delivered"
+            return f"{done}: {self._sum('once'):,} rows {counted} exactly once, 0 lost, 0 repeated{dropped}{skipped}"
+        if self.findings:
             again = f", {self.again:,} more to be read again" if self.again else ""
             return f"{done}: {self.lost:,} rows lost, {self.repeated:,} repeated{again}"
         return f"{done}: no row is known to be lost or repeated, but {self.every_doubt[0]}"

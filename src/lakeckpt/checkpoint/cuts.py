@@ -8,6 +8,7 @@ has them. It never communicates.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,12 @@ from typing import Any
 from lakeckpt.checkpoint.journal import Leg
 from lakeckpt.checkpoint.manifest import ReaderRecord, Stretch
 from lakeckpt.core.plan import consumption
+from lakeckpt.core.read_ahead import Basis, ReadAhead
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import ConfigError, StateInvalid
-from lakeckpt.tracking.readers import SkippingReader, TrackedReader, index_of, versions_of
+from lakeckpt.tracking.readers import DeliveringReader, SkippingReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
 
 __all__ = ["Journal", "Place", "ReaderTrack", "by_reader"]
@@ -40,11 +42,29 @@ class Place:
 class ReaderTrack:
     """One tracked reader, from a restore on."""
 
-    __slots__ = ("_at", "_before", "_frontier", "_last", "_recorded", "_recorded_skips", "_recorder", "name", "reader")
+    __slots__ = (
+        "_ahead",
+        "_at",
+        "_attempt",
+        "_basis",
+        "_before",
+        "_frontier",
+        "_last",
+        "_recorded",
+        "_recorded_skips",
+        "_recorder",
+        "name",
+        "reader",
+    )
 
-    def __init__(self, name: str, reader: TrackedReader) -> None:
+    def __init__(self, name: str, reader: TrackedReader, *, attempt: int = -1) -> None:
         self.name = name
         self.reader = reader
+        self._attempt = attempt
+        self._ahead = ReadAhead()
+        self._basis: Basis = "stated"
+        if isinstance(reader, DeliveringReader):
+            reader.deliveries.begin_run(name)
         reader.mark()  # what was delivered before is not of this run's history
         self._last = reader.last_receipt  # that was delivered then: where it is still the last one, nothing was since
         self._before = reader.last_receipt  # up to here it is recorded, or was delivered before the run began
@@ -54,15 +74,32 @@ class ReaderTrack:
         self._frontier: Frontier | None = None
         self._at: Receipt | None = None  # consumed since then
 
-    def cut(self, step: int, consumed: Receipt | None) -> None:
-        """Note that optimizer step ``step`` is done, with all up to ``consumed`` (None: up to the last delivered)."""
-        at = self.reader.last_receipt if consumed is None else consumed
+    def cut(self, step: int, consumed: Receipt | None) -> str:
+        """Note that optimizer step ``step`` is done, with all up to ``consumed`` (None: up to the last delivered).
+
+        Returns why that is suspected, where it is since this step; else an empty text.
+        """
+        last = self.reader.last_receipt
+        at = last if consumed is None or consumed == last else consumed
+        known = self._ahead.reason
+        self._basis = self._basis_of(consumed, at)
         # An epoch that is read once more gives receipts that are equal to those of the time before.
-        was_before = at is self._before or (at == self._before and self.reader.last_receipt is self._last)
+        was_before = at is self._before or (at == self._before and last is self._last)
         if at is not None and not was_before:
             self._at, self._frontier = at, frontier_after(at)
         if self._frontier is not None:
             self._recorder.note(step, self._frontier)
+        return "" if known else self._ahead.reason
+
+    def _basis_of(self, consumed: Receipt | None, at: Receipt | None) -> Basis:
+        """How it is known that all up to ``at`` is consumed."""
+        if not isinstance(self.reader, DeliveringReader):
+            return "inferred" if consumed is None else "stated"
+        span = self.reader.deliveries.take()
+        if consumed is not None or (self._basis == "stated" and at is not None and at == self._at):
+            return "stated"
+        self._ahead.stepped(span)
+        return self._ahead.basis
 
     def place(self) -> Place:
         """The place at the last cut."""
@@ -86,7 +123,14 @@ class ReaderTrack:
         record = ReaderRecord(
             state=place.state,
             stretches=tuple(
-                Stretch(begin=begin.to_plain(), end=end.to_plain(), consumed=consumption(begin, end))
+                Stretch(
+                    begin=begin.to_plain(),
+                    end=end.to_plain(),
+                    consumed=consumption(begin, end),
+                    basis=self._basis,
+                    reason=self._ahead.reason if self._basis == "suspected" else "",
+                    attempt=self._attempt,
+                )
                 for begin, end in stretches
             ),
             steps=self._recorder.record(step),
@@ -149,22 +193,64 @@ class Journal:
             self._closed[name] = [leg for leg in legs if leg.step > step]
 
 
-def by_reader(
-    consumed: Receipt | Mapping[str, Receipt] | None, tracks: Mapping[str, ReaderTrack]
-) -> Mapping[str, Receipt]:
-    """reader → the receipt that the user named for it."""
-    if consumed is None:
+def by_reader(stated: Any, tracks: Mapping[str, ReaderTrack]) -> Mapping[str, Receipt]:
+    """reader → the receipt that the user named for it, by a batch, a receipt, a number, or a mapping of names to these.
+
+    `ConfigError` where that names no place in a reader, or not which reader it is of.
+    """
+    if stated is None:
         return {}
-    if isinstance(consumed, Receipt):
-        if len(tracks) != 1:
-            raise ConfigError(
-                f"consumed= is one receipt and there are {len(tracks)} tracked readers ({', '.join(tracks)}): "
-                "give a mapping of names to receipts"
-            )
-        return {next(iter(tracks)): consumed}
-    if not isinstance(consumed, Mapping) or not all(isinstance(one, Receipt) for one in consumed.values()):
-        raise ConfigError(f"consumed= is a batch's receipt, or names readers and their receipts, got {consumed!r}")
-    unknown = sorted(set(consumed) - set(tracks))
-    if unknown:
-        raise ConfigError(f"consumed= names {unknown}, which are no tracked readers; these are {sorted(tracks)}")
-    return consumed
+    if not tracks:
+        raise ConfigError(
+            "step() was given a batch, and no tracked reader is in the manager's state: put the loader into it, "
+            'CheckpointManager(…, {"reader": loader, …})'
+        )
+    if isinstance(stated, Mapping) and stated and not hasattr(stated, "receipt") and set(stated) <= set(tracks):
+        return {name: _receipt(one, tracks[name]) for name, one in stated.items()}
+    if len(tracks) > 1:
+        raise ConfigError(
+            f"there are {len(tracks)} tracked readers ({', '.join(sorted(tracks))}): give step() a mapping of their "
+            f"names to batches, got {_shown(stated)}"
+        )
+    name, track = next(iter(tracks.items()))
+    return {name: _receipt(stated, track)}
+
+
+def _receipt(stated: Any, track: ReaderTrack) -> Receipt:
+    """The receipt that a batch, a receipt or a number stands for."""
+    if isinstance(stated, Receipt):
+        return stated
+    found = getattr(stated, "receipt", None)
+    if isinstance(found, Receipt):
+        return found
+    reader = track.reader
+    column = getattr(reader, "receipt_column", None)
+    if isinstance(stated, Mapping) and column in stated:
+        stated = stated[column]
+    number = _number(stated)
+    if number is None:
+        raise ConfigError(
+            f"step() takes a batch with its receipt, the receipt (batch.receipt, loader.last_receipt when the batch "
+            f"came), or a number from the loader's receipt_column; got {_shown(stated)} for reader {track.name!r}. "
+            "Where a wrapper made the batch anew, give the loader receipt_column=…, and step() that column"
+        )
+    if not isinstance(reader, DeliveringReader):
+        raise ConfigError(f"reader {track.name!r} does not number its batches: give step() a receipt")
+    return reader.receipt_of(number)
+
+
+def _number(stated: Any) -> int | None:
+    """An integer, or the largest element of a tensor, an array or a list of them."""
+    if hasattr(stated, "max") and hasattr(stated, "dtype"):
+        stated = stated.max() if stated.shape else stated
+    elif isinstance(stated, (list, tuple)) and stated and all(type(one) is int for one in stated):
+        stated = max(stated)
+    try:
+        return None if isinstance(stated, bool) else operator.index(stated)
+    except TypeError:
+        return None
+
+
+def _shown(stated: Any) -> str:
+    names = f" with {sorted(map(str, stated))[:8]}" if isinstance(stated, Mapping) else ""
+    return f"a {type(stated).__name__}{names}"

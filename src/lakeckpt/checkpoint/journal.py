@@ -16,12 +16,13 @@ from typing import Any
 
 from lakeckpt.checkpoint.fields import fields_of, number
 from lakeckpt.checkpoint.manifest import ReaderRecord, reader_from_plain, reader_to_plain
+from lakeckpt.core.read_ahead import BASES, Basis
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import WireDamaged
 from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.codec import dumps, loads
 
-__all__ = ["Leg", "joined", "legs_from_bytes", "legs_to_bytes", "since", "skipped"]
+__all__ = ["Leg", "joined", "legs_from_bytes", "legs_to_bytes", "since", "skipped", "weakest"]
 
 _KIND, _VERSION = "legs", (1, 0)
 
@@ -60,11 +61,30 @@ def since(legs: Sequence[Leg], recorded: int) -> tuple[Leg, ...]:
     return left
 
 
-def joined(legs: Sequence[Leg], *, state: Mapping[str, Any], skips: SkipList) -> ReaderRecord:
-    """The record of ``legs`` together; ``state`` and ``skips`` are those of the whole job at the last one's end."""
+def weakest(legs: Sequence[Leg]) -> tuple[Basis, str]:
+    """The weakest basis on which rows of ``legs`` count as used, and why it is suspected."""
+    every = [(one.basis, one.reason) for leg in legs for one in leg.record.stretches]
+    return max(every, key=lambda one: BASES.index(one[0]), default=("stated", ""))
+
+
+def joined(
+    legs: Sequence[Leg],
+    *,
+    state: Mapping[str, Any],
+    skips: SkipList,
+    others: tuple[Basis, str] = ("stated", ""),
+) -> ReaderRecord:
+    """The record of ``legs`` together; ``state`` and ``skips`` are those of the whole job at the last one's end, and
+    ``others`` the weakest basis of other ranks."""
+    basis, reason = others
+    stretches = tuple(
+        replace(one, basis=basis, reason=reason) if BASES.index(one.basis) < BASES.index(basis) else one
+        for leg in legs
+        for one in leg.record.stretches
+    )
     return ReaderRecord(
         state=state,
-        stretches=tuple(one for leg in legs for one in leg.record.stretches),
+        stretches=stretches,
         steps=StepRecord(runs=tuple(run for leg in legs for run in leg.record.steps.runs)),
         index=legs[-1].record.index,
         skips=skips,

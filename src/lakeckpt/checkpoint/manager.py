@@ -9,6 +9,7 @@ and persisted by an agent, and `step` only begins them (see ``background``).
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -33,18 +34,29 @@ from lakeckpt.checkpoint.restorer import Restorer
 from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
-from lakeckpt.core.receipts import Receipt
+from lakeckpt.data.deliveries import ConsumptionWarning, ReadAheadWarning, untracked
 from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, SaveLeftOut, WireError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, describe, open_storage
 from lakeckpt.tracking.exchange import Exchange
-from lakeckpt.tracking.readers import TrackedReader
+from lakeckpt.tracking.readers import DeliveringReader, TrackedReader
 
 if TYPE_CHECKING:
     from lakeckpt.checkpoint.bubbles.keeper import ProfileKeeper
     from lakeckpt.checkpoint.bubbles.watch import Bubbles
 
 __all__ = ["CheckpointManager"]
+
+_READS_AHEAD = (
+    "something reads ahead between reader {!r} and the training loop ({}), and step() counts what it holds as used: "
+    "after a crash those rows are lost. Call manager.step(batch) with the last batch that the step used, or its number "
+    "(LakeLoader(receipt_column=…)); or read ahead by lakeckpt.prefetch(loader), which counts what the loop gets"
+)
+_UNTRACKED = (
+    "a LakeLoader of this process delivers batches, and no reader is in this manager's state: where it is in the data "
+    'is not saved, and a resumed run begins the epoch again. Put the loader into it: CheckpointManager(…, {"reader": '
+    "loader, …}); if it is one for validation, with no loader to save beside it, ignore this"
+)
 
 
 class CheckpointManager:
@@ -131,6 +143,7 @@ class CheckpointManager:
         self._metric: Any = None
         self._report: RestoreReport | None = None
         self._closed = False
+        self._untracked = 0  # what other loaders had delivered when the run was restored
 
     # --- what is asked
 
@@ -177,9 +190,12 @@ class CheckpointManager:
         step, attempt, self._report = restorer.restore()
         self._step, self._saved_step = step, attempt.recorded
         self._tracks.update(
-            (name, ReaderTrack(name, one)) for name, one in self._objects.items() if isinstance(one, TrackedReader)
+            (name, ReaderTrack(name, one, attempt=attempt.number))
+            for name, one in self._objects.items()
+            if isinstance(one, TrackedReader)
         )
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
+        self._untracked = untracked()
         journal = Journal(self._tracks, step, legs=attempt.legs)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         publisher = Publisher(
@@ -206,25 +222,34 @@ class CheckpointManager:
             schedule.start(step)
         return step
 
-    def step(
-        self, consumed: Receipt | Mapping[str, Receipt] | None = None, *, metric: float | None = None
-    ) -> CheckpointInfo | None:
+    def step(self, batch: Any = None, *, metric: float | None = None) -> CheckpointInfo | None:
         """A cut: call it on every rank after each optimizer step, when schedulers, scaler and averages are updated,
         too.
 
-        ``consumed`` says up to which receipt the data of this and all earlier steps goes, where the loop fetches ahead
-        of training; by default, all that the readers have delivered. ``metric`` says how good this state is, for
+        ``batch`` is the last batch that the step used: all up to it counts as consumed, and what a queue or a wrapper
+        holds beyond it does not. Instead of the batch, give its receipt; or the number that the loader's
+        ``receipt_column`` put into it, where a wrapper makes batches anew; with several readers a dict of reader →
+        batch. Without it, all that the readers have delivered is taken for consumed. That is wrong behind anything
+        that reads ahead: a `ReadAheadWarning` says so where it shows, and ``lakeckpt audit`` then says NOT PROVED.
+
+        ``metric`` says how good this state is, for
         ``keep=Keep(best=…)``, whenever this cut is saved; rank 0's counts. Saves if the policy says so, and returns
         what was committed, else None; with ``capture_every``, a save only begins, and what is returned, or raised, is
-        what came of an earlier one. Errors as for `save`; and `ConfigError` where a receipt or the metric is none,
-        before the cut and on this rank alone, which may call again: where a save falls, the others wait for it.
+        what came of an earlier one. Errors as for `save`; `ConfigError` where ``batch`` or the metric is none, and
+        `StateUnavailable` where it is of before the last save: before the cut and on this rank alone, which may call
+        again; where a save falls, the others wait for it.
         """
         saver = self._ready()
-        receipts = by_reader(consumed, self._tracks)
+        receipts = by_reader(batch, self._tracks)
         self._metric = held_metric(metric)
         self._step += 1
         for name, track in self._tracks.items():
-            track.cut(self._step, receipts.get(name))
+            reason = track.cut(self._step, receipts.get(name))
+            if reason:
+                warnings.warn(_READS_AHEAD.format(name, reason), ReadAheadWarning, stacklevel=2)
+        if not self._tracks and untracked() > self._untracked:
+            self._untracked = sys.maxsize  # once
+            warnings.warn(_UNTRACKED, ConsumptionWarning, stacklevel=2)
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
         due = self._schedule.is_due(self._step)
@@ -275,6 +300,9 @@ class CheckpointManager:
         if not self._closed:
             self._closed = True
             try:
+                for track in self._tracks.values():
+                    if isinstance(track.reader, DeliveringReader):
+                        track.reader.deliveries.check_stepped()
                 if self._background is not None:
                     self._background.close(well=well)
                 if self._keeper is not None:

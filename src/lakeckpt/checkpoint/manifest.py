@@ -18,6 +18,7 @@ from lakeckpt.checkpoint.fields import confined, fields_of, number, taken
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.parts import PARTS, SaveId
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.read_ahead import BASES, Basis
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import ConfigError, StateInvalid, WireDamaged
@@ -42,8 +43,7 @@ __all__ = [
 ]
 
 _KIND = "log"
-_VERSION = (1, 4)  # 1.1: "keep"; 1.2: "skips"; 1.3: "given_up"; 1.4: "metric", "keep_every", "keep_best", "captured"
-_WITHOUT_RULES = (1, 3)
+_VERSION = (1, 5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,16 @@ class Stretch:
     end: Mapping[str, Any]
     consumed: Mapping[int, Intervals]
     """epoch → positions."""
+    basis: Basis = "inferred"
+    """How it is known that steps used it."""
+    reason: str = ""
+    """Why it is suspected that they did not."""
+    attempt: int = -1
+    """The attempt that consumed it; -1: the one that committed it."""
+
+    def __post_init__(self) -> None:
+        if self.basis not in BASES:
+            raise WireDamaged(f"that rows were used is known by one of {', '.join(BASES)}, got {self.basis!r:.40}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +196,7 @@ Entry = Begin | Manifest
 def entry_to_bytes(entry: Entry) -> bytes:
     """The document of an entry."""
     plain = _begin_to_plain(entry) if isinstance(entry, Begin) else _manifest_to_plain(entry)
-    newer = any(name in plain for name in ("metric", "keep_every", "keep_best", "captured"))
-    return dumps(plain, kind=_KIND, version=_VERSION if newer else _WITHOUT_RULES)
+    return dumps(plain, kind=_KIND, version=_VERSION)
 
 
 def entry_from_bytes(data: bytes) -> Entry:
@@ -317,6 +326,9 @@ def reader_to_plain(reader: ReaderRecord) -> dict[str, object]:
             _state_to_wire(one.begin),
             _state_to_wire(one.end),
             [[epoch, pack_intervals(rows.pairs())] for epoch, rows in one.consumed.items()],
+            one.basis,
+            one.reason,
+            one.attempt,
         ]
         for one in reader.stretches
     ]
@@ -347,15 +359,23 @@ def reader_from_plain(plain: Mapping[str, object]) -> ReaderRecord:
 
 
 def _stretch(row: object) -> Stretch:
-    if not isinstance(row, list) or len(row) != 3 or type(row[2]) is not list:
-        raise WireDamaged(f"a stretch is [state, state, consumed], got {row!r:.80}")
-    begin, end, consumed = row
+    row = [*row, "inferred", "", -1] if isinstance(row, list) and len(row) == 3 else row
+    if not isinstance(row, list) or [type(one) for one in row[2:]] != [list, str, str, int]:
+        raise WireDamaged(f"a stretch is [state, state, consumed, basis, reason, attempt], got {row!r:.80}")
+    begin, end, consumed, basis, reason, attempt = row
     found = {}
     for pair in consumed:
         if not isinstance(pair, list) or [type(value) for value in pair] != [int, bytes]:
             raise WireDamaged(f"what was consumed is [epoch, intervals], got {pair!r:.80}")
         found[pair[0]] = Intervals.of(unpack_intervals(pair[1]))
-    return Stretch(begin=_state_from_wire(begin), end=_state_from_wire(end), consumed=found)
+    return Stretch(
+        begin=_state_from_wire(begin),
+        end=_state_from_wire(end),
+        consumed=found,
+        basis=basis,
+        reason=reason,
+        attempt=attempt,
+    )
 
 
 def _state_to_wire(plain: Mapping[str, Any]) -> bytes | dict[str, Any]:

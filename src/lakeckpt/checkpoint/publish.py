@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.attempt import Attempt, Tip
 from lakeckpt.checkpoint.commit import Expected, Verify, await_commit, collect_parts, publish_failure, verify_objects
 from lakeckpt.checkpoint.fetch import fetch_part
 from lakeckpt.checkpoint.indexes import Documents
-from lakeckpt.checkpoint.journal import joined, since, skipped
+from lakeckpt.checkpoint.journal import joined, since, skipped, weakest
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.log import read_entry
 from lakeckpt.checkpoint.manifest import Manifest
@@ -36,6 +36,7 @@ from lakeckpt.checkpoint.unchanged import Earlier
 from lakeckpt.checkpoint.units import tensor_unit, tree_unit
 from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.checkpoint.whole_states import joined_state
+from lakeckpt.core.read_ahead import BASES, Basis
 from lakeckpt.core.skips import SkipList
 from lakeckpt.errors import (
     CheckpointDamaged,
@@ -56,6 +57,20 @@ __all__ = ["Publisher", "Settings"]
 
 _FAILURE, _LEFT_OUT = "failure", "left out"
 _SHARING, _ = tree_unit(SHARING, b"")
+
+
+def _weaker(cut: StagedCut) -> dict[str, str]:
+    """What another rank than 0 tells of how it is known that its rows were used, where its loop did not state it."""
+    found = {name: weakest(legs) for name, legs in cut.readers.items()}
+    return {f"{name!r} is {basis}": reason for name, (basis, reason) in found.items() if basis != "stated"}
+
+
+def _weakest_of_others(reader: str, told: Mapping[str, str]) -> tuple[Basis, str]:
+    """The weakest basis that other ranks told of ``reader``."""
+    for basis in reversed(BASES):
+        if f"{reader!r} is {basis}" in told:
+            return basis, told[f"{reader!r} is {basis}"]
+    return "stated", ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +190,7 @@ class Publisher:
                     if not is_part(legs[-1].record.state)
                     for what, said in facts_of(legs[-1].record.state).items()
                 }
+                tell |= _weaker(taken) if self._rank else {}
         except Exception as error:
             failure = failure or error
         if failure is not None:
@@ -315,6 +331,7 @@ class Publisher:
                     since(legs, self.attempt.recorded),
                     state=states[name],
                     skips=SkipList().union(*(part.skips[name] for part in parts if name in part.skips)),
+                    others=_weakest_of_others(name, agreement.told),
                 )
                 for name, legs in cut.readers.items()
             },

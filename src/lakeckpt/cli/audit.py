@@ -1,4 +1,7 @@
-"""``lakeckpt audit RUN``: the proof, or the rows that stand against it. Exit status 0 proved, 1 violated, 2 unknown."""
+"""``lakeckpt audit RUN``: the proof, or what stands against it.
+
+The exit status is 0 for PROVED, 1 for NOT PROVED, 3 for PROVED OF WHAT WAS DELIVERED, and 2 where the audit failed.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ _HEADS = {"again": "to repeat", "left": "to come", "before": "before"}
 _GROUPS = 6
 _STYLE = {
     "proved": ("PROVED", "bold green"),
-    "violated": ("VIOLATED", "bold red"),
-    "unproved": ("UNPROVED", "bold yellow"),
+    "delivered": ("PROVED OF WHAT WAS DELIVERED", "bold yellow"),
+    "not proved": ("NOT PROVED", "bold red"),
 }
 
 
@@ -81,7 +84,15 @@ def _show(console: Console, report: AuditReport, place: str, *, every: bool) -> 
     console.print()
     console.print(f"[{style}]{word}[/]  ", end="")
     console.print(report.words, markup=False)
-    if report.verdict == "proved":
+    for reader in report.readers if report.verdict == "delivered" else ():
+        if reader.inferred:
+            console.print(
+                f"note: {reader.inferred} called manager.step() without the batch that the step used: that steps used "
+                f"what reader {reader.name!r} delivered is inferred. manager.step(batch) states it",
+                style="dim",
+                markup=False,
+            )
+    if report.verdict != "not proved":
         console.print("[dim]It rests on " + "; ".join(report.trusted) + ".[/]")
 
 

@@ -13,7 +13,10 @@ from lakeckpt.core.plain import integer, integers, listing
 from lakeckpt.core.skips import Skip
 from lakeckpt.errors import StateInvalid
 
-__all__ = ["Receipt", "Span"]
+__all__ = ["EPOCH_NUMBERS", "Receipt", "Span"]
+
+EPOCH_NUMBERS: int = 2**32
+"""How many numbers (`Receipt.number`) each epoch has, which is more than any epoch has steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -87,6 +90,11 @@ class Receipt:
         Skipped rows count as rows of no loss, on every rank alike: what a row weighs depends on no other rank's damage.
         """
         return (self.rows - self.skipped) * self.world_size / self.step_rows if self.step_rows else 0.0
+
+    @property
+    def number(self) -> int:
+        """A number that names the micro-batch to its rank: ``epoch * 2**32 + step``; of an endless stream, the step."""
+        return self.epoch * EPOCH_NUMBERS + self.step
 
     def to_plain(self) -> dict[str, object]:
         """Return the receipt as JSON-able values."""

@@ -10,7 +10,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.reading.ragged import Ragged
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "moved"]
 
 
 class Batch(dict[str, Any]):
@@ -42,7 +42,7 @@ class Batch(dict[str, Any]):
 
     def to(self, *args: Any, **options: Any) -> Batch:
         """Return the batch with its tensors moved by ``tensor.to(…)``, and its receipt; other columns as they are."""
-        return Batch(_moved(dict(self), args, options), self.__dict__.get("receipt"))
+        return Batch(moved(dict(self), args, options), self.__dict__.get("receipt"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Batch, (dict(self), self.__dict__.get("receipt")))
@@ -57,13 +57,14 @@ def _collated(batches: list[Batch], *, collate_fn_map: Any = None) -> Batch:
 default_collate_fn_map[Batch] = _collated
 
 
-def _moved(value: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def moved(value: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """``value.to(*args, **options)``, or what it holds so: of a dict, list, tuple or `Ragged`. Others as they are."""
     if hasattr(value, "to"):
         return value.to(*args, **options)
     if type(value) is dict:
-        return {name: _moved(one, args, options) for name, one in value.items()}
+        return {name: moved(one, args, options) for name, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_moved(one, args, options) for one in value)
+        return type(value)(moved(one, args, options) for one in value)
     if isinstance(value, Ragged):
-        return value.map_arrays(lambda array: _moved(array, args, options))
+        return value.map_arrays(lambda array: moved(array, args, options))
     return value

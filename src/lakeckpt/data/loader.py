@@ -27,7 +27,9 @@ from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.arguments import whole
 from lakeckpt.data.counters import check_counted, check_not_fetched_ahead, counts_steps
 from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.deliveries import Deliveries
 from lakeckpt.data.identity import state_of_job
+from lakeckpt.data.prefetch import Stage
 from lakeckpt.data.prepared import EpochSetter, Prepared
 from lakeckpt.data.skip_warning import warn_of_skips
 from lakeckpt.data.source import items_of
@@ -67,6 +69,9 @@ class LakeLoader(Prepared, DataLoader[Any]):
         multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: Python's default.
         timeout: seconds to wait for a worker, then WorkerTimeout; 0: for ever.
         worker_init_fn: called in each worker with its number before it reads.
+        receipt_column: a name under which each batch (a dict) also holds an ``int`` that names it. It survives what
+            rebuilds the dict or moves its tensors: give it to ``manager.step`` where the receipt is lost. None: no
+            batch holds one. Needs a ``batch_size``.
         generator: draws the base seed of the workers, as torch does (it never changes the order of rows). None: one of
             the loader's own, seeded by the dataset's seed and the place at hand, so that neither iterating nor resuming
             draws from torch's global stream.
@@ -94,6 +99,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         timeout: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
         generator: torch.Generator | None = None,
+        receipt_column: str | None = None,
         **others: Never,
     ) -> None:
         for name in others:
@@ -122,6 +128,12 @@ class LakeLoader(Prepared, DataLoader[Any]):
         object.__setattr__(self, "sampler", EpochSetter(self._told_epoch))  # torch's own refuses another one
         self._progress = dataset._progress
         self._row_wise = dataset.row_wise
+        if receipt_column is not None and (not isinstance(receipt_column, str) or self._row_wise):
+            raise ConfigError(
+                f"receipt_column is a name, and needs a dataset with a batch_size; got {receipt_column!r}"
+                + (" for single rows" if self._row_wise else "")
+            )
+        self.receipt_column = receipt_column
         self._own_generator = torch.Generator() if generator is None else None
         self._ahead = prefetch_factor
         self._workers: Workers | None = None
@@ -182,6 +194,10 @@ class LakeLoader(Prepared, DataLoader[Any]):
     # --- iteration
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._iterate(None)
+
+    def _iterate(self, stage: Stage | None) -> Iterator[Any]:
+        """An iterator over what is left of the epoch; ``stage`` holds batches back on their way to the loop."""
         self._progress.turn(self.topology[0])
         self.dataset.move()
         self._settle()
@@ -192,7 +208,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             del started  # before what it reads ahead is read otherwise
             started = self._begun()
         self._waiting = self._progress.begin_iteration()
-        items = self._deliver(self._waiting, started[1])
+        items = self._deliver(self._waiting, started[1], stage)
         return self._as_prepared(items, self._progress.plan.steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
@@ -260,7 +276,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._workers, self._workers_started = workers, (generation, os.getpid())
         return workers
 
-    def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]]) -> Iterator[Any]:
+    def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]], stage: Stage | None) -> Iterator[Any]:
         progress = self._progress
         if iteration == self._follows:
             self._settle()
@@ -268,12 +284,14 @@ class LakeLoader(Prepared, DataLoader[Any]):
         # Checked before anything is taken: with persistent workers a newer iterator goes on with them.
         progress.check(iteration)
         step, skip, process = progress.state.step, progress.state.row, os.getpid()
+        found = found if stage is None else stage(found)
         while (pulled := next(found, None)) is not None:
             receipt, batch = pulled
             for item, mine in items_of(batch, receipt, self._row_wise, skip):
                 progress.check(iteration)
                 if mine.skips:
                     warn_of_skips(mine, progress.skips)
+                item = item if self.receipt_column is None else self._numbered(item, mine)
                 progress.delivered(mine)
                 yield item
             step, skip = receipt.step + 1, 0
@@ -284,6 +302,17 @@ class LakeLoader(Prepared, DataLoader[Any]):
                     "iterate the loader itself here, iter(loader)"
                 )
         progress.end(step)
+
+    def _numbered(self, item: Any, receipt: Receipt) -> Any:
+        name = self.receipt_column
+        if not isinstance(item, dict) or name in item:
+            what = f"has a column {name!r}" if isinstance(item, dict) else f"is a {type(item).__name__}"
+            raise ConfigError(
+                f"receipt_column={name!r} adds a column of this name to each batch, which must be a dict without it, "
+                f"and the batch {what}. Name another one, or let the transform return a dict"
+            )
+        item[name] = receipt.number
+        return item
 
     def _settle(self) -> None:
         self._progress.settle(self.topology[1], self.num_workers)
@@ -333,6 +362,19 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._early = None
         if counts:
             self._progress.turn(self.topology[0], loaded=True)
+
+    @property
+    def deliveries(self) -> Deliveries:
+        """What the loop was given since the last step, for checkpoint managers."""
+        return self._progress.deliveries
+
+    def receipt_of(self, number: int) -> Receipt:
+        """Return the receipt of the batch that held ``number`` in its ``receipt_column``.
+
+        Raises StateUnavailable where no such batch was delivered since the last checkpoint.
+        """
+        self._settle()
+        return self._progress.receipt_of(number, self.topology[0])
 
     def mark(self, at: Receipt | None = None) -> None:
         """Forget what was consumed up to ``at``: a checkpoint has recorded it."""

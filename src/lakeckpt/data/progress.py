@@ -18,6 +18,7 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState
 from lakeckpt.data.arguments import accepted_changes, check_lanes
+from lakeckpt.data.deliveries import Deliveries
 from lakeckpt.data.identity import IdentityOf, at_version, differing
 from lakeckpt.data.runs import Runs
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
@@ -63,6 +64,7 @@ class Progress:
         self.skips = SkipList()
         """What of the epoch at hand (and of others since the mark) was skipped, as far as this rank knows."""
         self._iteration, self._began = 0, -1
+        self.deliveries = Deliveries()
 
     # --- what was delivered, in two numbers: states are made when they are asked for, not for every micro-batch
 
@@ -154,6 +156,10 @@ class Progress:
         if receipt is None:
             return self.state
         return self._runs.at(receipt)
+
+    def receipt_of(self, number: int, rank: int) -> Receipt:
+        """Return the receipt with this `Receipt.number`, of a batch that ``rank`` was delivered since the mark."""
+        return self._runs.numbered(number, rank)
 
     # --- what changes the place
 
@@ -298,6 +304,7 @@ class Progress:
             self._runs.skip(receipt.step, receipt.skips)
             self.skips = self.skips.union(SkipList(skip.group for skip in receipt.skips))
         self.last_receipt = receipt
+        self.deliveries.delivered(self._iteration)
 
     def turn(self, rank: int, *, loaded: bool = False) -> None:
         """End the epoch at hand where the loop received its last batch, and asked for no more before it begins again.
@@ -331,6 +338,7 @@ class Progress:
         if self.plan.steps is not None:
             self._reached = (self.plan.steps, 0)
         self.over, self._began = True, -1
+        self.deliveries.end()
         self._runs.finish(moves=self._moves)
         self._leave_rest()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.receipts import EPOCH_NUMBERS, Receipt
 from lakeckpt.core.skips import Skip, SkipList
 from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import ConfigError, StateUnavailable
@@ -48,6 +48,14 @@ class Run:
         dealt = self._plan.assignment(receipt.step, receipt.rank).receipt
         return replace(dealt, row=receipt.row, skips=receipt.skips) == receipt
 
+    def numbered(self, number: int, rank: int) -> Receipt | None:
+        """The receipt of ``rank`` with this `Receipt.number`, or None where it was not delivered in this run."""
+        endless = self.end.identity.endless
+        epoch, step = (0, number) if endless else divmod(number, EPOCH_NUMBERS)
+        if epoch != self.end.epoch or not self.end.segment.step <= step < self.end.step or step < self.start.step - 1:
+            return None
+        return self._plan.assignment(step, rank).receipt
+
     @cached_property
     def _plan(self) -> Plan:
         """That of all of it, which is of one segment: made when it is first asked about a receipt."""
@@ -76,6 +84,17 @@ class Runs:
     def at(self, receipt: Receipt) -> ReaderState:
         """The state of all up to ``receipt``; StateUnavailable where it is of none of the runs."""
         return _after(self._run_of(receipt).end, receipt)
+
+    def numbered(self, number: int, rank: int) -> Receipt:
+        """The receipt of ``rank`` with this `Receipt.number`; StateUnavailable where it is of none of the runs."""
+        for run in reversed(self._runs):
+            found = run.numbered(number, rank)
+            if found is not None:
+                return found
+        raise StateUnavailable(
+            f"number {number} is not of a batch that this loader has delivered since the last checkpoint, or since "
+            "restore(): pass what the loader's receipt_column held in the batch that the step used"
+        )
 
     def skipped(self, receipt: Receipt | None) -> SkipList:
         """What is known to have been skipped, up to ``receipt`` (None: all)."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from lakeckpt.core.read_ahead import Span
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import ReaderState
 
 __all__ = [
+    "Delivered",
+    "DeliveringReader",
     "SkippingReader",
     "StartingReader",
     "TrackedReader",
@@ -111,6 +114,36 @@ def versions_of(reader: object) -> list[tuple[Any, Any | None]]:
 def selection_of(reader: object) -> Any | None:
     """The row selection of ``reader`` (with ``digest`` and ``dumps()``), counted if need be; None: it has no filter."""
     return getattr(reader, "selection", None) if getattr(reader, "row_filter", None) is not None else None
+
+
+class Delivered(Protocol):
+    """What a reader has delivered to the loop, counted from step to step."""
+
+    def begin_run(self, name: str, /) -> None:
+        """A manager tracks the reader as ``name``: what was delivered before is not of its run."""
+        ...
+
+    def take(self) -> Span:
+        """What was delivered since the last call; called by the thread that steps."""
+        ...
+
+    def check_stepped(self) -> None:
+        """Warn where batches were delivered and no step was taken."""
+        ...
+
+
+@runtime_checkable
+class DeliveringReader(Protocol):
+    """A tracked reader that counts what it delivers, and numbers its batches. Of another one, nothing is suspected."""
+
+    @property
+    def deliveries(self) -> Delivered:
+        """What it has delivered."""
+        ...
+
+    def receipt_of(self, number: int, /) -> Receipt:
+        """The receipt of a recent batch by its `Receipt.number`; raises `StateError` where it is none."""
+        ...
 
 
 @runtime_checkable

@@ -82,7 +82,7 @@ def train(run: Path, loader: LakeLoader, *, steps: int | None = None) -> list[in
         manager.restore()
         for step, batch in enumerate(loader, 1):
             seen += batch["id"].tolist()
-            manager.step()
+            manager.step(batch)
             if step == steps:
                 break
     return seen

@@ -138,14 +138,14 @@ class _Training:
                 for group in _groups(self.loader, self.phase.accumulate):
                     step += 1
                     self.step(step, group, epoch)
-                    self.cut(manager, step)
+                    self.cut(manager, step, group[-1])
         if self.rank == 0:
             self.judge(step)
 
-    def cut(self, manager: Any, step: int) -> None:
+    def cut(self, manager: Any, step: int, batch: Any) -> None:
         began = time.monotonic()
         self.trip.enter_cut(step)
-        manager.step()
+        manager.step(batch)
         self.trip.leave_cut()
         self.writer.write("cut", step=step, seconds=time.monotonic() - began)
 

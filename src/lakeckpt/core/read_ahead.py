@@ -1,0 +1,90 @@
+"""This module judges whether something reads ahead between a loader and the training loop that steps.
+
+A bare ``manager.step()`` takes all that the loop was given for consumed. That is wrong behind anything that holds
+batches back: a queue, a thread, a framework's wrapper. `ReadAhead` looks at what the loop was given between one step
+and the next, and suspects the loop by four rules, each a pure function of these events:
+
+* a batch was given on another thread than the one that steps;
+* a batch came from an iterator that had given others before the run was restored;
+* the first step had n1 batches, and both next ones the same n2 < n1 (something was filled at the first one);
+* a step had no batch since the one before, and the loader had come to the end of its rows.
+
+It never looks at a clock, at rows or at threads itself. Used on the training thread by `lakeckpt.checkpoint.cuts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = ["BASES", "Basis", "ReadAhead", "Span"]
+
+Basis = Literal["stated", "inferred", "undecided", "suspected"]
+"""How it is known that rows were consumed: the loop said so by ``step(batch)``; or it is inferred from what was
+delivered; or so, and too few steps were seen to tell whether something reads ahead; or so, and something seems to."""
+
+BASES: tuple[Basis, ...] = get_args(Basis)
+"""All of them, the strongest first."""
+
+_STEPS = 3
+"""After so many comparable steps it is decided whether the first one filled something."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What the loop was given from one step to the next."""
+
+    batches: int = 0
+    """How many batches (in row-wise use: rows)."""
+    elsewhere: bool = False
+    """Whether one of them was given on another thread than the one that steps."""
+    primed: bool = False
+    """Whether one of them came from an iterator that had given others before the run was restored."""
+    broken: bool = False
+    """Whether an iteration ended, or another one began, after the first of them: their number says nothing then."""
+    over: bool = False
+    """Whether the end of the rows is the last that the loop was given."""
+
+
+class ReadAhead:
+    """What the spans of one loop, since its run was restored, say of it.
+
+    >>> loop = ReadAhead()
+    >>> for batches in (3, 1, 1):
+    ...     loop.stepped(Span(batches=batches))
+    >>> loop.reason
+    'the first step was given 3 batches and the next two 1 each'
+    """
+
+    __slots__ = ("_counts", "reason")
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        self.reason = ""
+        """Why the loop is suspected; empty: it is not, so far."""
+
+    @property
+    def basis(self) -> Basis:
+        """How it is known that what the loop was given is consumed."""
+        if self.reason:
+            return "suspected"
+        return "inferred" if len(self._counts) >= _STEPS else "undecided"
+
+    def stepped(self, span: Span) -> None:
+        """Note a step that did not say what it used, and what was given since the step before."""
+        if len(self._counts) < _STEPS and not span.broken:
+            self._counts.append(span.batches)
+        self.reason = self.reason or self._why(span)
+
+    def _why(self, span: Span) -> str:
+        if span.elsewhere:
+            return "a batch was delivered on another thread than the one that steps"
+        if span.primed:
+            return "the iterator in use had delivered batches before restore()"
+        if not span.batches and span.over:
+            return "a step had no new batch, and the loader had come to the end of its rows before"
+        if len(self._counts) == _STEPS:
+            first, second, third = self._counts
+            if second == third < first:
+                return f"the first step was given {first:,} batches and the next two {second:,} each"
+        return ""
