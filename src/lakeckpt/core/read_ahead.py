@@ -6,7 +6,7 @@ and the next, and suspects the loop by four rules, each a pure function of these
 
 * a batch was given on another thread than the one that steps;
 * a batch came from an iterator that had given others before the run was restored;
-* the first step had n1 batches, and both next ones the same n2 < n1 (something was filled at the first one);
+* the first step had n1 batches, and both next ones, of one iteration, the same n2 < n1 (the first filled something);
 * a step had no batch since the one before, and the loader had come to the end of its rows.
 
 It never looks at a clock, at rows or at threads itself. Used on the training thread by `lakeckpt.checkpoint.cuts`.
@@ -42,6 +42,9 @@ class Span:
     """Whether one of them came from an iterator that had given others before the run was restored."""
     broken: bool = False
     """Whether an iteration ended, or another one began, after the first of them: their number says nothing then."""
+    fresh: bool = False
+    """Whether the first of them came from another iterator than the batch before: the step before was then the last one
+    of its iteration, and may have had what was left."""
     over: bool = False
     """Whether the end of the rows is the last that the loop was given."""
 
@@ -56,10 +59,12 @@ class ReadAhead:
     'the first step was given 3 batches and the next two 1 each'
     """
 
-    __slots__ = ("_counts", "reason")
+    __slots__ = ("_counts", "_restarted", "reason")
 
     def __init__(self) -> None:
         self._counts: list[int] = []
+        self._restarted = False
+        """Whether the last of them began an iteration."""
         self.reason = ""
         """Why the loop is suspected; empty: it is not, so far."""
 
@@ -74,6 +79,7 @@ class ReadAhead:
         """Note a step that did not say what it used, and what was given since the step before."""
         if len(self._counts) < _STEPS and not span.broken:
             self._counts.append(span.batches)
+            self._restarted = span.fresh
         self.reason = self.reason or self._why(span)
 
     def _why(self, span: Span) -> str:
@@ -85,6 +91,6 @@ class ReadAhead:
             return "a step had no new batch, and the loader had come to the end of its rows before"
         if len(self._counts) == _STEPS:
             first, second, third = self._counts
-            if second == third < first:
+            if second == third < first and not self._restarted:
                 return f"the first step was given {first:,} batches and the next two {second:,} each"
         return ""

@@ -37,10 +37,21 @@ class ReadAheadWarning(ConsumptionWarning):
 class Deliveries:
     """What one loader has delivered in this process."""
 
-    __slots__ = ("__weakref__", "_broken", "_count", "_iteration", "_name", "_over", "_primed", "_steps", "_threads")
+    __slots__ = (
+        "__weakref__",
+        "_broken",
+        "_count",
+        "_fresh",
+        "_iteration",
+        "_name",
+        "_over",
+        "_primed",
+        "_steps",
+        "_threads",
+    )
 
     def __init__(self) -> None:
-        self._count, self._broken, self._over = 0, False, False
+        self._count, self._broken, self._fresh, self._over = 0, False, False, False
         self._threads: set[int] = set()
         self._iteration: int | None = None
         self._primed: int | None = None
@@ -59,6 +70,7 @@ class Deliveries:
         """The loop was given a batch (in row-wise use: a row) by the iterator with this number."""
         if iteration != self._iteration:
             self._broken = self._broken or self._count > 0
+            self._fresh = self._count == 0
             self._iteration = iteration
         self._count += 1
         self._over = False
@@ -86,9 +98,10 @@ class Deliveries:
             elsewhere=bool(self._threads - {get_ident()}),
             primed=self._count > 0 and self._iteration == self._primed,
             broken=self._broken,
+            fresh=self._fresh,
             over=self._over,
         )
-        self._count, self._broken, self._threads = 0, False, set()
+        self._count, self._broken, self._fresh, self._threads = 0, False, False, set()
         self._steps += 1
         return span
 

@@ -1,0 +1,135 @@
+"""Which loops are suspected to read ahead of their steps: four rules, and no ordinary loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lakeckpt.core.read_ahead import ReadAhead, Span
+from lakeckpt.data.deliveries import Deliveries
+
+
+class Loop:
+    """A loader of epochs of so many batches, as `Deliveries` sees it, and a loop's bare steps."""
+
+    def __init__(self, batches: int, *, at: int = 0) -> None:
+        self.deliveries = Deliveries()
+        self.deliveries.begin_run("reader")
+        self.judge = ReadAhead()
+        self.batches, self.at, self.iteration = batches, at, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.iteration += 1
+        iteration = self.iteration
+        while self.at < self.batches:
+            self.at += 1
+            self.deliveries.delivered(iteration)
+            yield self.at - 1
+        self.deliveries.end()
+        self.at = 0
+
+    def step(self) -> None:
+        self.judge.stepped(self.deliveries.take())
+
+
+def spans(*counts: int) -> ReadAhead:
+    judge = ReadAhead()
+    for count in counts:
+        judge.stepped(Span(batches=count))
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("counts", "basis"),
+    [
+        ((1,), "undecided"),
+        ((4, 1), "undecided"),
+        ((1, 1, 1), "inferred"),
+        ((4, 4, 4, 1), "inferred"),
+        ((4, 2, 1), "inferred"),
+        ((1, 2, 2), "inferred"),
+        ((4, 1, 1), "suspected"),
+        ((1, 0, 0), "suspected"),
+        ((4, 1, 1, 4, 4), "suspected"),
+    ],
+)
+def test_the_first_three_steps_decide(counts: tuple[int, ...], basis: str) -> None:
+    assert spans(*counts).basis == basis
+
+
+def test_steps_around_an_end_say_nothing_of_the_first_three() -> None:
+    judge = ReadAhead()
+    judge.stepped(Span(batches=9, broken=True))
+    assert judge.basis == "undecided"
+    for _ in range(3):
+        judge.stepped(Span(batches=4))
+    assert judge.basis == "inferred"
+
+
+@pytest.mark.parametrize(
+    ("span", "reason"),
+    [
+        (Span(batches=1, elsewhere=True), "another thread"),
+        (Span(batches=1, primed=True), "before restore"),
+        (Span(batches=0, over=True), "end of its rows"),
+    ],
+)
+def test_three_rules_hold_at_any_step(span: Span, reason: str) -> None:
+    for before in range(5):
+        judge = spans(*[1] * before)
+        judge.stepped(span)
+        assert judge.basis == "suspected" and reason in judge.reason
+
+
+@settings(max_examples=300)
+@example(batches=40, at=0, accumulate=4, carries=False, flushes=True, stop_at=[6, 2], epochs=3)
+@given(
+    batches=st.integers(1, 40),
+    at=st.integers(0, 39),
+    accumulate=st.integers(1, 9),
+    carries=st.booleans(),
+    flushes=st.booleans(),
+    stop_at=st.lists(st.none() | st.integers(1, 45), min_size=1, max_size=6),
+    epochs=st.integers(1, 6),
+)
+def test_an_ordinary_loop_is_never_suspected(
+    batches: int, at: int, accumulate: int, carries: bool, flushes: bool, stop_at: list[int | None], epochs: int
+) -> None:
+    """Any fixed accumulation, that goes over the ends of epochs or begins anew there, drops what is left or steps with
+    it; breaks in the middle; resumed anywhere."""
+    loop = Loop(batches, at=min(at, batches - 1))
+    held = 0
+    for _, most in zip(range(epochs), itertools.cycle(stop_at), strict=False):
+        held = held if carries else 0
+        for number, _ in enumerate(loop, 1):
+            held += 1
+            if held == accumulate:
+                loop.step()
+                held = 0
+            if number == most:
+                break
+        if flushes and held:
+            loop.step()
+            held = 0
+    assert not loop.judge.reason
+
+
+@given(batches=st.integers(4, 40), depth=st.integers(1, 6), epochs=st.integers(1, 3))
+def test_a_loop_behind_a_queue_is_suspected_before_the_end_of_its_first_epoch(
+    batches: int, depth: int, epochs: int
+) -> None:
+    loop = Loop(batches)
+    for _ in range(epochs):
+        held, source = 0, iter(loop)
+        while True:
+            for _ in itertools.islice(source, depth + 1 - held):
+                held += 1
+            if not held:
+                break
+            held -= 1
+            loop.step()
+        assert loop.judge.basis == "suspected"
