@@ -84,7 +84,7 @@ def test_what_is_no_receipt_is_refused_at_the_cut(loader: LakeLoader, consumed: 
     saver = manager(MemoryStorage(), {"reader": loader})
     saver.restore()
     next(iter(loader))
-    with pytest.raises(ConfigError, match="is a batch's receipt, or names readers"):
+    with pytest.raises(ConfigError, match="takes the last batch that the step used"):
         saver.step(consumed)
     assert saver.steps_done == 0
 

@@ -386,10 +386,10 @@ def test_step_takes_a_batch_a_receipt_a_number_or_a_tensor_of_numbers(table: lak
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
-        ({"id": 1}, ConfigError, "a dict with .'id'.* receipt_column"),
-        ((1, "x"), ConfigError, "a tuple"),
-        (1.5, ConfigError, "a float"),
-        (True, ConfigError, "a bool"),
+        ({"id": 1}, ConfigError, r"a dict with \['id'\] for reader 'reader', whose receipt_column is 'n'"),
+        ((1, "x"), ConfigError, r"got \(1, 'x'\)"),
+        (1.5, ConfigError, "got 1.5"),
+        (True, ConfigError, "got True"),
         (10**6, StateUnavailable, "number 1000000 is not of a batch"),
         (3 * 2**32, StateUnavailable, "is not of a batch"),
     ],
@@ -397,7 +397,7 @@ def test_step_takes_a_batch_a_receipt_a_number_or_a_tensor_of_numbers(table: lak
 def test_step_refuses_what_names_no_batch_and_counts_no_step(
     wrong: Any, error: type[Exception], text: str, table: lakeckpt.Table
 ) -> None:
-    loader = loader_of(table)
+    loader = loader_of(table, receipt_column="n")
     manager = CheckpointManager(MemoryStorage(), {"reader": loader})
     manager.restore()
     batch = next(iter(loader))

@@ -112,6 +112,7 @@ def test_restoring_begins_to_read_before_models_are_loaded(folder: Path, tmp_pat
         assert manager.restore() == 20
         assert begun == [True]
         assert seen + ids(again) == ids(loader_of(folder))
+        manager.step(again.last_receipt)
 
 
 def threads() -> list[threading.Thread]:

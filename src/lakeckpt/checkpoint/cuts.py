@@ -228,14 +228,13 @@ def _receipt(stated: Any, track: ReaderTrack) -> Receipt:
     if isinstance(stated, Mapping) and column in stated:
         stated = stated[column]
     number = _number(stated)
-    if number is None:
+    if number is None or column is None:
         raise ConfigError(
-            f"step() takes a batch with its receipt, the receipt (batch.receipt, loader.last_receipt when the batch "
-            f"came), or a number from the loader's receipt_column; got {_shown(stated)} for reader {track.name!r}. "
-            "Where a wrapper made the batch anew, give the loader receipt_column=…, and step() that column"
+            "step() takes the last batch that the step used; or its receipt (batch.receipt, or loader.last_receipt "
+            "when the batch came), or the number that LakeLoader(receipt_column=…) put into it; got "
+            f"{_shown(stated)} for reader {track.name!r}, whose receipt_column is {column!r}"
         )
-    if not isinstance(reader, DeliveringReader):
-        raise ConfigError(f"reader {track.name!r} does not number its batches: give step() a receipt")
+    assert isinstance(reader, DeliveringReader)
     return reader.receipt_of(number)
 
 
@@ -252,5 +251,6 @@ def _number(stated: Any) -> int | None:
 
 
 def _shown(stated: Any) -> str:
-    names = f" with {sorted(map(str, stated))[:8]}" if isinstance(stated, Mapping) else ""
-    return f"a {type(stated).__name__}{names}"
+    if isinstance(stated, Mapping):
+        return f"a {type(stated).__name__} with {sorted(map(str, stated))[:8]}"
+    return f"{stated!r:.60}"

@@ -300,7 +300,7 @@ class CheckpointManager:
         if not self._closed:
             self._closed = True
             try:
-                for track in self._tracks.values():
+                for track in self._tracks.values() if well else ():
                     if isinstance(track.reader, DeliveringReader):
                         track.reader.deliveries.check_stepped()
                 if self._background is not None:

@@ -76,7 +76,7 @@ def commit() -> Manifest:
 
 DOCUMENTS = {
     "chunk-digests-1.0.lkc": lambda: digests().dumps(),
-    "log-1.2.lkc": lambda: entry_to_bytes(commit()),
+    "log.lkc": lambda: entry_to_bytes(commit()),
 }
 
 
