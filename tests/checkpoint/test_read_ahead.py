@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import lakeckpt
 from lakeckpt.checkpoint.audit import audit
@@ -462,3 +464,28 @@ def test_a_loader_for_validation_beside_one_that_is_saved_is_nothing_to_warn_of(
             for _ in islice(validation, 2):
                 pass
             manager.step(batch)
+
+
+def test_a_dataset_that_is_saved_itself_is_nothing_to_warn_of(table: lakeckpt.Table) -> None:
+    dataset = lakeckpt.LakeDataset(table, batch_size=BATCH)
+    with CheckpointManager(MemoryStorage(), {"reader": dataset}) as manager:
+        manager.restore()
+        for _ in dataset:
+            manager.step()
+
+
+@settings(max_examples=25, deadline=None)
+@given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=12), ahead=st.integers(0, 4))
+def test_a_loop_that_says_its_batch_is_never_suspected(counts: list[int], ahead: int, table: lakeckpt.Table) -> None:
+    """Token budgets, steps that a gradient scaler leaves out, and queues: as many batches for a step as it happens."""
+    loader = loader_of(table)
+    storage = MemoryStorage()
+    with CheckpointManager(storage, {"reader": loader}, persist_every=3) as manager:
+        manager.restore()
+        held, source, batch = deque[Any](), iter(loader), None
+        for count in [1, *counts]:
+            for _ in range(count):
+                held.extend(islice(source, ahead + 1 - len(held)))
+                batch = held.popleft() if held else batch
+            manager.step(batch)
+    assert audit(storage).verdict == "proved"

@@ -34,7 +34,7 @@ from lakeckpt.checkpoint.restorer import Restorer
 from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
-from lakeckpt.data.deliveries import ConsumptionWarning, ReadAheadWarning, untracked
+from lakeckpt.data.deliveries import ConsumptionWarning, Deliveries, ReadAheadWarning, unsaved
 from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, SaveLeftOut, WireError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, describe, open_storage
@@ -52,10 +52,10 @@ _READS_AHEAD = (
     "after a crash those rows are lost. Call manager.step(batch) with the last batch that the step used, or its number "
     "(LakeLoader(receipt_column=…)); or read ahead by lakeckpt.prefetch(loader), which counts what the loop gets"
 )
-_UNTRACKED = (
-    "a LakeLoader of this process delivers batches, and no reader is in this manager's state: where it is in the data "
-    'is not saved, and a resumed run begins the epoch again. Put the loader into it: CheckpointManager(…, {"reader": '
-    "loader, …}); if it is one for validation, with no loader to save beside it, ignore this"
+_UNSAVED = (
+    "a LakeLoader or LakeDataset of this process delivers rows, and no reader is in this manager's state: where it is "
+    "in the data is not saved, and a resumed run begins the epoch again. Put the loader into it: "
+    'CheckpointManager(…, {"reader": loader, …}). If it is one for validation, ignore this'
 )
 
 
@@ -143,7 +143,7 @@ class CheckpointManager:
         self._metric: Any = None
         self._report: RestoreReport | None = None
         self._closed = False
-        self._untracked = 0  # what other loaders had delivered when the run was restored
+        self._unsaved = 0  # what other loaders had delivered when the run was restored
 
     # --- what is asked
 
@@ -195,7 +195,11 @@ class CheckpointManager:
             if isinstance(one, TrackedReader)
         )
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
-        self._untracked = untracked()
+        for one in objects.values():  # a dataset, or somebody else's loader of one, says where it is by its state alone
+            counted = getattr(getattr(one, "dataset", one), "deliveries", None)
+            if isinstance(counted, Deliveries):
+                counted.saved()
+        self._unsaved = unsaved()
         journal = Journal(self._tracks, step, legs=attempt.legs)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         publisher = Publisher(
@@ -247,9 +251,9 @@ class CheckpointManager:
             reason = track.cut(self._step, receipts.get(name))
             if reason:
                 warnings.warn(_READS_AHEAD.format(name, reason), ReadAheadWarning, stacklevel=2)
-        if not self._tracks and untracked() > self._untracked:
-            self._untracked = sys.maxsize  # once
-            warnings.warn(_UNTRACKED, ConsumptionWarning, stacklevel=2)
+        if not self._tracks and unsaved() > self._unsaved:
+            self._unsaved = sys.maxsize  # once
+            warnings.warn(_UNSAVED, ConsumptionWarning, stacklevel=2)
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
         due = self._schedule.is_due(self._step)

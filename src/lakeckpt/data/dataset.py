@@ -19,6 +19,7 @@ from lakeckpt.core.state import Identity
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.arguments import chosen_columns, flag, one_of, optional, positive, whole
 from lakeckpt.data.dealers import check_dealers
+from lakeckpt.data.deliveries import Deliveries
 from lakeckpt.data.epoch_file import EpochFile
 from lakeckpt.data.identity import state_of_job
 from lakeckpt.data.progress import Progress
@@ -221,6 +222,11 @@ class LakeDataset(IterableDataset[Any]):
     def identity(self) -> Identity:
         """What the order of rows is a function of."""
         return self._progress.identity
+
+    @property
+    def deliveries(self) -> Deliveries:
+        """What was given to whoever iterates it in this process, for checkpoint managers."""
+        return self._progress.deliveries
 
     @property
     def epoch(self) -> int:

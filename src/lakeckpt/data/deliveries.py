@@ -1,9 +1,9 @@
 """This module counts what a loader delivered to the training loop between two optimizer steps.
 
 A loader calls `delivered` for every batch and `end` at the end of its rows, on whatever thread iterates it. A
-checkpoint manager calls `take` at each step. `untracked` counts what loaders of this process have delivered that no
-manager tracks. The module starts no threads and takes no locks: where another thread delivers, a count may be
-off by what that thread adds meanwhile, and the loop is suspected for the thread's sake in any case.
+checkpoint manager calls `take` at each step. `unsaved` counts what loaders of this process have delivered whose place
+no manager saves. The module starts no threads and takes no locks: where another thread delivers, a count may be off by
+what that thread adds meanwhile, and the loop is suspected for the thread's sake in any case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from threading import get_ident
 
 from lakeckpt.core.read_ahead import Span
 
-__all__ = ["ConsumptionWarning", "Deliveries", "ReadAheadWarning", "untracked"]
+__all__ = ["ConsumptionWarning", "Deliveries", "ReadAheadWarning", "unsaved"]
 
 _MANY = 1000
 _EVERY: weakref.WeakSet[Deliveries] = weakref.WeakSet()
@@ -62,8 +62,8 @@ class Deliveries:
         return Deliveries, ()  # in a worker process nothing was delivered
 
     @property
-    def is_tracked(self) -> bool:
-        """Whether a manager tracks the loader."""
+    def is_saved(self) -> bool:
+        """Whether a manager saves the place of the loader."""
         return self._name is not None
 
     def delivered(self, iteration: int) -> None:
@@ -91,6 +91,10 @@ class Deliveries:
         self.take()
         self._name, self._steps = name, 0
 
+    def saved(self) -> None:
+        """A manager saves the place of the loader and does not track it: there is nothing to warn of."""
+        self._name, self._steps = "", 1
+
     def take(self) -> Span:
         """What was delivered since the last call; called at each step, by the thread that steps."""
         span = Span(
@@ -111,6 +115,6 @@ class Deliveries:
             warnings.warn(_NO_STEP.format(self._name, self._count), ConsumptionWarning, stacklevel=4)
 
 
-def untracked() -> int:
-    """How many batches loaders of this process that no manager tracks have delivered."""
-    return sum(one._count for one in list(_EVERY) if not one.is_tracked)
+def unsaved() -> int:
+    """How many batches loaders of this process whose place no manager saves have delivered."""
+    return sum(one._count for one in list(_EVERY) if not one.is_saved)
