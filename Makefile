@@ -52,6 +52,11 @@ $(VENV)/dev: $(VENV)/torch pyproject.toml
 	@$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/demo
 
+$(VENV)/ray: $(VENV)/dev
+	@echo "installing Ray Train, whose wrapper of loaders a system test takes"
+	@$(INSTALL) 'ray[train]'
+	@touch $@
+
 # The benchmarks' peers, in environments of their own: their exact versions, so nothing is resolved (and what one of them
 # forbids for no reason that matters here can be had). torch first, as everywhere.
 $(VENV)/%/made: requirements/bench-%.txt $(VENV)/made $(CONSTRAINTS)
@@ -85,7 +90,7 @@ format: $(VENV)/dev  ## let ruff put files into form
 test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random moments
 	$(BIN)/python -m pytest -m soak -n $(JOBS) --dist worksteal $(ARGS)
 
-test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; installs Debian packages
+test-system: $(VENV)/dev $(VENV)/ray  ## cuts of power, faults of system calls: needs root; installs Debian packages
 	tests/system/install.sh
 	$(BIN)/python -m pytest -m system -n $(JOBS) --dist worksteal $(ARGS)
 

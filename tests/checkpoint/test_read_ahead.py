@@ -6,13 +6,10 @@ then, and the audit says NOT PROVED.
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections import Counter as Multiset
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from queue import Queue
 from typing import Any
 
 import pytest
@@ -24,28 +21,17 @@ import lakeckpt
 from lakeckpt.checkpoint.audit import audit
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.errors import ConfigError, StateUnavailable
-from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, good, run_ranks
+from tests.checkpoint.reading_ahead import BATCH, FILES, Filler, Run, Wrapped, loader_of
+from tests.checkpoint.rig import HubExchange, MemoryStorage, good, run_ranks
 from tests.checkpoint.scripts import write_table
 from tests.patience import PATIENCE_S
 
-ROWS = 199
-BATCH = 10
 DEPTH = 3
-
-Wrapped = Callable[[lakeckpt.LakeLoader], Iterator[Any]]
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> lakeckpt.Table:
-    return lakeckpt.open_table(write_table(tmp_path_factory.mktemp("table"), files=((99, 50), (50,))))
-
-
-def loader_of(table: lakeckpt.Table, **options: Any) -> lakeckpt.LakeLoader:
-    column = options.pop("receipt_column", None)
-    return lakeckpt.LakeLoader(
-        lakeckpt.LakeDataset(table, batch_size=BATCH, columns=["id"], shuffle=True, seed=5, **options),
-        receipt_column=column,
-    )
+    return lakeckpt.open_table(write_table(tmp_path_factory.mktemp("table"), files=FILES))
 
 
 # --- what reads ahead
@@ -85,57 +71,6 @@ class OneAhead:
         return batch
 
 
-class Filler:
-    """A thread that fills a queue, as far as it is allowed to be ahead of what was taken."""
-
-    def __init__(self, loader: lakeckpt.LakeLoader, ahead: Callable[[int], int]) -> None:
-        self.source, self.ahead = iter(loader), ahead
-        self.queue: Queue[Any] = Queue()
-        self.changed = threading.Condition()
-        self.taken = self.filled = 0
-        self.stopped = False
-        self.thread = threading.Thread(target=self.fill, daemon=True)
-        self.thread.start()
-
-    def fill(self) -> None:
-        while True:
-            with self.changed:
-                allowed = self.changed.wait_for(
-                    lambda: self.stopped or self.filled < self.taken + self.ahead(self.taken), PATIENCE_S
-                )
-                if self.stopped or not allowed:
-                    return
-            batch = next(self.source, None)
-            with self.changed:
-                self.filled += 1
-                self.changed.notify_all()
-            self.queue.put(batch)
-            if batch is None:
-                return
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            with self.changed:
-                self.taken += 1
-                self.changed.notify_all()
-            batch = self.queue.get(timeout=PATIENCE_S)
-            if batch is None:
-                return
-            with self.changed:  # what may be ahead now is there, so that each run of a test sees the same
-                is_filled = self.changed.wait_for(
-                    lambda: not self.thread.is_alive() or self.filled >= self.taken + self.ahead(self.taken) - 1,
-                    PATIENCE_S,
-                )
-                assert is_filled
-            yield batch
-
-    def stop(self) -> None:
-        with self.changed:
-            self.stopped = True
-            self.changed.notify_all()
-        self.thread.join(PATIENCE_S)
-
-
 def slow_thread(loader: lakeckpt.LakeLoader) -> Filler:
     return Filler(loader, lambda taken: 0)
 
@@ -149,52 +84,6 @@ def late_thread(loader: lakeckpt.LakeLoader) -> Filler:
 
 
 WRAPPERS = [a_queue, OneAhead, slow_thread, quick_thread, late_thread]
-
-
-class Run:
-    """Attempts at one run: an epoch, a checkpoint at every step."""
-
-    def __init__(self, table: lakeckpt.Table, *, world_size: int = 1) -> None:
-        self.table, self.world_size = table, world_size
-        self.storage = MemoryStorage()
-        self.warned: list[str] = []
-
-    def attempt(self, wrap: Wrapped, *, says: bool, steps: int = 10**9, column: str | None = None) -> None:
-        """Train, and be killed after ``steps`` steps. ``says``: whether the loop says what a step used."""
-
-        def body(rank: int, exchange: HubExchange) -> None:
-            loader = loader_of(self.table, rank=rank, world_size=self.world_size, receipt_column=column)
-            book = Counter([])
-            state = {"reader": loader, f"book{rank}": book, "model": torch.nn.Linear(1, 1)}
-            manager = CheckpointManager(self.storage, state, persist_every=1, exchange=exchange, timeout_s=PATIENCE_S)
-            manager.restore()
-            batches = wrap(loader)
-            for _, batch in zip(range(steps), batches, strict=False):
-                book.value = [*book.value, *batch["id"].tolist()]
-                manager.step(batch if says else None)
-            if isinstance(batches, Filler):
-                batches.stop()
-            self.books[rank] = book.value
-
-        self.books: dict[int, list[int]] = {}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            good(run_ranks(self.world_size, body))
-        self.warned += [str(one.message) for one in caught if issubclass(one.category, lakeckpt.ReadAheadWarning)]
-
-    @property
-    def lost(self) -> int:
-        """How many rows no step of the surviving history has used."""
-        used = Multiset(row for rows in self.books.values() for row in rows)
-        return sum((Multiset(range(ROWS)) - used).values())
-
-    @property
-    def used_once(self) -> bool:
-        return sorted(row for rows in self.books.values() for row in rows) == list(range(ROWS))
-
-    @property
-    def verdict(self) -> str:
-        return audit(self.storage).verdict
 
 
 @pytest.mark.parametrize("killed_after", [2, 8])

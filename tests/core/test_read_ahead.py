@@ -39,7 +39,7 @@ class Loop:
 def spans(*counts: int) -> ReadAhead:
     judge = ReadAhead()
     for count in counts:
-        judge.stepped(Span(batches=count))
+        judge.stepped(Span(batches=count, recent=count))
     return judge
 
 
@@ -61,20 +61,24 @@ def test_the_first_three_steps_decide(counts: tuple[int, ...], basis: str) -> No
     assert spans(*counts).basis == basis
 
 
-def test_steps_around_an_end_say_nothing_of_the_first_three() -> None:
+def test_a_step_counts_by_the_iteration_that_it_ended_in() -> None:
     judge = ReadAhead()
-    judge.stepped(Span(batches=9, broken=True))
-    assert judge.basis == "undecided"
-    for _ in range(3):
-        judge.stepped(Span(batches=4))
+    judge.stepped(Span(batches=9, recent=4, fresh=True))  # five were left of an epoch
+    for _ in range(2):
+        judge.stepped(Span(batches=4, recent=4))
     assert judge.basis == "inferred"
+    judge = ReadAhead()
+    judge.stepped(Span(batches=3, recent=2, fresh=True))  # iter() was called twice of what fetches one ahead
+    for _ in range(2):
+        judge.stepped(Span(batches=1, recent=1))
+    assert judge.basis == "suspected"
 
 
 @pytest.mark.parametrize(
     ("span", "reason"),
     [
-        (Span(batches=1, elsewhere=True), "another thread"),
-        (Span(batches=1, primed=True), "before restore"),
+        (Span(batches=1, recent=1, elsewhere=True), "another thread"),
+        (Span(batches=1, recent=1, primed=True), "before restore"),
         (Span(batches=0, over=True), "end of its rows"),
     ],
 )

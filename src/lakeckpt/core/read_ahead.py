@@ -27,7 +27,7 @@ BASES: tuple[Basis, ...] = get_args(Basis)
 """All of them, the strongest first."""
 
 _STEPS = 3
-"""After so many comparable steps it is decided whether the first one filled something."""
+"""After so many steps it is decided whether the first one filled something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,11 @@ class Span:
     """Whether one of them was given on another thread than the one that steps."""
     primed: bool = False
     """Whether one of them came from an iterator that had given others before the run was restored."""
-    broken: bool = False
-    """Whether an iteration ended, or another one began, after the first of them: their number says nothing then."""
+    recent: int = 0
+    """How many of them the iterator gave that gave the last one."""
     fresh: bool = False
-    """Whether the first of them came from another iterator than the batch before: the step before was then the last one
-    of its iteration, and may have had what was left."""
+    """Whether that iterator gave its first one: the step before was then the last of another iteration, and may have
+    had what was left."""
     over: bool = False
     """Whether the end of the rows is the last that the loop was given."""
 
@@ -54,7 +54,7 @@ class ReadAhead:
 
     >>> loop = ReadAhead()
     >>> for batches in (3, 1, 1):
-    ...     loop.stepped(Span(batches=batches))
+    ...     loop.stepped(Span(batches=batches, recent=batches))
     >>> loop.reason
     'the first step was given 3 batches and the next two 1 each'
     """
@@ -64,7 +64,7 @@ class ReadAhead:
     def __init__(self) -> None:
         self._counts: list[int] = []
         self._restarted = False
-        """Whether the last of them began an iteration."""
+        """Whether an iteration began with the last of them."""
         self.reason = ""
         """Why the loop is suspected; empty: it is not, so far."""
 
@@ -77,8 +77,8 @@ class ReadAhead:
 
     def stepped(self, span: Span) -> None:
         """Note a step that did not say what it used, and what was given since the step before."""
-        if len(self._counts) < _STEPS and not span.broken:
-            self._counts.append(span.batches)
+        if len(self._counts) < _STEPS:
+            self._counts.append(span.recent)
             self._restarted = span.fresh
         self.reason = self.reason or self._why(span)
 

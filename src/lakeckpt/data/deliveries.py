@@ -39,19 +39,19 @@ class Deliveries:
 
     __slots__ = (
         "__weakref__",
-        "_broken",
         "_count",
         "_fresh",
         "_iteration",
         "_name",
         "_over",
         "_primed",
+        "_recent",
         "_steps",
         "_threads",
     )
 
     def __init__(self) -> None:
-        self._count, self._broken, self._fresh, self._over = 0, False, False, False
+        self._count, self._recent, self._fresh, self._over = 0, 0, False, False
         self._threads: set[int] = set()
         self._iteration: int | None = None
         self._primed: int | None = None
@@ -69,10 +69,9 @@ class Deliveries:
     def delivered(self, iteration: int) -> None:
         """The loop was given a batch (in row-wise use: a row) by the iterator with this number."""
         if iteration != self._iteration:
-            self._broken = self._broken or self._count > 0
-            self._fresh = self._count == 0
-            self._iteration = iteration
+            self._iteration, self._fresh, self._recent = iteration, True, 0
         self._count += 1
+        self._recent += 1
         self._over = False
         self._threads.add(get_ident())
         if self._count == 1:
@@ -82,7 +81,6 @@ class Deliveries:
 
     def end(self) -> None:
         """The loop was given the end of the rows."""
-        self._broken = self._broken or self._count > 0
         self._over = True
 
     def begin_run(self, name: str) -> None:
@@ -101,11 +99,11 @@ class Deliveries:
             batches=self._count,
             elsewhere=bool(self._threads - {get_ident()}),
             primed=self._count > 0 and self._iteration == self._primed,
-            broken=self._broken,
+            recent=self._recent,
             fresh=self._fresh,
             over=self._over,
         )
-        self._count, self._broken, self._fresh, self._threads = 0, False, False, set()
+        self._count, self._recent, self._fresh, self._threads = 0, 0, False, set()
         self._steps += 1
         return span
 
