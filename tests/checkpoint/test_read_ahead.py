@@ -222,6 +222,19 @@ def test_prefetch_keeps_order_receipts_and_length_over_epochs(table: lakeckpt.Ta
             assert mine.last_receipt == one.receipt and mine.state_dict() == bare.state_dict()
 
 
+def test_prefetch_holds_batches_ready_on_the_device(table: lakeckpt.Table) -> None:
+    made: list[int] = []
+
+    def note(batch: Any, context: lakeckpt.TransformContext) -> Any:
+        made.append(context.receipt.step)
+        return batch
+
+    ahead = iter(lakeckpt.prefetch(loader_of(table, transform=note), depth=DEPTH, device="meta"))
+    batch = next(ahead)
+    assert batch["id"].device.type == "meta" and batch.receipt.step == 0
+    assert made == [0, 1, 2, 3]
+
+
 def test_what_fails_behind_held_batches_fails_after_them(table: lakeckpt.Table) -> None:
     def fail(batch: Any, context: lakeckpt.TransformContext) -> Any:
         if context.receipt.step == 5:
