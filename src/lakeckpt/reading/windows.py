@@ -184,7 +184,7 @@ def _around(
         groups = ", ".join(str(part.group) for part in window.fragments)
         raise DataFileDamaged(
             f"row groups {groups} of the table gave {came} rows where {window.rows - absent_rows} were expected: a "
-            "data file is damaged, or was replaced. Write it again, or go back to the table version that the run began with"
+            "data file is damaged, or was replaced. Write it again, or open the table version that the run began with"
         )
     if not missing:
         return None, (), order
