@@ -66,8 +66,8 @@ class FileSummary:
 def read_footer(storage: Storage, path: str, size_bytes: int, etag: str | None = None) -> Footer:
     """Read and parse the footer of a file whose listed size is ``size_bytes``. `DataFileDamaged`, `StorageError`.
 
-    `SchemaError` where pyarrow knows of its types and cannot read them. `ObjectChanged` where it has another ETag than
-    ``etag``, which a listing gave.
+    `SchemaError` where pyarrow knows of its types and cannot read them. `ObjectMissing` where there is no such file,
+    `ObjectChanged` where it has another ETag than ``etag``, which a listing gave.
     """
     if size_bytes < 12:
         what = "is empty (0 bytes)" if size_bytes == 0 else f"has only {size_bytes} bytes"
@@ -126,6 +126,8 @@ def summarize(storage: Storage, path: str, size_bytes: int, etag: str | None = N
     """
     try:
         footer = read_footer(storage, path, size_bytes, etag)
+    except ObjectMissing as error:
+        raise _damaged(path, "was listed, but is not there any more: open the table again") from error
     except ObjectChanged as error:
         raise _damaged(path, f"was written again since it was listed ({error}): open the table again") from error
     metadata = footer.metadata
@@ -174,10 +176,7 @@ def _summarized(storage: Storage, files: Sequence[ObjectInfo]) -> list[FileSumma
 
 
 def _read_exactly(storage: Storage, path: str, start: int, stop: int, etag: str | None) -> bytes:
-    try:
-        data = storage.read(path, start, stop, etag=etag)
-    except ObjectMissing as error:
-        raise _damaged(path, "was listed, but is not there any more: open the table again") from error
+    data = storage.read(path, start, stop, etag=etag)
     if len(data) != stop - start:
         raise _damaged(path, f"was listed with {stop} bytes, but ends before (being rewritten?): open the table again")
     return data

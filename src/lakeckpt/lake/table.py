@@ -36,7 +36,7 @@ from lakeckpt.lake.index import TableIndex
 from lakeckpt.lake.listing import Found, Source, find_files, list_exactly
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.range_file import RangeFile
-from lakeckpt.lake.ranges import ADVICE, LocalBytes, PinnedBytes, StoredBytes, changed, some
+from lakeckpt.lake.ranges import ADVICE, KEEP, LocalBytes, PinnedBytes, StoredBytes, changed, gone, some
 from lakeckpt.lake.saved_footers import cached_summaries
 from lakeckpt.lake.storage import ObjectInfo, Storage, open_storage, split_uri
 from lakeckpt.lake.version import TableFormat, VersionAsked
@@ -80,13 +80,16 @@ class Table:
         return self.index.num_rows
 
     def open_file(self, ordinal: int) -> pa.NativeFile:
-        """Open a file of the index for random access; the caller closes it. `DataFileChanged` if its size changed."""
+        """Open a file of the index for random access; the caller closes it.
+
+        `TableVersionGone` if it is gone, `DataFileChanged` if its size changed.
+        """
         file = self.index.files[ordinal]
         if isinstance(self.storage, LocalStorage):
             try:
                 opened = pa.OSFile(self.storage.local_path(file.path))
             except (ObjectMissing, FileNotFoundError) as error:
-                raise changed(self.uri, [f"{file.path!r} is gone"]) from error
+                raise gone(self.uri, file.path) from error
             if opened.size() != file.size_bytes:
                 size = opened.size()
                 opened.close()
@@ -101,7 +104,7 @@ class Table:
         return StoredBytes(self.storage, self.uri, self.index.files[ordinal])
 
     def footer(self, ordinal: int) -> pq.FileMetaData:
-        """Read the footer of a file of the index again. `DataFileChanged` if it is not the pinned one."""
+        """Read the footer of a file of the index again. `TableVersionGone`, `DataFileChanged`: not the pinned one."""
         return self.whole_footer(ordinal).metadata
 
     def at(self, index: TableIndex) -> Table:
@@ -117,10 +120,14 @@ class Table:
         file = self.index.files[ordinal]
         try:
             footer = read_footer(self.storage, file.path, file.size_bytes, file.etag)
+        except ObjectMissing as error:
+            raise gone(self.uri, file.path) from error
         except ObjectChanged as error:
             raise changed(self.uri, [f"{file.path!r} was written again (its ETag is not {file.etag})"]) from error
         except DataFileDamaged as error:
-            raise changed(self.uri, [f"{file.path!r} no longer ends as it did ({error})"]) from error
+            raise changed(
+                self.uri, [f"{file.path!r} no longer ends as it did: it was cut, or written again"]
+            ) from error
         if footer.digest != file.footer_digest:
             raise changed(self.uri, [f"{file.path!r} has another footer: it was written again"])
         return footer
@@ -261,6 +268,7 @@ def _gone(table: Table, paths: tuple[str, ...], differences: Sequence[str]) -> T
     pinned = "it was pinned" if version.format == "parquet" else f"it was pinned at {version}"
     return TableVersionGone(
         f"the table {table.uri!r} is not as {pinned}: {some(differences)}; {len(paths)} of its "
-        f"{len(table.index.paths)} files are gone (vacuumed, expired, or written again under other names). {ADVICE}",
+        f"{len(table.index.paths)} files are gone (vacuumed, expired, or written again under other names). {ADVICE}. "
+        f"{KEEP}",
         files=paths,
     )
