@@ -97,6 +97,7 @@ def damage(data: bytes, kind: str) -> bytes:
         "empty": b"",
         "short": b"PAR1PAR1",
         "text": b"a,b\n1,2\n" * 10,
+        "text of a few bytes": b"a,b\n1,2\n",
         "truncated": data[:-5],
         "truncated in the middle": data[: len(data) // 2],
         "encrypted": data[:-4] + b"PARE",
@@ -110,7 +111,8 @@ def damage(data: bytes, kind: str) -> bytes:
 KINDS = {
     "empty": "is empty",
     "short": "only 8 bytes",
-    "text": "does not end as Parquet does",
+    "text": r"is no Parquet file: it has 80 bytes and begins with b'a,b\\n1,2\\n'",
+    "text of a few bytes": r"is no Parquet file: it has 8 bytes and begins with",
     "truncated": "does not end as Parquet does",
     "truncated in the middle": "does not end as Parquet does",
     "encrypted": "encrypted",

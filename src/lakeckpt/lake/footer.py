@@ -29,6 +29,7 @@ __all__ = [
     "Footer",
     "Int64Array",
     "Progress",
+    "head_of",
     "read_footer",
     "summarize",
     "summarize_all",
@@ -70,15 +71,15 @@ def read_footer(storage: Storage, path: str, size_bytes: int, etag: str | None =
     `ObjectChanged` where it has another ETag than ``etag``, which a listing gave.
     """
     if size_bytes < 12:
+        _check_head(storage, path, size_bytes, etag)
         what = "is empty (0 bytes)" if size_bytes == 0 else f"has only {size_bytes} bytes"
         raise _damaged(path, f"{what}, too few for a Parquet file: {_REPAIR}")
     tail = _read_exactly(storage, path, max(0, size_bytes - TAIL_BYTES), size_bytes, etag)
     if tail[-4:] == _ENCRYPTED:
         raise _damaged(path, "has an encrypted footer, which cannot be read: decrypt it, or leave it out of the table")
     if tail[-4:] != _MAGIC:
-        raise _damaged(
-            path, f"has {size_bytes} bytes and does not end as Parquet does (truncated, or something else): {_REPAIR}"
-        )
+        _check_head(storage, path, size_bytes, etag)
+        raise _damaged(path, f"has {size_bytes} bytes and does not end as Parquet does (truncated): {_REPAIR}")
     (length,) = struct.unpack("<I", tail[-8:-4])
     if length > min(size_bytes - 12, MAX_FOOTER_BYTES):
         raise _damaged(path, f"claims a footer of {length} bytes in a file of {size_bytes}: {_REPAIR}")
@@ -96,6 +97,22 @@ def read_footer(storage: Storage, path: str, size_bytes: int, etag: str | None =
         raise _damaged(path, f"has a footer that cannot be parsed ({_one_line(error)}): {_REPAIR}") from error
     _check_columns(path, metadata, body)
     return Footer(metadata=metadata, encoded=body, digest=blake2b(body, digest_size=DIGEST_BYTES).digest())
+
+
+def head_of(storage: Storage, path: str, size_bytes: int, etag: str | None = None) -> bytes:
+    """The first bytes of a file, if it does not begin as Parquet files do; else none."""
+    head = _read_exactly(storage, path, 0, min(size_bytes, 8), etag)
+    return b"" if head[:4] in (_MAGIC, _ENCRYPTED) else head
+
+
+def _check_head(storage: Storage, path: str, size_bytes: int, etag: str | None) -> None:
+    head = head_of(storage, path, size_bytes, etag)
+    if head:
+        raise _damaged(
+            path,
+            f"is no Parquet file: it has {size_bytes} bytes and begins with {head!r}: leave it out of the table "
+            "(name the Parquet files by a glob or a list), or restore it if it was overwritten",
+        )
 
 
 def _check_columns(path: str, metadata: pq.FileMetaData, body: bytes) -> None:

@@ -24,16 +24,18 @@ from lakeckpt.errors import (
     ConfigError,
     DataFileChanged,
     DataFileDamaged,
+    LakeckptError,
     ObjectChanged,
     ObjectMissing,
+    TableNotFound,
     TableVersionGone,
 )
 from lakeckpt.lake.building import index_of, index_of_version, listed
 from lakeckpt.lake.chunk_digests import ChunkDigests, load_digests
-from lakeckpt.lake.footer import Footer, Progress, read_footer
+from lakeckpt.lake.footer import Footer, Progress, head_of, read_footer
 from lakeckpt.lake.formats.pinned import CatalogTable, PinnedFiles, is_of_catalog, pin
 from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.listing import Found, Source, find_files, list_exactly
+from lakeckpt.lake.listing import Found, Source, find_files, list_exactly, no_parquet
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.range_file import RangeFile
 from lakeckpt.lake.ranges import ADVICE, KEEP, LocalBytes, PinnedBytes, StoredBytes, changed, gone, some
@@ -196,9 +198,10 @@ def open_table(
     files that are still listed with the same path, size and ETag (or time), nothing is read again. ``digests`` is a
     place where `lakeckpt.record_digests` has recorded those of this version: all that is read is compared with them.
 
-    Raises `TableNotFound` (nothing there, no such version), `TableFeatureUnsupported` (the version cannot be read
-    exactly), `DataFileDamaged` (a file that is no readable Parquet), `DataFileChanged` (a file is not as the format's
-    metadata says), `SchemaError` (files that disagree), `StorageError` (the store failed) and `ConfigError`.
+    Raises `TableNotFound` (nothing there, no Parquet file, no such version), `TableFeatureUnsupported` (the version
+    cannot be read exactly), `DataFileDamaged` (a file that is no readable Parquet), `DataFileChanged` (a file is not as
+    the format's metadata says), `SchemaError` (files that disagree), `StorageError` (the store failed) and
+    `ConfigError`.
     """
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
@@ -222,7 +225,13 @@ def open_table(
     if isinstance(found.storage, LocalStorage):
         threads = min(threads, THREADS_LOCAL)
     cache = None if footer_cache is None else _open_cache(footer_cache, storage_options)
-    summaries = cached_summaries(cache, found.storage, found.files, threads=threads, progress=progress)
+    try:
+        summaries = cached_summaries(cache, found.storage, found.files, threads=threads, progress=progress)
+    except DataFileDamaged as error:
+        nothing = _no_parquet(found, error.file) if pinned is None else None
+        if nothing is not None:
+            raise nothing from error
+        raise
     index = index_of(found.files, summaries) if pinned is None else index_of_version(found.files, summaries, pinned)
     again = partial(
         _reopened,
@@ -249,6 +258,17 @@ def _table(
     digests_place: Storage | None,
 ) -> Table:
     return Table(uri=uri, storage=storage, index=index, named=named, digests=digests, digests_place=digests_place)
+
+
+def _no_parquet(found: Found, path: str) -> TableNotFound | None:
+    """The error where nothing that was named is Parquet, as the file ``path`` is not; None where that is damaged, or
+    Parquet files are beside it."""
+    info = next(info for info in found.files if info.path == path)
+    try:
+        head = head_of(found.storage, path, info.size_bytes, info.etag)
+    except LakeckptError:
+        return None
+    return no_parquet(found.uri, found.files, path, head)
 
 
 def _reopened(source: Source | CatalogTable, **options: Any) -> Table:
