@@ -270,6 +270,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         step, skip, process = progress.state.step, progress.state.row, os.getpid()
         while (pulled := next(found, None)) is not None:
             receipt, batch = pulled
+            self.dataset._carried.check(batch, receipt)
             for item, mine in items_of(batch, receipt, self._row_wise, skip):
                 progress.check(iteration)
                 if mine.skips:
