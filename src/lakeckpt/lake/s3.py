@@ -201,10 +201,8 @@ class S3Storage:
         These are older than `UPLOAD_LIFETIME_S`, by the store's own clock, and their path matches ``uploads``.
         """
         cleared, marker = 0, None
-        if uploads is None:
-            return 0
         with self._explaining("clear", "") as what:
-            while True:
+            while uploads is not None:
                 try:
                     page = self._open().uploads_page(what, self._root, marker)
                 except Refused as refused:
@@ -215,13 +213,13 @@ class S3Storage:
                 for item in page.items:
                     begun_ns, key = _nanoseconds(item.get("Initiated")), unquote_plus(item.get("Key", ""))
                     old = begun_ns is not None and now - begun_ns / 1e9 > UPLOAD_LIFETIME_S
-                    is_ours = key.startswith(self._root) and uploads.fullmatch(key[len(self._root) :])
-                    if old and is_ours:
+                    if old and key.startswith(self._root) and uploads.fullmatch(key[len(self._root) :]):
                         self._open().abort_upload(what, key, item.get("UploadId", ""))
                         cleared += 1
                 if page.next is None or page.next == marker:
                     return cleared
                 marker = unquote_plus(page.next)
+        return cleared
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
