@@ -87,8 +87,9 @@ format: $(VENV)/dev  ## let ruff put files into form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random moments
-	$(BIN)/python -m pytest -m soak -n $(JOBS) --dist worksteal $(ARGS)
+test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random moments; new examples of every property
+	HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-soak}" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+	    -m "(soak or hypothesis) and not system and not gpu" $(ARGS)
 
 test-system: $(VENV)/dev $(VENV)/ray  ## cuts of power, faults of system calls: needs root; installs Debian packages
 	tests/system/install.sh

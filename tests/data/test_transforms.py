@@ -13,7 +13,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from lakeckpt import Batch, LakeDataset, LakeLoader, TransformContext
+from lakeckpt import Batch, LakeDataset, LakeLoader, Ragged, TransformContext
+from lakeckpt.data.carried_rows import leading_sizes
 from lakeckpt.data.transform import bind_transform
 from lakeckpt.testing import assert_exactly_once
 from tests.data.reading import ROWS, as_json, loader_of, some
@@ -226,3 +227,86 @@ def _within(batch: Batch) -> dict[str, Batch]:
 def test_a_batch_that_a_transform_made_anew_comes_from_workers_too(lake: Path, num_workers: int) -> None:
     (found, *_) = LakeLoader(LakeDataset(lake, batch_size=10, transform=_within), num_workers=num_workers)
     assert len(found["inner"]["x"]) == 10
+
+
+# --- rows that are held back
+
+
+class Packer:
+    """Gives sequences of three rows, and holds back the rows that do not fill one."""
+
+    def __init__(self) -> None:
+        self.held = torch.zeros(0, dtype=torch.int64)
+
+    def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
+        rows = torch.cat([self.held, batch["id"]])
+        whole = len(rows) // 3 * 3
+        self.held = rows[whole:]
+        return {"ids": rows[:whole].reshape(-1, 3)}
+
+
+HELD_BACK = r"got 4 rows and returned 1 \(epoch 0, step 0 of rank 0\).* keep nothing between calls"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_transform_that_holds_rows_back_is_warned_of_once_in_the_main_process(lake: Path, num_workers: int) -> None:
+    loader = loader_of(lake, transform=Packer(), num_workers=num_workers)
+    with pytest.warns(UserWarning, match=HELD_BACK) as warned:
+        epochs = [list(loader), list(loader)]
+    assert [len(epoch) for epoch in epochs] == [len(loader)] * 2
+    assert len(warned) == 1 and warned[0].filename == __file__
+
+
+def test_it_is_warned_of_where_the_dataset_is_read_without_a_lake_loader(lake: Path) -> None:
+    with pytest.warns(UserWarning, match=HELD_BACK) as warned:
+        list(loader_of(lake, transform=Packer()).dataset)
+    assert len(warned) == 1
+
+
+def test_it_is_warned_of_in_a_worker_of_another_loader(lake: Path) -> None:
+    dataset = loader_of(lake, transform=Packer()).dataset
+    with pytest.raises(UserWarning, match=HELD_BACK):  # warnings are errors here, in workers, too
+        list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1))
+
+
+@pytest.mark.parametrize(
+    ("returned", "sizes"),
+    [
+        ({"x": torch.zeros(4, 2), "y": np.zeros(4)}, {4}),
+        ({"x": torch.zeros(5), "n": 7, "scale": torch.tensor(1.0), "name": "text"}, {5}),
+        ({"x": torch.zeros(4), "weights": torch.zeros(9)}, {4, 9}),
+        ({"x": {"inner": torch.zeros(2)}, "text": ["a", "b"]}, {2}),
+        ((torch.zeros(4, 3), torch.zeros(4)), {4}),
+        (torch.zeros(3, 2), {3}),
+        (np.zeros(()), set()),
+        (pa.table({"x": [1, 2, 3]}), {3}),
+        ([{"x": 1}, {"x": 2}], {2}),
+        ([torch.zeros(4), torch.zeros(4)], {2, 4}),
+        (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(5)], layout=torch.jagged), {2}),
+        (Ragged(values=np.zeros(5), offsets=np.array([0, 2, 5]), kind="list"), {2}),
+        ("text", set()),
+        (None, set()),
+        ({}, set()),
+        (Anything([1]), set()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_number_of_rows_is_told_of_what_has_columns_and_of_nothing_else(returned: Any, sizes: set[int]) -> None:
+    assert leading_sizes(returned) == sizes
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda batch: {"id": batch["id"], "table": torch.zeros(9)},
+        lambda batch: [torch.zeros(len(batch["id"])), torch.zeros(len(batch["id"]))],
+        lambda batch: {"sum": batch["id"].sum()},
+        lambda batch: None,
+    ],
+)
+def test_a_transform_that_may_have_given_all_its_rows_is_not_warned_of(lake: Path, transform: Any) -> None:
+    list(loader_of(lake, transform=transform))
+
+
+def test_single_rows_are_not_counted(lake: Path) -> None:
+    assert len(list(loader_of(lake, batch_size=None, transform=lambda row: [row["id"]] * 3))) == ROWS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,35 @@ def test_survivors_of_a_stretch_are_all_but_the_deleted(rows: set[int], start: i
     wanted = [row not in rows for row in range(start, start + size)]
     assert (wanted if left is not None else [True] * size) == ([] if left is None and not size else wanted)
     assert left is None or left.tolist() == wanted
+
+
+@pytest.mark.parametrize("every", [2, 100], ids=["bitmap", "ordinals"])
+def test_survivors_of_a_stretch_cost_the_stretch_and_not_the_file(every: int) -> None:
+    """What is allocated stands for the work: every step is numpy's, over arrays as long as what it looks at."""
+
+    def allocated(deletes: Deletes, start: int) -> int:
+        tracemalloc.start()
+        try:
+            left = deletes.surviving(0, start, start + 1000)
+            assert left is not None and left.sum() == 1000 - 1000 // every
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    for rows in (10**4, 10**6):
+        deletes = Deletes.of({0: np.arange(0, rows, every)})
+        for start in (0, rows // 2 - 500, rows - 1000):
+            assert allocated(deletes, start) < 30_000
+
+
+def test_survivors_at_the_borders_of_what_ordinals_hold_are_right() -> None:
+    last = 2**32 - 1
+    deletes = Deletes.of({0: np.array([1, last]), 1: np.array([1, last + 1])})
+    for file, row in ((0, last), (1, last + 1)):
+        left = deletes.surviving(file, row - 2, row + 2)
+        assert left is not None and left.tolist() == [True, True, False, True]
+        assert deletes.surviving(file, row + 1, row + 9) is None
+        assert deletes.surviving(file, row - 9, row) is None
 
 
 def test_a_million_deleted_rows_take_a_bit_each() -> None:

@@ -97,6 +97,7 @@ def damage(data: bytes, kind: str) -> bytes:
         "empty": b"",
         "short": b"PAR1PAR1",
         "text": b"a,b\n1,2\n" * 10,
+        "text of a few bytes": b"a,b\n1,2\n",
         "truncated": data[:-5],
         "truncated in the middle": data[: len(data) // 2],
         "encrypted": data[:-4] + b"PARE",
@@ -110,7 +111,8 @@ def damage(data: bytes, kind: str) -> bytes:
 KINDS = {
     "empty": "is empty",
     "short": "only 8 bytes",
-    "text": "does not end as Parquet does",
+    "text": r"is no Parquet file: it has 80 bytes and begins with b'a,b\\n1,2\\n'",
+    "text of a few bytes": r"is no Parquet file: it has 8 bytes and begins with",
     "truncated": "does not end as Parquet does",
     "truncated in the middle": "does not end as Parquet does",
     "encrypted": "encrypted",
@@ -204,7 +206,7 @@ def test_a_file_that_shrinks_or_goes_after_it_was_listed_is_named(tmp_path: Path
     with pytest.raises(DataFileDamaged, match=r"with \d+ bytes, but ends before .*: open the table again"):
         read_footer(LocalStorage(tmp_path), "x.parquet", size(path) + 10)
     with pytest.raises(DataFileDamaged, match="not there any more: open the table again"):
-        read_footer(LocalStorage(tmp_path), "y.parquet", 1000)
+        summarize(LocalStorage(tmp_path), "y.parquet", 1000)
 
 
 def test_the_tail_is_large_enough_for_usual_footers() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing, StorageError
+from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing, StorageError, TableVersionGone
 from lakeckpt.lake import ranges
 from lakeckpt.lake.index import DataFile
 from lakeckpt.lake.ranges import LocalBytes, Range, StoredBytes, coalesced
@@ -127,7 +127,7 @@ def test_no_more_requests_are_under_way_than_there_are_threads() -> None:
 @pytest.mark.parametrize(
     ("store", "kind", "text"),
     [
-        (Store(failure=ObjectMissing("?")), DataFileChanged, "'a' is gone"),
+        (Store(failure=ObjectMissing("?")), TableVersionGone, r"'a' is gone .*keep-a-version"),
         (Store(failure=ObjectChanged("?")), DataFileChanged, r"'a' was written again \(its ETag is not e\)"),
         (Store(content=CONTENT[:550]), DataFileChanged, "'a' ends at 550, not at 1000"),
         (Store(failure=StorageError("the store is down")), StorageError, "the store is down"),

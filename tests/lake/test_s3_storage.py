@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import random
+import re
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -26,7 +30,7 @@ from lakeckpt.lake import s3 as s3_module
 from lakeckpt.lake import s3_client
 from lakeckpt.lake.s3 import PART_BYTES, SPAN_BYTES, S3Storage
 from lakeckpt.lake.s3_signer import Signer
-from lakeckpt.lake.storage import clear_leftovers, open_storage
+from lakeckpt.lake.storage import Storage, clear_leftovers, open_storage
 from lakeckpt.testing.fault_proxy import At, FaultProxy, HttpFault, Request, Where
 from tests.lake.conftest import S3
 from tests.patience import PATIENCE_S
@@ -312,10 +316,10 @@ def test_an_upload_that_fails_is_aborted_and_never_an_object(s3: S3, proxy: Faul
     assert "Uploads" not in s3.client.list_multipart_uploads(Bucket=s3.bucket)
 
 
-def test_uploads_of_the_dead_are_cleared_and_those_of_the_living_are_not(
+def test_uploads_of_the_dead_are_cleared_and_those_of_the_living_or_of_others_are_not(
     storage: S3Storage, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for key in ("run/dead", "run/a/dead", "other/dead"):
+    for key in ("run/dead", "run/a/dead", "other/dead", "run/theirs", "run/dead.tmp", "dead", "runs/dead"):
         s3.client.create_multipart_upload(Bucket=s3.bucket, Key=key)
     client = storage._open()
     page = client.uploads_page
@@ -328,10 +332,76 @@ def test_uploads_of_the_dead_are_cleared_and_those_of_the_living_are_not(
 
     with monkeypatch.context() as patched:
         patched.setattr(client, "uploads_page", begun_now)
-        assert clear_leftovers(storage) == 0
-    assert clear_leftovers(storage) == 2
+        assert clear_leftovers(storage, uploads=re.compile("(a/)?dead")) == 0
+    assert clear_leftovers(storage) == 0
+    assert clear_leftovers(storage, uploads=re.compile("(a/)?dead")) == 2
     left = s3.client.list_multipart_uploads(Bucket=s3.bucket)["Uploads"]
-    assert [upload["Key"] for upload in left] == ["other/dead"]
+    assert sorted(upload["Key"] for upload in left) == [
+        "dead",
+        "other/dead",
+        "run/dead.tmp",
+        "run/theirs",
+        "runs/dead",
+    ]
+
+
+class Chunked(BaseHTTPRequestHandler):
+    """A store, or a gateway before one, that streams its answers and says no length. It has one object."""
+
+    protocol_version = "HTTP/1.1"
+    content = b""
+    ranges = True
+
+    def do_GET(self) -> None:
+        first, last = 0, len(self.content) - 1
+        asked = self.headers.get("Range", "")
+        if asked and self.ranges:
+            first, last = (int(one) for one in asked.removeprefix("bytes=").split("-"))
+            last = min(last, len(self.content) - 1)
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(self.content)}")
+        else:
+            self.send_response(200)
+        self.send_header("ETag", '"one"')
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):  # who asked has enough
+            for at in range(first, last + 1, 1 << 20):
+                piece = self.content[at : min(at + (1 << 20), last + 1)]
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            self.wfile.write(b"0\r\n\r\n")
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def streaming(size_bytes: int, *, ranges: bool = True) -> Iterator[tuple[Storage, bytes]]:
+    content = random.Random(5).randbytes(size_bytes)
+    store = type("Mine", (Chunked,), {"content": content, "ranges": ranges})
+    with ThreadingHTTPServer(("127.0.0.1", 0), store) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        place = {"endpoint": f"http://127.0.0.1:{server.server_port}", "region": "us-east-1"}
+        options = {**place, "key": "k", "secret": "s", **QUICK, "max_attempts": 1}
+        try:
+            yield open_storage("s3://bucket/run", storage_options=options), content
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("size_bytes", [SPAN_BYTES + 1, 2 * SPAN_BYTES, 2 * SPAN_BYTES + 5])
+def test_a_large_object_is_read_whole_from_a_store_that_sends_no_length(size_bytes: int) -> None:
+    with streaming(size_bytes) as (storage, content):
+        assert storage.read("x") == content
+        assert storage.read("x", 5) == content[5:]
+
+
+def test_a_large_object_from_a_store_that_sends_neither_length_nor_ranges_is_an_error() -> None:
+    with streaming(SPAN_BYTES + 1, ranges=False) as (storage, _):
+        with pytest.raises(StorageError, match="does not answer ranges"):
+            storage.read("x")
 
 
 # -- listing ---------------------------------------------------------------------------------------------------------
@@ -392,7 +462,7 @@ def test_a_listing_says_etag_and_time_and_leaves_placeholders_out(storage: S3Sto
 def test_a_missing_bucket_is_empty_to_readers_and_an_error_to_writers(s3: S3) -> None:
     storage = open_storage("s3://no-such-bucket-7/run", storage_options=s3.options)
     assert storage.list() == [] == storage.list("a")
-    assert clear_leftovers(storage) == 0
+    assert clear_leftovers(storage, uploads=re.compile("x")) == 0
     with pytest.raises(ObjectMissing):
         storage.read("x")
     with pytest.raises(StorageError, match="its bucket is not there"):

@@ -193,8 +193,13 @@ def test_a_changed_file_is_named_by_verify_with_what_to_do(tmp_path: Path, chang
 def test_a_changed_file_is_not_read_as_the_pinned_one(tmp_path: Path, change: str) -> None:
     table = open_table(lake(tmp_path))
     CHANGES[change][0](tmp_path / "year=2024" / "a.parquet")
-    with pytest.raises(DataFileChanged, match=r"'year=2024/a.parquet'"):
-        rows(table)
+    reads = [lambda: rows(table), lambda: table.footer(table.index.paths.index("year=2024/a.parquet"))]
+    for read in reads[:1] if change == "grown" else reads:  # what has grown still has the footer where it was
+        with pytest.raises(DataFileChanged, match=r"'year=2024/a.parquet'") as caught:
+            read()
+        is_gone = CHANGES[change][1] == "is gone"
+        assert isinstance(caught.value, TableVersionGone) == is_gone
+        assert str(caught.value).count("pen the table again") == 1, "it is said once what to do"
 
 
 def test_a_file_that_was_only_touched_or_copied_is_unchanged(tmp_path: Path) -> None:
@@ -260,3 +265,43 @@ def test_a_remote_file_can_be_sought_and_read_like_a_local_one(tmp_path: Path, s
             assert here.seek(offset, whence) == there.seek(offset, whence)
             assert here.read(size) == there.read(size)
             assert here.tell() == there.tell()
+
+
+def csvs(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("user,item\n" + "1,2\n" * 100)
+    return folder
+
+
+@pytest.mark.parametrize("how", ["folder", "glob", "file", "list"])
+def test_files_of_which_none_is_parquet_are_no_table_and_named_with_what_to_do(tmp_path: Path, how: str) -> None:
+    folder = csvs(tmp_path, "a.csv", "b.csv", "c/d.csv", "e.csv")
+    every = [str(folder / name) for name in ("a.csv", "b.csv", "c/d.csv", "e.csv")]
+    source = {"folder": folder, "glob": f"{folder}/**/*.csv", "file": every[0], "list": every}[how]
+    found = "1 other file " if how == "file" else "4 other files "
+    with pytest.raises(
+        TableNotFound, match=f"{tmp_path}.*Parquet file.* {found}.*'a.csv'.*write the rows .* as Parquet"
+    ):
+        open_table(source)
+
+
+def test_a_stray_file_beside_parquet_files_is_left_out_of_a_folder_and_named_in_a_list(tmp_path: Path) -> None:
+    lake(csvs(tmp_path, "a.csv"))
+    assert not any(path.endswith(".csv") for path in open_table(tmp_path).index.paths)
+    for source in (f"{tmp_path}/**", [tmp_path / "a.csv", tmp_path / "year=2024" / "a.parquet"]):
+        with pytest.raises(
+            DataFileDamaged, match=r"'a.csv' is no Parquet file: .* begins with b'user,ite': leave it out"
+        ):
+            open_table(source)
+    (tmp_path / "year=2024" / "a.parquet").write_text("user,item\n")
+    with pytest.raises(DataFileDamaged, match=r"'year=2024/a.parquet' is no Parquet file"):
+        open_table(tmp_path)
+
+
+def test_a_parquet_file_of_any_name_that_is_cut_is_damaged_and_no_other_format(tmp_path: Path) -> None:
+    path = tmp_path / "part-0"
+    write(path, {"x": [1, 2]})
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataFileDamaged, match="does not end as Parquet does"):
+        open_table(path)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.errors import NullValueError, SchemaError
+from lakeckpt.errors import DataFileDamaged, NullValueError, SchemaError
 from lakeckpt.reading import arrays
 from lakeckpt.reading.convert import check_convertible, convert
 from lakeckpt.reading.ragged import Ragged, map_column, map_namespace, to_pylist
@@ -355,3 +355,10 @@ def test_map_namespace_reaches_every_array() -> None:
     doubled = map_namespace(nested, lambda array: np.concatenate([array, array]))
     assert len(every_array(doubled)) == len(every_array(nested)) == 10
     assert doubled["y"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 5), (-1, 2), (3, 2), (2**61, 2**61 + 1)])
+@pytest.mark.parametrize("buffer", [pa.py_buffer(bytes(32)), None])
+def test_elements_outside_of_their_buffer_are_refused(start: int, stop: int, buffer: pa.Buffer | None) -> None:
+    with pytest.raises(DataFileDamaged, match=r"elements .* bytes: the data file is damaged"):
+        arrays.view(buffer, np.int64, start, stop)

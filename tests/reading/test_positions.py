@@ -473,3 +473,18 @@ def test_what_was_served_is_a_set(spans: list[tuple[int, int]]) -> None:
         runs = list(zip(served.starts, served.stops, strict=True))
         assert set().union(*(range(a, b) for a, b in runs)) == model
         assert all(a[1] < b[0] for a, b in itertools.pairwise(runs))
+
+
+@pytest.mark.parametrize("rows_missing", [1, -1])
+def test_a_row_group_of_another_number_of_rows_is_refused(tmp_path: Path, rows_missing: int) -> None:
+    class Other(RowGroupDecoder):
+        def decode(self, group: int, start: int, stop: int) -> pa.Table:
+            decoded = super().decode(group, start, stop)
+            return decoded.slice(1) if rows_missing > 0 else pa.concat_tables([decoded, decoded.slice(0, 1)])
+
+    table = write_ids(tmp_path, [[5, 4]])
+    spec = OrderSpec(seed=0, shuffle=True, window=2)
+    reader = PositionReader(table, ["id"], spec, max_windows=1, new_decoder=lambda: Other(table, ["id"]))
+    layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
+    with pytest.raises(DataFileDamaged, match=rf"row groups [01], [01] .* gave {9 - 2 * rows_missing} rows where 9"):
+        reader.read([(layout, 0, 9)])

@@ -97,7 +97,7 @@ def test_closing_waits_for_no_lock_of_a_pool() -> None:
     with pool._shutdown_lock:
         closing = threading.Thread(target=threads.close, daemon=True)
         closing.start()
-        closing.join(5)
+        closing.join(PATIENCE_S)
         assert not closing.is_alive()
     workers = list(pool._threads)
     assert workers

@@ -66,6 +66,7 @@ def without_one(batch: Batch) -> dict[str, Any]:
     return {"id": batch["id"][batch["id"] != 11]}
 
 
+@pytest.mark.filterwarnings("ignore:the transform= of a LakeDataset got:UserWarning")
 @pytest.mark.parametrize("loses", [halves, without_one])
 @pytest.mark.parametrize("batch_size", [3, 4])
 def test_a_transform_that_loses_rows_is_caught_though_some_may_be_dropped(
@@ -138,6 +139,7 @@ def two_each(batch: Batch) -> dict[str, Any]:
     return {"id": batch["id"].repeat(2)}
 
 
+@pytest.mark.filterwarnings("ignore:the transform= of a LakeDataset got:UserWarning")
 def test_rows_that_are_dropped_may_have_several_keys_each(lake: Path) -> None:
     make_loader = make_of(None, lake, transform=two_each, tail="drop", batch_size=4)
     twice = [*range(ROWS), *range(ROWS)]

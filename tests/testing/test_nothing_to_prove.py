@@ -30,6 +30,7 @@ def no_keys(item: Any) -> list[int]:
     return []
 
 
+@pytest.mark.filterwarnings("ignore:the transform= of a LakeDataset got:UserWarning")
 @pytest.mark.parametrize("case", [{}, {"batch_size": None}, {"transform": lambda batch: {"id": batch["id"][:0]}}])
 def test_a_key_that_is_never_seen_proves_nothing(case: dict[str, Any], lake: Path) -> None:
     for key in (no_keys, *([None] if "transform" in case else [])):
@@ -78,6 +79,7 @@ def test_a_loader_that_cannot_be_restored_is_refused(lake: Path) -> None:
         assert_exactly_once(lambda *place: DataLoader(rows(*place), batch_size=None), topologies=ONE)
 
 
+@pytest.mark.filterwarnings("ignore:the transform= of a LakeDataset got:UserWarning")
 def test_a_transform_that_drops_rows_is_told_to_need_a_function_as_key(lake: Path) -> None:
     some = make_of(None, lake, transform=lambda batch: {"id": batch["id"][batch["id"] % 2 == 0]})
     even = [n for n in range(21) if n % 2 == 0]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from lakeckpt import __version__
 from lakeckpt.checkpoint.log import Damage, LogView, SlotTaken, list_slots, put_entry, read_log
 from lakeckpt.checkpoint.manifest import Begin, Captured, Manifest
-from lakeckpt.checkpoint.parts import PARTS
+from lakeckpt.checkpoint.parts import OBJECT_NAME, PARTS
 from lakeckpt.checkpoint.remap import has_remapped
 from lakeckpt.checkpoint.remembered import Offer, where_it_goes_on
 from lakeckpt.checkpoint.report import DamageWarning
@@ -128,7 +128,7 @@ class Chooser:
             self._taken = slot
             return {"begun": "no"}
         with contextlib.suppress(StorageError):  # what dead writers left is in nobody's way
-            clear_leftovers(self._storage)
+            clear_leftovers(self._storage, uploads=OBJECT_NAME)
         return {"begun": str(slot)}
 
     def _entry(

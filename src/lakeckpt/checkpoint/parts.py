@@ -11,6 +11,7 @@ Imports without torch, and never reads or writes by itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from lakeckpt.wire.skips import skips_from_wire, skips_to_wire
 
 __all__ = [
     "OBJECTS",
+    "OBJECT_NAME",
     "PARTS",
     "PART_MARK",
     "RANDOM",
@@ -42,6 +44,8 @@ __all__ = [
 
 PARTS = "parts"
 OBJECTS = "objects"
+OBJECT_NAME = re.compile(OBJECTS + r"/[0-9]{10}/[0-9]{12}-[0-9]{6}/[0-9]+-[0-9]+-[0-9a-f]+\.safetensors", re.ASCII)
+"""The names that `SaveId.object_path` gives, and nobody else's."""
 RANDOM = "lakeckpt.random"
 """The name of the item that holds the random states; users' items cannot have it."""
 SHARING = "lakeckpt.sharing"

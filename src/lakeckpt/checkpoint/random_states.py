@@ -33,11 +33,13 @@ def capture_random() -> dict[str, Any]:
 def check_random(states: object) -> dict[str, Any]:
     """``states`` if `restore_random` can take them; `CheckpointDamaged` else. Changes nothing."""
     try:
-        assert isinstance(states, dict)
+        if not isinstance(states, dict):
+            raise TypeError(f"random states are a dict, got {type(states).__name__}")
         random.Random().setstate(states["python"])
         np.random.RandomState().set_state(states["numpy"])
         torch.Generator().set_state(torch.from_numpy(states["torch"].copy()))
-        assert all(isinstance(one, np.ndarray) and one.dtype == np.uint8 for one in states["cuda"])
+        if not all(isinstance(one, np.ndarray) and one.dtype == np.uint8 for one in states["cuda"]):
+            raise TypeError("states of CUDA devices are arrays of uint8")
     except Exception as error:
         raise CheckpointDamaged(
             f"the random states cannot be used by this Python, numpy and torch: {error!r}"

@@ -18,6 +18,7 @@ from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Identity
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.arguments import chosen_columns, flag, one_of, optional, positive, whole
+from lakeckpt.data.carried_rows import CarriedRows
 from lakeckpt.data.dealers import check_dealers
 from lakeckpt.data.deliveries import Deliveries
 from lakeckpt.data.epoch_file import EpochFile
@@ -64,6 +65,8 @@ class LakeDataset(IterableDataset[Any]):
         endless: one iteration that never ends, over epoch borders, always full micro-batches.
         transform: called with each `Batch` (row-wise: each row; ``output="arrow"``: each pyarrow.Table) where it is
             read, in a worker if there are any; with a `lakeckpt.TransformContext` as well if it takes two arguments.
+            It must keep nothing between calls: rows that it holds back for a later call count as consumed, and are lost
+            when a run is restored. A warning says once where it returns another number of rows than it got.
         output: ``"torch"`` (tensors), ``"numpy"`` (arrays) or ``"arrow"`` (pyarrow.Table). Columns of varying length
             are `lakeckpt.Ragged`.
         nulls: ``"error"`` raises NullValueError on a null; ``"mask"`` puts a bool column ``<name>.is_null`` beside
@@ -192,7 +195,8 @@ class LakeDataset(IterableDataset[Any]):
             on_version_gone=on_version_gone,
         )
         self._epochs = EpochFile()
-        self._turns = WorkerTurns(self._source, self._progress, row_wise=self.row_wise)
+        self._carried = CarriedRows(looks=self.has_transform and not self.row_wise)
+        self._turns = WorkerTurns(self._source, self._progress, self._carried, row_wise=self.row_wise)
         self._read_ahead = ""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -303,6 +307,7 @@ class LakeDataset(IterableDataset[Any]):
         progress.check(iteration)
         step, skip = progress.state.step, progress.state.row
         for dealt, found in Ahead(self._source, progress.assignments(rank)):
+            self._carried.check(found, dealt)
             for item, receipt in items_of(found, dealt, self.row_wise, skip):
                 progress.check(iteration)
                 if receipt.skips:

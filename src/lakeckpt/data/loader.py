@@ -287,6 +287,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         found = found if stage is None else stage(found)
         while (pulled := next(found, None)) is not None:
             receipt, batch = pulled
+            self.dataset._carried.check(batch, receipt)
             for item, mine in items_of(batch, receipt, self._row_wise, skip):
                 progress.check(iteration)
                 if mine.skips:

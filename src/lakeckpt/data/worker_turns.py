@@ -14,6 +14,7 @@ from typing import Any
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.carried_rows import CarriedRows
 from lakeckpt.data.epoch_file import EpochFile, Turn
 from lakeckpt.data.progress import Progress
 from lakeckpt.data.source import BatchSource, items_of
@@ -26,8 +27,8 @@ __all__ = ["WorkerTurns"]
 class WorkerTurns:
     """The iterations of one worker process; picklable with the dataset whose ``source`` and ``progress`` it has."""
 
-    def __init__(self, source: BatchSource, progress: Progress, *, row_wise: bool) -> None:
-        self._source, self._progress, self._row_wise = source, progress, row_wise
+    def __init__(self, source: BatchSource, progress: Progress, carried: CarriedRows, *, row_wise: bool) -> None:
+        self._source, self._progress, self._carried, self._row_wise = source, progress, carried, row_wise
         self._loaded: Mapping[str, Any] | None = None
         self._place: WorkerPlace | None = None
         self._begun = 0
@@ -93,6 +94,7 @@ class WorkerTurns:
         step, skip = place.next_step, place.skip
         steps = itertools.count(step, workers) if plan.steps is None else range(step, plan.steps, workers)
         for dealt, found in Ahead(self._source, (plan.assignment(step, rank) for step in steps)):
+            self._carried.check(found, dealt)
             for item, receipt in items_of(found, dealt, self._row_wise, skip):
                 ended = receipt.row is None or receipt.row + 1 == receipt.rows
                 self._place = place.at(step + workers, 0) if ended else place.at(step, (receipt.row or 0) + 1)

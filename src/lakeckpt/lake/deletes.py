@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,23 +79,26 @@ class Deletes:
             return np.zeros(0, np.int64)
         kind, count, data = self.packed[file]
         if kind == _BITMAP:
-            bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
-            return np.asarray(np.flatnonzero(bits), np.int64)
-        if len(data) not in (4 * count, 8 * count):
-            raise ValueError(f"{len(data)} bytes cannot be {count} ordinals of deleted rows")
-        return np.frombuffer(data, f"<u{len(data) // count}").astype(np.int64)
+            return np.asarray(np.flatnonzero(_bits(data, 0, 8 * len(data))), np.int64)
+        return _ordinals(count, data).astype(np.int64)
 
     def surviving(self, file: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Which of the file's rows [start, stop) are left: bool, shape (stop - start,); None where all are."""
+        """Which of the file's rows [start, stop) are left: bool, shape (stop - start,); None where all are.
+
+        It looks only at these rows, however many the file has: it is asked for every row group of the file.
+        """
         if file not in self.packed:
             return None
-        rows = self.rows(file)
-        inside = rows[np.searchsorted(rows, start) : np.searchsorted(rows, stop)]
-        if not len(inside):
-            return None
+        kind, count, data = self.packed[file]
         left = np.ones(stop - start, np.bool_)
-        left[inside - start] = False
-        return left
+        if kind == _BITMAP:
+            bits = _bits(data, start, stop)
+            left[: len(bits)] = bits == 0
+        else:
+            ordinals = _ordinals(count, data)
+            inside = ordinals[_below(ordinals, start) : _below(ordinals, stop)]
+            left[inside.astype(np.int64) - start] = False
+        return None if left.all() else left
 
     def digest(self) -> bytes:
         """BLAKE2b-128 over the deleted rows of each file, however they are packed."""
@@ -120,3 +124,23 @@ class Deletes:
                 raise TypeError("malformed deletes")
             packed[file] = (kind, count, data)
         return cls(packed=packed)
+
+
+def _bits(data: bytes, start: int, stop: int) -> npt.NDArray[np.uint8]:
+    """Bits [start, stop) of a bitmap, fewer where it ends before, as 0 and 1."""
+    octets = np.frombuffer(data, np.uint8)[start // 8 : -(-stop // 8)]
+    return np.unpackbits(octets, bitorder="little")[start % 8 :][: stop - start]
+
+
+def _ordinals(count: int, data: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Packed ordinals, where they lie."""
+    if len(data) not in (4 * count, 8 * count):
+        raise ValueError(f"{len(data)} bytes cannot be {count} ordinals of deleted rows")
+    return np.frombuffer(data, f"<u{len(data) // count}")
+
+
+def _below(ordinals: npt.NDArray[np.unsignedinteger[Any]], row: int) -> int:
+    """How many of the ascending ``ordinals`` are less than ``row``."""
+    if row > np.iinfo(ordinals.dtype).max:
+        return len(ordinals)
+    return int(ordinals.searchsorted(ordinals.dtype.type(row)))  # of another type, all would be converted first

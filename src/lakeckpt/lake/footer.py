@@ -29,6 +29,7 @@ __all__ = [
     "Footer",
     "Int64Array",
     "Progress",
+    "head_of",
     "read_footer",
     "summarize",
     "summarize_all",
@@ -66,19 +67,19 @@ class FileSummary:
 def read_footer(storage: Storage, path: str, size_bytes: int, etag: str | None = None) -> Footer:
     """Read and parse the footer of a file whose listed size is ``size_bytes``. `DataFileDamaged`, `StorageError`.
 
-    `SchemaError` where pyarrow knows of its types and cannot read them. `ObjectChanged` where it has another ETag than
-    ``etag``, which a listing gave.
+    `SchemaError` where pyarrow knows of its types and cannot read them. `ObjectMissing` where there is no such file,
+    `ObjectChanged` where it has another ETag than ``etag``, which a listing gave.
     """
     if size_bytes < 12:
+        _check_head(storage, path, size_bytes, etag)
         what = "is empty (0 bytes)" if size_bytes == 0 else f"has only {size_bytes} bytes"
         raise _damaged(path, f"{what}, too few for a Parquet file: {_REPAIR}")
     tail = _read_exactly(storage, path, max(0, size_bytes - TAIL_BYTES), size_bytes, etag)
     if tail[-4:] == _ENCRYPTED:
         raise _damaged(path, "has an encrypted footer, which cannot be read: decrypt it, or leave it out of the table")
     if tail[-4:] != _MAGIC:
-        raise _damaged(
-            path, f"has {size_bytes} bytes and does not end as Parquet does (truncated, or something else): {_REPAIR}"
-        )
+        _check_head(storage, path, size_bytes, etag)
+        raise _damaged(path, f"has {size_bytes} bytes and does not end as Parquet does (truncated): {_REPAIR}")
     (length,) = struct.unpack("<I", tail[-8:-4])
     if length > min(size_bytes - 12, MAX_FOOTER_BYTES):
         raise _damaged(path, f"claims a footer of {length} bytes in a file of {size_bytes}: {_REPAIR}")
@@ -96,6 +97,22 @@ def read_footer(storage: Storage, path: str, size_bytes: int, etag: str | None =
         raise _damaged(path, f"has a footer that cannot be parsed ({_one_line(error)}): {_REPAIR}") from error
     _check_columns(path, metadata, body)
     return Footer(metadata=metadata, encoded=body, digest=blake2b(body, digest_size=DIGEST_BYTES).digest())
+
+
+def head_of(storage: Storage, path: str, size_bytes: int, etag: str | None = None) -> bytes:
+    """The first bytes of a file, if it does not begin as Parquet files do; else none."""
+    head = _read_exactly(storage, path, 0, min(size_bytes, 8), etag)
+    return b"" if head[:4] in (_MAGIC, _ENCRYPTED) else head
+
+
+def _check_head(storage: Storage, path: str, size_bytes: int, etag: str | None) -> None:
+    head = head_of(storage, path, size_bytes, etag)
+    if head:
+        raise _damaged(
+            path,
+            f"is no Parquet file: it has {size_bytes} bytes and begins with {head!r}: leave it out of the table "
+            "(name the Parquet files by a glob or a list), or restore it if it was overwritten",
+        )
 
 
 def _check_columns(path: str, metadata: pq.FileMetaData, body: bytes) -> None:
@@ -126,6 +143,8 @@ def summarize(storage: Storage, path: str, size_bytes: int, etag: str | None = N
     """
     try:
         footer = read_footer(storage, path, size_bytes, etag)
+    except ObjectMissing as error:
+        raise _damaged(path, "was listed, but is not there any more: open the table again") from error
     except ObjectChanged as error:
         raise _damaged(path, f"was written again since it was listed ({error}): open the table again") from error
     metadata = footer.metadata
@@ -174,10 +193,7 @@ def _summarized(storage: Storage, files: Sequence[ObjectInfo]) -> list[FileSumma
 
 
 def _read_exactly(storage: Storage, path: str, start: int, stop: int, etag: str | None) -> bytes:
-    try:
-        data = storage.read(path, start, stop, etag=etag)
-    except ObjectMissing as error:
-        raise _damaged(path, "was listed, but is not there any more: open the table again") from error
+    data = storage.read(path, start, stop, etag=etag)
     if len(data) != stop - start:
         raise _damaged(path, f"was listed with {stop} bytes, but ends before (being rewritten?): open the table again")
     return data

@@ -30,7 +30,7 @@ from lakeckpt.lake.partitions import is_partition_folder
 from lakeckpt.lake.storage import ObjectInfo, Storage, check_key, has_bucket, open_storage, redact_uri, split_uri
 from lakeckpt.lake.version import TableFormat
 
-__all__ = ["Found", "Source", "common_root", "find_files", "list_exactly", "open_root", "paths_below"]
+__all__ = ["Found", "Source", "common_root", "find_files", "list_exactly", "no_parquet", "open_root", "paths_below"]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
@@ -345,11 +345,31 @@ def _nothing_in_folder(uri: str, storage: Storage, infos: Sequence[ObjectInfo]) 
         if not has_bucket(storage):
             return f"there is no table at {uri!r}: its bucket does not exist. Check its name, and the endpoint"
         return f"there is no table at {uri!r}: nothing is there ({looked}). Check the path and the credentials"
-    some = ", ".join(repr(info.path) for info in infos[:3])
     return (
-        f"there is no table at {uri!r}: {looked}; found {len(infos)} other files ({some}). "
-        "Files with other names can be passed as a glob or a list"
+        f"there is no table at {uri!r}, since it holds no Parquet file: {looked}; found {_others(infos)}. "
+        f"{_PARQUET_ONLY}. Parquet files with other names can be passed as a glob or a list"
     )
+
+
+def no_parquet(uri: str, infos: Sequence[ObjectInfo], path: str, head: bytes) -> TableNotFound | None:
+    """The error for files of which none is named as Parquet files are, and that of ``path`` is none by its ``head``."""
+    if not head or any(_is_data_file(info.path) for info in infos):
+        return None
+    return TableNotFound(
+        f"there is no table at {uri!r}: none of the files that were named is a Parquet file. Found {_others(infos)}; "
+        f"{path!r} begins with {head!r}. {_PARQUET_ONLY}"
+    )
+
+
+def _others(infos: Sequence[ObjectInfo]) -> str:
+    some = ", ".join(repr(info.path) for info in infos[:3])
+    return f"{len(infos)} other file{'s' * (len(infos) != 1)} ({some}{', …' if len(infos) > 3 else ''})"
+
+
+_PARQUET_ONLY = (
+    "lakeckpt reads Parquet only: write the rows of other files as Parquet first (pyarrow.dataset reads CSV and JSON, "
+    "and its write_dataset writes Parquet)"
+)
 
 
 def _glob_pattern(text: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -158,8 +159,8 @@ class LocalStorage:
             self._calls.close(self._folders.open_object(parts[-1], folder, path))
         return os.path.join(self.name, *parts)
 
-    def clear_leftovers(self) -> int:
-        """Remove the temporary files of writers that died; return how many."""
+    def clear_leftovers(self, *, uploads: re.Pattern[str] | None = None) -> int:
+        """Remove the temporary files of writers that died; return how many. A folder has no ``uploads``."""
         with contextlib.suppress(ObjectMissing), self._explaining("clear", ""), self._folders.inside(()) as root:
             return self._folders.clear_temporaries(root)
         return 0

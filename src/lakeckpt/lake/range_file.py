@@ -1,6 +1,7 @@
 """How does pyarrow seek and read in an object of a store?  Each read is one of that range, of the pinned ETag.
 
-What is not as it was pinned (gone, written again, of another length) is `DataFileChanged`, whoever notices it first.
+What is not as it was pinned is `DataFileChanged` (written again, of another length) or `TableVersionGone` (gone),
+whoever notices it first.
 """
 
 from __future__ import annotations

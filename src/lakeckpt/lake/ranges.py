@@ -6,7 +6,8 @@ of its own. A local file is read by who waits. An object in a store is asked for
 them at once as far as the threads of this process go: 32, started when first needed, so that at most 256 MiB are on
 their way. They end with the process, which waits for no answer then; a forked one has its own.
 
-What is not as it was pinned (gone, written again, of another length) is `DataFileChanged`, whoever notices it first.
+What is not as it was pinned is `DataFileChanged` (written again, of another length) or `TableVersionGone` (gone),
+whoever notices it first.
 Never asks twice: retries and deadlines are the storage's.
 """
 
@@ -24,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing
+from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing, TableVersionGone
 from lakeckpt.lake.blocks import read_block
 from lakeckpt.lake.http import give_up_when
 from lakeckpt.lake.index import DataFile
@@ -33,6 +34,7 @@ from lakeckpt.lake.storage import Storage
 
 __all__ = [
     "ADVICE",
+    "KEEP",
     "LOCAL_HOLE_BYTES",
     "STORE_HOLE_BYTES",
     "Arriving",
@@ -42,6 +44,7 @@ __all__ = [
     "StoredBytes",
     "changed",
     "coalesced",
+    "gone",
     "in_background",
     "read_pinned",
     "some",
@@ -61,10 +64,21 @@ LOCAL_HOLE_BYTES, STORE_HOLE_BYTES = 64 << 10, 256 << 10
 """Pieces that are no further apart are read together: what lies between costs less than another call."""
 ADVICE = "Open the table again to start on its new state, or put the pinned files back to go on with a run"
 
+KEEP = "docs/how-to/keep-a-version.md says how to keep the files of a version while a run reads it"
+
 
 def changed(uri: str, differences: Sequence[str]) -> DataFileChanged:
     """The error that says how the table at ``uri`` differs from what was pinned."""
     return DataFileChanged(f"the table {uri!r} is not as it was pinned: {some(differences)}. {ADVICE}")
+
+
+def gone(uri: str, path: str) -> TableVersionGone:
+    """The error that says that a file of the pinned version of the table at ``uri`` is gone."""
+    return TableVersionGone(
+        f"the table {uri!r} is not as it was pinned: {path!r} is gone (vacuumed, expired, or written again under "
+        f"another name). {ADVICE}. {KEEP}",
+        files=(path,),
+    )
 
 
 def some(differences: Sequence[str]) -> str:
@@ -229,11 +243,14 @@ def _joined(start: int, stop: int, requests: list[tuple[int, Future[bytes]]]) ->
 
 
 def read_pinned(storage: Storage, uri: str, file: DataFile, start: int, stop: int) -> bytes:
-    """Bytes [start, stop) of a pinned ``file`` of the table at ``uri``, which has them all: else `DataFileChanged`."""
+    """Bytes [start, stop) of a pinned ``file`` of the table at ``uri``, which has them all.
+
+    Else `TableVersionGone`, where there is no such file, or `DataFileChanged`.
+    """
     try:
         data = storage.read(file.path, start, stop, etag=file.etag)
     except ObjectMissing as error:
-        raise changed(uri, [f"{file.path!r} is gone"]) from error
+        raise gone(uri, file.path) from error
     except ObjectChanged as error:
         raise changed(uri, [f"{file.path!r} was written again (its ETag is not {file.etag})"]) from error
     if len(data) != stop - start:

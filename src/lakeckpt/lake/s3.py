@@ -6,7 +6,8 @@ request. ``put_new`` is a put with If-None-Match, trusted only once the store ha
 some stores ignore the condition. Where the answer to it was lost, the object is read back.
 
 A writer that dies in the middle leaves at most one upload per object that it was writing. No put completes an upload
-that is older than `UPLOAD_LIFETIME_S`, so that `S3Storage.clear_leftovers` may abort older ones: nobody's are left.
+that is older than `UPLOAD_LIFETIME_S`, so that `S3Storage.clear_leftovers` may abort older ones of our own names. Other
+people's uploads are never aborted.
 
 The client is made when first used, once in each process. Credentials stay in `Secrets`.
 """
@@ -17,6 +18,7 @@ import contextlib
 import errno
 import itertools
 import os
+import re
 import secrets
 import threading
 import time
@@ -193,14 +195,14 @@ class S3Storage:
                 raise
         return True
 
-    def clear_leftovers(self) -> int:
-        """Abort the multipart uploads that nobody can complete any more; return how many.
+    def clear_leftovers(self, *, uploads: re.Pattern[str] | None = None) -> int:
+        """Abort the multipart uploads of ours that no writer can complete any more; return how many.
 
-        These are older than `UPLOAD_LIFETIME_S`, by the store's own clock.
+        These are older than `UPLOAD_LIFETIME_S`, by the store's own clock, and their path matches ``uploads``.
         """
         cleared, marker = 0, None
         with self._explaining("clear", "") as what:
-            while True:
+            while uploads is not None:
                 try:
                     page = self._open().uploads_page(what, self._root, marker)
                 except Refused as refused:
@@ -211,12 +213,13 @@ class S3Storage:
                 for item in page.items:
                     begun_ns, key = _nanoseconds(item.get("Initiated")), unquote_plus(item.get("Key", ""))
                     old = begun_ns is not None and now - begun_ns / 1e9 > UPLOAD_LIFETIME_S
-                    if old and key.startswith(self._root):
+                    if old and key.startswith(self._root) and uploads.fullmatch(key[len(self._root) :]):
                         self._open().abort_upload(what, key, item.get("UploadId", ""))
                         cleared += 1
                 if page.next is None or page.next == marker:
                     return cleared
                 marker = unquote_plus(page.next)
+        return cleared
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

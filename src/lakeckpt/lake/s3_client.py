@@ -17,7 +17,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 from xml.etree import ElementTree
@@ -128,7 +128,10 @@ class S3Client:
             answer = self._once("GET", key, headers=headers, until=until, most_bytes=most_bytes)
             found = _etag(answer, etag, what)
             if answer.body is None:
-                return Span(data=None, etag=found, size_bytes=int(answer.headers.get("content-length", "0")))
+                told = answer.headers.get("content-length")
+                if told is None:  # answers that are streamed have no length: a range's answer says the object's
+                    return replace(self.get_span(what, key, 0, 1, found), data=None)
+                return Span(data=None, etag=found, size_bytes=int(told))
             if not _has_checksum(answer.headers, answer.body):
                 told = self._once("HEAD", key, headers=_if_match(found), until=until).headers.get("content-length")
                 if told != str(len(answer.body)):

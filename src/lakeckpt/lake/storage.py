@@ -216,13 +216,15 @@ def has_bucket(storage: Storage) -> bool:
     return bool(has()) if callable(has) else True
 
 
-def clear_leftovers(storage: Storage) -> int:
-    """Remove what writers that died have left and `Storage.list` hides; the number of files removed.
+def clear_leftovers(storage: Storage, *, uploads: re.Pattern[str] | None = None) -> int:
+    """Remove what writers that died have left and `Storage.list` hides; return how many files were removed.
 
-    Files of writers that are alive are left alone. Stores that leave nothing behind have nothing to do.
+    Files of living writers stay, and so do other people's files. In a folder, our temporary files are known by their
+    names. In an object store, anybody's unfinished upload looks like ours: only uploads whose key in the storage
+    matches ``uploads`` as a whole are aborted, none by default.
     """
     clear = getattr(storage, "clear_leftovers", None)
-    return int(clear()) if callable(clear) else 0
+    return int(clear(uploads=uploads)) if callable(clear) else 0
 
 
 def open_storage(uri: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Storage:

@@ -24,19 +24,21 @@ from lakeckpt.errors import (
     ConfigError,
     DataFileChanged,
     DataFileDamaged,
+    LakeckptError,
     ObjectChanged,
     ObjectMissing,
+    TableNotFound,
     TableVersionGone,
 )
 from lakeckpt.lake.building import index_of, index_of_version, listed
 from lakeckpt.lake.chunk_digests import ChunkDigests, load_digests
-from lakeckpt.lake.footer import Footer, Progress, read_footer
+from lakeckpt.lake.footer import Footer, Progress, head_of, read_footer
 from lakeckpt.lake.formats.pinned import CatalogTable, PinnedFiles, is_of_catalog, pin
 from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.listing import Found, Source, find_files, list_exactly
+from lakeckpt.lake.listing import Found, Source, find_files, list_exactly, no_parquet
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.range_file import RangeFile
-from lakeckpt.lake.ranges import ADVICE, LocalBytes, PinnedBytes, StoredBytes, changed, some
+from lakeckpt.lake.ranges import ADVICE, KEEP, LocalBytes, PinnedBytes, StoredBytes, changed, gone, some
 from lakeckpt.lake.saved_footers import cached_summaries
 from lakeckpt.lake.storage import ObjectInfo, Storage, open_storage, split_uri
 from lakeckpt.lake.version import TableFormat, VersionAsked
@@ -80,13 +82,16 @@ class Table:
         return self.index.num_rows
 
     def open_file(self, ordinal: int) -> pa.NativeFile:
-        """Open a file of the index for random access; the caller closes it. `DataFileChanged` if its size changed."""
+        """Open a file of the index for random access; the caller closes it.
+
+        `TableVersionGone` if it is gone, `DataFileChanged` if its size changed.
+        """
         file = self.index.files[ordinal]
         if isinstance(self.storage, LocalStorage):
             try:
                 opened = pa.OSFile(self.storage.local_path(file.path))
             except (ObjectMissing, FileNotFoundError) as error:
-                raise changed(self.uri, [f"{file.path!r} is gone"]) from error
+                raise gone(self.uri, file.path) from error
             if opened.size() != file.size_bytes:
                 size = opened.size()
                 opened.close()
@@ -101,7 +106,7 @@ class Table:
         return StoredBytes(self.storage, self.uri, self.index.files[ordinal])
 
     def footer(self, ordinal: int) -> pq.FileMetaData:
-        """Read the footer of a file of the index again. `DataFileChanged` if it is not the pinned one."""
+        """Read the footer of a file of the index again. `TableVersionGone`, `DataFileChanged`: not the pinned one."""
         return self.whole_footer(ordinal).metadata
 
     def at(self, index: TableIndex) -> Table:
@@ -117,10 +122,14 @@ class Table:
         file = self.index.files[ordinal]
         try:
             footer = read_footer(self.storage, file.path, file.size_bytes, file.etag)
+        except ObjectMissing as error:
+            raise gone(self.uri, file.path) from error
         except ObjectChanged as error:
             raise changed(self.uri, [f"{file.path!r} was written again (its ETag is not {file.etag})"]) from error
         except DataFileDamaged as error:
-            raise changed(self.uri, [f"{file.path!r} no longer ends as it did ({error})"]) from error
+            raise changed(
+                self.uri, [f"{file.path!r} no longer ends as it did: it was cut, or written again"]
+            ) from error
         if footer.digest != file.footer_digest:
             raise changed(self.uri, [f"{file.path!r} has another footer: it was written again"])
         return footer
@@ -189,9 +198,10 @@ def open_table(
     files that are still listed with the same path, size and ETag (or time), nothing is read again. ``digests`` is a
     place where `lakeckpt.record_digests` has recorded those of this version: all that is read is compared with them.
 
-    Raises `TableNotFound` (nothing there, no such version), `TableFeatureUnsupported` (the version cannot be read
-    exactly), `DataFileDamaged` (a file that is no readable Parquet), `DataFileChanged` (a file is not as the format's
-    metadata says), `SchemaError` (files that disagree), `StorageError` (the store failed) and `ConfigError`.
+    Raises `TableNotFound` (nothing there, no Parquet file, no such version), `TableFeatureUnsupported` (the version
+    cannot be read exactly), `DataFileDamaged` (a file that is no readable Parquet), `DataFileChanged` (a file is not as
+    the format's metadata says), `SchemaError` (files that disagree), `StorageError` (the store failed) and
+    `ConfigError`.
     """
     if threads is not None and threads < 1:
         raise ConfigError(f"threads must be at least 1, not {threads}")
@@ -215,7 +225,13 @@ def open_table(
     if isinstance(found.storage, LocalStorage):
         threads = min(threads, THREADS_LOCAL)
     cache = None if footer_cache is None else _open_cache(footer_cache, storage_options)
-    summaries = cached_summaries(cache, found.storage, found.files, threads=threads, progress=progress)
+    try:
+        summaries = cached_summaries(cache, found.storage, found.files, threads=threads, progress=progress)
+    except DataFileDamaged as error:
+        nothing = _no_parquet(found, error.file) if pinned is None else None
+        if nothing is not None:
+            raise nothing from error
+        raise
     index = index_of(found.files, summaries) if pinned is None else index_of_version(found.files, summaries, pinned)
     again = partial(
         _reopened,
@@ -244,6 +260,17 @@ def _table(
     return Table(uri=uri, storage=storage, index=index, named=named, digests=digests, digests_place=digests_place)
 
 
+def _no_parquet(found: Found, path: str) -> TableNotFound | None:
+    """The error where nothing that was named is Parquet, as the file ``path`` is not; None where that is damaged, or
+    Parquet files are beside it."""
+    info = next(info for info in found.files if info.path == path)
+    try:
+        head = head_of(found.storage, path, info.size_bytes, info.etag)
+    except LakeckptError:
+        return None
+    return no_parquet(found.uri, found.files, path, head)
+
+
 def _reopened(source: Source | CatalogTable, **options: Any) -> Table:
     if is_of_catalog(source) and not isinstance(source, str):
         with contextlib.suppress(NotImplementedError):  # of a metadata file, which does not change
@@ -261,6 +288,7 @@ def _gone(table: Table, paths: tuple[str, ...], differences: Sequence[str]) -> T
     pinned = "it was pinned" if version.format == "parquet" else f"it was pinned at {version}"
     return TableVersionGone(
         f"the table {table.uri!r} is not as {pinned}: {some(differences)}; {len(paths)} of its "
-        f"{len(table.index.paths)} files are gone (vacuumed, expired, or written again under other names). {ADVICE}",
+        f"{len(table.index.paths)} files are gone (vacuumed, expired, or written again under other names). {ADVICE}. "
+        f"{KEEP}",
         files=paths,
     )

@@ -17,6 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lakeckpt.errors import DataFileDamaged
+
 __all__ = [
     "DECIMALS",
     "MAX_NARROW_BYTES",
@@ -248,12 +250,17 @@ def view(buffer: pa.Buffer | None, dtype: npt.DTypeLike, start: int, stop: int) 
     """Return elements [start, stop) of ``buffer`` seen as ``dtype``: a writable array over the same memory, shape (n,).
 
     The array keeps the buffer alive. Writing to it writes to the Arrow array: only for rows that nobody else will read.
+    Raises `DataFileDamaged` where the elements lie outside of the buffer: no array ever shows other memory.
     """
     dtype = np.dtype(dtype)
-    if start == stop or buffer is None:
-        assert start == stop, "a buffer is missing where there are rows"
+    if start == stop:
         return np.empty(0, dtype)
-    assert 0 <= start < stop and stop * dtype.itemsize <= buffer.size, "rows lie outside of the buffer"
+    size = 0 if buffer is None else buffer.size
+    if not 0 <= start < stop or stop * dtype.itemsize > size:
+        raise DataFileDamaged(
+            f"a decoded column names elements {start} to {stop} of type {dtype}, and its buffer has {size} bytes: the "
+            "data file is damaged. Write it again, or leave the column out"
+        )
     return np.asarray(_Exposed(buffer, dtype, stop - start, start * dtype.itemsize))
 
 

@@ -166,9 +166,7 @@ def _nulls_of(array: pa.Array, path: str, *, nullable: bool, nulls: Nulls) -> Ar
         )
     if pa.types.is_null(array.type):
         return np.ones(len(array), np.bool_)
-    validity = array.buffers()[0]
-    assert validity is not None, "nulls are counted but nowhere marked"
-    return ~bits(validity, array.offset, array.offset + len(array))
+    return ~bits(array.buffers()[0], array.offset, array.offset + len(array))
 
 
 def _fixed_width(array: pa.Array, dtype: np.dtype[Any]) -> Array:

@@ -179,7 +179,13 @@ def _around(
     order = window.permutation(means)
     missing = [part for part, table in zip(window.fragments, tables, strict=True) if table is None]
     came = sum(table.num_rows for table in tables if table is not None)
-    assert came + sum(part.rows for part in missing) == window.rows, "a window's fragments do not add up to it"
+    absent_rows = sum(part.rows for part in missing)
+    if came + absent_rows != window.rows:  # rows are gathered without bounds checks
+        groups = ", ".join(str(part.group) for part in window.fragments)
+        raise DataFileDamaged(
+            f"row groups {groups} of the table gave {came} rows where {window.rows - absent_rows} were expected: a "
+            "data file is damaged, or was replaced. Write it again, or open the table version that the run began with"
+        )
     if not missing:
         return None, (), order
     rows = np.arange(window.rows) if order is None else order

@@ -156,7 +156,7 @@ def test_forked_children_keep_it_neither_alive_nor_waited_for(file: Path) -> Non
     found = Checksummer(str(file), leaf_bytes=LEAF)
     child = os.fork()
     if not child:
-        time.sleep(100)
+        time.sleep(1000)  # longer than any test may take
         os._exit(0)
     try:
         assert found._to.fileno() >= 0 and len(os.listdir(f"/proc/{child}/fd")) > 0
@@ -167,9 +167,8 @@ def test_forked_children_keep_it_neither_alive_nor_waited_for(file: Path) -> Non
             time.sleep(0.01)
         found.ask([(0, LEAF)])
         assert len(found.take()) == 16
-        began = time.monotonic()
         found.close()
-        assert time.monotonic() - began < 5
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it waits for its own process only"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

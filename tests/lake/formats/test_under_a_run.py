@@ -103,6 +103,23 @@ def test_a_run_goes_on_with_the_version_and_the_deletes_that_it_pinned(
     assert report.verdict == "proved", report
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("make", [iceberg, hudi])
+def test_files_that_are_cleaned_up_while_they_are_read_are_named_with_what_to_do(
+    make: Callable[[Path], Lake], tmp_path: Path, workers: int
+) -> None:
+    lake = make(tmp_path)
+    table = open_table(lake.source)
+    loader = LakeLoader(LakeDataset(table, batch_size=4), num_workers=workers)
+    lake.clean()
+    with pytest.raises(
+        TableVersionGone, match=r"is gone \(vacuumed, .*put the pinned files back.*keep-a-version"
+    ) as said:
+        list(loader)
+    (gone,) = said.value.files
+    assert gone in table.index.paths and f"{gone!r} is gone" in str(said.value)
+
+
 @pytest.mark.parametrize("make", [iceberg, hudi])
 def test_a_run_whose_version_was_cleaned_up_is_refused_before_any_row(
     make: Callable[[Path], Lake], tmp_path: Path
