@@ -33,6 +33,7 @@ _PUBLIC = {
     "convert_state": "lakeckpt.data.convert_state",
     "errors": "lakeckpt.errors",
     "keep_version": "lakeckpt.lake.keep",
+    "load": "lakeckpt.checkpoint.load_objects",
     "merge_states": "lakeckpt.tracking.merge",
     "open_table": "lakeckpt.lake.table",
     "read_state": "lakeckpt.checkpoint.foreign.convert",
@@ -63,6 +64,7 @@ __all__ = [
     "convert_state",
     "errors",
     "keep_version",
+    "load",
     "merge_states",
     "open_table",
     "read_state",
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
     from lakeckpt.checkpoint.foreign.convert import convert_checkpoint, read_state
     from lakeckpt.checkpoint.keep import Keep
+    from lakeckpt.checkpoint.load_objects import load
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.core.skips import SkipList
