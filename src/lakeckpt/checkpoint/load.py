@@ -105,16 +105,16 @@ def load(
 ) -> Loaded:
     """Say what ``rank`` of ``world_size`` needs of a checkpoint, and verify this rank's share of what no rank needs.
 
-    With ``items``, only these items are loaded; the tensors of other items are neither read nor verified. Raises `CheckpointDamaged` naming the object, `CheckpointMismatch` where the world size changed and a unit is not on
+    With ``items``, only these items are loaded; the tensors of other items are neither read nor verified.
+
+    Raises `CheckpointDamaged` naming the object, `CheckpointMismatch` where the world size changed and a unit is not on
     every old rank, or ranks had different tensors in parts, `StorageError` where the store fails.
     """
     with collector_waits():  # for nothing of this is garbage, and there may be a million records
         return _load(storage, manifest, rank, world_size, items)
 
 
-def _load(
-    storage: Storage, manifest: Manifest, rank: int, world_size: int, items: Collection[str] | None
-) -> Loaded:
+def _load(storage: Storage, manifest: Manifest, rank: int, world_size: int, items: Collection[str] | None) -> Loaded:
     parts = _fetched(storage, manifest, range(manifest.world_size))
     wanted = parts if items is None else [_only(part, items) for part in parts]
     source = rank % manifest.world_size
@@ -154,9 +154,7 @@ def _only(part: PartRecord, items: Collection[str]) -> PartRecord:
     )
 
 
-def load_own(
-    storage: Storage, manifest: Manifest, *, rank: int, items: Collection[str] | None = None
-) -> Loaded | None:
+def load_own(storage: Storage, manifest: Manifest, *, rank: int, items: Collection[str] | None = None) -> Loaded | None:
     """The same for as many ranks as saved it, from the parts alone that hold what ``rank`` had. None where its own does
     not say which these are, or they do not do: then `load` says what is wrong.
 
@@ -189,9 +187,7 @@ def load_own(
             is_new=False,
             per_rank=own.outline.different,
             what=f"slot {manifest.slot}, rank {rank}",
-            of_all=cache(
-                partial(load, storage, manifest, rank=rank, world_size=manifest.world_size, items=items)
-            ),
+            of_all=cache(partial(load, storage, manifest, rank=rank, world_size=manifest.world_size, items=items)),
         )
     except (CheckpointDamaged, WireError):
         return None

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_state
+from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.commit import Verify
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader
@@ -157,9 +157,10 @@ class CheckpointManager:
 
     # --- what a training loop calls
 
-    def restore(self) -> int:
+    def restore(self, *, allow_missing: Collection[str] = ()) -> int:
         """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that all ranks still
-        have in memory), and begin an attempt; call it once, before the first step.
+        have in memory), and begin an attempt; call it once, before the first step. ``allow_missing`` names objects that
+        joined the state after it was saved: where it does not hold them, they keep the state that they have.
 
         Returns the optimizer steps done so far: 0 on a fresh place. Damaged checkpoints are passed over with a
         `DamageWarning` and told in `restore_report`.
@@ -173,14 +174,15 @@ class CheckpointManager:
         self._refuse_closed()
         if self._saver is not None:
             raise ConfigError("this manager has restored already: make another one to restore again")
-        restorer = Restorer(self._storage, self._exchange, self._objects, arenas=self._arenas)
+        missing = checked_names(allow_missing, self._objects)
+        restorer = Restorer(self._storage, self._exchange, self._objects, arenas=self._arenas, allow_missing=missing)
         step, attempt, self._report = restorer.restore()
         self._step, self._saved_step = step, attempt.recorded
         self._tracks.update(
             (name, ReaderTrack(name, one)) for name, one in self._objects.items() if isinstance(one, TrackedReader)
         )
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
-        journal = Journal(self._tracks, step, legs=attempt.legs)
+        journal = Journal(self._tracks, step, legs=attempt.legs, recorded=attempt.recorded)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         publisher = Publisher(
             self._storage, attempt, rank=rank, world_size=world_size, settings=self._settings, waiter=self._waiter
