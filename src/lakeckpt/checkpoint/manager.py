@@ -34,7 +34,7 @@ from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, SaveLeftOut, WireError
+from lakeckpt.errors import CheckpointIncomplete, ConfigError, NewerFormat, SaveFailed, SaveLeftOut, WireError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, describe, open_storage
 from lakeckpt.tracking.exchange import Exchange
@@ -145,10 +145,13 @@ class CheckpointManager:
         return self._report
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest commit in the log that can be read, or None. It does not verify the data."""
+        """The newest commit in the log that can be read, or None. It does not verify the data. Raises `NewerFormat`
+        where a newer lakeckpt wrote a newer one."""
         for slot in reversed(list_slots(self._storage)):
             try:
                 entry = read_entry(self._storage, slot)
+            except NewerFormat:
+                raise
             except WireError:
                 continue
             if isinstance(entry, Manifest):
