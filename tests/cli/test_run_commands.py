@@ -12,6 +12,7 @@ import pytest
 import lakeckpt
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.lake.storage import open_storage
+from tests.checkpoint.rig import Counter
 from tests.checkpoint.scripts import Script, write_table
 from tests.cli.conftest import script_at
 
@@ -132,6 +133,25 @@ def test_inspect_shows_a_table(good_run: Script, lake: Path, show: Show) -> None
     status, told = show("inspect", lake.parent / "good")
     assert status == 0
     assert "rolled back" in told and "removed" in told and "a fresh start" in told and "epoch 0, 14.0 %" in told
+
+
+@pytest.mark.parametrize(("best_is", "step"), [("lowest", 2), ("highest", 5)])
+def test_inspect_shows_the_metric_and_marks_the_best(
+    best_is: Any, step: int, tmp_path: Path, ask: Ask, show: Show
+) -> None:
+    run, rule = tmp_path / "run", lakeckpt.Keep(last=1, best=2, best_is=best_is)
+    with lakeckpt.CheckpointManager(run, {"n": Counter()}, persist_every=1, keep=rule) as manager:
+        manager.restore()
+        for metric in (None, 0.25, 0.5, 1 / 3, 0.75, float("nan")):
+            manager.step(metric=metric)
+    _, told = show("inspect", run)
+    lines = [line.split() for line in told.splitlines() if line.endswith(" best")]
+    assert [line[1] for line in lines] == [str(step)]
+    assert "0.333333" in told and " 0.25" in told
+    _, plain = ask("inspect", run)
+    assert plain["best_slot"] == next(one["slot"] for one in plain["checkpoints"] if one["step"] == step)
+    assert plain["best_slot"] == lakeckpt.load(run, {"n": Counter()}, step="best").slot
+    assert [one["metric"] for one in plain["checkpoints"]][:3] == [None, 0.25, 0.5]
 
 
 def test_inspect_shows_the_newest_unless_all_are_asked_for(lake: Path, tmp_path: Path, show: Show) -> None:
