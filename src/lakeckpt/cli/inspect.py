@@ -52,8 +52,9 @@ def run(args: argparse.Namespace) -> int:
 def overview(history: History, kept: Kept, *, newest: int | None = None) -> dict[str, Any]:
     """All that ``inspect`` says, as JSON-able values; checkpoints and attempts in the order of the log.
 
-    Positions of readers are computed for the ``newest`` checkpoints (None: all). ``best_slot`` is that of the checkpoint
-    with the best metric, of those in the history that have their data. A metric that is no finite number is null.
+    Positions of readers are computed for the ``newest`` checkpoints (None: all). ``best_slot`` is that of the
+    checkpoint with the best metric, of those in the history that have their data. A metric that is no finite number is
+    null.
     """
     from lakeckpt.checkpoint.keep import best_first
 
@@ -186,10 +187,9 @@ def _show_attempts(attempts: list[dict[str, Any]], steps: dict[int, int], newest
 
 def _show_checkpoints(checkpoints: list[dict[str, Any]], best: int | None, newest: int) -> None:
     several = len({name for one in checkpoints for name in one["readers"]}) > 1
-    table = TextTable(
-        *(">slot", ">step", ">attempt", "saved", ">data", ">metric", "reader", "topology", ""), title="Checkpoints"
-    )
-    _omitted(table, len(checkpoints) - newest, 9)
+    heads = (">slot", ">step", ">attempt", "saved", ">data", ">metric", "reader", "topology", "")
+    table = TextTable(*heads, title="Checkpoints")
+    _omitted(table, len(checkpoints) - newest, len(heads))
     for one in checkpoints[-newest:]:
         places = [_say_position(name if several else "", at) for name, at in one["readers"].items()] or [("", "")]
         table.add_row(
