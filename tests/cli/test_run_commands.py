@@ -162,6 +162,17 @@ def test_inspect_shows_the_newest_unless_all_are_asked_for(lake: Path, tmp_path:
     assert "older" not in show("inspect", tmp_path / "long", "--all")[1]
 
 
+def test_inspect_shows_the_best_however_old_it_is(tmp_path: Path, show: Show) -> None:
+    rule = lakeckpt.Keep(last=1, best=1)
+    with lakeckpt.CheckpointManager(tmp_path / "run", {"n": Counter()}, persist_every=1, keep=rule) as manager:
+        manager.restore()
+        for step in range(1, 21):
+            manager.step(metric=abs(step - 3))
+    _, told = show("inspect", tmp_path / "run")
+    assert "7 older" in told
+    assert [line.split()[:2] for line in told.splitlines() if line.endswith(" best")] == [["3", "3"]]
+
+
 def test_inspect_of_an_endless_stream_names_the_first_epoch_that_is_not_whole(
     lake: Path, tmp_path: Path, ask: Ask
 ) -> None:

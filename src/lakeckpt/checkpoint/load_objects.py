@@ -49,7 +49,7 @@ def load(
     uri: str | PathLike[str] | Storage,
     state: Mapping[str, Any],
     *,
-    step: Step = None,
+    step: int | Literal["best"] | None = None,
     group: Any = None,
     rank: int | None = None,
     world_size: int | None = None,

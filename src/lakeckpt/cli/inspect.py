@@ -189,8 +189,9 @@ def _show_checkpoints(checkpoints: list[dict[str, Any]], best: int | None, newes
     several = len({name for one in checkpoints for name in one["readers"]}) > 1
     heads = (">slot", ">step", ">attempt", "saved", ">data", ">metric", "reader", "topology", "")
     table = TextTable(*heads, title="Checkpoints")
-    _omitted(table, len(checkpoints) - newest, len(heads))
-    for one in checkpoints[-newest:]:
+    shown = [one for one in checkpoints[:-newest] if one["slot"] == best] + checkpoints[-newest:]
+    _omitted(table, len(checkpoints) - len(shown), len(heads))
+    for one in shown:
         places = [_say_position(name if several else "", at) for name, at in one["readers"].items()] or [("", "")]
         table.add_row(
             str(one["slot"]),
