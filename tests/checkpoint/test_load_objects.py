@@ -148,6 +148,24 @@ def test_objects_that_are_not_named_are_not_read() -> None:
         lakeckpt.load(storage, {"other": Counter()})
 
 
+def test_what_other_ranks_had_of_objects_that_are_not_named_is_not_read_either() -> None:
+    storage = MemoryStorage()
+
+    def rank(number: int, exchange: HubExchange) -> None:
+        other = Counter(torch.full((50_000,), number + 1.0))
+        trainer = manager(storage, {"one": Counter(7), "other": other}, exchange=exchange)
+        trainer.restore()
+        trainer.step()
+        trainer.save()
+
+    good(run_ranks(2, rank))
+    two = torch.full((4,), 2.0).numpy().tobytes()
+    path = next(path for path, data in storage.objects.items() if path.startswith("objects/") and two in data)
+    storage.objects[path] = storage.objects[path].replace(two, b"?" + two[1:], 1)
+    one = Counter()
+    assert lakeckpt.load(storage, {"one": one}).step == 1 and one.value == 7
+
+
 def test_a_reader_alone_may_be_loaded() -> None:
     storage, reader = MemoryStorage(), Reader()
     saved(storage)
@@ -444,6 +462,26 @@ def test_a_misfit_on_one_rank_is_raised_on_all_and_changes_none() -> None:
         more = {"other": Counter()} if number else {}
         with pytest.raises(CheckpointMismatch, match="'other' is among the objects given"):
             lakeckpt.load(storage, {"count": count, **more}, exchange=exchange)
+        return count.value
+
+    assert good(run_ranks(2, rank)) == [7, 7]
+
+
+class Refusing(Counter):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("no")
+
+
+def test_an_object_that_refuses_on_one_rank_lets_those_of_all_ranks_go_back() -> None:
+    storage = MemoryStorage()
+    saved(storage, world_size=2)
+
+    def rank(number: int, exchange: HubExchange) -> Any:
+        count, reader = (Refusing if number else Counter)(7), Reader(rank=number, world_size=2)
+        before = reader.state_dict()
+        with pytest.raises(CheckpointMismatch, match="'count' refused its state from the checkpoint: KeyError"):
+            lakeckpt.load(storage, {"count": count, "reader": reader}, exchange=exchange)
+        assert reader.state_dict() == before
         return count.value
 
     assert good(run_ranks(2, rank)) == [7, 7]
