@@ -35,15 +35,16 @@ Progress = Callable[[int, int], None]
 
 
 class TextTable:
-    """Cells in columns; a column whose head begins with ``>`` is aligned to the right. A cell may have several lines.
-    Where no head has a text, there is no line of heads.
+    """Cells in columns; a column whose head begins with ``>`` is aligned to the right. A cell and a head may have
+    several lines. Where no head has a text, there is no line of heads.
 
-    >>> table = TextTable("file", ">rows", title="A table")
+    >>> table = TextTable("file", ">rows\\nread", title="A table")
     >>> table.add_row("part-0", "1,000")
     >>> table.add_row("part-10\\nagain", "7")
     >>> print(table)
     A table
     file      rows
+              read
     part-0   1,000
     part-10      7
     again
@@ -53,7 +54,9 @@ class TextTable:
         self._right = [head.startswith(">") for head in heads]
         self._title = title
         texts = [head.removeprefix(">") for head in heads]
-        self._rows = [texts] if any(texts) else []
+        self._rows: list[list[str]] = []
+        if any(texts):
+            self.add_row(*texts)
 
     def add_row(self, *cells: str) -> None:
         """A cell for each column."""

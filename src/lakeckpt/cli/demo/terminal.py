@@ -61,7 +61,7 @@ class Follower:
 
     def _say(self, note: str) -> None:
         steps = self._config.epochs * self._config.steps_per_epoch
-        self._line.show(f"{self._name}: step {self._step} / {steps}, {note}")
+        self._line.show(f"{self._name}: step {self._step} of about {steps}, {note}")
 
 
 def _faults(verdict: Verdict) -> TextTable:
