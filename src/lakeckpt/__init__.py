@@ -35,6 +35,7 @@ _PUBLIC = {
     "convert_state": "lakeckpt.data.convert_state",
     "errors": "lakeckpt.errors",
     "keep_version": "lakeckpt.lake.keep",
+    "load": "lakeckpt.checkpoint.load_objects",
     "merge_states": "lakeckpt.tracking.merge",
     "open_table": "lakeckpt.lake.table",
     "prefetch": "lakeckpt.data.prefetch",
@@ -68,6 +69,7 @@ __all__ = [
     "convert_state",
     "errors",
     "keep_version",
+    "load",
     "merge_states",
     "open_table",
     "prefetch",
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
     from lakeckpt.checkpoint.foreign.convert import convert_checkpoint, read_state
     from lakeckpt.checkpoint.keep import Keep
+    from lakeckpt.checkpoint.load_objects import load
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.core.skips import SkipList

@@ -21,12 +21,14 @@ from lakeckpt.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
     ConfigError,
+    NewerFormat,
     SaveFailed,
     StateMismatch,
     StorageError,
     UnsupportedValue,
 )
 from lakeckpt.testing.storage import Fault, FaultyStorage
+from lakeckpt.wire.codec import dumps
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager, train_step, training
 
 
@@ -84,6 +86,20 @@ def test_a_fresh_place_restores_to_zero_and_begins_the_attempt() -> None:
     assert list(storage.objects) == ["log/0000000000.lkc"]
     report = saver.restore_report
     assert report is not None and report.restored is None and report.damaged == () and report.attempt == 0
+
+
+def test_the_latest_checkpoint_of_a_newer_version_is_not_passed_over_as_damage() -> None:
+    storage = MemoryStorage()
+    saver = manager(storage, {"n": Counter()})
+    saver.restore()
+    saver.step()
+    saver.save()
+    storage.objects["log/0000000002.lkc"] = b"damaged"
+    latest = saver.latest()
+    assert latest is not None and latest.step == 1
+    storage.objects["log/0000000003.lkc"] = dumps({}, kind="log", version=(99, 0))
+    with pytest.raises(NewerFormat):
+        saver.latest()
 
 
 def test_steps_are_counted_over_attempts_and_the_policy_saves() -> None:

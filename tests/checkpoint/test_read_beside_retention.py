@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from lakeckpt import Keep
 from lakeckpt.checkpoint.foreign.convert import _state_of_run as state_of_run
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound
+from lakeckpt.lake.storage import ObjectInfo
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
 
 
@@ -90,3 +93,63 @@ def test_a_state_that_is_read_beside_the_run_is_of_one_checkpoint(at: int) -> No
     go_on()
     with pytest.raises(CheckpointNotFound, match=r"nothing is left of the checkpoint in slot 1 .*keep="):
         state_of_run(storage, 1, 0)
+
+
+class Busy(Read):
+    """A storage in which the run commits whenever somebody lists its log."""
+
+    def list(self, prefix: str = "") -> list[ObjectInfo]:
+        if prefix == "log":
+            self.left += 1
+            assert self.left < 20, "it follows the run for ever"
+            self.happens()
+        return super().list(prefix)
+
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        return MemoryStorage.read(self, path, start, stop)
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_damage_beside_a_run_that_commits_all_the_time_is_found_once(is_missing: bool) -> None:
+    storage, counter = MemoryStorage(), Counter()
+    saver = manager(storage, {"n": counter}, keep=Keep(last=1, every=1))
+    saver.restore()
+
+    def go_on() -> None:
+        counter.value = torch.full((5000,), float(saver.steps_done))
+        saver.step()
+        saver.save()
+
+    go_on()
+    go_on()
+    path = min(path for path in storage.objects if path.startswith("objects/"))
+    if is_missing:
+        del storage.objects[path]
+    else:
+        storage.objects[path] = storage.objects[path][:-1]
+    report = verify(Busy(storage, 0, go_on))
+    assert report.exit_status == 1 and {one.path for one in report.every_damage} == {path}
+    assert [one.step for one in report.checkpoints] == [1, 2, 3]  # those of when it began
+    assert [one.status for one in report.checkpoints] == ["damaged", "intact", "intact"]
+
+
+def test_a_checkpoint_that_is_pruned_between_the_looks_of_verify_is_removed_not_damaged() -> None:
+    for at in range(1, 30):
+        storage = MemoryStorage()
+        go_on = run(storage)
+        go_on()
+        counted = itertools.count(1)
+        beside = Busy(storage, 0, lambda: None)
+        read = beside.read
+
+        def reading(path: str, *args: Any, at: int = at, go_on: Any = go_on, counted: Any = counted, read: Any = read):
+            if next(counted) == at:
+                go_on()
+            return read(path, *args)
+
+        beside.read = reading  # type: ignore[method-assign]
+        report = verify(beside)
+        assert report.exit_status == 0, report
+        if next(counted) <= at:
+            return
+    raise AssertionError("not every read was tried")

@@ -12,6 +12,7 @@ import pytest
 import lakeckpt
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.lake.storage import open_storage
+from tests.checkpoint.rig import Counter
 from tests.checkpoint.scripts import Script, write_table
 from tests.cli.conftest import script_at
 
@@ -134,12 +135,42 @@ def test_inspect_shows_a_table(good_run: Script, lake: Path, show: Show) -> None
     assert "rolled back" in told and "removed" in told and "a fresh start" in told and "epoch 0, 14.0 %" in told
 
 
+@pytest.mark.parametrize(("best_is", "step"), [("lowest", 2), ("highest", 5)])
+def test_inspect_shows_the_metric_and_marks_the_best(
+    best_is: Any, step: int, tmp_path: Path, ask: Ask, show: Show
+) -> None:
+    run, rule = tmp_path / "run", lakeckpt.Keep(last=1, best=2, best_is=best_is)
+    with lakeckpt.CheckpointManager(run, {"n": Counter()}, persist_every=1, keep=rule) as manager:
+        manager.restore()
+        for metric in (None, 0.25, 0.5, 1 / 3, 0.75, float("nan")):
+            manager.step(metric=metric)
+    _, told = show("inspect", run)
+    lines = [line.split() for line in told.splitlines() if line.endswith(" best")]
+    assert [line[1] for line in lines] == [str(step)]
+    assert "0.333333" in told and " 0.25" in told
+    _, plain = ask("inspect", run)
+    assert plain["best_slot"] == next(one["slot"] for one in plain["checkpoints"] if one["step"] == step)
+    assert plain["best_slot"] == lakeckpt.load(run, {"n": Counter()}, step="best").slot
+    assert [one["metric"] for one in plain["checkpoints"]][:3] == [None, 0.25, 0.5]
+
+
 def test_inspect_shows_the_newest_unless_all_are_asked_for(lake: Path, tmp_path: Path, show: Show) -> None:
     script = Script(lake)
     script.storage = open_storage(tmp_path / "long")  # type: ignore[assignment]
     script.attempt(20, every=1)
     assert "8 older" in show("inspect", tmp_path / "long")[1]
     assert "older" not in show("inspect", tmp_path / "long", "--all")[1]
+
+
+def test_inspect_shows_the_best_however_old_it_is(tmp_path: Path, show: Show) -> None:
+    rule = lakeckpt.Keep(last=1, best=1)
+    with lakeckpt.CheckpointManager(tmp_path / "run", {"n": Counter()}, persist_every=1, keep=rule) as manager:
+        manager.restore()
+        for step in range(1, 21):
+            manager.step(metric=abs(step - 3))
+    _, told = show("inspect", tmp_path / "run")
+    assert "7 older" in told
+    assert [line.split()[:2] for line in told.splitlines() if line.endswith(" best")] == [["3", "3"]]
 
 
 def test_inspect_of_an_endless_stream_names_the_first_epoch_that_is_not_whole(

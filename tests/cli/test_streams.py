@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lakeckpt.cli.main import main
+from lakeckpt.cli.output import progress_bar
 from tests.checkpoint.scripts import Script
 from tests.patience import PATIENCE_S
 
@@ -76,6 +77,22 @@ def test_an_encoding_without_the_characters_gets_them_escaped(
         assert out.errors == "strict" and text
         if json_too:
             json.loads(text)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_of_a_terminal_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, told in ((Terminal(), "\rauditing 0%\rauditing 50%\r            \r"), (io.StringIO(), "")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)
+            with progress_bar("auditing", show=True) as progress:
+                assert progress is not None
+                for done in (0, 1, 1, 500, 501):
+                    progress(done, 1000)
+        assert stream.getvalue() == told
 
 
 def test_json_holds_what_an_encoding_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

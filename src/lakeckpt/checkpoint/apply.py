@@ -165,13 +165,15 @@ def _of_states_in_parts(name: str, optimizer: torch.optim.Optimizer, tree: Any, 
     return [line for line in lines if line]
 
 
-def refuse(lines: list[str], *, where: str) -> CheckpointMismatch:
-    """The error for a checkpoint that does not fit."""
+_BUILD_ALIKE = "Build the same objects as when it was saved, or start a run at another place"
+
+
+def refuse(lines: list[str], *, where: str, advice: str = _BUILD_ALIKE) -> CheckpointMismatch:
+    """The error for a checkpoint that does not fit; ``advice`` says what to do."""
     shown = "\n  ".join(lines[:_MOST_LINES])
     more = f"\n  … and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
     return CheckpointMismatch(
-        f"the checkpoint {where} does not fit the live objects; nothing was changed:\n  {shown}{more}\n"
-        "Build the same objects as when it was saved, or start a run at another place"
+        f"the checkpoint {where} does not fit the live objects; nothing was changed:\n  {shown}{more}\n{advice}"
     )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from os import PathLike
 from typing import Any
 
 from lakeckpt.checkpoint.parts import RANDOM, SHARING
 from lakeckpt.errors import ConfigError
 
-__all__ = ["check_capturing", "check_settings", "checked_state"]
+__all__ = ["check_capturing", "check_settings", "checked_names", "checked_state"]
 
 
 def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,6 +34,18 @@ def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
                 "plain ones, or give the optimizer itself, undivided"
             )
     return dict(state)
+
+
+def checked_names(allow_missing: Collection[str], objects: Mapping[str, Any]) -> frozenset[str]:
+    """The names in ``allow_missing``; `ConfigError` where one is not that of an object."""
+    names = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
+    unknown = [name for name in names if name not in objects]
+    if unknown:
+        raise ConfigError(
+            f"allow_missing names {', '.join(map(repr, unknown))}, and the manager's objects are {sorted(objects)}: "
+            "name some of these"
+        )
+    return frozenset(names)
 
 
 def _is_divided(one: object) -> bool:

@@ -165,16 +165,28 @@ class ReaderTrack:
 
 
 class Journal:
-    """The legs of all tracked readers since the newest commit, from a restore at ``step`` on."""
+    """The legs of all tracked readers since the newest commit, from a restore at ``step`` on.
+
+    ``recorded`` is the step of that commit, and ``legs`` say what was consumed since, up to ``step``. A reader without
+    any joined at ``step``: nothing of it was consumed before.
+    """
 
     __slots__ = ("_closed", "_from", "_tracks")
 
     def __init__(
-        self, tracks: Mapping[str, ReaderTrack], step: int, *, legs: Mapping[str, tuple[Leg, ...]] | None = None
+        self,
+        tracks: Mapping[str, ReaderTrack],
+        step: int,
+        *,
+        legs: Mapping[str, tuple[Leg, ...]] | None = None,
+        recorded: int | None = None,
     ) -> None:
         self._tracks = tracks
         self._from = step
         self._closed = {name: list((legs or {}).get(name, ())) for name in tracks}
+        for name, closed in self._closed.items():
+            if recorded is not None and recorded < step and not closed:
+                closed.append(tracks[name].leg(recorded, step))
 
     def legs(self, step: int) -> dict[str, tuple[Leg, ...]]:
         """reader → its legs up to the last cut, that of ``step``."""

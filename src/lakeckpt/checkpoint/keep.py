@@ -7,14 +7,23 @@ taken up, or told from damage, later. Never touches storage; imports without tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from lakeckpt.errors import ConfigError
 
-__all__ = ["Commit", "Keep", "Ranked", "checked_metric", "held_metric", "kept_ever_since", "kept_of"]
+__all__ = [
+    "Commit",
+    "Keep",
+    "Ranked",
+    "best_first",
+    "checked_metric",
+    "held_metric",
+    "kept_ever_since",
+    "kept_of",
+]
 
 _NO_NUMBER = "metric is a number that says how good the state is"
 
@@ -36,6 +45,9 @@ class Ranked(Protocol):
     def metric(self) -> float | None:
         """How good it is, where that was said."""
         ...
+
+
+_Ranked = TypeVar("_Ranked", bound=Ranked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +96,16 @@ def kept_of(chain: Sequence[Ranked], keep: Keep) -> frozenset[int]:
             if one.step >= keep.every:
                 firsts.setdefault(one.step // keep.every, one.slot)
         kept |= set(firsts.values())
-    sign = 1.0 if keep.best_is == "lowest" else -1.0
-    rated = [(sign * one.metric, -one.slot) for one in chain if one.metric is not None and not isnan(one.metric)]
-    return frozenset(kept | {-slot for _, slot in sorted(rated)[: keep.best]})
+    return frozenset(kept | {one.slot for one in best_first(chain, keep.best_is)[: keep.best]})
+
+
+def best_first(checkpoints: Iterable[_Ranked], best_is: Literal["lowest", "highest"]) -> list[_Ranked]:
+    """Those of ``checkpoints`` that have a metric (no NaN), the best one first; of equal ones the newest first."""
+    sign = 1.0 if best_is == "lowest" else -1.0
+    rated = [
+        (sign * one.metric, -one.slot, one) for one in checkpoints if one.metric is not None and not isnan(one.metric)
+    ]
+    return [one for _, _, one in sorted(rated, key=lambda row: row[:2])]
 
 
 class Commit(Ranked, Protocol):

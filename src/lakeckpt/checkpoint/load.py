@@ -16,7 +16,7 @@ Its threads are started and joined inside of calls.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -100,46 +100,61 @@ class _Stored:
         return self._wanted[one][0].digest == self._wanted[other][0].digest
 
 
-def load(storage: Storage, manifest: Manifest, *, rank: int, world_size: int) -> Loaded:
+def load(
+    storage: Storage, manifest: Manifest, *, rank: int, world_size: int, items: Collection[str] | None = None
+) -> Loaded:
     """Say what ``rank`` of ``world_size`` needs of a checkpoint, and verify this rank's share of what no rank needs.
+
+    With ``items``, only these items are loaded; the tensors of other items are neither read nor verified.
 
     Raises `CheckpointDamaged` naming the object, `CheckpointMismatch` where the world size changed and a unit is not on
     every old rank, or ranks had different tensors in parts, `StorageError` where the store fails.
     """
     with collector_waits():  # for nothing of this is garbage, and there may be a million records
-        return _load(storage, manifest, rank, world_size)
+        return _load(storage, manifest, rank, world_size, items)
 
 
-def _load(storage: Storage, manifest: Manifest, rank: int, world_size: int) -> Loaded:
+def _load(storage: Storage, manifest: Manifest, rank: int, world_size: int, items: Collection[str] | None) -> Loaded:
     parts = _fetched(storage, manifest, range(manifest.world_size))
+    wanted = parts if items is None else [_only(part, items) for part in parts]
     source = rank % manifest.world_size
     try:
-        wholes = Wholes(parts)
+        wholes = Wholes(wanted)
         if world_size != manifest.world_size:
-            refuse_divided(parts, manifest.world_size)
+            refuse_divided(wanted, manifest.world_size)
             refuse_several(wholes, manifest.world_size)
         composed = wholes.of(source)
     except CheckpointDamaged as error:
         raise CheckpointDamaged(f"slot {manifest.slot}: {error}") from error
-    records = _tensors_of(parts, source)
+    records = _tensors_of(wanted, source)
     composed = {name: one for name, one in composed.items() if name not in records}
     records = {piece.spec.key: piece for one in composed.values() for _, piece in one.pieces} | records
     needed, spare = _shares(parts, records, min(world_size, manifest.world_size))
+    spare = spare if items is None else []
     loaded = loaded_of(
-        _documents_of(parts, source),
+        _documents_of(wanted, source),
         specs={key: record.spec for key, record in records.items()},
         wholes={name: Whole.of(one) for name, one in composed.items()},
         source=_opened(storage, parts, records, needed, spare[rank::world_size]),
         is_new=rank >= manifest.world_size,
-        per_rank=different(parts),
+        per_rank=different(wanted),
         what=f"slot {manifest.slot}, rank {source}",
     )
     return (
-        loaded if world_size == manifest.world_size else replace(loaded, unlike=unlike_of(parts, manifest.world_size))
+        loaded if world_size == manifest.world_size else replace(loaded, unlike=unlike_of(wanted, manifest.world_size))
     )
 
 
-def load_own(storage: Storage, manifest: Manifest, *, rank: int) -> Loaded | None:
+def _only(part: PartRecord, items: Collection[str]) -> PartRecord:
+    """A part without the tensors and trees of other items. Its files, and where in them tensors lie, stay."""
+    return replace(
+        part,
+        tensors=tuple(one for one in part.tensors if one.spec.key.partition("/")[0] in items),
+        trees=tuple(one for one in part.trees if one.item in items or one.item in (RANDOM, SHARING)),
+    )
+
+
+def load_own(storage: Storage, manifest: Manifest, *, rank: int, items: Collection[str] | None = None) -> Loaded | None:
     """The same for as many ranks as saved it, from the parts alone that hold what ``rank`` had. None where its own does
     not say which these are, or they do not do: then `load` says what is wrong.
 
@@ -158,6 +173,10 @@ def load_own(storage: Storage, manifest: Manifest, *, rank: int) -> Loaded | Non
         documents = _documents_of(parts, rank)
         if len(records) + len(documents) - (RANDOM in documents) != own.outline.units:
             return None
+        if items is not None:
+            wanted = [_only(part, items) for part in parts]
+            records, documents = _tensors_of(wanted, rank), _documents_of(wanted, rank)
+            specs = {key: specs[key] for key in records}
         shared = sharing_from_bytes(documents[SHARING]) if SHARING in documents else {}
         needed, _ = _shares(parts, records, manifest.world_size)  # there is none that no rank needs
         return loaded_of(
@@ -168,7 +187,7 @@ def load_own(storage: Storage, manifest: Manifest, *, rank: int) -> Loaded | Non
             is_new=False,
             per_rank=own.outline.different,
             what=f"slot {manifest.slot}, rank {rank}",
-            of_all=cache(partial(load, storage, manifest, rank=rank, world_size=manifest.world_size)),
+            of_all=cache(partial(load, storage, manifest, rank=rank, world_size=manifest.world_size, items=items)),
         )
     except (CheckpointDamaged, WireError):
         return None

@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_state
+from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.commit import Verify
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader
@@ -35,7 +35,7 @@ from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.data.deliveries import ConsumptionWarning, Deliveries, ReadAheadWarning, unsaved
-from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, SaveLeftOut, WireError
+from lakeckpt.errors import CheckpointIncomplete, ConfigError, NewerFormat, SaveFailed, SaveLeftOut, WireError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, describe, open_storage
 from lakeckpt.tracking.exchange import Exchange
@@ -158,10 +158,13 @@ class CheckpointManager:
         return self._report
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest commit in the log that can be read, or None. It does not verify the data."""
+        """The newest commit in the log that can be read, or None. It does not verify the data. Raises `NewerFormat`
+        where a newer lakeckpt wrote a newer one."""
         for slot in reversed(list_slots(self._storage)):
             try:
                 entry = read_entry(self._storage, slot)
+            except NewerFormat:
+                raise
             except WireError:
                 continue
             if isinstance(entry, Manifest):
@@ -170,9 +173,10 @@ class CheckpointManager:
 
     # --- what a training loop calls
 
-    def restore(self) -> int:
+    def restore(self, *, allow_missing: Collection[str] = ()) -> int:
         """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that all ranks still
-        have in memory), and begin an attempt; call it once, before the first step.
+        have in memory), and begin an attempt; call it once, before the first step. ``allow_missing`` names objects that
+        joined the state after it was saved: where it does not hold them, they keep the state that they have.
 
         Returns the optimizer steps done so far: 0 on a fresh place. Damaged checkpoints are passed over with a
         `DamageWarning` and told in `restore_report`.
@@ -186,7 +190,8 @@ class CheckpointManager:
         self._refuse_closed()
         if self._saver is not None:
             raise ConfigError("this manager has restored already: make another one to restore again")
-        restorer = Restorer(self._storage, self._exchange, self._objects, arenas=self._arenas)
+        missing = checked_names(allow_missing, self._objects)
+        restorer = Restorer(self._storage, self._exchange, self._objects, arenas=self._arenas, allow_missing=missing)
         step, attempt, self._report = restorer.restore()
         self._step, self._saved_step = step, attempt.recorded
         self._tracks.update(
@@ -200,7 +205,7 @@ class CheckpointManager:
             if isinstance(counted, Deliveries):
                 counted.saved()
         self._unsaved = unsaved()
-        journal = Journal(self._tracks, step, legs=attempt.legs)
+        journal = Journal(self._tracks, step, legs=attempt.legs, recorded=attempt.recorded)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         publisher = Publisher(
             self._storage, attempt, rank=rank, world_size=world_size, settings=self._settings, waiter=self._waiter

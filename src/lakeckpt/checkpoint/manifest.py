@@ -269,7 +269,7 @@ def _manifest_to_plain(entry: Manifest) -> dict[str, object]:
         plain["metric"] = entry.metric
     if entry.keep is not None and entry.keep.every is not None:
         plain["keep_every"] = entry.keep.every
-    if entry.keep is not None and entry.keep.best:
+    if entry.keep is not None and (entry.keep.best or entry.keep.best_is != "lowest"):
         plain["keep_best"] = [entry.keep.best, entry.keep.best_is]
     return plain
 

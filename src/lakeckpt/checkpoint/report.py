@@ -67,6 +67,8 @@ class CheckpointInfo:
     world_size: int
     created_s: float
     """Seconds since 1970."""
+    metric: float | None = None
+    """How good its state is, where ``manager.step`` or ``save`` was told."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> CheckpointInfo:
@@ -77,6 +79,7 @@ class CheckpointInfo:
             attempt=manifest.attempt,
             world_size=manifest.world_size,
             created_s=manifest.created_s,
+            metric=manifest.metric,
         )
 
 

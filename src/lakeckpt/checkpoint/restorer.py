@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -94,7 +94,8 @@ _Which = tuple[int | None, Captured | None]
 
 class Restorer:
     """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, where all
-    ranks give it and have something newer there than what was committed."""
+    ranks give it and have something newer there than what was committed. Objects named in ``allow_missing`` keep the
+    state that they have, where what is restored does not hold them."""
 
     def __init__(
         self,
@@ -103,11 +104,13 @@ class Restorer:
         objects: Mapping[str, Any],
         *,
         arenas: ArenaFolder | None = None,
+        allow_missing: Collection[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
         self._exchange = exchange
         self._objects = objects
+        self._allow_missing = frozenset(allow_missing)
         self._chooser = Chooser(storage, world_size=exchange.world_size, speaker=exchange.rank == 0, clock=clock)
         self._memory = (
             None if arenas is None else Remembered(arenas, storage, rank=exchange.rank, world_size=exchange.world_size)
@@ -276,10 +279,15 @@ class Restorer:
         )
 
     def _compared(self, loaded: Loaded, readers: Mapping[str, ReaderRecord], where: str) -> Pins:
-        lines = differences(self._objects, loaded, readers)
+        lines = differences(self._held(loaded, readers), loaded, readers)
         if lines:
             raise refuse(lines, where=where)
         return fit_readers(self._storage, self._objects, readers, look=self._exchange.rank == 0)
+
+    def _held(self, loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> Mapping[str, Any]:
+        """The objects that are compared and loaded: all but those that are missing and may be."""
+        missing = self._allow_missing - loaded.trees.keys() - readers.keys()
+        return {name: one for name, one in self._objects.items() if name not in missing}
 
     # --- applying, on every rank
 
@@ -344,9 +352,9 @@ class Restorer:
         self._all.do(lambda: self._undo.append(self._same_versions()))
         self._settle_selections()
         records = records_at(self._objects, chosen.readers, chosen.pins.given_up)
-        loaded = chosen.loaded
-        small = self._vote(lambda: self._undo.append(apply(self._objects, loaded, records)), chosen)
-        if not small or not self._vote(lambda: self._load_in_place(loaded), chosen):
+        loaded, held = chosen.loaded, self._held(chosen.loaded, chosen.readers)
+        small = self._vote(lambda: self._undo.append(apply(held, loaded, records)), chosen)
+        if not small or not self._vote(lambda: self._load_in_place(held, loaded), chosen):
             return None
         self._is_mixed = False
         return chosen
@@ -358,9 +366,9 @@ class Restorer:
                 "what memory held was damaged while it was restored, and no checkpoint was committed to replace it"
             )
 
-    def _load_in_place(self, loaded: Loaded) -> None:
-        self._is_mixed = any(map(is_large, self._objects.values()))
-        load_in_place(self._objects, loaded)
+    def _load_in_place(self, objects: Mapping[str, Any], loaded: Loaded) -> None:
+        self._is_mixed = any(map(is_large, objects.values()))
+        load_in_place(objects, loaded)
 
     def _vote(self, work: Callable[[], None], chosen: _Chosen) -> bool:
         """Do ``work`` of restoring what is ``chosen`` on every rank; False where it found damage on one. What else it

@@ -4,8 +4,8 @@ The log (each entry against its checksum), the footer indexes, and for each chec
 read to the last byte; and whether the parts of tensors that ranks share make up wholes. A checkpoint that a commit
 since had leave to remove (by the rule in it) counts as removed where a file of it is missing: retention may have been
 killed half-way. What no commit had leave to remove, the newest one of the history among it, must be there. A run may go
-on meanwhile: what is missing is looked for once more where something has been committed. What is found is listed,
-nothing is changed.
+on meanwhile: the checkpoints of when the check began are checked, and where something is damaged, the log is read once
+more at the end, for what was removed since. What is found is listed, nothing is changed.
 
 A few threads read; they are started and joined by `verify`. Imports without torch.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lakeckpt.checkpoint.audit import identities_of, read_run, tables_of
@@ -133,13 +133,10 @@ def verify(storage: Storage, *, progress: Progress | None = None) -> VerifyRepor
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="lakeckpt-verify") as pool:
         run = _Run(storage, history, kept, pool)
         checked = [run.check(manifest, meter) for manifest in manifests]
-        while any(one.damage for one in checked):
-            later = read_run(storage)
-            if _tip_of(later) == _tip_of(run.history):
-                break  # nobody removes anything: it is missing
-            run = _Run(storage, later, Kept(storage), pool)
-            pairs = zip(manifests, checked, strict=True)
-            checked = [run.check(manifest, _Meter(None, 0)) if one.damage else one for manifest, one in pairs]
+        if any(one.damage for one in checked):
+            # A run that goes on removes only what a commit before gave leave to: one later look at the log tells.
+            later = _Run(storage, read_run(storage), Kept(storage), pool)
+            checked = [later.judged(one) for one in checked]
     readers = [one for manifest in manifests for one in manifest.readers.values()]
     wrong = index_damage(storage, readers)
     leftover_files, leftover_bytes = kept.besides(manifests)
@@ -247,7 +244,6 @@ class _Run:
     """A run as it was read, whose checkpoints are checked."""
 
     def __init__(self, storage: Storage, history: History, kept: Kept, pool: ThreadPoolExecutor) -> None:
-        self.history = history
         self._storage = storage
         self._kept = kept
         self._pool = pool
@@ -272,19 +268,29 @@ class _Run:
                 bound = Wholes(parts).check()
             except CheckpointDamaged as error:
                 damage.append(Damage(path=manifest.parts[0].path, reason=str(error)))
-        if damage and not must_stay:
-            there = [one for one in damage if self._kept.holds(one.path)]
-            removed, damage = not there, there
-        return CheckedCheckpoint(
-            slot=manifest.slot,
-            step=manifest.step,
-            attempt=manifest.attempt,
-            in_history=manifest.slot in self._chain,
-            status="removed" if removed else "damaged" if damage else "intact",
-            files=files,
-            size_bytes=size_bytes,
-            damage=tuple(damage),
-            bound="" if removed else bound,
+        return self.judged(
+            CheckedCheckpoint(
+                slot=manifest.slot,
+                step=manifest.step,
+                attempt=manifest.attempt,
+                in_history=manifest.slot in self._chain,
+                status="removed" if removed else "damaged" if damage else "intact",
+                files=files,
+                size_bytes=size_bytes,
+                damage=tuple(damage),
+                bound=bound,
+            )
+        )
+
+    def judged(self, one: CheckedCheckpoint) -> CheckedCheckpoint:
+        """A checked checkpoint, where files that are not there may have been removed by the run."""
+        if not one.damage or one.slot in self._must_stay:
+            return one
+        there = tuple(damage for damage in one.damage if self._kept.holds(damage.path))
+        return (
+            one
+            if there == one.damage
+            else replace(one, damage=there, status="damaged" if there else "removed", bound=one.bound if there else "")
         )
 
     def _damage(self, manifest: Manifest, meter: _Meter, parts: list[PartRecord]) -> Iterator[Damage]:

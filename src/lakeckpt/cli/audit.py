@@ -9,10 +9,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from lakeckpt.cli.output import (
+    TextTable,
     add_run_arguments,
-    literal,
-    make_console,
-    make_table,
     options_of,
     print_json,
     progress_bar,
@@ -21,8 +19,6 @@ from lakeckpt.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lakeckpt.checkpoint.audit_report import AuditReport, EpochAudit, Finding, ReaderAudit
 
 __all__ = ["add_arguments", "run"]
@@ -31,11 +27,7 @@ _COUNTS = ("once", "lost", "repeated", "again", "skipped", "dropped", "left", "b
 _ALWAYS = ("once", "lost", "repeated")
 _HEADS = {"again": "to repeat", "left": "to come", "before": "before"}
 _GROUPS = 6
-_STYLE = {
-    "proved": ("PROVED", "bold green"),
-    "delivered": ("PROVED OF WHAT WAS DELIVERED", "bold yellow"),
-    "not proved": ("NOT PROVED", "bold red"),
-}
+_WORDS = {"proved": "PROVED", "delivered": "PROVED OF WHAT WAS DELIVERED", "not proved": "NOT PROVED"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,82 +42,70 @@ def run(args: argparse.Namespace) -> int:
     from lakeckpt.checkpoint.audit import NAMED_GROUPS, audit
     from lakeckpt.lake.storage import describe, open_storage
 
-    console = None if args.json else make_console()
     storage = open_storage(args.place, storage_options=options_of(args.storage_options))
     with progress_bar("auditing", show=not args.json) as progress:
         report = audit(storage, tip=args.tip, progress=progress, named_groups=10**9 if args.all else NAMED_GROUPS)
-    if console is None:
+    if args.json:
         print_json(report.to_plain())
     else:
-        _show(console, report, describe(storage), every=args.all)
+        _show(report, describe(storage), every=args.all)
     return report.exit_status
 
 
-def _show(console: Console, report: AuditReport, place: str, *, every: bool) -> None:
-    console.print(
-        f"[bold]{literal(place)}[/]  step {report.step:,}, {say_many(report.checkpoints, 'checkpoint')}, "
+def _show(report: AuditReport, place: str, *, every: bool) -> None:
+    print(
+        f"{place}  step {report.step:,}, {say_many(report.checkpoints, 'checkpoint')}, "
         f"{say_many(report.attempts, 'attempt')}"
     )
     for reader in report.readers:
-        _show_reader(console, reader, every=every)
+        _show_reader(reader, every=every)
     for finding in report.findings:
-        _show_finding(console, finding, every=every)
+        _show_finding(finding, every=every)
     for branch in report.branches:
-        console.print(
-            f"[dim]rolled back: attempt {branch.attempt} up to step {branch.last_step:,}, "
-            f"{say_many(len(branch.slots), 'checkpoint')}, {say_many(branch.rows, 'row')}; they do not count[/]"
+        print(
+            f"rolled back: attempt {branch.attempt} up to step {branch.last_step:,}, "
+            f"{say_many(len(branch.slots), 'checkpoint')}, {say_many(branch.rows, 'row')}; they do not count"
         )
     for note in report.notes:
-        console.print("note: " + note, style="dim", markup=False)
+        print("note: " + note)
     for doubt in report.every_doubt:
-        console.print("[yellow]unknown:[/] ", end="")
-        console.print(doubt, markup=False)
-    word, style = _STYLE[report.verdict]
-    console.print()
-    console.print(f"[{style}]{word}[/]  ", end="")
-    console.print(report.words, markup=False)
+        print(f"unknown: {doubt}")
+    print()
+    print(f"{_WORDS[report.verdict]}  {report.words}")
     for reader in report.readers if report.verdict == "delivered" else ():
         if reader.inferred:
-            console.print(
+            print(
                 f"note: {reader.inferred} called manager.step() without the batch that the step used: that steps used "
-                f"what reader {reader.name!r} delivered is inferred. manager.step(batch) states it",
-                style="dim",
-                markup=False,
+                f"what reader {reader.name!r} delivered is inferred. manager.step(batch) states it"
             )
     if report.verdict != "not proved":
-        console.print("[dim]It rests on " + "; ".join(report.trusted) + ".[/]")
+        print("It rests on " + "; ".join(report.trusted) + ".")
 
 
-def _show_reader(console: Console, reader: ReaderAudit, *, every: bool) -> None:
+def _show_reader(reader: ReaderAudit, *, every: bool) -> None:
     if not reader.epochs:
         return
     shown = [name for name in _COUNTS if name in _ALWAYS or any(getattr(epoch, name) for epoch in reader.epochs)]
-    console.print()
-    table = make_table(
-        ">epoch", "", ">rows", *(f">{_HEADS.get(name, name)}" for name in shown), title=literal(_title(reader))
-    )
+    print()
+    table = TextTable(">epoch", "", ">rows", *(f">{_HEADS.get(name, name)}" for name in shown), title=_title(reader))
     for first, last in _alike(reader.epochs, every=every):
-        bad = first.lost or first.repeated or first.again
         span = str(first.epoch) if first is last else f"{first.epoch}–{last.epoch}"
         table.add_row(
             span,
             first.status,
             f"{first.rows:,}",
             *(f"{getattr(first, name):,}" for name in shown),
-            style="red" if bad else None,
         )
-    console.print(table)
+    print(table)
     for skip in reader.skips if every else reader.skips[:_GROUPS]:
-        console.print("[yellow]skipped:[/] ", end="")
-        console.print(
-            f"{say_many(skip.rows, 'row')} of row group {skip.row_group} of {skip.file!r} in epoch {skip.epoch}: "
-            f"{skip.reason}",
-            markup=False,
+        print(
+            f"skipped: {say_many(skip.rows, 'row')} of row group {skip.row_group} of {skip.file!r} in epoch "
+            f"{skip.epoch}: {skip.reason}"
         )
     if not every and len(reader.skips) > _GROUPS:
-        console.print(f"[dim]… and {len(reader.skips) - _GROUPS:,} more row groups (--all lists them)[/]")
+        print(f"… and {len(reader.skips) - _GROUPS:,} more row groups (--all lists them)")
     for note in reader.notes:
-        console.print("note: " + note, style="dim", markup=False)
+        print("note: " + note)
 
 
 def _title(reader: ReaderAudit) -> str:
@@ -151,18 +131,17 @@ def _counts(epoch: EpochAudit) -> tuple[object, ...]:
     return (epoch.status, epoch.rows, *(getattr(epoch, name) for name in _COUNTS))
 
 
-def _show_finding(console: Console, finding: Finding, *, every: bool) -> None:
-    console.print()
-    console.print("[bold red]✗[/] ", end="")
-    console.print(finding.words, markup=False)
+def _show_finding(finding: Finding, *, every: bool) -> None:
+    print()
+    print(f"✗ {finding.words}")
     shown = finding.where if every else finding.where[:_GROUPS]
     if not shown:
         return
-    table = make_table("  file", ">row group", "rows")
+    table = TextTable("  file", ">row group", "rows")
     for one in shown:
         rows = say_rows(one.rows.pairs(), of=one.of, most=10**9 if every else 8)
-        table.add_row(f"  {literal(one.file)}", str(one.row_group), rows)
-    console.print(table)
+        table.add_row(f"  {one.file}", str(one.row_group), rows)
+    print(table)
     more = finding.rows - sum(one.rows.size for one in shown)
     if more:
-        console.print(f"  … and {say_many(more, 'row')} more" + ("" if every else " (--all)"), style="dim")
+        print(f"  … and {say_many(more, 'row')} more" + ("" if every else " (--all)"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from lakeckpt.cli.output import literal, make_console, options_of, print_json, say_bytes, say_many
+from lakeckpt.cli.output import options_of, print_json, say_bytes, say_many
 
 __all__ = ["add_arguments", "run"]
 
@@ -39,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
     """Convert and print; the exit status."""
     from lakeckpt.checkpoint.foreign.convert import convert_checkpoint
 
-    console = None if args.json else make_console()
     done = convert_checkpoint(
         args.source,
         args.target,
@@ -50,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
         storage_options=options_of(args.storage_options),
         target_options=options_of(args.target_options),
     )
-    if console is None:
+    if args.json:
         print_json(dataclasses.asdict(done))
         return 0
     what = f"{say_many(done.tensors, 'tensor')} ({say_bytes(done.size_bytes)})"
     if done.values:
         what += f" and {say_many(done.values, 'other value')}"
-    console.print(f"{what} of {_KINDS[done.source]} are {_KINDS[done.target]} in {literal(args.target)}")
+    print(f"{what} of {_KINDS[done.source]} are {_KINDS[done.target]} in {args.target}")
     return 0

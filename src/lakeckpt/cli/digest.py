@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lakeckpt.cli.output import make_console, options_of, print_json, progress_bar, say_many
+from lakeckpt.cli.output import options_of, print_json, progress_bar, say_many
 
 __all__ = ["add_arguments", "run"]
 
@@ -26,7 +26,6 @@ def run(args: argparse.Namespace) -> int:
     from lakeckpt.lake.table import open_table
     from lakeckpt.reading.record_digests import record_digests
 
-    console = None if args.json else make_console()
     options = options_of(args.storage_options)
     version = int(args.version) if args.version is not None and args.version.isdecimal() else args.version
     table = open_table(args.table[0] if len(args.table) == 1 else args.table, version=version, storage_options=options)
@@ -42,12 +41,11 @@ def run(args: argparse.Namespace) -> int:
     assert found.digests is not None
     recorded = int((found.digests.digests != 0).sum())
     path = digests_path(table.index.digest)
-    if console is None:
+    if args.json:
         print_json({"table": table.index.digest, "files": len(table.index.paths), "chunks": recorded, "path": path})
     else:
-        console.print(
+        print(
             f"{say_many(recorded, 'column chunk')} of {say_many(len(table.index.paths), 'file')} recorded by now in "
             f"{path}: open the table with digests={args.into!r}",
-            markup=False,
         )
     return 0

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lakeckpt.cli.output import (
-    literal,
-    make_console,
-    make_table,
+    TextTable,
     options_of,
     print_json,
     say_bytes,
@@ -24,13 +22,9 @@ from lakeckpt.cli.output import (
 from lakeckpt.errors import CheckpointNotFound, ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lakeckpt.checkpoint.agent.leftovers import KeptArena, KeptRun
 
 __all__ = ["add_arguments", "run"]
-
-_STYLE = {"filled": "green", "kept by its agent": "green", "left": "yellow", "damaged": "bold red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
     from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
     from lakeckpt.checkpoint.arena.folder import ArenaFolder
 
-    console = None if args.json else make_console()
     known = _known(args.places, options_of(args.storage_options))
     if args.arenas is not None and not os.path.isdir(args.arenas):
         raise ConfigError(f"there is no folder {args.arenas!r}: name the one given as arenas=, or leave --arenas out")
@@ -64,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     gone = {info.name for one in found if args.reclaim for info in reclaim(folder, one)}
     stays = args.reclaim and any(arena.info.name not in gone for one in found for arena in one.left)
     is_left = stays or (not args.reclaim and any(one.left or one.files for one in found))
-    if console is None:
+    if args.json:
         print_json(
             {
                 "folder": folder.path,
@@ -74,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     else:
-        _show(console, folder.path, found, known, gone=gone if args.reclaim else None)
+        _show(folder.path, found, known, gone=gone if args.reclaim else None)
     return int(is_left)
 
 
@@ -121,7 +114,6 @@ def _plain_arena(kept: KeptArena) -> dict[str, Any]:
 
 
 def _show(
-    console: Console,
     folder: str,
     found: Sequence[KeptRun],
     known: Mapping[str | None, _Known],
@@ -132,38 +124,37 @@ def _show(
 
     arenas = [(one, arena) for one in found for arena in one.arenas]
     size = say_bytes(sum(arena.info.size_bytes for _, arena in arenas))
-    console.print(f"[bold]{literal(folder)}[/]  {say_many(len(arenas), 'arena')} ({size})")
+    print(f"{folder}  {say_many(len(arenas), 'arena')} ({size})")
     if arenas:
-        table = make_table("run", ">rank", ">size", ">newest step", ">in storage", ">agent", "use")
+        table = TextTable("run", ">rank", ">size", ">newest step", ">in storage", ">agent", "use")
         for kept, arena in arenas:
             table.add_row(*_row(kept, arena, known.get(kept.digest), gone or ()))
-        console.print(table)
+        print(table)
     for _, arena in arenas:
         if arena.info.problem is not None:
-            console.print("[bold red]✗[/] ", end="")
-            console.print(arena.info.problem, markup=False)
+            print(f"✗ {arena.info.problem}")
     left = [arena.info for _, arena in arenas if arena.is_left]
     files = sum(one.files for one in found)
     if gone is not None:
         removed = sum(info.size_bytes for info in left if info.name in gone)
         what = f"{say_many(len(gone), 'arena')} ({say_bytes(removed)}) and {say_many(files, 'file')} of agents"
-        console.print(f"removed {what} that had ended")
+        print(f"removed {what} that had ended")
     elif left or files:
         what = f"{say_many(len(left), 'arena')} ({say_bytes(sum(one.size_bytes for one in left))})"
-        console.print(f"[yellow]left[/]  {what} and {say_many(files, 'file')} of agents that have ended")
-        console.print("A job that is started again here may go on from a cut in memory. Where none will be:")
+        print(f"left  {what} and {say_many(files, 'file')} of agents that have ended")
+        print("A job that is started again here may go on from a cut in memory. Where none will be:")
         where = "" if folder == ArenaFolder().path else f" --arenas {shlex.quote(folder)}"
-        console.print(f"  lakeckpt doctor{where} --reclaim", style="bold", markup=False)
+        print(f"  lakeckpt doctor{where} --reclaim")
     else:
-        console.print("[bold green]CLEAN[/]  nothing is left of runs that have ended")
+        print("CLEAN  nothing is left of runs that have ended")
 
 
 def _row(kept: KeptRun, arena: KeptArena, known: _Known | None, gone: set[str] | tuple[()]) -> list[str]:
     info = arena.info
     whose = "?" if info.identity is None else f"{info.identity.rank} of {info.identity.world}"
-    use = "[dim]removed[/]" if info.name in gone else f"[{_STYLE[arena.use]}]{arena.use}[/]"
+    use = "removed" if info.name in gone else arena.use
     return [
-        literal(known.place if known is not None else (kept.digest or "?")[:8]),
+        known.place if known is not None else (kept.digest or "?")[:8],
         whose,
         say_bytes(info.size_bytes),
         f"{info.steps[0]:,}" if info.steps else "-",

@@ -6,10 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from lakeckpt.cli.output import (
+    TextTable,
     add_run_arguments,
-    literal,
-    make_console,
-    make_table,
     options_of,
     print_json,
     say_many,
@@ -17,8 +15,6 @@ from lakeckpt.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lakeckpt.checkpoint.explain import MicroBatch, RankRows, ReaderStep, StepExplained
 
 __all__ = ["add_arguments", "run"]
@@ -38,38 +34,35 @@ def run(args: argparse.Namespace) -> int:
     from lakeckpt.checkpoint.explain import explain
     from lakeckpt.lake.storage import open_storage
 
-    console = None if args.json else make_console()
     storage = open_storage(args.place, storage_options=options_of(args.storage_options))
     found = explain(storage, args.step, tip=args.tip, ranks=args.rank)
-    if console is None:
+    if args.json:
         print_json(found.to_plain(every_row=args.rows))
     else:
-        _show(console, found, every_row=args.rows)
+        _show(found, every_row=args.rows)
     return 0
 
 
-def _show(console: Console, found: StepExplained, *, every_row: bool) -> None:
-    console.print(
-        f"[bold]step {found.step:,}[/]  recorded by the checkpoint in slot {found.slot} (attempt {found.attempt})"
-    )
+def _show(found: StepExplained, *, every_row: bool) -> None:
+    print(f"step {found.step:,}  recorded by the checkpoint in slot {found.slot} (attempt {found.attempt})")
     for reader in found.readers:
-        console.print()
+        print()
         epochs = ", ".join(map(str, reader.epochs)) or "none"
-        console.print(
-            f"[bold]{literal(reader.reader)}[/]  {say_many(reader.rows, 'row')} of epoch {epochs}, "
+        print(
+            f"{reader.reader}  {say_many(reader.rows, 'row')} of epoch {epochs}, "
             f"{len(reader.ranks)} of {say_many(reader.world_size, 'rank')}"
         )
-        console.print(_every_row(reader) if every_row else _row_groups(reader))
+        print(_every_row(reader) if every_row else _row_groups(reader))
 
 
 def _row_groups(reader: ReaderStep) -> object:
-    table = make_table(">rank", "micro-batches", "file", ">row group", ">count", "rows")
+    table = TextTable(">rank", "micro-batches", "file", ">row group", ">count", "rows")
     for rank in reader.ranks:
         head = (str(rank.rank), _micro_batches(rank))
         for one in rank.where:
             table.add_row(
                 *head,
-                literal(one.file),
+                one.file,
                 str(one.row_group),
                 f"{one.rows.size:,}",
                 say_rows(one.rows.pairs(), of=one.of),
@@ -78,16 +71,16 @@ def _row_groups(reader: ReaderStep) -> object:
         if not rank.where:
             table.add_row(*head, "", "", "0", "")
         if rank.skipped:
-            table.add_row("", "", "", "", f"{rank.skipped:,}", "skipped: could not be read", style="yellow")
+            table.add_row("", "", "", "", f"{rank.skipped:,}", "skipped: could not be read")
     return table
 
 
 def _every_row(reader: ReaderStep) -> object:
-    table = make_table(">rank", ">nth", "file", ">row group", ">row")
+    table = TextTable(">rank", ">nth", "file", ">row group", ">row")
     for rank in reader.ranks:
         for number, table_row in enumerate(rank.table_rows.tolist()):
             file, row_group, row = reader.order.place(table_row)
-            table.add_row(str(rank.rank), str(number), literal(file), str(row_group), str(row))
+            table.add_row(str(rank.rank), str(number), file, str(row_group), str(row))
     return table
 
 

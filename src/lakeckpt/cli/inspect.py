@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from lakeckpt.cli.output import (
+    TextTable,
     add_run_arguments,
-    literal,
-    make_console,
-    make_table,
     options_of,
     print_json,
     say_bytes,
@@ -19,8 +18,6 @@ from lakeckpt.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lakeckpt.checkpoint.ledger import History
     from lakeckpt.checkpoint.manifest import Manifest
     from lakeckpt.checkpoint.verify import Kept
@@ -42,22 +39,25 @@ def run(args: argparse.Namespace) -> int:
     from lakeckpt.checkpoint.verify import Kept
     from lakeckpt.lake.storage import describe, open_storage
 
-    console = None if args.json else make_console()
     storage = open_storage(args.place, storage_options=options_of(args.storage_options))
     newest = None if args.json or args.all else _NEWEST
     plain = overview(read_run(storage), Kept(storage), newest=newest)
-    if console is None:
+    if args.json:
         print_json(plain)
     else:
-        _show(console, plain, describe(storage), newest=newest or 10**9)
+        _show(plain, describe(storage), newest=newest or 10**9)
     return 0
 
 
 def overview(history: History, kept: Kept, *, newest: int | None = None) -> dict[str, Any]:
     """All that ``inspect`` says, as JSON-able values; checkpoints and attempts in the order of the log.
 
-    Positions of readers are computed for the ``newest`` checkpoints (None: all).
+    Positions of readers are computed for the ``newest`` checkpoints (None: all). ``best_slot`` is that of the
+    checkpoint with the best metric, of those in the history that have their data. A metric that is no finite number is
+    null.
     """
+    from lakeckpt.checkpoint.keep import best_first
+
     in_history = {manifest.slot for manifest in history.chain}
     manifests = sorted([*history.chain, *history.abandoned], key=lambda one: one.slot)
     counts: dict[int, int] = {}
@@ -65,10 +65,13 @@ def overview(history: History, kept: Kept, *, newest: int | None = None) -> dict
         counts[manifest.attempt] = counts.get(manifest.attempt, 0) + 1
     files, size_bytes = kept.besides(manifests)
     tip = history.tip
+    with_data = [manifest for manifest in history.chain if kept.of(manifest)[0]]
+    best = best_first(with_data, "lowest" if tip is None or tip.keep is None else tip.keep.best_is)
     return {
         "run": history.run,
         "step": None if tip is None else tip.step,
         "slot": None if tip is None else tip.slot,
+        "best_slot": best[0].slot if best else None,
         "library": None if tip is None else tip.library,
         "checkpoints": [
             _checkpoint(manifest, manifest.slot in in_history, kept, placed=newest is None or place < newest)
@@ -101,6 +104,7 @@ def _checkpoint(manifest: Manifest, in_history: bool, kept: Kept, *, placed: boo
         "attempt": manifest.attempt,
         "world_size": manifest.world_size,
         "created_s": manifest.created_s,
+        "metric": manifest.metric if manifest.metric is not None and isfinite(manifest.metric) else None,
         "in_history": in_history,
         "files": files,
         "size_bytes": size_bytes,
@@ -146,27 +150,25 @@ def _position(plain: Mapping[str, Any]) -> dict[str, Any]:
 # --- for people
 
 
-def _show(console: Console, plain: dict[str, Any], place: str, *, newest: int) -> None:
+def _show(plain: dict[str, Any], place: str, *, newest: int) -> None:
     reached = "no checkpoint" if plain["step"] is None else f"step {plain['step']:,} (slot {plain['slot']})"
-    console.print(f"[bold]{literal(place)}[/]  {reached}  [dim]run {literal(str(plain['run']))}[/]")
-    console.print()
-    _show_attempts(console, plain["attempts"], {one["slot"]: one["step"] for one in plain["checkpoints"]}, newest)
-    console.print()
-    _show_checkpoints(console, plain["checkpoints"], newest)
+    print(f"{place}  {reached}  run {plain['run']}")
+    print()
+    _show_attempts(plain["attempts"], {one["slot"]: one["step"] for one in plain["checkpoints"]}, newest)
+    print()
+    _show_checkpoints(plain["checkpoints"], plain["best_slot"], newest)
     if plain["leftover_files"]:
-        console.print(
+        print(
             f"{say_many(plain['leftover_files'], 'file')} ({say_bytes(plain['leftover_bytes'])}) of uncommitted saves",
-            style="dim",
         )
     if plain["broken_at"] is not None:
-        console.print(f"[bold red]✗[/] the history is broken: slot {plain['broken_at']} cannot be read")
+        print(f"✗ the history is broken: slot {plain['broken_at']} cannot be read")
     for damage in plain["damage"]:
-        console.print("[bold red]✗[/] ", end="")
-        console.print(f"{damage['path']}: {damage['reason']}", markup=False)
+        print(f"✗ {damage['path']}: {damage['reason']}")
 
 
-def _show_attempts(console: Console, attempts: list[dict[str, Any]], steps: dict[int, int], newest: int) -> None:
-    table = make_table(">attempt", "began", "went on from", ">ranks", ">checkpoints", title="Attempts")
+def _show_attempts(attempts: list[dict[str, Any]], steps: dict[int, int], newest: int) -> None:
+    table = TextTable(">attempt", "began", "went on from", ">ranks", ">checkpoints", title="Attempts")
     _omitted(table, len(attempts) - newest, 5)
     for one in attempts[-newest:]:
         slot = one["restored_slot"]
@@ -180,14 +182,16 @@ def _show_attempts(console: Console, attempts: list[dict[str, Any]], steps: dict
         table.add_row(
             str(one["attempt"]), say_when(one["created_s"]), source, str(one["world_size"]), f"{one['checkpoints']:,}"
         )
-    console.print(table)
+    print(table)
 
 
-def _show_checkpoints(console: Console, checkpoints: list[dict[str, Any]], newest: int) -> None:
+def _show_checkpoints(checkpoints: list[dict[str, Any]], best: int | None, newest: int) -> None:
     several = len({name for one in checkpoints for name in one["readers"]}) > 1
-    table = make_table(*(">slot", ">step", ">attempt", "saved", ">data", "reader", "topology", ""), title="Checkpoints")
-    _omitted(table, len(checkpoints) - newest, 8)
-    for one in checkpoints[-newest:]:
+    heads = (">slot", ">step", ">attempt", "saved", ">data", ">metric", "reader", "topology", "")
+    table = TextTable(*heads, title="Checkpoints")
+    shown = [one for one in checkpoints[:-newest] if one["slot"] == best] + checkpoints[-newest:]
+    _omitted(table, len(checkpoints) - len(shown), len(heads))
+    for one in shown:
         places = [_say_position(name if several else "", at) for name, at in one["readers"].items()] or [("", "")]
         table.add_row(
             str(one["slot"]),
@@ -195,21 +199,21 @@ def _show_checkpoints(console: Console, checkpoints: list[dict[str, Any]], newes
             str(one["attempt"]),
             say_when(one["created_s"]),
             say_bytes(one["size_bytes"]) if one["files"] else "removed",
+            "-" if one["metric"] is None else f"{one['metric']:.6g}",
             "\n".join(place for place, _ in places),
             "\n".join(topology for _, topology in places),
-            "" if one["in_history"] else "rolled back",
-            style=None if one["in_history"] and one["files"] else "dim",
+            "best" if one["slot"] == best else "" if one["in_history"] else "rolled back",
         )
-    console.print(table)
+    print(table)
 
 
 def _omitted(table: Any, count: int, columns: int) -> None:
     if count > 0:
-        table.add_row("…", f"{count:,} older", *[""] * (columns - 2), style="dim")
+        table.add_row("…", f"{count:,} older", *[""] * (columns - 2))
 
 
 def _say_position(name: str, at: dict[str, Any]) -> tuple[str, str]:
-    head = f"{literal(name)}: " if name else ""
+    head = f"{name}: " if name else ""
     if "unreadable" in at:
         return f"{head}unreadable", ""
     share = 100 * at["rows_done"] / at["rows"] if at["rows"] else 100.0

@@ -1,31 +1,27 @@
-"""How does a command speak?  Tables, bars and colours for people with rich, one JSON document for programs without it.
+"""This module formats what commands print: plain text in columns for people, one JSON document for programs.
 
 Commands hand over values; what they look like is settled here: bytes, counts, ranges of rows, times. Never decides
-anything, and imports rich only when something is to be shown to people.
+anything.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lakeckpt.cli.streams import holds_all_characters
 from lakeckpt.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 __all__ = [
+    "StatusLine",
+    "TextTable",
     "add_run_arguments",
-    "literal",
-    "make_console",
-    "make_table",
     "options_of",
     "print_json",
     "progress_bar",
@@ -35,38 +31,64 @@ __all__ = [
     "say_when",
 ]
 
-_PLAIN_WIDTH = 140
-"""Columns of an output that is no terminal."""
-
 Progress = Callable[[int, int], None]
 
 
-def make_console(*, stderr: bool = False) -> Console:
-    """Where tables go. `ConfigError` naming the extra where rich is missing."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise ConfigError(
-            "tables need the package rich, which is not installed: pip install 'lakeckpt[cli]', or ask for --json"
-        ) from None
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(
-        file=stream, highlight=False, soft_wrap=not stream.isatty(), width=None if stream.isatty() else _PLAIN_WIDTH
-    )
+class TextTable:
+    """Cells in columns; a column whose head begins with ``>`` is aligned to the right. A cell and a head may have
+    several lines. Where no head has a text, there is no line of heads.
+
+    >>> table = TextTable("file", ">rows\\nread", title="A table")
+    >>> table.add_row("part-0", "1,000")
+    >>> table.add_row("part-10\\nagain", "7")
+    >>> print(table)
+    A table
+    file      rows
+              read
+    part-0   1,000
+    part-10      7
+    again
+    """
+
+    def __init__(self, *heads: str, title: str | None = None) -> None:
+        self._right = [head.startswith(">") for head in heads]
+        self._title = title
+        texts = [head.removeprefix(">") for head in heads]
+        self._rows: list[list[str]] = []
+        if any(texts):
+            self.add_row(*texts)
+
+    def add_row(self, *cells: str) -> None:
+        """A cell for each column."""
+        lines = [cell.split("\n") for cell in cells]
+        self._rows += [list(line) for line in itertools.zip_longest(*lines, fillvalue="")]
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
+        lines = [] if self._title is None else [self._title]
+        for row in self._rows:
+            cells = zip(row, widths, self._right, strict=True)
+            lines.append("  ".join(text.rjust(width) if right else text.ljust(width) for text, width, right in cells))
+        return "\n".join(line.rstrip() for line in lines)
 
 
-def make_table(*columns: str, title: str | None = None) -> Table:
-    """A table without lines; a column whose name begins with ``>`` is aligned to the right."""
-    from rich.table import Table
-    from rich.text import Text
+class StatusLine:
+    """One line on stderr that is written over again and again; nothing where stderr is no terminal."""
 
-    table = Table(
-        box=None, title=title, title_justify="left", title_style="bold", padding=(0, 2, 0, 0), header_style="dim"
-    )
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(Text(column.removeprefix(">")), justify="right" if right else "left", overflow="fold")
-    return table
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        """Show ``text`` instead of what is shown."""
+        if text != self._shown and sys.stderr.isatty():
+            print("\r" + text.ljust(len(self._shown)), end="", file=sys.stderr, flush=True)
+            self._shown = text
+
+    def clear(self) -> None:
+        """Show nothing."""
+        if self._shown:
+            print("\r" + " " * len(self._shown), end="\r", file=sys.stderr, flush=True)
+            self._shown = ""
 
 
 def print_json(value: Mapping[str, object]) -> None:
@@ -76,26 +98,13 @@ def print_json(value: Mapping[str, object]) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, *, show: bool, unit: str = "") -> Iterator[Progress | None]:
-    """A bar on stderr while the body runs, if ``show`` and stderr is a terminal: gives a ``(done, total)`` callable."""
-    if not show or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    bars = Bars(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        count,
-        TimeRemainingColumn(),
-        console=make_console(stderr=True),
-        transient=True,
-    )
-    with bars:
-        task = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+def progress_bar(what: str, *, show: bool) -> Iterator[Progress | None]:
+    """While the body runs, how much of it is done, on stderr, if ``show``: gives a ``(done, total)`` callable."""
+    line = StatusLine()
+    try:
+        yield (lambda done, total: line.show(f"{what} {done / max(1, total):.0%}")) if show else None
+    finally:
+        line.clear()
 
 
 def say_bytes(size: float) -> str:
@@ -139,11 +148,6 @@ def say_when(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):
         return "?"
-
-
-def literal(text: str) -> str:
-    """A text in which brackets mean brackets, not styles."""
-    return text.replace("\\", "\\\\").replace("[", "\\[") if "[" in text else text
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

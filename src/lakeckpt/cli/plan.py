@@ -6,9 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from lakeckpt.cli.output import (
-    literal,
-    make_console,
-    make_table,
+    TextTable,
     options_of,
     print_json,
     progress_bar,
@@ -18,8 +16,6 @@ from lakeckpt.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lakeckpt.cli.plan_facts import PlanFacts
     from lakeckpt.lake.table import Table
 
@@ -63,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print; 0."""
-    console = None if args.json else make_console()
     from lakeckpt.cli.plan_columns import column_bytes
     from lakeckpt.cli.plan_facts import Topology, plan_facts
     from lakeckpt.cli.plan_filters import Kept, filter_of_json, kept_bytes
@@ -83,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.remap is not None:
         from lakeckpt.cli.plan_remap import run_remap
 
-        return run_remap(args, table, console)
+        return run_remap(args, table)
     kept: Kept | None = None
     if args.filters is None:
         with progress_bar("columns", show=not args.json) as progress:
@@ -96,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
         with progress_bar("columns", show=not args.json) as progress:
             sizes = kept_bytes(table, columns, keep, kept, progress=progress)
     facts = plan_facts(table, sizes, topology, kept)
-    if console is None:
+    if args.json:
         print_json(facts.to_plain())
     else:
-        _show(console, facts)
+        _show(facts)
     return 0
 
 
@@ -120,14 +115,11 @@ def _open(args: argparse.Namespace) -> Table:
         )
 
 
-def _show(console: Console, facts: PlanFacts) -> None:
+def _show(facts: PlanFacts) -> None:
     named = ", ".join(facts.columns[:6]) + (f", … {len(facts.columns) - 6} more" if len(facts.columns) > 6 else "")
     per_group = facts.rows // max(1, facts.row_groups)
-    console.print(f"[bold]{literal(facts.table)}[/]  {literal(_named(facts))}")
-    table = make_table()
-    table.show_header = False
-    table.add_column(style="dim")
-    table.add_column()
+    print(f"{facts.table}  {_named(facts)}")
+    table = TextTable("", "")
     lines = [
         ("files", f"{facts.files:,}, {say_bytes(facts.file_bytes)}"),
         ("row groups", f"{facts.row_groups:,}, {say_many(per_group, 'row')} each on average"),
@@ -158,11 +150,10 @@ def _show(console: Console, facts: PlanFacts) -> None:
         ),
     ]
     for name, text in lines:
-        table.add_row(name, literal(text))
-    console.print(table)
+        table.add_row(name, text)
+    print(table)
     for warning in facts.warnings:
-        console.print("[yellow]![/] ", end="")
-        console.print(warning, markup=False)
+        print(f"! {warning}")
 
 
 def _filtered(facts: PlanFacts) -> str:

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lakeckpt.cli.output import (
+    TextTable,
     add_run_arguments,
-    literal,
-    make_console,
-    make_table,
     options_of,
     print_json,
     say_bytes,
@@ -21,8 +19,6 @@ from lakeckpt.cli.output import (
 from lakeckpt.errors import CheckpointNotFound, ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lakeckpt.checkpoint.bubbles.profile import BubbleProfile
 
 __all__ = ["add_arguments", "overview", "run"]
@@ -44,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
     from lakeckpt.checkpoint.log import list_slots
     from lakeckpt.lake.storage import describe, open_storage
 
-    console = None if args.json else make_console()
     storage = open_storage(args.place, storage_options=options_of(args.storage_options))
     profiles = read_profiles(storage, args.attempt)
     if not profiles and not list_slots(storage):
@@ -52,13 +47,13 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None and profiles:
         _write_trace(args.trace, profiles)
     plain = overview(profiles)
-    if console is None:
+    if args.json:
         print_json(plain)
     elif not profiles:
-        untraced = "" if args.trace is None else f", so that {literal(str(args.trace))} was not written"
-        console.print(f"[bold]{literal(describe(storage))}[/]  no profile of idle windows was saved here{untraced}")
+        untraced = "" if args.trace is None else f", so that {args.trace} was not written"
+        print(f"{describe(storage)}  no profile of idle windows was saved here{untraced}")
     else:
-        _show(console, plain, describe(storage), sites=10**9 if args.all else _SITES)
+        _show(plain, describe(storage), sites=10**9 if args.all else _SITES)
     return 0
 
 
@@ -112,11 +107,11 @@ def _write_trace(path: Path, profiles: Sequence[BubbleProfile]) -> None:
         raise ConfigError(f"the trace cannot be written to {str(path)!r}: {error.strerror}") from error
 
 
-def _show(console: Console, plain: dict[str, Any], place: str, *, sites: int) -> None:
+def _show(plain: dict[str, Any], place: str, *, sites: int) -> None:
     world = say_many(plain["world_size"], "rank")
-    console.print(f"[bold]{literal(place)}[/]  attempt {plain['attempt']}, {world}")
+    print(f"{place}  attempt {plain['attempt']}, {world}")
     times = (">rank", ">iterations", ">each", ">bubbles")
-    table = make_table(*times, ">moved", ">in bubbles", ">free time", ">outside", ">at the fence")
+    table = TextTable(*times, ">moved", ">in bubbles", ">free time", ">outside", ">at the fence")
     for one in plain["ranks"]:
         moved = max(1, one["moved_bytes"])
         parts = [one[name] / moved for name in ("in_free_time_bytes", "outside_bytes", "at_the_fence_bytes")]
@@ -126,24 +121,24 @@ def _show(console: Console, plain: dict[str, Any], place: str, *, sites: int) ->
             _milliseconds(one["iteration_s"]),
             _milliseconds(one["bubble_s"]),
             say_bytes(one["moved_bytes"]),
-            f"[bold]{one['in_bubbles_share']:.1%}[/]" if one["moved_bytes"] else "-",
+            f"{one['in_bubbles_share']:.1%}" if one["moved_bytes"] else "-",
             *(f"{part:.1%}" if one["moved_bytes"] else "-" for part in parts),
         )
-    console.print(table)
+    print(table)
     for one in plain["ranks"]:
-        shown = make_table("site", "kind", ">times", ">mean", ">moved", title=f"rank {one['rank']}")
+        shown = TextTable("site", "kind", ">times", ">mean", ">moved", title=f"rank {one['rank']}")
         for site in one["sites"][:sites]:
             shown.add_row(
-                literal(site["site"]),
+                site["site"],
                 site["kind"],
                 f"{site['times']:,}",
                 _milliseconds(site["mean_s"]),
                 say_bytes(site["moved_bytes"]),
             )
-        console.print()
-        console.print(shown)
+        print()
+        print(shown)
         if len(one["sites"]) > sites:
-            console.print(f"… {len(one['sites']) - sites} more (--all)", style="dim")
+            print(f"… {len(one['sites']) - sites} more (--all)")
 
 
 def _milliseconds(seconds: float) -> str:

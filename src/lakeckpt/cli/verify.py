@@ -6,10 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from lakeckpt.cli.output import (
+    TextTable,
     add_run_arguments,
-    literal,
-    make_console,
-    make_table,
     options_of,
     print_json,
     progress_bar,
@@ -18,13 +16,9 @@ from lakeckpt.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lakeckpt.checkpoint.verify import CheckedCheckpoint, VerifyReport
 
 __all__ = ["add_arguments", "run"]
-
-_STYLE = {"intact": "green", "damaged": "bold red", "removed": "dim"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,45 +31,43 @@ def run(args: argparse.Namespace) -> int:
     from lakeckpt.checkpoint.verify import verify
     from lakeckpt.lake.storage import describe, open_storage
 
-    console = None if args.json else make_console()
     storage = open_storage(args.place, storage_options=options_of(args.storage_options))
-    with progress_bar("verifying", show=not args.json, unit="bytes") as progress:
+    with progress_bar("verifying", show=not args.json) as progress:
         report = verify(storage, progress=progress)
-    if console is None:
+    if args.json:
         print_json(report.to_plain())
     else:
-        _show(console, report, describe(storage))
+        _show(report, describe(storage))
     return report.exit_status
 
 
-def _show(console: Console, report: VerifyReport, place: str) -> None:
+def _show(report: VerifyReport, place: str) -> None:
     there = [one for one in report.checkpoints if one.status != "removed"]
     removed = len(report.checkpoints) - len(there)
     count = say_many(len(report.checkpoints), "checkpoint")
-    console.print(f"[bold]{literal(place)}[/]  {count}, {removed:,} of them removed by retention")
+    print(f"{place}  {count}, {removed:,} of them removed by retention")
     if there:
-        table = make_table(">slot", ">step", ">attempt", ">files", ">size", "")
+        table = TextTable(">slot", ">step", ">attempt", ">files", ">size", "")
         for one in there:
-            status = f"[{_STYLE[one.status]}]{one.status}[/]" + ("" if one.in_history else " [dim](rolled back)[/]")
+            status = one.status + ("" if one.in_history else " (rolled back)")
             table.add_row(
                 *(str(one.slot), f"{one.step:,}", str(one.attempt), str(one.files), say_bytes(one.size_bytes), status)
             )
-        console.print(table)
+        print(table)
     if report.leftover_files:
-        console.print(_left(report), style="dim")
+        print(_left(report))
     if (last := report.restorable) is not None and last.bound:
-        console.print(_bound(last), style="dim", markup=False)
-    console.print()
+        print(_bound(last))
+    print()
     for damage in report.every_damage:
-        console.print("[bold red]✗[/] ", end="")
-        console.print(str(damage), markup=False)
+        print(f"✗ {damage}")
     size = sum(one.size_bytes for one in there)
     if report.every_damage:
-        console.print(f"[bold red]DAMAGED[/]  {say_many(len(report.every_damage), 'object')} of the run: see above")
-        console.print(_advice(report))
+        print(f"DAMAGED  {say_many(len(report.every_damage), 'object')} of the run: see above")
+        print(_advice(report))
     else:
         what = f"{say_many(report.indexes, 'table index', 'table indexes')} and {say_many(len(there), 'checkpoint')}"
-        console.print(f"[bold green]INTACT[/]  the log, {what} ({say_bytes(size)}): every checksum holds")
+        print(f"INTACT  the log, {what} ({say_bytes(size)}): every checksum holds")
 
 
 def _bound(one: CheckedCheckpoint) -> str:

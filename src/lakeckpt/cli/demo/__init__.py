@@ -35,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if the verdict is green, 1 if it is red."""
-    for name in ("rich", "matplotlib"):
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"the demo shows its results with {name}, which is missing: pip install 'lakeckpt[demo]'")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the demo draws with matplotlib, which is missing: pip install 'lakeckpt[demo]'")
     from lakeckpt.cli.demo.demo import DemoSize, run_demo  # pyarrow and the rest only when asked for
 
     size = DemoSize.short() if args.short else DemoSize.full()

@@ -13,9 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from rich.console import Console
-from rich.text import Text
-
 from lakeckpt.cli.demo.facts import facts_of
 from lakeckpt.cli.demo.lake import LakeFacts, build_lake, lake_ids
 from lakeckpt.cli.demo.ledger import audit_job
@@ -24,8 +21,9 @@ from lakeckpt.cli.demo.picture import draw
 from lakeckpt.cli.demo.records import read_launches
 from lakeckpt.cli.demo.scenario import MOST_KILLS, DemoConfig, Phase, scenario_for, steps_per_epoch, usual_save_every
 from lakeckpt.cli.demo.supervise import DemoFailed, run_job
-from lakeckpt.cli.demo.terminal import Follower, make_progress, print_verdict
+from lakeckpt.cli.demo.terminal import Follower, print_verdict
 from lakeckpt.cli.demo.verdict import JobFacts, Verdict, judge
+from lakeckpt.cli.output import StatusLine
 from lakeckpt.errors import ConfigError
 
 __all__ = ["DemoSize", "run_demo"]
@@ -61,21 +59,17 @@ class DemoSize:
         return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
 
-def run_demo(
-    out: Path, *, size: DemoSize, seed: int = 7, sabotage: str | None = None, console: Console | None = None
-) -> Verdict | None:
+def run_demo(out: Path, *, size: DemoSize, seed: int = 7, sabotage: str | None = None) -> Verdict | None:
     """Run it all below ``out``; None where a run did not come to its end, which is as red as can be.
 
     Raises `ConfigError` where ``out`` holds something that no demo made.
     """
     began = time.monotonic()
-    console = console if console is not None else Console()
     _make_folder(out)
     lake = build_lake(out / "lake", block=size.block, max_rows=size.rows)
-    console.print(
-        f"[bold]Lake[/] {lake.rows:,} rows, {lake.text_bytes / 1e6:.1f} MB of Python's own source text, "
-        f"in {lake.files} Parquet files with {lake.row_groups} row groups",
-        highlight=False,
+    print(
+        f"Lake {lake.rows:,} rows, {lake.text_bytes / 1e6:.1f} MB of Python's own source text, "
+        f"in {lake.files} Parquet files with {lake.row_groups} row groups"
     )
     steps = steps_per_epoch(lake.rows, _NUM_LANES, size.batch_size)
     save_every = usual_save_every(steps) if size.save_every is None else size.save_every
@@ -84,35 +78,35 @@ def run_demo(
     rough = _config(out, "with-faults", lake, size, save_every, seed, steps, phases)
     rough = replace(rough, drop_reader_state=sabotage == "drop-reader-state")
     try:
-        reference, faulted = _run_both(console, out, calm, rough)
+        reference, faulted = _run_both(out, calm, rough)
     except DemoFailed as failure:
-        console.print(Text.assemble(("RED ", "bold red"), str(failure)))  # no markup: it quotes a log
+        print(f"RED {failure}")
         return None
-    return _conclude(console, out, lake, reference, faulted, began)
+    return _conclude(out, lake, reference, faulted, began)
 
 
-def _run_both(console: Console, out: Path, calm: DemoConfig, rough: DemoConfig) -> tuple[JobFacts, JobFacts]:
-    facts = []
-    with make_progress(console) as progress:
+def _run_both(out: Path, calm: DemoConfig, rough: DemoConfig) -> tuple[JobFacts, JobFacts]:
+    facts, line = [], StatusLine()
+    try:
         for name, config in (("without faults", calm), ("with faults", rough)):
-            follower = Follower(progress, name, config)
+            follower = Follower(line, name, config)
             outcome = run_job(config, out / name.replace(" ", "-"), on_poll=follower.poll)
             follower.poll(len(config.phases) - 1)
             launches = tuple(read_launches(Path(config.records)))
             facts.append(JobFacts(config=config, outcome=outcome, launches=launches, audit=audit_job(config)))
+    finally:
+        line.clear()
     return facts[0], facts[1]
 
 
-def _conclude(
-    console: Console, out: Path, lake: LakeFacts, reference: JobFacts, faulted: JobFacts, began: float
-) -> Verdict:
+def _conclude(out: Path, lake: LakeFacts, reference: JobFacts, faulted: JobFacts, began: float) -> Verdict:
     verdict = judge(reference, faulted, lake_ids(lake.folder))
     picture, page, plain = out / "loss.png", out / "index.html", out / "verdict.json"
     drawn = draw(picture, reference, faulted, verdict.faults, lake.rows)
     facts = facts_of(lake, faulted, verdict, time.monotonic() - began)
     write_page(page, picture if drawn else None, verdict, facts, faulted)
     plain.write_text(json.dumps(verdict.to_plain(), indent=1, default=str) + "\n")
-    print_verdict(console, verdict, facts, [page, *([picture] if drawn else []), plain])
+    print_verdict(verdict, facts, [page, *([picture] if drawn else []), plain])
     return verdict
 
 
