@@ -110,9 +110,7 @@ def saved(
     storage: LocalStorage, world_size: int, parameters: int, replicas: int
 ) -> tuple[Manifest, list[float], list[int]]:
     """Save on all ranks: what was committed, the seconds and the bytes said of each."""
-    begin = Begin(
-        run="run", slot=0, restored=None, world_size=world_size, library="0", created_s=0.0, write_id="benchmark"
-    )
+    begin = Begin(run="run", slot=0, world_size=world_size, library="0", created_s=0.0, write_id="benchmark")
     put_entry(storage, begin)
     round_ = Round(world_size)
     save = SaveId(attempt=0, step=1, number=0)

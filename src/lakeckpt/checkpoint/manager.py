@@ -157,30 +157,39 @@ class CheckpointManager:
 
     # --- what a training loop calls
 
-    def restore(self) -> int:
+    def restore(self, step: int | None = None) -> int:
         """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that all ranks still
         have in memory), and begin an attempt; call it once, before the first step.
 
+        ``step`` rolls the run back to its newest checkpoint of that step: later work is abandoned. This is an order
+        given once. A script that is started again with the same ``step`` goes on from the newest checkpoint where the
+        history descends from this roll-back already. To go back to the same step again: ``lakeckpt rollback``. Rank 0's
+        ``step`` counts.
+
         Returns the optimizer steps done so far: 0 on a fresh place. Damaged checkpoints are passed over with a
-        `DamageWarning` and told in `restore_report`.
+        `DamageWarning` and told in `restore_report`. A job that still runs on this run is superseded: its next save
+        raises `AttemptSuperseded`, which names this process.
 
         Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` where a reader
-        refuses its state, with nothing changed on any; `CheckpointDamaged` where there are checkpoints and none is
-        whole. Tensors of modules and optimizers are read in place, and then each loads its state. Where that fails for
-        good, as by a hook or a ``load_state_dict`` that refuses what fits otherwise, they hold a mixture of states, and
-        the error says so.
+        refuses its state, with nothing changed on any, and with nothing written: a job that is alive goes on.
+        `CheckpointDamaged` where there are checkpoints and none is whole; `CheckpointNotFound` naming the steps that
+        can be had where ``step`` is none of them. Tensors of modules and optimizers are read in place, and then each
+        loads its state. Where that fails for good, as by a hook or a ``load_state_dict`` that refuses what fits
+        otherwise, they hold a mixture of states, and the error says so.
         """
         self._refuse_closed()
         if self._saver is not None:
             raise ConfigError("this manager has restored already: make another one to restore again")
-        restorer = Restorer(self._storage, self._exchange, self._objects, arenas=self._arenas)
-        step, attempt, self._report = restorer.restore()
-        self._step, self._saved_step = step, attempt.recorded
+        if step is not None and (type(step) is not int or step < 0):
+            raise ConfigError(f"step is the optimizer step of a checkpoint to go back to, or None, got {step!r}")
+        restorer = Restorer(self._storage, self._exchange, self._objects, step=step, arenas=self._arenas)
+        done, attempt, self._report = restorer.restore()
+        self._step, self._saved_step = done, attempt.recorded
         self._tracks.update(
             (name, ReaderTrack(name, one)) for name, one in self._objects.items() if isinstance(one, TrackedReader)
         )
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
-        journal = Journal(self._tracks, step, legs=attempt.legs)
+        journal = Journal(self._tracks, done, legs=attempt.legs)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         publisher = Publisher(
             self._storage, attempt, rank=rank, world_size=world_size, settings=self._settings, waiter=self._waiter
@@ -193,7 +202,7 @@ class CheckpointManager:
                 self._exchange,
                 attempt,
                 arenas=self._arenas,
-                step=step,
+                step=done,
                 tracks=self._tracks,
                 journal=journal,
                 settings=self._settings,
@@ -203,8 +212,8 @@ class CheckpointManager:
         if self._bubbles is not None:
             self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, rank=rank, world_size=world_size)
         for schedule in filter(None, (self._schedule, self._captures)):
-            schedule.start(step)
-        return step
+            schedule.start(done)
+        return done
 
     def step(
         self, consumed: Receipt | Mapping[str, Receipt] | None = None, *, metric: float | None = None

@@ -240,6 +240,7 @@ def _state_in(storage: Storage, manifest: Manifest, rank: int) -> dict[str, Any]
             f"the checkpoint in slot {manifest.slot} has ranks 0 to {manifest.world_size - 1}, not {rank}"
         )
     loaded = load(storage, manifest, rank=rank, world_size=manifest.world_size)
+    loaded.check()
     tensors = loaded.read_as_saved(loaded.specs)
     state = {name: rebuild(tree, tensors) for name, tree in loaded.trees.items()}
     return state | {name: dict(reader.state) for name, reader in manifest.readers.items()}
