@@ -34,7 +34,6 @@ from tests.checkpoint.rig import (
 )
 from tests.checkpoint.scripts import write_table
 
-
 ROWS = 100_000
 
 

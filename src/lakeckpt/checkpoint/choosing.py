@@ -15,7 +15,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.begins import said_of
@@ -33,10 +33,11 @@ from lakeckpt.checkpoint.manifest import Begin, Captured, Manifest, Restored
 from lakeckpt.checkpoint.remap import has_remapped
 from lakeckpt.checkpoint.remembered import Offer, where_it_goes_on
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointNotFound, StorageError
+from lakeckpt.checkpoint.rollback import no_such_step, to_be_had
+from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, StorageError
 from lakeckpt.lake.storage import Storage, clear_leftovers
 
-__all__ = ["Chooser", "roll_back"]
+__all__ = ["Chooser"]
 
 _LOG = logging.getLogger("lakeckpt")
 _MOST_ENTRIES = 4096
@@ -223,50 +224,3 @@ class Chooser:
         """Tell that newer entries of the log seem to be lost (`find_lost`)."""
         if reason:
             self.report(Damage(path=LOG, reason=reason))
-
-
-def to_be_had(storage: Storage, view: LogView) -> list[Manifest]:
-    """The checkpoints of the history of which retention has left something, newest first."""
-    there = folders_there(storage)
-    return [one for one in not_rolled_back(view) if one.save.folder in there]
-
-
-def no_such_step(step: int, commits: Sequence[Manifest], more: str = "") -> CheckpointNotFound:
-    """The error for a roll-back to a ``step`` that is not among the ``commits`` that can be had."""
-    steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in reversed(commits)) or "none"
-    return CheckpointNotFound(
-        f"the run cannot be rolled back to step {step:,}: its history has no checkpoint of that step with data. "
-        f"Checkpoints that can be had: {steps}. Name one of these steps; keep= says which checkpoints stay.{more}"
-    )
-
-
-def roll_back(storage: Storage, step: int, *, clock: Callable[[], float] = time.time) -> Manifest:
-    """Order that the history of the run at ``storage`` goes on from its newest checkpoint of ``step``; returns that.
-
-    Writes one entry into the log: a job that is alive is superseded by it, and ends at its next save. Raises
-    `CheckpointNotFound`, and `AttemptSuperseded` where other jobs keep writing.
-    """
-    for _ in range(_MOST_SLOTS):
-        view = read_log(storage)
-        if view.run is None:
-            raise CheckpointNotFound("there is no run here: it has no log. Name the place of a run")
-        commits = to_be_had(storage, view)
-        found = next((one for one in commits if one.step == step), None)
-        if found is None:
-            raise no_such_step(step, commits)
-        order = Restored(
-            run=view.run,
-            slot=view.last + 1,
-            attempt=None,
-            restored=found.slot,
-            library=__version__,
-            created_s=float(clock()),
-            write_id=uuid.uuid4().hex,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            rolled_back_to=step,
-        )
-        with contextlib.suppress(SlotTaken):
-            put_entry(storage, order)
-            return found
-    raise AttemptSuperseded(f"other jobs took {_MOST_SLOTS} slots of the log in a row: stop them first")
