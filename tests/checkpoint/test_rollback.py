@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lakeckpt.checkpoint.audit import audit
+from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import list_slots, read_log
 from lakeckpt.checkpoint.manager import CheckpointManager
@@ -38,7 +39,7 @@ from tests.checkpoint.test_remembered import managed, objects_of, train
 
 
 def job(
-    storage: Any, steps: int, *, step: int | None = None, keep: int = 10, every: int = 1, **options: Any
+    storage: Any, steps: int, *, step: int | None = None, keep: int | Keep = 10, every: int = 1, **options: Any
 ) -> tuple[int, CheckpointManager]:
     """Restore, then make so many steps, saving ``every`` so many; the step that was restored. Then it is dead."""
     objects = {"n": Counter(0), "tensor": Counter(torch.zeros(3)), "reader": Reader()}
@@ -287,7 +288,15 @@ def test_a_log_whose_end_is_there_is_not_suspected_whatever_retention_removed() 
     assert read_log(storage).damaged == ()
     for path in [one for one in storage.objects if one.startswith(("parts/", "objects/"))]:
         storage.delete(path)  # of a run that is over
-    script_free = audit(storage)
-    assert not [one for one in script_free.every_doubt if "lost" in one]
+    assert not [one for one in audit(storage).every_doubt if "lost" in one]
     with pytest.warns(UserWarning, match="not whole"), pytest.raises(CheckpointDamaged, match="no checkpoint"):
         job(storage, 0)
+
+
+def test_an_old_checkpoint_that_somebody_removed_by_hand_is_no_lost_end() -> None:
+    storage = MemoryStorage()
+    job(storage, 9, keep=Keep(last=2, every=3))
+    for path in [one for one in storage.objects if "/000000000003-" in one]:
+        storage.delete(path)
+    assert job(storage, 0)[0] == 9
+    assert not [one for one in audit(storage).every_doubt if "lost" in one]

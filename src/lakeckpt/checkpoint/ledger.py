@@ -126,15 +126,17 @@ def _newest_but_begins(view: LogView) -> Manifest | Restored | None:
 
 
 def not_rolled_back(view: LogView) -> list[Manifest]:
-    """The commits that can be read and that no later entry has left behind, newest first: the history, and what lies
-    before it where it is broken."""
+    """The commits that can be read and that no roll-back and no later commit has left behind, newest first. These are
+    the history, what lies before it where it is broken, and newer ones that were found damaged: they may be whole
+    again."""
     found: list[Manifest] = []
     most = view.last  # the highest slot that can still be part of the history
     for slot, entry in sorted(view.entries.items(), reverse=True):
         if slot > most or isinstance(entry, Begin):
             continue
         if isinstance(entry, Restored):
-            most = -1 if entry.restored is None else entry.restored
+            if entry.rolled_back_to is not None and entry.restored is not None:
+                most = entry.restored
         else:
             found.append(entry)
             most = slot - 1 if entry.parent is None else entry.parent
@@ -174,12 +176,16 @@ def removed_by_the_unknown(history: History, there: Collection[str]) -> str:
     """Why newer entries of the log seem to be lost; empty where nothing says so.
 
     ``there`` are the `folders_there`. Retention removes the oldest data first, behind a newer commit. Where the tip has
-    its data, and a checkpoint has none that no commit in the log had leave to remove, that newer commit is not in the
-    log any more. Where all data are gone, as of a run that was trained to its end, nothing follows.
+    its data, and one of the newest checkpoints has none that no commit in the log had leave to remove, that newer
+    commit is not in the log any more. Older ones, that a rule keeps beside the newest, somebody may have removed by
+    hand. Where all data are gone, as of a run that was trained to its end, nothing follows.
     """
-    tip, stays = history.tip, must_stay(history)
-    gone = [one for one in history.chain if one.slot in stays and one.save.folder not in there]
-    if tip is None or not gone or tip.save.folder not in there:
+    tip = history.tip
+    if tip is None or tip.keep is None or tip.save.folder not in there:
+        return ""
+    stays = must_stay(history)
+    gone = [one for one in history.chain[-tip.keep.last :] if one.slot in stays and one.save.folder not in there]
+    if not gone:
         return ""
     steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in gone)
     return (
