@@ -230,6 +230,8 @@ def test_memory_of_the_branch_that_was_left_is_not_restored(tmp_path: Path) -> N
     assert life(2) == (4, 4), "memory of the new branch is"
     assert life(2, step=2, save=True) == (6, 6), "the order was obeyed"
     assert steps_of(storage) == [2, 8]
+    assert life(2) == (8, 8)
+    assert life(0, step=8) == (8, None), "who names a step wants its checkpoint, and nothing newer of memory"
     roll_back(storage, 2)
     assert life(0) == (2, None)
 
