@@ -102,8 +102,11 @@ class Chooser:
 
     def find_lost(self) -> dict[str, str]:
         """Why newer entries of the log seem to be lost, if something says so; after `choose`."""
-        found = removed_by_the_unknown(history_of(self._view), folders_there(self._storage))
-        return {"lost": found}
+        try:
+            there = folders_there(self._storage)
+        except StorageError:  # no reason to refuse a restore
+            return {"lost": ""}
+        return {"lost": removed_by_the_unknown(history_of(self._view), there)}
 
     def _offer(self, chosen: Manifest | None) -> Offer | None:
         if chosen is not None and has_remapped(self._storage, chosen):
