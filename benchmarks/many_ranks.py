@@ -151,10 +151,12 @@ def restored(folder: str, manifest: Manifest) -> tuple[float, int, float]:
     rank, storage = manifest.world_size // 2, Counting(folder)
     before = time.process_time()
     own = load_own(storage, manifest, rank=rank)
-    own_s, parts = time.process_time() - before, storage.parts
     assert own is not None
+    own.check()
+    own_s, parts = time.process_time() - before, storage.parts
     before = time.process_time()
     full = load(storage, manifest, rank=rank, world_size=manifest.world_size)
+    full.check()
     assert full.trees == own.trees
     return own_s, parts, time.process_time() - before
 
