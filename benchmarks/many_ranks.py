@@ -110,9 +110,7 @@ def saved(
     storage: LocalStorage, world_size: int, parameters: int, replicas: int
 ) -> tuple[Manifest, list[float], list[int]]:
     """Save on all ranks: what was committed, the seconds and the bytes said of each."""
-    begin = Begin(
-        run="run", slot=0, restored=None, world_size=world_size, library="0", created_s=0.0, write_id="benchmark"
-    )
+    begin = Begin(run="run", slot=0, world_size=world_size, library="0", created_s=0.0, write_id="benchmark")
     put_entry(storage, begin)
     round_ = Round(world_size)
     save = SaveId(attempt=0, step=1, number=0)
@@ -153,10 +151,12 @@ def restored(folder: str, manifest: Manifest) -> tuple[float, int, float]:
     rank, storage = manifest.world_size // 2, Counting(folder)
     before = time.process_time()
     own = load_own(storage, manifest, rank=rank)
-    own_s, parts = time.process_time() - before, storage.parts
     assert own is not None
+    own.check()
+    own_s, parts = time.process_time() - before, storage.parts
     before = time.process_time()
     full = load(storage, manifest, rank=rank, world_size=manifest.world_size)
+    full.check()
     assert full.trees == own.trees
     return own_s, parts, time.process_time() - before
 

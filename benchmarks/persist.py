@@ -100,7 +100,7 @@ def ours(place: Path, generations: Generations, run: str) -> None:
     """Persist the newest generation by what the agent runs, from nothing to a commit. Like an agent, it keeps the arena
     mapped from one save to the next: ``generations``."""
     storage = LocalStorage(place / "run")
-    entry = Begin(run=run, slot=0, restored=None, world_size=1, library="", created_s=0.0, write_id=uuid.uuid4().hex)
+    entry = Begin(run=run, slot=0, world_size=1, library="", created_s=0.0, write_id=uuid.uuid4().hex)
     put_entry(storage, entry)
     said: list[Outcome] = []
     persister = Persister(

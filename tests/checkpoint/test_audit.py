@@ -410,7 +410,7 @@ def test_a_ledger_that_contradicts_itself_is_not_proved(table: Path, what: str) 
     last: Manifest = history.chain[-1]
     record = last.readers["reader"]
     if what == "attempt":
-        history = replace(history, begins=(history.begins[0], replace(history.begins[1], restored=1)))
+        history = replace(history, restores=(history.restores[0], replace(history.restores[1], restored=1)))
     elif what == "step":
         history = replace(history, chain=(*history.chain[:-1], replace(last, step=3)))
     else:

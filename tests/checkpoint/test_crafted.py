@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.manifest import PartRef, entry_to_bytes
 from lakeckpt.checkpoint.parts import FileRecord, PartRecord, SaveId, TensorRecord
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.errors import CheckpointDamaged, LakeckptError, WireDamaged, WireError
+from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, LakeckptError, WireDamaged, WireError
 from lakeckpt.wire.codec import dumps, loads
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks, training
 
@@ -140,8 +141,12 @@ def test_a_crafted_part_whose_checksums_are_right_is_refused(number: int) -> Non
     watched.objects = storage.objects
     objects = training(seed=1) | {"n": Counter([2])}
     before = str({name: one.state_dict() for name, one in objects.items()})
-    with pytest.warns(DamageWarning), pytest.raises(CheckpointDamaged):
-        manager(watched, objects).restore()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises((CheckpointDamaged, CheckpointMismatch)) as found:
+            manager(watched, objects).restore()
+    # Another dtype of the same size is a misfit: what is compared first is records, and not heads of files.
+    assert found.type is CheckpointMismatch or [one.category for one in told] == [DamageWarning]
     assert str({name: one.state_dict() for name, one in objects.items()}) == before
     assert all(path.startswith(("log/", "parts/00", "objects/00")) for path in touched)
 

@@ -150,7 +150,7 @@ def test_training_goes_on_from_the_one_before_and_the_history_says_so() -> None:
     saver.step()
     saver.save()
     history = read_history(storage)
-    assert [one.slot for one in history.chain] == [1, 4] and [one.slot for one in history.abandoned] == [2]
+    assert [one.slot for one in history.chain] == [1, 5] and [one.slot for one in history.abandoned] == [2]
     assert restored(storage)[0] == 2
 
 

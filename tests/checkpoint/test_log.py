@@ -18,6 +18,7 @@ from lakeckpt.checkpoint.manifest import (
     Manifest,
     PartRef,
     ReaderRecord,
+    Restored,
     Stretch,
     entry_from_bytes,
     entry_to_bytes,
@@ -30,9 +31,20 @@ from lakeckpt.wire.codec import dumps
 from tests.checkpoint.rig import MemoryStorage
 
 
-def begin(slot: int, *, restored: int | None = None, write_id: str = "w", run: str = "run") -> Begin:
-    return Begin(
-        run=run, slot=slot, restored=restored, world_size=1, library="0", created_s=1.5, write_id=f"{write_id}{slot}"
+def begin(slot: int, *, write_id: str = "w", run: str = "run") -> Begin:
+    return Begin(run=run, slot=slot, world_size=1, library="0", created_s=1.5, write_id=f"{write_id}{slot}")
+
+
+def restored(slot: int, attempt: int | None, of: int | None, *, step: int | None = None) -> Restored:
+    return Restored(
+        run="run",
+        slot=slot,
+        attempt=attempt,
+        restored=of,
+        library="0",
+        created_s=1.5,
+        write_id=f"w{slot}",
+        rolled_back_to=step,
     )
 
 
@@ -69,7 +81,7 @@ def put_all(storage: MemoryStorage, *entries: Entry) -> MemoryStorage:
     return storage
 
 
-@pytest.mark.parametrize("entry", [begin(3), begin(3, restored=1), manifest(9, attempt=2, parent=4)])
+@pytest.mark.parametrize("entry", [begin(3), restored(3, 2, 1), restored(4, None, 1), manifest(9, attempt=2, parent=4)])
 def test_an_entry_comes_back(entry: Entry) -> None:
     assert entry_from_bytes(entry_to_bytes(entry)) == entry
     storage = put_all(MemoryStorage(), entry)
@@ -148,7 +160,6 @@ def test_a_log_of_a_newer_major_version_is_refused_and_a_newer_minor_is_read() -
             "entry": "begin",
             "run": entry.run,
             "slot": entry.slot,
-            "restored": None,
             "world_size": 1,
             "library": "0",
             "created_s": 1.5,
@@ -207,15 +218,18 @@ def test_the_history_is_the_chain_of_parents_and_the_rest_is_abandoned() -> None
         manifest(1, attempt=0, parent=None),
         manifest(2, attempt=0, parent=1),
         manifest(3, attempt=0, parent=2),
-        begin(4, restored=2),
-        manifest(5, attempt=4, parent=2),
-        begin(6, restored=5),
+        begin(4),
+        restored(5, 4, 2),
+        manifest(6, attempt=4, parent=2),
+        begin(7),
+        restored(8, 7, 6),
     )
     history = read_history(storage)
-    assert [one.slot for one in history.chain] == [1, 2, 5] and history.whole
+    assert [one.slot for one in history.chain] == [1, 2, 6] and history.whole
     assert [one.slot for one in history.abandoned] == [3]
-    assert [one.slot for one in history.begins] == [0, 4, 6]
-    assert history.tip == manifest(5, attempt=4, parent=2)
+    assert [one.slot for one in history.begins] == [0, 4, 7]
+    assert [(one.attempt, one.restored) for one in history.restores] == [(0, None), (4, 2), (7, 6)]
+    assert history.tip == manifest(6, attempt=4, parent=2)
     assert history.tip.readers["reader"].consumed() == {0: Intervals.of([(0, 5), (7, 9)])}
 
 
@@ -225,7 +239,8 @@ def test_an_attempt_that_went_on_from_an_older_checkpoint_moves_the_tip() -> Non
         begin(0),
         manifest(1, attempt=0, parent=None),
         manifest(2, attempt=0, parent=1),
-        begin(3, restored=1),
+        begin(3),
+        restored(4, 3, 1),
     )
     history = read_history(storage)
     assert [one.slot for one in history.chain] == [1] and [one.slot for one in history.abandoned] == [2]

@@ -119,8 +119,8 @@ def test_a_job_that_died_goes_on_at_its_last_step_and_every_row_is_recorded_once
     info = saver.save()
     assert info is not None and info.step == 7
     assert rows_recorded(storage) == [20, 50] and verify(storage).every_damage == ()
-    begins = read_log(storage).begins
-    assert [one.captured for one in begins] == [None, Captured(attempt=0, step=5)]
+    restores = read_log(storage).restores
+    assert [one.captured for one in restores] == [None, Captured(attempt=0, step=5)]
     assert manager(storage, objects_of(3)).restore() == 7
     assert dead.steps_done == 5
 
@@ -513,8 +513,8 @@ def test_offers_and_begins_say_what_they_said(also: Captured | None) -> None:
     assert not offer.takes(Captured(attempt=3, step=10)) and not offer.takes(Captured(attempt=6, step=9))
     storage = MemoryStorage()
     manager(storage, {"n": Counter()}).restore()
-    (begin,) = read_log(storage).begins
-    again = replace(begin, captured=also)
+    (first,) = read_log(storage).restores
+    again = replace(first, slot=9, captured=also)
     assert entry_from_bytes(entry_to_bytes(again)) == again
 
 
@@ -525,7 +525,7 @@ def test_memory_goes_on_from_the_commit_that_its_attempt_went_on_from_alone() ->
         saver.restore()
         saver.step()
     view = read_log(storage)
-    first, second = view.begins  # slots 0 and 2; each has committed into the slot behind it
+    first, second = view.restores  # of the attempts 0 and 2; each has committed once
     newer, older = view.manifests
     assert where_it_goes_on(None, None) is None
     assert where_it_goes_on(first, None) == Offer(attempt=0, least=0, also=None)

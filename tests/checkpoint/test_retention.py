@@ -132,7 +132,7 @@ def test_a_save_that_is_not_committed_removes_nothing() -> None:
     inner = MemoryStorage()
     run(inner, 2, keep=1)
     before = folders(inner)
-    faults = {("put_new", n): Fault.ERROR for n in range(2, 5)}
+    faults = {("put_new", n): Fault.ERROR for n in range(3, 6)}  # behind the attempt's two entries
     with pytest.raises(SaveFailed):
         run(FaultyStorage(inner, fail_at=faults), 1, keep=1)
     assert before < folders(inner)

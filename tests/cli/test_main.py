@@ -39,10 +39,10 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
-    assert all(f"\n    {command} " in told for command in (*COMMANDS, "demo"))
+    assert all(f"\n    {command} " in told for command in (*COMMANDS, "rollback", "demo"))
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "demo"])
+@pytest.mark.parametrize("command", [*COMMANDS, "rollback", "demo"])
 def test_each_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert f"usage: lakeckpt {command}" in capsys.readouterr().out

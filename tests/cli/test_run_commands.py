@@ -118,7 +118,7 @@ def test_inspect_tells_checkpoints_attempts_and_places(good_run: Script, lake: P
     assert [one["slot"] for one in plain["checkpoints"] if not one["in_history"]] == [
         one.slot for one in history.abandoned
     ]
-    assert [one["restored_slot"] for one in plain["attempts"]] == [one.restored for one in history.begins]
+    assert [one["restored_slot"] for one in plain["attempts"]] == [one.restored for one in history.restores]
     assert sum(one["checkpoints"] for one in plain["attempts"]) == len(plain["checkpoints"])
     with_data = [one for one in plain["checkpoints"] if one["files"]]
     assert len(with_data) == 3 and all(one["size_bytes"] > 0 for one in with_data)

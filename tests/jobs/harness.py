@@ -29,12 +29,14 @@ SCRIPT = Path(__file__).with_name("train.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start of the job. ``kill_after``: steps noted by rank 0, and seconds more, before all ranks are killed."""
+    """One start of the job. ``kill_after``: steps noted by rank 0, and seconds more, before all ranks are killed.
+    ``lives_on``: they are not killed then, and go on beside the next attempt until they are superseded."""
 
     ranks: int
     workers: int = 0
     kill_after: tuple[int, float] | None = None
     options: tuple[str, ...] = ()
+    lives_on: bool = False
 
 
 def free_port() -> int:
@@ -62,6 +64,7 @@ class Job:
         self.notes = folder / "notes"
         self.notes.mkdir(parents=True)
         self.attempts = 0
+        self._living: list[tuple[Path, list[ForkServerProcess]]] = []
 
     @property
     def run(self) -> Path:
@@ -89,13 +92,31 @@ class Job:
                 for process in ranks:
                     process.join(timeout=PATIENCE_S)
         finally:
-            for process in ranks:
-                if process.is_alive() or attempt.kill_after is not None:
-                    _kill_group(process)
-                process.join()
+            if attempt.lives_on:
+                self._living.append((log, ranks))
+            else:
+                _end(ranks, killed=attempt.kill_after is not None)
         if attempt.kill_after is None:
             codes = [process.exitcode for process in ranks]
             assert codes == [0] * attempt.ranks, f"exit codes {codes}:\n{log.read_text()[-4000:]}"
+
+    def superseded(self) -> list[str]:
+        """Wait for the attempts that were left alive; what each wrote, of which every rank ended badly."""
+        told = []
+        for log, ranks in self._living:
+            for process in ranks:
+                process.join(timeout=PATIENCE_S)
+            codes = [process.exitcode for process in ranks]
+            _end(ranks, killed=True)
+            assert None not in codes and 0 not in codes, f"exit codes {codes}:\n{log.read_text()[-4000:]}"
+            told.append(log.read_text())
+        self._living.clear()
+        return told
+
+    def end(self) -> None:
+        """Kill what is still alive."""
+        for _, ranks in self._living:
+            _end(ranks, killed=True)
 
     def _wait_for_steps(self, number: int, kill_after: tuple[int, float], ranks: list[ForkServerProcess]) -> None:
         steps, more_s = kill_after
@@ -133,6 +154,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of ``path``: a kill may cut the last one short."""
     text = path.read_text()
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _end(ranks: list[ForkServerProcess], *, killed: bool) -> None:
+    for process in ranks:
+        if process.is_alive() or killed:
+            _kill_group(process)
+        process.join()
 
 
 def _kill_group(process: ForkServerProcess) -> None:

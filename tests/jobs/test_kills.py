@@ -99,6 +99,26 @@ def test_an_endless_stream_repeats_no_row_before_all_have_counted(table: Path, t
     assert audit(open_storage(str(job.run))).verdict == "proved"
 
 
+@pytest.mark.parametrize("topologies", [[1, 1, 1], pytest.param([2, 1, 2, 1, 2], marks=pytest.mark.soak)])
+def test_every_attempt_restores_at_its_first_try_beside_those_before_it_that_live_on(
+    topologies: list[int], table: Path, tmp_path: Path
+) -> None:
+    """They save, and remove what is older, after every step."""
+    job = Job(tmp_path / "job", table, ["--shuffle", "--every", "1", "--keep", "1", "--epochs", "2"])
+    try:
+        for ranks in topologies[:-1]:
+            job.attempt(Attempt(ranks=ranks, kill_after=(9, 0.0), lives_on=True))
+        job.attempt(Attempt(ranks=topologies[-1]))
+        told = job.superseded()
+    finally:
+        job.end()
+    assert all("AttemptSuperseded" in one and "was taken by attempt" in one for one in told) and len(told) > 1
+    counts = job.surviving_rows()
+    assert set(counts) == {(epoch, row) for epoch in range(2) for row in range(ROWS)}
+    assert set(counts.values()) == {1}
+    assert audit(open_storage(str(job.run))).verdict == "proved"
+
+
 def test_a_job_killed_in_its_first_epoch_goes_on_with_one_rank_less_and_a_worker_more(
     table: Path, tmp_path: Path
 ) -> None:

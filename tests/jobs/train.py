@@ -25,6 +25,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--every", type=int, default=3)
+    parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--tail", default="short")
@@ -61,7 +62,8 @@ def main() -> None:
     loader = lakeckpt.LakeLoader(dataset, num_workers=args.workers)
     state = {"model": model, "optimizer": optimizer, "reader": loader}
     notes = Path(args.notes) / f"{args.attempt:03d}-{rank}.jsonl"
-    with notes.open("a") as file, lakeckpt.CheckpointManager(args.run, state, persist_every=args.every) as manager:
+    options = {"persist_every": args.every, "keep": args.keep}
+    with notes.open("a") as file, lakeckpt.CheckpointManager(args.run, state, **options) as manager:
         done = manager.restore()
         print(json.dumps({"restored": done}), file=file, flush=True)
         used: list[tuple[int, int]] = []  # (epoch, id)

@@ -32,7 +32,7 @@ class Attempt:
     number: int
     """Its number: the slot of its begin."""
     last: int
-    """The last slot that this attempt knows to be taken: its own."""
+    """The last slot that this attempt knows to be taken: its own. At first, that of what it restored."""
     parent: int | None
     seed: int
     recorded: int = 0
@@ -111,7 +111,9 @@ class Tip:
         self._refuse_others(found)
 
     def _refuse_others(self, entry: Entry, *, newest: bool = False) -> None:
-        is_ours = entry.attempt <= self.attempt.number if newest else entry.attempt == self.attempt.number
+        is_ours = entry.attempt == self.attempt.number
+        if newest and entry.attempt is not None:
+            is_ours = entry.attempt <= self.attempt.number
         if entry.run != self.attempt.run or not is_ours:
             raise AttemptSuperseded(superseded(self.attempt.number, SlotTaken(entry.slot, entry)))
 

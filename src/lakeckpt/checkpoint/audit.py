@@ -7,18 +7,26 @@ The log gives the history: the chain of manifests from the newest checkpoint bac
 recorded intervals are added up, compared with what the newest state claims, and held against the table's rows (see
 `lakeckpt.checkpoint.account`). Abandoned branches are told apart: their work was rolled back and does not count.
 
-Reads only ``log/`` and ``index/``: the data of checkpoints, and the table, may be gone. What a proof rests on is said
-in the report. Imports without torch.
+Reads only ``log/`` and ``index/``, and lists ``parts/``: the data of checkpoints, and the table, may be gone. What a
+proof rests on is said in the report. Imports without torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from lakeckpt.checkpoint.account import account
 from lakeckpt.checkpoint.audit_report import AuditReport, Branch
-from lakeckpt.checkpoint.ledger import History, index_path, read_history, selection_path
+from lakeckpt.checkpoint.ledger import (
+    History,
+    folders_there,
+    index_path,
+    read_history,
+    removed_by_the_unknown,
+    selection_path,
+)
 from lakeckpt.checkpoint.log import slot_path
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.rows import Order, order_name
@@ -60,7 +68,10 @@ def audit(
 
 def read_run(storage: Storage, *, tip: int | None = None) -> History:
     """The history of the run at ``storage``; raises as `audit`."""
+    there = folders_there(storage)  # listed before the log is read: what is removed meanwhile was removed by a commit
     history = read_history(storage, tip=tip)
+    if tip is None:
+        history = replace(history, lost=removed_by_the_unknown(history, there))
     if not (history.begins or history.chain or history.abandoned or history.damaged):
         raise CheckpointNotFound(f"there is no run at {describe(storage)}: it has no log. Name the place of a run")
     if tip is not None and not history.chain:
@@ -125,7 +136,7 @@ def audit_history(
     at = {manifest.attempt for manifest in history.chain}
     readers = []
     for done, (name, records) in enumerate(sorted(by_reader.items()), start=1):
-        given_up = [begin.given_up[name] for begin in history.begins if begin.attempt in at and name in begin.given_up]
+        given_up = [one.given_up[name] for one in history.restores if one.attempt in at and name in one.given_up]
         readers.append(account(name, records, orders, named_groups=named_groups, given_up=given_up))
         last = records[-1][0]
         if tip is not None and last.slot != tip.slot:
@@ -164,7 +175,9 @@ def _doubts(history: History) -> tuple[list[str], list[str]]:
             doubts.append(f"an entry newer than the newest readable checkpoint cannot be read: {damage}")
         else:
             notes.append(f"damaged, and not in the history: {damage}")
-    restored = {begin.attempt: begin.restored for begin in history.begins}
+    restored = {one.attempt: one.restored for one in history.restores}
+    if history.lost:
+        doubts.append(history.lost)
     for before, after in zip([None, *history.chain], history.chain, strict=False):
         if before is not None and after.step < before.step:
             doubts.append(f"slot {after.slot} is of step {after.step:,}, and its parent of step {before.step:,}")

@@ -1,30 +1,46 @@
-"""Which checkpoint does a run go on from, and whose attempt is it?  What rank 0 does of a restore, with the log.
+"""This module chooses the checkpoint that a run goes on from, and takes the run over: what rank 0 does with the log.
 
-The newest commit that was not found damaged is chosen. Then the attempt begins, in the slot right after the last one
-that was seen; where another job has taken that, it is looked anew. What is damaged is told once. All ranks have one,
-for the telling; only rank 0 asks it to choose and to begin.
+`Chooser.choose` reads the log and writes nothing: the newest commit of the history that was not found damaged, or the
+one that a roll-back asks for. `Chooser.claim` begins the attempt, after which nobody else commits or removes anything.
+`Chooser.restored` says at the end what was restored. A run whose attempt dies between the two goes on as if that
+attempt had never begun. What is damaged is told once. All ranks have a chooser, for the telling; only rank 0 asks it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import socket
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 
 from lakeckpt import __version__
-from lakeckpt.checkpoint.log import Damage, LogView, SlotTaken, list_slots, put_entry, read_log
-from lakeckpt.checkpoint.manifest import Begin, Captured, Manifest
-from lakeckpt.checkpoint.parts import OBJECT_NAME, PARTS
+from lakeckpt.checkpoint.begins import said_of
+from lakeckpt.checkpoint.commit import superseded
+from lakeckpt.checkpoint.ledger import (
+    at_work,
+    folders_there,
+    has_obeyed,
+    history_of,
+    not_rolled_back,
+    removed_by_the_unknown,
+)
+from lakeckpt.checkpoint.log import LOG, Damage, LogView, SlotTaken, list_slots, put_entry, read_log
+from lakeckpt.checkpoint.manifest import Begin, Captured, Manifest, Restored
+from lakeckpt.checkpoint.parts import OBJECT_NAME
 from lakeckpt.checkpoint.remap import has_remapped
 from lakeckpt.checkpoint.remembered import Offer, where_it_goes_on
 from lakeckpt.checkpoint.report import DamageWarning
+from lakeckpt.checkpoint.rollback import no_such_step, to_be_had
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, StorageError
 from lakeckpt.lake.storage import Storage, clear_leftovers
 
 __all__ = ["Chooser"]
 
+_LOG = logging.getLogger("lakeckpt")
 _MOST_ENTRIES = 4096
 _MOST_SLOTS = 100
 _UNFIT = (
@@ -34,18 +50,26 @@ _UNFIT = (
 
 
 class Chooser:
-    """Chooses for one rank of ``world_size``; only the ``speaker`` warns."""
+    """Chooses for one rank of ``world_size``; only the ``speaker`` warns. ``step``: roll back to that checkpoint, if
+    the history does not descend from such a roll-back yet."""
 
     def __init__(
-        self, storage: Storage, *, world_size: int, speaker: bool, clock: Callable[[], float] = time.time
+        self,
+        storage: Storage,
+        *,
+        world_size: int,
+        speaker: bool,
+        step: int | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
         self._world_size = world_size
         self._speaker = speaker
+        self._step = step
         self._clock = clock
         self._damaged: dict[str, Damage] = {}
         self._rejected: set[int] = set()
-        self._taken = -1  # the last slot that a put of ours has found taken
+        self._taken = -1  # the last slot that a put of ours has found taken, or has taken
         self._view = LogView(entries={}, damaged=(), last=-1)
 
     @property
@@ -57,40 +81,58 @@ class Chooser:
         """The checkpoint in ``slot`` is not chosen again."""
         self._rejected.add(slot)
 
-    def choose(self, *, fence: bool) -> dict[str, str]:
-        """The slot that is chosen (``none`` on a fresh start), the last one that is taken, the run, and which cuts in
-        memory go on from there (an `Offer`, or nothing). ``fence``: begin an attempt first, so that no other job
-        commits any more."""
-        chosen = self._look()
-        run = self._view.run or uuid.uuid4().hex
-        last = self._view.last
-        if fence:  # another job commits faster than we can verify: shut it out first, then look again
-            last = self._fence(run, chosen)
-            chosen = self._look()
-        offer = None if fence else self._offer(chosen)
+    # --- before the claim, and once more after it
+
+    def choose(self) -> dict[str, str]:
+        """The slot that is chosen (``none`` on a fresh start), the run, which cuts in memory go on from there (an
+        `Offer`, or nothing), and the step of the roll-back that this obeys (or nothing)."""
+        self._look()
+        obeys = self._step is not None and not has_obeyed(self._view, self._step)
+        chosen = self._rolled_back(self._step) if self._step is not None and obeys else self._newest()
+        offer = None if obeys else self._offer(chosen)
         return {
             "slot": "none" if chosen is None else str(chosen.slot),
-            "last": str(last),
-            "run": run,
+            "run": self._view.run or uuid.uuid4().hex,
             "offer": "" if offer is None else offer.to_text(),
+            "obeys": str(self._step) if obeys else "",
         }
+
+    def is_overtaken(self) -> bool:
+        """Whether the log has grown since the choice: what was chosen may have been removed behind a newer commit."""
+        return any(slot > self._view.last for slot in list_slots(self._storage, taken=self._taken))
+
+    def find_lost(self) -> dict[str, str]:
+        """Why newer entries of the log seem to be lost, if something says so; after `choose`."""
+        try:
+            there = folders_there(self._storage)
+        except StorageError:  # no reason to refuse a restore
+            return {"lost": ""}
+        return {"lost": removed_by_the_unknown(history_of(self._view), there)}
 
     def _offer(self, chosen: Manifest | None) -> Offer | None:
         if chosen is not None and has_remapped(self._storage, chosen):
             return None  # somebody carried the place of this checkpoint over: it is this one that is to be restored
-        begins = self._view.begins
-        return where_it_goes_on(begins[-1] if begins else None, chosen)
+        return where_it_goes_on(at_work(self._view), chosen)
 
-    def _look(self) -> Manifest | None:
-        """Read the log; the newest commit that was not found damaged, or None on a fresh start."""
+    def _look(self) -> None:
+        """Read the log; what of it is damaged is told."""
         listed = list_slots(self._storage, taken=self._taken)
         newest = None if len(listed) <= _MOST_ENTRIES else listed[-_MOST_ENTRIES:]
-        self._view = read_log(self._storage, slots=newest, taken=self._taken)
+        self._view = read_log(self._storage, slots=newest, taken=self._taken, known=self._view.entries)
         for damage in self._view.damaged:
             self.report(damage)
-        manifests = self._view.manifests
-        chosen = next((one for one in self._with_data(manifests) if one.slot not in self._rejected), None)
-        if chosen is None and (manifests or self._view.damaged):
+
+    def _newest(self) -> Manifest | None:
+        """The newest commit of the history that was not found damaged, or None on a fresh start."""
+        commits = not_rolled_back(self._view)
+        if commits and commits[0].slot not in self._rejected:
+            return commits[0]
+        left = folders_there(self._storage) if commits else set()  # the others: of which retention has left something
+        chosen = next((one for one in commits if one.slot not in self._rejected and one.save.folder in left), None)
+        if chosen is None and (commits or self._view.damaged):
+            if self.is_overtaken():
+                self._look()
+                return self._newest()
             listing = "\n  ".join(str(one) for one in self._damaged.values())
             raise CheckpointDamaged(
                 f"no checkpoint of this run is whole, and starting anew would hide that:\n  {listing}\n"
@@ -98,58 +140,77 @@ class Chooser:
             )
         return chosen
 
-    def _with_data(self, manifests: list[Manifest]) -> list[Manifest]:
-        """Where the newest one is damaged, those of the others of which retention has left something."""
-        if not self._rejected:
-            return manifests
-        left = {info.path.removeprefix(f"{PARTS}/").rpartition("/")[0] for info in self._storage.list(PARTS)}
-        return [one for one in manifests if one.save.folder in left]
+    def _rolled_back(self, step: int) -> Manifest:
+        """The checkpoint of ``step``, from which the history is to go on."""
+        commits = [one for one in to_be_had(self._storage, self._view) if one.slot not in self._rejected]
+        found = next((one for one in commits if one.step == step), None)
+        if found is None:
+            listing = "".join(f"\n  {one}" for one in self._damaged.values())
+            raise no_such_step(step, commits, f" Found damaged:{listing}" if listing else "")
+        return found
 
-    def _fence(self, run: str, chosen: Manifest | None) -> int:
-        last = self._view.last
-        for slot in range(last + 1, last + 1 + _MOST_SLOTS):
+    # --- the claim, and its end
+
+    def claim(self, run: str) -> dict[str, str]:
+        """Begin the attempt: from now on nobody else commits into the run, or removes anything of it. ``begun`` is the
+        attempt's number."""
+        before = self._view.begins
+        slot = self._view.last + 1
+        for _ in range(_MOST_SLOTS):
+            begin = Begin(
+                run=run,
+                slot=slot,
+                world_size=self._world_size,
+                library=__version__,
+                created_s=float(self._clock()),
+                write_id=uuid.uuid4().hex,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+            )
+            self._taken = slot
             try:
-                put_entry(self._storage, self._entry(run, slot, None if chosen is None else chosen.slot, {}))
-            except SlotTaken:
-                self._taken = slot
+                put_entry(self._storage, begin)
+            except SlotTaken as taken:
+                slot = list_slots(self._storage, taken=slot)[-1] + 1  # a live job may be several commits ahead by now
+                if taken.found is not None:
+                    run = taken.found.run
+                    before = [*before, taken.found] if isinstance(taken.found, Begin) else before
                 continue
-            return slot
+            if before:
+                _LOG.info("%s takes the run over from %s", said_of(begin), said_of(before[-1]))
+            with contextlib.suppress(StorageError):  # what dead writers left is in nobody's way
+                clear_leftovers(self._storage, uploads=OBJECT_NAME)
+            return {"begun": str(slot)}
         raise AttemptSuperseded(f"other jobs took {_MOST_SLOTS} slots of the log in a row: stop them first")
 
-    def begin(
-        self, told: Mapping[str, str], given_up: Mapping[str, int], captured: Captured | None = None
+    def restored(
+        self, told: Mapping[str, str], begun: int, given_up: Mapping[str, int], captured: Captured | None
     ) -> dict[str, str]:
-        """Begin the attempt that goes on from what `choose` has ``told``; ``begun`` is its slot, or ``no``."""
-        slot = int(told["last"]) + 1
-        restored = None if told["slot"] == "none" else int(told["slot"])
-        try:
-            put_entry(self._storage, self._entry(told["run"], slot, restored, given_up, captured))
-        except SlotTaken:
-            self._taken = slot
-            return {"begun": "no"}
-        with contextlib.suppress(StorageError):  # what dead writers left is in nobody's way
-            clear_leftovers(self._storage, uploads=OBJECT_NAME)
-        return {"begun": str(slot)}
-
-    def _entry(
-        self,
-        run: str,
-        slot: int,
-        restored: int | None,
-        given_up: Mapping[str, int],
-        captured: Captured | None = None,
-    ) -> Begin:
-        return Begin(
-            run=run,
-            slot=slot,
-            restored=restored,
-            world_size=self._world_size,
+        """Say in the log what the attempt ``begun`` has restored of what `choose` has ``told``; ``last`` is the slot
+        that the attempt has reached. The first attempt of a run has nothing to say."""
+        if begun == 0:
+            return {"last": "0"}
+        entry = Restored(
+            run=told["run"],
+            slot=begun + 1,
+            attempt=begun,
+            restored=None if told["slot"] == "none" else int(told["slot"]),
             library=__version__,
             created_s=float(self._clock()),
             write_id=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            pid=os.getpid(),
             given_up=dict(given_up),
             captured=captured,
+            rolled_back_to=int(told["obeys"]) if told["obeys"] else None,
         )
+        try:
+            put_entry(self._storage, entry)
+        except SlotTaken as taken:
+            raise AttemptSuperseded(superseded(begun, taken)) from None
+        return {"last": str(entry.slot)}
+
+    # --- telling
 
     def pass_over(self, captured: Captured, reasons: Iterable[str]) -> None:
         """Tell of a cut in memory that is not damaged, and cannot be restored."""
@@ -162,3 +223,8 @@ class Chooser:
             self._damaged[damage.path] = damage
             if self._speaker:
                 warnings.warn(f"damage in the run: {damage}", DamageWarning, stacklevel=6)
+
+    def report_lost(self, reason: str) -> None:
+        """Tell that newer entries of the log seem to be lost (`find_lost`)."""
+        if reason:
+            self.report(Damage(path=LOG, reason=reason))

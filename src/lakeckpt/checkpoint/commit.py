@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lakeckpt.checkpoint.agreement import SUMS, sum_of
+from lakeckpt.checkpoint.begins import said_of
 from lakeckpt.checkpoint.digests import short_digest
 from lakeckpt.checkpoint.fetch import fetch_file
 from lakeckpt.checkpoint.fields import Ranks
@@ -197,10 +198,13 @@ def verify_objects(storage: Storage, parts: Sequence[PartRecord], *, verify: Ver
 
 def superseded(attempt: int, taken: SlotTaken) -> str:
     """The message for an attempt that lost the log."""
-    by = "an entry that cannot be read" if taken.found is None else f"attempt {taken.found.attempt}"
+    if taken.found is None:
+        by = "an entry that cannot be read"
+    else:
+        by = f"attempt {taken.found.attempt}" if isinstance(taken.found, Manifest) else said_of(taken.found)
     return (
         f"attempt {attempt} is superseded: slot {taken.slot} of the log was taken by {by}. "
-        "Another job has restored from this run and owns it now: stop this one"
+        "Another job has restored from this run and owns it now, or the run was rolled back: stop this one"
     )
 
 

@@ -1,21 +1,38 @@
 """Which checkpoints is the present state of a run made of?  Its history, told from the log alone.
 
 The history is the chain of manifests from the tip back through the parents; every other manifest is of an abandoned
-branch: work that was rolled back. The tip is the newest commit, or what the newest attempt says that it went on from.
-What cannot be read is reported, never guessed. Reads only the log: the record outlives the data of the checkpoints.
+branch: work that was rolled back. The tip is the newest commit, or what the newest `Restored` entry names. An attempt
+that only began says nothing of the history. What cannot be read is reported, never guessed. Reads only the log: the
+record outlives the data of the checkpoints.
 
 Imports without torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from lakeckpt.checkpoint.keep import kept_ever_since
 from lakeckpt.checkpoint.log import Damage, LogView, read_log, slot_path
-from lakeckpt.checkpoint.manifest import Begin, Manifest
+from lakeckpt.checkpoint.manifest import Begin, Manifest, Restored
+from lakeckpt.checkpoint.parts import PARTS
 from lakeckpt.lake.storage import Storage
 
-__all__ = ["INDEX", "History", "history_of", "index_path", "read_history", "selection_path"]
+__all__ = [
+    "INDEX",
+    "History",
+    "at_work",
+    "folders_there",
+    "has_obeyed",
+    "history_of",
+    "index_path",
+    "must_stay",
+    "not_rolled_back",
+    "read_history",
+    "removed_by_the_unknown",
+    "selection_path",
+]
 
 INDEX = "index"
 
@@ -33,7 +50,11 @@ class History:
     """All other manifests, in order of slots."""
     begins: tuple[Begin, ...]
     """The attempts, in order."""
+    restores: tuple[Restored, ...] = ()
+    """What the attempts restored, and roll-backs, in order."""
     damaged: tuple[Damage, ...]
+    lost: str = ""
+    """Why the newest entries of the log seem to be lost; empty: nothing says so, or nobody has looked."""
 
     @property
     def tip(self) -> Manifest | None:
@@ -87,15 +108,88 @@ def history_of(view: LogView, *, tip: int | None = None) -> History:
         broken_at=broken_at,
         abandoned=tuple(one for one in reversed(view.manifests) if one.slot not in slots),
         begins=tuple(view.begins),
+        restores=tuple(view.restores),
         damaged=tuple(damaged),
     )
 
 
 def _newest(view: LogView) -> int | None:
-    newest = max(view.entries, default=None)
-    if newest is None:
-        return None
-    entry = view.entries[newest]
+    entry = _newest_but_begins(view)
     if isinstance(entry, Manifest):
         return entry.slot
-    return entry.restored  # None, too, where commits are there that could not be read when it began
+    return None if entry is None else entry.restored
+
+
+def _newest_but_begins(view: LogView) -> Manifest | Restored | None:
+    every = (entry for _, entry in sorted(view.entries.items(), reverse=True))
+    return next((entry for entry in every if not isinstance(entry, Begin)), None)
+
+
+def not_rolled_back(view: LogView) -> list[Manifest]:
+    """The commits that can be read and that no roll-back and no later commit has left behind, newest first. These are
+    the history, what lies before it where it is broken, and newer ones that were found damaged: they may be whole
+    again."""
+    found: list[Manifest] = []
+    most = view.last  # the highest slot that can still be part of the history
+    for slot, entry in sorted(view.entries.items(), reverse=True):
+        if slot > most or isinstance(entry, Begin):
+            continue
+        if isinstance(entry, Restored):
+            if entry.rolled_back_to is not None and entry.restored is not None:
+                most = entry.restored
+        else:
+            found.append(entry)
+            most = slot - 1 if entry.parent is None else entry.parent
+    return found
+
+
+def at_work(view: LogView) -> Restored | None:
+    """What the attempt restored that the history has come to. None: that cannot be read, or it was a roll-back by
+    command, from which nobody has gone on."""
+    newest = _newest_but_begins(view)
+    attempt = 0 if newest is None else newest.attempt
+    return next((one for one in view.restores if attempt is not None and one.attempt == attempt), None)
+
+
+def has_obeyed(view: LogView, step: int) -> bool:
+    """Whether the history descends from a roll-back to ``step`` already."""
+    slots = {one.slot for one in not_rolled_back(view)}
+    return any(one.rolled_back_to == step and one.restored in slots for one in view.restores)
+
+
+def folders_there(storage: Storage) -> set[str]:
+    """The folders (`lakeckpt.checkpoint.parts.SaveId.folder`) of the saves of which retention has left something."""
+    return {info.path.removeprefix(f"{PARTS}/").rpartition("/")[0] for info in storage.list(PARTS)}
+
+
+def must_stay(history: History) -> set[int]:
+    """The slots of the checkpoints whose data no commit in the log had leave to remove, that of the tip among them."""
+    if history.tip is None:
+        return set()
+    commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
+    kept = kept_ever_since(commits, history.tip.slot)
+    # Nobody knows what a commit had leave to remove whose entry cannot be read any more.
+    return {slot for slot in kept if all(one.path < slot_path(slot) for one in history.damaged)} | {history.tip.slot}
+
+
+def removed_by_the_unknown(history: History, there: Collection[str]) -> str:
+    """Why newer entries of the log seem to be lost; empty where nothing says so.
+
+    ``there`` are the `folders_there`. Retention removes the oldest data first, behind a newer commit. Where the tip has
+    its data, and one of the newest checkpoints has none that no commit in the log had leave to remove, that newer
+    commit is not in the log any more. Older ones, that a rule keeps beside the newest, somebody may have removed by
+    hand. Where all data are gone, as of a run that was trained to its end, nothing follows.
+    """
+    tip = history.tip
+    if tip is None or tip.keep is None or tip.save.folder not in there:
+        return ""
+    stays = must_stay(history)
+    gone = [one for one in history.chain[-tip.keep.last :] if one.slot in stays and one.save.folder not in there]
+    if not gone:
+        return ""
+    steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in gone)
+    return (
+        f"the data of step {steps} is gone, and no commit in the log had leave to remove it: entries newer than "
+        f"{slot_path(tip.slot)} (step {tip.step:,}) seem to be lost, unless somebody removed that data by hand. "
+        "Stop the job and put them back from a copy of the log if there is one; else training goes on from that step"
+    )

@@ -1,8 +1,8 @@
 """What did a committed checkpoint hold for this rank?  Says what there is, and reads it to wherever it belongs.
 
-`load` reads and verifies the parts and trees, the heads and sizes of all files of tensors, and those tensors that no
-rank needs: a checkpoint is restored whole or not at all. The tensors of this rank are read when it is known where to
-(`Loaded`). It changes nothing live by itself.
+`load` reads and verifies the parts and trees, and no tensor. `Loaded.check` verifies the heads and sizes of all files
+of tensors, and those tensors that no rank needs: a checkpoint is restored whole or not at all. The tensors of this rank
+are read when it is known where to. Nothing live is changed here.
 
 On as many ranks as saved it, each begins with its own part and those that hold the rest of its state (`load_own`): of a
 thousand ranks that share all tensors, with few. Between them they read and verify all of it. The parts of all are read
@@ -55,13 +55,10 @@ class _Stored:
 
     __slots__ = ("_found", "_opened", "_storage", "_wanted")
 
-    def __init__(
-        self, storage: Storage, found: Iterable[StoredSlab], wanted: Mapping[str, tuple[TensorRecord, PartRecord]]
-    ):
+    def __init__(self, storage: Storage, wanted: Mapping[str, tuple[TensorRecord, PartRecord]]):
         self._storage, self._wanted = storage, wanted
         self._found: defaultdict[int, list[StoredSlab]] = defaultdict(list)
         self._opened: set[str] = set()
-        self._take(found)
 
     def _take(self, found: Iterable[StoredSlab]) -> None:
         for one in found:
@@ -92,6 +89,13 @@ class _Stored:
     def unit_bytes(self, key: str) -> int:
         return max(slab.stop - slab.start for slab in self._wanted[key][0].slabs)
 
+    def check(self, needed: _Share, spare: _Share) -> None:
+        """Open the files that are ``needed``, and verify what is ``spare``."""
+        self._open((part, index) for part, index, _ in (*needed, *spare))
+        unneeded = {(part.files[index].path, id(record)) for part, index, some in spare for record in some}
+        every = (one for slabs in self._found.values() for one in slabs)
+        read_slabs(self._storage, [one for one in every if (one.path, id(one.tensor)) in unneeded], {})
+
     def _open(self, places: Iterable[_Where]) -> None:
         files = {part.files[at].path: (part, at) for part, at in places}
         self._take(open_files(self._storage, [where for path, where in files.items() if path not in self._opened]))
@@ -103,7 +107,7 @@ class _Stored:
 def load(
     storage: Storage, manifest: Manifest, *, rank: int, world_size: int, items: Collection[str] | None = None
 ) -> Loaded:
-    """Say what ``rank`` of ``world_size`` needs of a checkpoint, and verify this rank's share of what no rank needs.
+    """Say what ``rank`` of ``world_size`` needs of a checkpoint; reads the records of its parts alone.
 
     With ``items``, only these items are loaded; the tensors of other items are neither read nor verified.
 
@@ -131,14 +135,16 @@ def _load(storage: Storage, manifest: Manifest, rank: int, world_size: int, item
     records = {piece.spec.key: piece for one in composed.values() for _, piece in one.pieces} | records
     needed, spare = _shares(parts, records, min(world_size, manifest.world_size))
     spare = spare if items is None else []
+    stored = _stored(storage, parts, records)
     loaded = loaded_of(
         _documents_of(wanted, source),
         specs={key: record.spec for key, record in records.items()},
         wholes={name: Whole.of(one) for name, one in composed.items()},
-        source=_opened(storage, parts, records, needed, spare[rank::world_size]),
+        source=stored,
         is_new=rank >= manifest.world_size,
         per_rank=different(wanted),
         what=f"slot {manifest.slot}, rank {source}",
+        check=partial(stored.check, needed, spare[rank::world_size]),
     )
     return (
         loaded if world_size == manifest.world_size else replace(loaded, unlike=unlike_of(wanted, manifest.world_size))
@@ -179,15 +185,17 @@ def load_own(storage: Storage, manifest: Manifest, *, rank: int, items: Collecti
             specs = {key: specs[key] for key in records}
         shared = sharing_from_bytes(documents[SHARING]) if SHARING in documents else {}
         needed, _ = _shares(parts, records, manifest.world_size)  # there is none that no rank needs
+        stored = _stored(storage, parts, records)
         return loaded_of(
             documents,
             specs=specs,
             wholes=wholes_of(specs, shared),
-            source=_opened(storage, parts, records, needed, []),
+            source=stored,
             is_new=False,
             per_rank=own.outline.different,
             what=f"slot {manifest.slot}, rank {rank}",
             of_all=cache(partial(load, storage, manifest, rank=rank, world_size=manifest.world_size, items=items)),
+            check=partial(stored.check, needed, []),
         )
     except (CheckpointDamaged, WireError):
         return None
@@ -198,25 +206,15 @@ def _fetched(storage: Storage, manifest: Manifest, ranks: Iterable[int]) -> list
         return list(pool.map(lambda rank: fetch_part(storage, manifest, manifest.parts[rank]), ranks))
 
 
-def _opened(
-    storage: Storage,
-    parts: Sequence[PartRecord],
-    records: Mapping[str, TensorRecord],
-    needed: _Share,
-    spare: _Share,
-) -> _Stored:
-    """Where ``records`` are; the files that are ``needed`` are open, and what is ``spare`` is verified."""
-    files = {part.files[index].path: (part, index) for part, index, _ in (*needed, *spare)}
-    stored = open_files(storage, files.values())
-    unneeded = {(part.files[index].path, id(record)) for part, index, some in spare for record in some}
-    read_slabs(storage, [one for one in stored if (one.path, id(one.tensor)) in unneeded], {})
+def _stored(storage: Storage, parts: Sequence[PartRecord], records: Mapping[str, TensorRecord]) -> _Stored:
+    """Where ``records`` are."""
     wanted = {
         record.spec.key: (record, part)
         for part in parts
         for record in part.tensors
         if records.get(record.spec.key) is record
     }
-    return _Stored(storage, stored, wanted)
+    return _Stored(storage, wanted)
 
 
 def _documents_of(parts: Sequence[PartRecord], rank: int) -> dict[str, bytes]:
@@ -234,6 +232,7 @@ def loaded_of(
     what: str,
     is_own: bool = False,
     of_all: Callable[[], Loaded] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Loaded:
     """The state that the ``documents`` of trees (random states among them) and ``source`` make up.
 
@@ -266,6 +265,7 @@ def loaded_of(
         is_own=is_own,
         of_all=of_all,
         dim_orders=dim_orders,
+        check=check,
     )
 
 

@@ -169,6 +169,7 @@ class _Loading:
         pins = fit_readers(self._storage, self._objects, readers, look=rank == 0)
         for name, reason in pins.given_up.items():
             raise CheckpointMismatch(f"the state of {name!r} cannot be loaded, and nothing was changed: {reason}")
+        loaded.check()
         return manifest, loaded, readers, pins
 
     def _vote(self, slot: int, work: Callable[[], object]) -> bool:

@@ -24,6 +24,10 @@ _BLOCK_BYTES = 64 * 2**20
 """Of a part of a tensor, so many are read at a time on their way to another shape."""
 
 
+def _nothing() -> None:
+    """There is nothing to verify before tensors are read."""
+
+
 class TensorSource(Protocol):
     """Where the tensors of a state are."""
 
@@ -68,6 +72,8 @@ class Loaded:
     """key → how a tensor lay in memory, of those that did not lie row by row."""
     unlike: Unlike | None = None
     """After a change of the world size: which tensors ranks had different contents of."""
+    check: Callable[[], None] = _nothing
+    """Verifies the heads and sizes of the files that this rank will read, and its share of what no rank reads."""
 
     def whole(self, key: str) -> Whole:
         """In which parts a tensor was saved: a plain one in one."""

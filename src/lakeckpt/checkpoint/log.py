@@ -2,8 +2,8 @@
 
 Entry ``log/0000000007.lkc`` is the one that took slot 7, by a put that succeeds only where nothing is. An attempt
 begins by taking the slot after the last one, and from then on commits only into the slot after the last one that it
-knows: if another attempt took that one meanwhile, ours is superseded, and must stop. Entries are never changed or
-deleted.
+knows: if another attempt, or a roll-back, took that one meanwhile, ours is superseded, and must stop. Entries are never
+changed or deleted.
 
 An answer that was lost is settled by reading the slot back: the entry is ours if its bytes are. Imports without torch.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from lakeckpt.checkpoint.manifest import Begin, Entry, Manifest, entry_from_bytes, entry_to_bytes
+from lakeckpt.checkpoint.manifest import Begin, Entry, Manifest, Restored, entry_from_bytes, entry_to_bytes
 from lakeckpt.errors import NewerFormat, ObjectExists, ObjectMissing, StorageError, WireError
 from lakeckpt.lake.storage import Storage
 
@@ -66,6 +66,13 @@ class LogView:
         return [entry for _, entry in sorted(self.entries.items()) if isinstance(entry, Begin)]
 
     @property
+    def restores(self) -> list[Restored]:
+        """What attempts restored, and roll-backs, oldest first; the first attempt of a run restored nothing."""
+        first = self.entries.get(0)
+        by_first = [Restored.by_first(first)] if isinstance(first, Begin) else []
+        return by_first + [entry for _, entry in sorted(self.entries.items()) if isinstance(entry, Restored)]
+
+    @property
     def run(self) -> str | None:
         """The identity of the run, or None where nothing can be read."""
         return next((entry.run for _, entry in sorted(self.entries.items())), None)
@@ -108,18 +115,21 @@ def read_entry(storage: Storage, slot: int) -> Entry:
     return entry
 
 
-def read_log(storage: Storage, *, slots: Iterable[int] | None = None, taken: int = -1) -> LogView:
+def read_log(
+    storage: Storage, *, slots: Iterable[int] | None = None, taken: int = -1, known: Mapping[int, Entry] | None = None
+) -> LogView:
     """Read the whole log (or ``slots``) with several requests at once; damaged entries and holes are reported.
 
-    ``taken`` as in `list_slots`.
+    ``taken`` as in `list_slots`. Entries that are ``known`` are not read again: they never change.
 
     Raises `NewerFormat` where an entry was written by a newer major version, and `StorageError` where the store fails.
     """
     listed = list_slots(storage, taken=taken) if slots is None else sorted(slots)
-    entries: dict[int, Entry] = {}
+    entries: dict[int, Entry] = {slot: known[slot] for slot in listed if slot in known} if known else {}
+    unread = [slot for slot in listed if slot not in entries]
     damaged: list[Damage] = []
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-log") as pool:
-        for slot, found in zip(listed, pool.map(lambda slot: _entry_or_damage(storage, slot), listed), strict=True):
+        for slot, found in zip(unread, pool.map(lambda slot: _entry_or_damage(storage, slot), unread), strict=True):
             if isinstance(found, Damage):
                 damaged.append(found)
             else:

@@ -23,8 +23,8 @@ from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.commit import Verify
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader
 from lakeckpt.checkpoint.keep import Keep, held_metric
-from lakeckpt.checkpoint.log import list_slots, read_entry
-from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.ledger import not_rolled_back
+from lakeckpt.checkpoint.log import read_log
 from lakeckpt.checkpoint.opening import Place, open_background
 from lakeckpt.checkpoint.policy import Policy, policy_of
 from lakeckpt.checkpoint.publish import Publisher, Settings
@@ -35,7 +35,7 @@ from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.data.deliveries import ConsumptionWarning, Deliveries, ReadAheadWarning, unsaved
-from lakeckpt.errors import CheckpointIncomplete, ConfigError, NewerFormat, SaveFailed, SaveLeftOut, WireError
+from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, SaveLeftOut
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.lake.storage import Storage, describe, open_storage
 from lakeckpt.tracking.exchange import Exchange
@@ -158,42 +158,45 @@ class CheckpointManager:
         return self._report
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest commit in the log that can be read, or None. It does not verify the data. Raises `NewerFormat`
-        where a newer lakeckpt wrote a newer one."""
-        for slot in reversed(list_slots(self._storage)):
-            try:
-                entry = read_entry(self._storage, slot)
-            except NewerFormat:
-                raise
-            except WireError:
-                continue
-            if isinstance(entry, Manifest):
-                return CheckpointInfo.of(entry)
-        return None
+        """The newest commit of the history that can be read, or None. It does not verify the data. Raises `NewerFormat`
+        where a newer lakeckpt wrote into the log."""
+        commits = not_rolled_back(read_log(self._storage))
+        return CheckpointInfo.of(commits[0]) if commits else None
 
     # --- what a training loop calls
 
-    def restore(self, *, allow_missing: Collection[str] = ()) -> int:
+    def restore(self, step: int | None = None, *, allow_missing: Collection[str] = ()) -> int:
         """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that all ranks still
         have in memory), and begin an attempt; call it once, before the first step. ``allow_missing`` names objects that
         joined the state after it was saved: where it does not hold them, they keep the state that they have.
 
+        ``step`` rolls the run back to its newest checkpoint of that step: later work is abandoned. This is an order
+        given once. A script that is started again with the same ``step`` goes on from the newest checkpoint where the
+        history descends from this roll-back already. To go back to the same step again: ``lakeckpt rollback``. Rank 0's
+        ``step`` counts.
+
         Returns the optimizer steps done so far: 0 on a fresh place. Damaged checkpoints are passed over with a
-        `DamageWarning` and told in `restore_report`.
+        `DamageWarning` and told in `restore_report`. A job that still runs on this run is superseded: its next save
+        raises `AttemptSuperseded`, which names this process.
 
         Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` where a reader
-        refuses its state, with nothing changed on any; `CheckpointDamaged` where there are checkpoints and none is
-        whole. Tensors of modules and optimizers are read in place, and then each loads its state. Where that fails for
-        good, as by a hook or a ``load_state_dict`` that refuses what fits otherwise, they hold a mixture of states, and
-        the error says so.
+        refuses its state, with nothing changed on any, and with nothing written: a job that is alive goes on.
+        `CheckpointDamaged` where there are checkpoints and none is whole; `CheckpointNotFound` naming the steps that
+        can be had where ``step`` is none of them. Tensors of modules and optimizers are read in place, and then each
+        loads its state. Where that fails for good, as by a hook or a ``load_state_dict`` that refuses what fits
+        otherwise, they hold a mixture of states, and the error says so.
         """
         self._refuse_closed()
         if self._saver is not None:
             raise ConfigError("this manager has restored already: make another one to restore again")
+        if step is not None and (type(step) is not int or step < 0):
+            raise ConfigError(f"step is the optimizer step of a checkpoint to go back to, or None, got {step!r}")
         missing = checked_names(allow_missing, self._objects)
-        restorer = Restorer(self._storage, self._exchange, self._objects, arenas=self._arenas, allow_missing=missing)
-        step, attempt, self._report = restorer.restore()
-        self._step, self._saved_step = step, attempt.recorded
+        restorer = Restorer(
+            self._storage, self._exchange, self._objects, step=step, arenas=self._arenas, allow_missing=missing
+        )
+        done, attempt, self._report = restorer.restore()
+        self._step, self._saved_step = done, attempt.recorded
         self._tracks.update(
             (name, ReaderTrack(name, one, attempt=attempt.number))
             for name, one in self._objects.items()
@@ -205,7 +208,7 @@ class CheckpointManager:
             if isinstance(counted, Deliveries):
                 counted.saved()
         self._unsaved = unsaved()
-        journal = Journal(self._tracks, step, legs=attempt.legs, recorded=attempt.recorded)
+        journal = Journal(self._tracks, done, legs=attempt.legs, recorded=attempt.recorded)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         publisher = Publisher(
             self._storage, attempt, rank=rank, world_size=world_size, settings=self._settings, waiter=self._waiter
@@ -218,7 +221,7 @@ class CheckpointManager:
                 self._exchange,
                 attempt,
                 arenas=self._arenas,
-                step=step,
+                step=done,
                 tracks=self._tracks,
                 journal=journal,
                 settings=self._settings,
@@ -228,8 +231,8 @@ class CheckpointManager:
         if self._bubbles is not None:
             self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, rank=rank, world_size=world_size)
         for schedule in filter(None, (self._schedule, self._captures)):
-            schedule.start(step)
-        return step
+            schedule.start(done)
+        return done
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> CheckpointInfo | None:
         """A cut: call it on every rank after each optimizer step, when schedulers, scaler and averages are updated,

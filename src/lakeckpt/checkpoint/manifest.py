@@ -1,8 +1,8 @@
-"""What does the log of a run hold?  Two kinds of entries: an attempt begins, and a checkpoint is committed.
+"""What does the log of a run hold?  An attempt begins, says what it restored, and commits checkpoints.
 
-A `Begin` opens an attempt; its slot is the attempt's number and fencing token. A `Manifest` is the commit of a
+A `Begin` and a `Restored` are what an attempt writes first (see ``begins``). A `Manifest` is the commit of a
 checkpoint: whose parts it is made of, its parent, and for every reader its state and what was consumed since the
-parent, so that the record of a run outlives the data of its checkpoints. Both are values with one document each.
+parent, so that the record of a run outlives the data of its checkpoints. All are values with one document each.
 
 Imports without torch. Never touches storage: `lakeckpt.checkpoint.log` does.
 """
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lakeckpt.checkpoint.begins import Begin, Captured, Restored, begin_from_plain, restored_from_plain
 from lakeckpt.checkpoint.digests import DIGEST_BYTES
 from lakeckpt.checkpoint.fields import confined, fields_of, number, taken
 from lakeckpt.checkpoint.keep import Keep
@@ -35,6 +36,7 @@ __all__ = [
     "Manifest",
     "PartRef",
     "ReaderRecord",
+    "Restored",
     "Stretch",
     "entry_from_bytes",
     "entry_to_bytes",
@@ -103,53 +105,6 @@ class ReaderRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """A cut in host memory: the generation of ``step`` that ``attempt`` captured."""
-
-    attempt: int
-    step: int
-
-    def to_text(self) -> str:
-        """For messages between ranks.
-
-        >>> Captured(attempt=3, step=70).to_text()
-        '3:70'
-        """
-        return f"{self.attempt}:{self.step}"
-
-    @classmethod
-    def from_text(cls, text: str) -> Captured:
-        """What `to_text` has said."""
-        attempt, _, step = text.partition(":")
-        return cls(attempt=int(attempt), step=int(step))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
-    """An attempt begins."""
-
-    run: str
-    slot: int
-    restored: int | None
-    """The slot of the checkpoint that the attempt went on from, or None."""
-    world_size: int
-    library: str
-    created_s: float
-    """When, in seconds since 1970, by the clock of rank 0's machine."""
-    write_id: str
-    """Unique to this put: tells our entry from another's where the answer of a store was lost."""
-    given_up: Mapping[str, int] = field(default_factory=dict)
-    """reader → the epoch of which it gives the rest up, as its table version is gone."""
-    captured: Captured | None = None
-    """The cut in host memory that it went on from, where that was newer than ``restored``, or the same."""
-
-    @property
-    def attempt(self) -> int:
-        """The attempt's number: its slot."""
-        return self.slot
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A checkpoint is committed."""
 
@@ -190,12 +145,12 @@ class Manifest:
         return SaveId(attempt=self.attempt, step=self.step, number=self.number)
 
 
-Entry = Begin | Manifest
+Entry = Begin | Restored | Manifest
 
 
 def entry_to_bytes(entry: Entry) -> bytes:
     """The document of an entry."""
-    plain = _begin_to_plain(entry) if isinstance(entry, Begin) else _manifest_to_plain(entry)
+    plain = _manifest_to_plain(entry) if isinstance(entry, Manifest) else entry.to_plain()
     return dumps(plain, kind=_KIND, version=_VERSION)
 
 
@@ -204,46 +159,12 @@ def entry_from_bytes(data: bytes) -> Entry:
     plain = fields_of(loads(data, kind=_KIND, supported=_VERSION).value, "an entry of the log")
     kind = taken(plain, "entry", str)
     if kind == "begin":
-        return _begin_from_plain(plain)
+        return begin_from_plain(plain)
+    if kind == "restored":
+        return restored_from_plain(plain)
     if kind == "commit":
         return _manifest_from_plain(plain)
-    raise WireDamaged(f"an entry of the log is a begin or a commit, got {kind!r:.40}")
-
-
-def _begin_to_plain(entry: Begin) -> dict[str, object]:
-    return {
-        "entry": "begin",
-        "run": entry.run,
-        "slot": entry.slot,
-        "restored": entry.restored,
-        "world_size": entry.world_size,
-        "library": entry.library,
-        "created_s": entry.created_s,
-        "write_id": entry.write_id,
-        **({"given_up": dict(entry.given_up)} if entry.given_up else {}),
-        **({"captured": [entry.captured.attempt, entry.captured.step]} if entry.captured is not None else {}),
-    }
-
-
-def _begin_from_plain(plain: Mapping[str, object]) -> Begin:
-    given_up = fields_of(plain.get("given_up", {}), "the epochs that are given up")
-    return Begin(
-        run=taken(plain, "run", str),
-        slot=number(plain, "slot"),
-        restored=None if plain.get("restored") is None else number(plain, "restored"),
-        world_size=number(plain, "world_size", least=1),
-        library=taken(plain, "library", str),
-        created_s=taken(plain, "created_s", float),
-        write_id=taken(plain, "write_id", str),
-        given_up={str(name): number(given_up, name) for name in given_up},
-        captured=None if plain.get("captured") is None else _captured(plain["captured"]),
-    )
-
-
-def _captured(row: object) -> Captured:
-    if not isinstance(row, list) or [type(value) for value in row] != [int, int] or min(row) < 0:
-        raise WireDamaged(f"a cut in memory is [attempt, step], got {row!r:.80}")
-    return Captured(attempt=row[0], step=row[1])
+    raise WireDamaged(f"an entry of the log is a begin, a restored or a commit, got {kind!r:.40}")
 
 
 def _manifest_to_plain(entry: Manifest) -> dict[str, object]:

@@ -1,9 +1,10 @@
 """What of a run does this node's memory still hold, and is it newer than what was committed?
 
 A trainer that is started again finds the arenas of the one before. A generation may be restored if it goes on from the
-history of the log: if it is of the attempt that began last (or is the one that this attempt itself went on from), and
-not older than its newest commit. It must be complete on every rank: the newest that all ranks have is taken. What was
-consumed between the commit and the generation goes on as *legs*, until a commit has it.
+history of the log: if it is of the attempt that restored or committed last (or is the one that this attempt itself went
+on from), and not older than its newest commit. After a roll-back nothing of memory goes on from the history. It must be
+complete on every rank: the newest that all ranks have is taken. What was consumed between the commit and the generation
+goes on as *legs*, until a commit has it.
 
 `Remembered` looks and reads for one rank; which generation is taken, the ranks settle in ``restorer``. Whatever is
 wrong with memory, a checkpoint is taken instead. It writes nothing.
@@ -23,7 +24,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.journal import Leg, legs_from_bytes, since
 from lakeckpt.checkpoint.load import loaded_of
 from lakeckpt.checkpoint.loaded import Loaded
-from lakeckpt.checkpoint.manifest import Begin, Captured, Manifest, ReaderRecord
+from lakeckpt.checkpoint.manifest import Captured, Manifest, ReaderRecord, Restored
 from lakeckpt.checkpoint.parts import SHARING
 from lakeckpt.checkpoint.shards import wholes_of
 from lakeckpt.checkpoint.sharing import sharing_from_bytes
@@ -44,7 +45,7 @@ class Offer:
     """Which generations go on from the history of the log."""
 
     attempt: int
-    """The attempt that began last."""
+    """The attempt that the history has come to."""
     least: int
     """Its generations count from this optimizer step on."""
     also: Captured | None
@@ -66,23 +67,23 @@ class Offer:
         return cls(attempt=int(attempt), least=int(least), also=Captured.from_text(also) if also else None)
 
 
-def where_it_goes_on(begin: Begin | None, newest: Manifest | None) -> Offer | None:
-    """What memory may offer beyond ``newest``, the commit that is chosen; ``begin`` is the last of the log. None where
-    nothing may be."""
-    if begin is None:
+def where_it_goes_on(work: Restored | None, newest: Manifest | None) -> Offer | None:
+    """What memory may offer beyond ``newest``, the commit that is chosen; ``work`` is what the attempt restored that
+    the history has come to (`lakeckpt.checkpoint.ledger.at_work`). None where nothing may be."""
+    if work is None or work.attempt is None:
         return None
     if newest is None:
-        return None if begin.restored is not None else _offer(begin, least=0)
-    if newest.attempt == begin.attempt:
-        return _offer(begin, least=newest.step)
-    if begin.restored == newest.slot:
-        return _offer(begin, least=newest.step + 1)
+        return None if work.restored is not None else _offer(work.attempt, work.captured, least=0)
+    if newest.attempt == work.attempt:
+        return _offer(work.attempt, work.captured, least=newest.step)
+    if work.restored == newest.slot:
+        return _offer(work.attempt, work.captured, least=newest.step + 1)
     return None  # the attempt went on from another commit: that one is damaged, or this one was
 
 
-def _offer(begin: Begin, *, least: int) -> Offer:
-    also = begin.captured if begin.captured is not None and begin.captured.step >= least else None
-    return Offer(attempt=begin.attempt, least=least, also=also)
+def _offer(attempt: int, captured: Captured | None, *, least: int) -> Offer:
+    also = captured if captured is not None and captured.step >= least else None
+    return Offer(attempt=attempt, least=least, also=also)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,19 @@
-"""How does a run go on?  The newest checkpoint that is whole is chosen, agreed on, and applied on every rank.
+"""This module restores a run on all ranks: it chooses what to restore, takes the run over, reads and applies.
 
-Rank 0 reads the log and chooses; every rank looks at what it needs and compares it with its live objects; they vote. A
-misfit anywhere: all raise, nothing was changed. Then readers and small objects load their states, and all vote again: a
-refusal leaves them as they were. Last, the tensors of modules and optimizers are read in place, and verified as they
-come. Damage anywhere, found early or late: the checkpoint before is tried, on all ranks; it replaces whatever a damaged
-one has left. At the end rank 0 begins the attempt, in the slot right after the last one it has seen, so that no commit
-can slip in between.
+1. *Choose and compare.* Rank 0 reads the log and chooses the newest checkpoint of the history. Every rank compares the
+   names, shapes and dtypes in the records of parts with its live objects, and readers load their states, which can be
+   undone. No tensor of the checkpoint is read. The ranks vote: a misfit anywhere raises on all, nothing was changed, no
+   entry was written, and a job that is alive goes on.
+2. *Claim.* Rank 0 begins the attempt: from now on no other job commits into the run or removes anything of it.
+3. *Look again.* Where another job has committed in between, its commit is compared in the same way.
+4. *Read and apply.* Small objects load their states, and all ranks vote: a refusal leaves them as they were. Last, the
+   tensors of modules and optimizers are read in place, and verified as they come. Damage anywhere: the checkpoint
+   before is tried, on all ranks; it replaces whatever a damaged one has left.
+5. *Say so.* Rank 0 writes what was restored into the log. A job that dies before has changed nothing of the history.
 
 Where all ranks still have a newer cut in their nodes' memory (``remembered``), that is restored instead, in the same
-way; whatever is wrong with it, the checkpoint is.
+way; whatever is wrong with it, the checkpoint is. Before the claim, a checkpoint that vanishes while a newer one was
+committed was removed by the job that is alive: that is no damage, and the newer one is chosen.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreRep
 from lakeckpt.checkpoint.together import Together, texts, verdict
 from lakeckpt.checkpoint.together import told as _told
 from lakeckpt.checkpoint.verify import index_damage
-from lakeckpt.errors import ArenaError, AttemptSuperseded, CheckpointDamaged, NewerFormat, StorageError, WireError
+from lakeckpt.errors import ArenaError, CheckpointDamaged, NewerFormat, StorageError, WireError
 from lakeckpt.lake.storage import Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.readers import selection_of
@@ -53,7 +58,9 @@ from lakeckpt.tracking.tally import Tally
 __all__ = ["Restorer"]
 
 _GIVEN_UP = "given up by "
-_POLITE_ROUNDS = 3
+_MOST_LOOKS = 10
+"""So often a choice is compared before the claim. A live job that removes each one before its records are read is rare:
+the run is claimed all the same, and what that job committed last is compared then."""
 _MOST_ROUNDS = 100
 _MIXED = "the modules and optimizers hold a mixture of states now: build them anew before they are used"
 
@@ -95,7 +102,7 @@ _Which = tuple[int | None, Captured | None]
 class Restorer:
     """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, where all
     ranks give it and have something newer there than what was committed. Objects named in ``allow_missing`` keep the
-    state that they have, where what is restored does not hold them."""
+    state that they have, where what is restored does not hold them. ``step``: see `Chooser`."""
 
     def __init__(
         self,
@@ -103,6 +110,7 @@ class Restorer:
         exchange: Exchange,
         objects: Mapping[str, Any],
         *,
+        step: int | None = None,
         arenas: ArenaFolder | None = None,
         allow_missing: Collection[str] = (),
         clock: Callable[[], float] = time.time,
@@ -111,13 +119,16 @@ class Restorer:
         self._exchange = exchange
         self._objects = objects
         self._allow_missing = frozenset(allow_missing)
-        self._chooser = Chooser(storage, world_size=exchange.world_size, speaker=exchange.rank == 0, clock=clock)
+        self._chooser = Chooser(
+            storage, world_size=exchange.world_size, speaker=exchange.rank == 0, step=step, clock=clock
+        )
         self._memory = (
             None if arenas is None else Remembered(arenas, storage, rank=exchange.rank, world_size=exchange.world_size)
         )
         self._forgotten: set[Captured] = set()
         self._all = Together(exchange)
         self._undo: list[Callable[[], None]] = []
+        self._fits: tuple[_Which, _Chosen] | None = None  # what was compared, and whose reader states are loaded
         self._is_mixed = False
 
     def restore(self) -> tuple[int, Attempt, RestoreReport]:
@@ -134,28 +145,49 @@ class Restorer:
                 self._memory.let_go()
 
     def _restore(self) -> tuple[int, Attempt, RestoreReport]:
-        chosen: _Chosen | None = None
-        done: _Which = (None, None)
-        for round_ in range(_MOST_ROUNDS):
-            told = self._all.told_by_rank_0(partial(self._chooser.choose, fence=round_ >= _POLITE_ROUNDS))
-            slot = None if told["slot"] == "none" else int(told["slot"])
-            which: _Which = (slot, self._in_memory(told))
-            if which != done or chosen is None:
+        run = self._compare_first()
+        begun = int(self._all.told_by_rank_0(lambda: self._chooser.claim(run))["begun"])
+        for _ in range(_MOST_ROUNDS):
+            told, which = self._choose()
+            chosen: _Chosen | None = None
+            if which == (None, None):
                 self._go_back()
-                chosen, done = None, which
-                if which != (None, None):
-                    chosen = self._load_and_vote(told["run"], which)
-                    chosen = None if chosen is None else self._apply_at_versions(chosen)
-                    if chosen is None:
-                        continue
-                else:
-                    self._all.do(self._refuse_mixture)
+                self._all.do(self._refuse_mixture)
+            else:
+                chosen = self._compare(told["run"], which)
+                if chosen is None or not self._apply(chosen):
+                    continue
+            lost = self._all.told_by_rank_0(self._chooser.find_lost)["lost"]
+            self._chooser.report_lost(lost)
             given_up = {} if chosen is None else chosen.epochs_given_up
-            begun = self._all.told_by_rank_0(partial(self._chooser.begin, told, given_up, which[1]))["begun"]
-            if begun != "no":
-                self._undo.clear()
-                return self._finish(told["run"], int(begun), chosen)
-        raise AttemptSuperseded(f"other jobs kept writing to this run through {_MOST_ROUNDS} tries: stop them first")
+            work = partial(self._chooser.restored, told, begun, given_up, which[1])
+            last = int(self._all.told_by_rank_0(work)["last"])
+            self._undo.clear()
+            return self._finish(told["run"], begun, last, chosen)
+        raise CheckpointDamaged(f"{_MOST_ROUNDS} checkpoints of this run were tried, and none is whole")
+
+    def _compare_first(self) -> str:
+        """Before anything is written: refuse what does not fit, and let the job that is alive go on. The run's id."""
+        for _ in range(_MOST_LOOKS):
+            told, which = self._choose()
+            if which == (None, None) or self._compare(told["run"], which) is not None:
+                break
+        return told["run"]
+
+    def _choose(self) -> tuple[Mapping[str, str], _Which]:
+        told = self._all.told_by_rank_0(self._chooser.choose)
+        return told, (None if told["slot"] == "none" else int(told["slot"]), self._in_memory(told))
+
+    def _compare(self, run: str, which: _Which) -> _Chosen | None:
+        """What is to be restored, which fits the live objects on all ranks; None where it is damaged, or overtaken."""
+        if self._fits is not None and self._fits[0] == which:
+            return self._fits[1]
+        self._go_back()
+        chosen = self._load_and_vote(run, which)
+        if chosen is None or not self._load_readers(chosen):
+            return None
+        self._fits = (which, chosen)
+        return chosen
 
     def _in_memory(self, told: Mapping[str, str]) -> Captured | None:
         """The newest cut that goes on from the one that rank 0 has ``told`` of and that all ranks have in memory."""
@@ -175,13 +207,15 @@ class Restorer:
 
     def _go_back(self) -> None:
         """Readers and small objects, and the versions of tables, are as they were before the last try."""
+        self._fits = None
         while self._undo:
             self._undo.pop()()
 
     # --- what filters keep
 
-    def _settle_selections(self) -> None:
-        """Take from the run what the filters of readers keep, or count it, all ranks together; rank 0 saves it."""
+    def _settle_selections(self, *, keep: bool) -> None:
+        """Take from the run what the filters of readers keep, or count it, all ranks together; to ``keep`` it, rank 0
+        saves it."""
         readers = filtered(self._objects.values())
         if not readers:
             return
@@ -190,15 +224,15 @@ class Restorer:
             for reader in readers:
                 offer(self._storage, reader)
                 selection_of(reader)
-                if self._exchange.rank == 0:
+                if keep and self._exchange.rank == 0:
                     save(self._storage, reader)
 
         self._all.do(settle)
 
-    # --- verifying, on every rank
+    # --- comparing, on every rank
 
     def _load_and_vote(self, run: str, which: _Which) -> _Chosen | None:
-        """What is to be restored as this rank has verified it, or None where it is damaged on any rank."""
+        """What is to be restored as this rank has compared it, or None where it is damaged on any rank."""
         chosen, failure = None, None
         try:
             chosen = self._load(which[0]) if which[1] is None else self._recall(run, which[0], which[1])
@@ -228,7 +262,10 @@ class Restorer:
         return replace(chosen, readers=readers_of(chosen.readers, self._exchange))
 
     def _reject(self, which: _Which, tally: Tally) -> None:
+        """What is damaged is told and not chosen again; a checkpoint that a newer commit has overtaken is neither."""
         slot, captured = which
+        if captured is None and self._all.told_by_rank_0(self._say_overtaken)["overtaken"]:
+            return
         for text in texts(tally, "damaged"):
             if captured is not None:
                 path, reason = f"memory/{captured.to_text()}", f"this cut is not restored from memory: {text}"
@@ -241,6 +278,9 @@ class Restorer:
             self._forgotten.add(captured)
         elif slot is not None:
             self._chooser.reject(slot)
+
+    def _say_overtaken(self) -> dict[str, str]:
+        return {"overtaken": "yes" if self._chooser.is_overtaken() else ""}
 
     def _manifest(self, slot: int) -> Manifest:
         try:
@@ -291,14 +331,14 @@ class Restorer:
 
     # --- applying, on every rank
 
-    def _finish(self, run: str, number: int, chosen: _Chosen | None) -> tuple[int, Attempt, RestoreReport]:
-        attempt = Attempt(run=run, number=number, last=number, parent=None, seed=torch.initial_seed() % 2**63)
+    def _finish(self, run: str, number: int, last: int, chosen: _Chosen | None) -> tuple[int, Attempt, RestoreReport]:
+        attempt = Attempt(run=run, number=number, last=last, parent=None, seed=torch.initial_seed() % 2**63)
         step, restored = 0, None
         per_rank: tuple[str, ...] = ()
         given_up: Mapping[str, str] = {}
         if chosen is None:
             self._all.do(self._same_versions)
-            self._settle_selections()
+            self._settle_selections(keep=True)
         else:
             manifest, step = chosen.manifest, chosen.step
             attempt.legs = chosen.legs
@@ -344,20 +384,32 @@ class Restorer:
                 self._storage.put(path, [document.dumps()])
         return {}
 
-    def _apply_at_versions(self, chosen: _Chosen) -> _Chosen | None:
-        """Let readers go to the versions that they need, and load all states, on all ranks; None where the checkpoint
-        turns out to be damaged. What raises leaves readers, small objects and versions to `_go_back`."""
+    def _load_readers(self, chosen: _Chosen) -> bool:
+        """Let readers go to the versions that they need, and load their states, on all ranks; False where it turns out
+        to be damaged. What raises leaves readers and versions to `_go_back`."""
         self._all.do(lambda: self._undo.append(go_to(self._objects, chosen.pins.indexes)))
         # Readers that give their epoch up, or go on elsewhere, are at what each rank has opened by itself.
         self._all.do(lambda: self._undo.append(self._same_versions()))
-        self._settle_selections()
+        self._settle_selections(keep=False)
         records = records_at(self._objects, chosen.readers, chosen.pins.given_up)
+        readers = {name: self._objects[name] for name in records}
+        return self._vote(lambda: self._undo.append(apply(readers, chosen.loaded, records)), chosen)
+
+    def _apply(self, chosen: _Chosen) -> bool:
+        """Load all other states, on all ranks; False where the checkpoint turns out to be damaged. What raises leaves
+        small objects to `_go_back`."""
         loaded, held = chosen.loaded, self._held(chosen.loaded, chosen.readers)
-        small = self._vote(lambda: self._undo.append(apply(held, loaded, records)), chosen)
-        if not small or not self._vote(lambda: self._load_in_place(held, loaded), chosen):
-            return None
+        others = {name: one for name, one in held.items() if name not in chosen.readers}
+        self._settle_selections(keep=True)
+
+        def apply_small() -> None:
+            loaded.check()
+            self._undo.append(apply(others, loaded, {}))
+
+        if not self._vote(apply_small, chosen) or not self._vote(lambda: self._load_in_place(held, loaded), chosen):
+            return False
         self._is_mixed = False
-        return chosen
+        return True
 
     def _refuse_mixture(self) -> None:
         """Nothing is restored: then nothing may have been changed."""
@@ -381,8 +433,8 @@ class Restorer:
         votes = {} if failure is None else {verdict(failure): _told(failure)}
         tally = self._all.settle(votes, failure, f"other ranks could not apply {chosen.name}: ")
         if "damaged" in tally.facts:
-            self._reject((None if chosen.manifest is None else chosen.manifest.slot, chosen.captured), tally)
             self._go_back()
+            self._reject((None if chosen.manifest is None else chosen.manifest.slot, chosen.captured), tally)
             return False
         return True
 

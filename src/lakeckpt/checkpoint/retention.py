@@ -65,14 +65,14 @@ class Retention:
         `CheckpointDamaged` where it cannot be read what is needed: everything stays, until it can, or need not be.
         """
         self._known[newest.slot] = _Committed.of(newest)
-        if _slot_is_taken(self._storage, newest.slot + 1):
-            return 0  # superseded: nothing is ours to remove
         objects, parts = self._storage.list(OBJECTS), self._storage.list(PARTS)
         kept = self._kept(newest, keep, there={save for info in parts if (save := _save_of(info)) is not None})
         needed = self._needed(kept)
         saves = {one.save for one in kept}
         gone = [info.path for info in (*objects, *parts) if _may_go(info, newest=newest, kept=saves)]
         doomed = [path for path in gone if path not in needed]
+        if doomed and _slot_is_taken(self._storage, newest.slot + 1):  # asked last: a restore may have begun by now
+            return 0  # superseded: nothing is ours to remove
         for path in doomed:
             self._storage.delete(path)
         return len(doomed)

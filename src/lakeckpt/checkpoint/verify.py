@@ -20,9 +20,8 @@ from typing import Literal
 
 from lakeckpt.checkpoint.audit import identities_of, read_run, tables_of
 from lakeckpt.checkpoint.fetch import fetch_file, fetch_part, read_object
-from lakeckpt.checkpoint.keep import kept_ever_since
-from lakeckpt.checkpoint.ledger import INDEX, History, index_path, selection_path
-from lakeckpt.checkpoint.log import LOG, Damage, slot_path
+from lakeckpt.checkpoint.ledger import INDEX, History, index_path, must_stay, selection_path
+from lakeckpt.checkpoint.log import LOG, Damage
 from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.parts import OBJECTS, PARTS, PartRecord
 from lakeckpt.checkpoint.wholes import Wholes
@@ -248,12 +247,7 @@ class _Run:
         self._kept = kept
         self._pool = pool
         self._chain = {one.slot for one in history.chain}
-        commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
-        tip = _tip_of(history)
-        kept_since = frozenset[int]() if tip is None else kept_ever_since(commits, tip)
-        # What an entry had leave to remove that cannot be read any more, nobody knows.
-        told = {slot for slot in kept_since if all(one.path < slot_path(slot) for one in history.damaged)}
-        self._must_stay = told if tip is None else {*told, tip}
+        self._must_stay = must_stay(history)
 
     def check(self, manifest: Manifest, meter: _Meter) -> CheckedCheckpoint:
         """The check of one checkpoint."""

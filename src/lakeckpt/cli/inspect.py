@@ -64,6 +64,7 @@ def overview(history: History, kept: Kept, *, newest: int | None = None) -> dict
     for manifest in manifests:
         counts[manifest.attempt] = counts.get(manifest.attempt, 0) + 1
     files, size_bytes = kept.besides(manifests)
+    restored = {one.attempt: one.restored for one in history.restores}
     tip = history.tip
     with_data = [manifest for manifest in history.chain if kept.of(manifest)[0]]
     best = best_first(with_data, "lowest" if tip is None or tip.keep is None else tip.keep.best_is)
@@ -80,13 +81,25 @@ def overview(history: History, kept: Kept, *, newest: int | None = None) -> dict
         "attempts": [
             {
                 "attempt": begin.attempt,
-                "restored_slot": begin.restored,
+                "restored": begin.attempt in restored,
+                "restored_slot": restored.get(begin.attempt),
                 "world_size": begin.world_size,
                 "library": begin.library,
                 "created_s": begin.created_s,
                 "checkpoints": counts.get(begin.attempt, 0),
             }
             for begin in history.begins
+        ],
+        "roll_backs": [
+            {
+                "slot": one.slot,
+                "step": one.rolled_back_to,
+                "restored_slot": one.restored,
+                "attempt": one.attempt,
+                "created_s": one.created_s,
+            }
+            for one in history.restores
+            if one.rolled_back_to is not None
         ],
         "damage": [{"path": one.path, "reason": one.reason} for one in history.damaged],
         "broken_at": history.broken_at,
@@ -155,6 +168,8 @@ def _show(plain: dict[str, Any], place: str, *, newest: int) -> None:
     print(f"{place}  {reached}  run {plain['run']}")
     print()
     _show_attempts(plain["attempts"], {one["slot"]: one["step"] for one in plain["checkpoints"]}, newest)
+    for one in plain["roll_backs"][-newest:]:
+        print(f"rolled back to step {one['step']:,} (slot {one['restored_slot']}) {say_when(one['created_s'])}")
     print()
     _show_checkpoints(plain["checkpoints"], plain["best_slot"], newest)
     if plain["leftover_files"]:
@@ -173,7 +188,9 @@ def _show_attempts(attempts: list[dict[str, Any]], steps: dict[int, int], newest
     for one in attempts[-newest:]:
         slot = one["restored_slot"]
         source = (
-            "a fresh start"
+            "nothing: it ended before"
+            if not one["restored"]
+            else "a fresh start"
             if slot is None
             else f"step {steps[slot]:,} (slot {slot})"
             if slot in steps

@@ -29,6 +29,7 @@ _COMMANDS = {
     "explain": "which rows made an optimizer step",
     "convert": "a checkpoint of torch's DCP, of safetensors or of a run becomes one of another form",
     "report": "where ranks were idle, and what of the captures moved in their bubbles",
+    "rollback": "go back to an earlier checkpoint: the next restore goes on from there",
     "doctor": "what runs keep in this node's memory, and what is left of those that ended badly",
     "audit": "prove that every row was consumed exactly once, or name those that were not",
 }

@@ -73,9 +73,7 @@ def fill(arena: Arena, step: int, *, attempt: int = 0, common: int | None = None
 
 def begin(storage: Storage, *, slot: int = 0, world_size: int = 1) -> None:
     """An attempt begins."""
-    entry = Begin(
-        run=RUN, slot=slot, restored=None, world_size=world_size, library="x", created_s=0.0, write_id=f"begin {slot}"
-    )
+    entry = Begin(run=RUN, slot=slot, world_size=world_size, library="x", created_s=0.0, write_id=f"begin {slot}")
     put_entry(storage, entry)
 
 

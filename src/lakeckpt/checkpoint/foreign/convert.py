@@ -43,7 +43,7 @@ from lakeckpt.checkpoint.foreign.torch_file import SUFFIXES, read_torch_file
 from lakeckpt.checkpoint.foreign.torch_writer import write_torch_file
 from lakeckpt.checkpoint.load import load
 from lakeckpt.checkpoint.log import LOG, list_slots, read_entry
-from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.manifest import Manifest, Restored
 from lakeckpt.checkpoint.parts import PARTS
 from lakeckpt.checkpoint.tensors import empty_for
 from lakeckpt.checkpoint.tree import rebuild
@@ -240,6 +240,7 @@ def _state_in(storage: Storage, manifest: Manifest, rank: int) -> dict[str, Any]
             f"the checkpoint in slot {manifest.slot} has ranks 0 to {manifest.world_size - 1}, not {rank}"
         )
     loaded = load(storage, manifest, rank=rank, world_size=manifest.world_size)
+    loaded.check()
     tensors = loaded.read_as_saved(loaded.specs)
     state = {name: rebuild(tree, tensors) for name, tree in loaded.trees.items()}
     return state | {name: dict(reader.state) for name, reader in manifest.readers.items()}
@@ -258,7 +259,9 @@ def _manifest(storage: Storage, slot: int | None) -> Manifest:
         if isinstance(entry, Manifest):
             return entry
         if slot is not None:
-            raise ConfigError(f"slot {slot} of {describe(storage)!r} is the begin of an attempt, no checkpoint")
+            raise ConfigError(f"slot {slot} of {describe(storage)!r} is an entry of an attempt, no checkpoint")
+        if isinstance(entry, Restored) and entry.restored is not None:
+            return _manifest(storage, entry.restored)  # the run was rolled back to it, or has gone on from there
     raise CheckpointNotFound(f"{describe(storage)!r} is a run without a checkpoint yet")
 
 

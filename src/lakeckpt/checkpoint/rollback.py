@@ -1,0 +1,74 @@
+"""This module rolls a run back: one log entry says that its history goes on from an earlier checkpoint.
+
+The order is given once. The next restore obeys it, and what commits behind it is the history. A job that is alive finds
+its next slot taken, and ends. No data is removed here: retention removes what was left behind, with the next save.
+
+Imports without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from lakeckpt import __version__
+from lakeckpt.checkpoint.ledger import folders_there, not_rolled_back
+from lakeckpt.checkpoint.log import LogView, SlotTaken, put_entry, read_log
+from lakeckpt.checkpoint.manifest import Manifest, Restored
+from lakeckpt.errors import AttemptSuperseded, CheckpointNotFound
+from lakeckpt.lake.storage import Storage, describe
+
+__all__ = ["no_such_step", "roll_back", "to_be_had"]
+
+_MOST_TRIES = 100
+
+
+def to_be_had(storage: Storage, view: LogView) -> list[Manifest]:
+    """The checkpoints of the history of which retention has left something, newest first."""
+    there = folders_there(storage)
+    return [one for one in not_rolled_back(view) if one.save.folder in there]
+
+
+def no_such_step(step: int, commits: Sequence[Manifest], more: str = "") -> CheckpointNotFound:
+    """The error for a roll-back to a ``step`` that is not among the ``commits`` that can be had."""
+    steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in reversed(commits)) or "none"
+    return CheckpointNotFound(
+        f"the run cannot be rolled back to step {step:,}: its history has no checkpoint of that step with data. "
+        f"Checkpoints that can be had: {steps}. Name one of these steps; keep= says which checkpoints stay.{more}"
+    )
+
+
+def roll_back(storage: Storage, step: int, *, clock: Callable[[], float] = time.time) -> Manifest:
+    """Order that the history of the run at ``storage`` goes on from its newest checkpoint of ``step``; returns that.
+
+    Writes one entry into the log: a job that is alive is superseded by it, and ends at its next save. Raises
+    `CheckpointNotFound`, and `AttemptSuperseded` where other jobs keep writing.
+    """
+    for _ in range(_MOST_TRIES):
+        view = read_log(storage)
+        if view.run is None:
+            raise CheckpointNotFound(f"there is no run at {describe(storage)}: it has no log. Name the place of a run")
+        commits = to_be_had(storage, view)
+        found = next((one for one in commits if one.step == step), None)
+        if found is None:
+            raise no_such_step(step, commits)
+        order = Restored(
+            run=view.run,
+            slot=view.last + 1,
+            attempt=None,
+            restored=found.slot,
+            library=__version__,
+            created_s=float(clock()),
+            write_id=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            rolled_back_to=step,
+        )
+        with contextlib.suppress(SlotTaken):
+            put_entry(storage, order)
+            return found
+    raise AttemptSuperseded(f"other jobs took {_MOST_TRIES} slots of the log in a row: stop them first")
