@@ -626,8 +626,14 @@ class Captures:
         self._left_out, self._pending = left_out, None
 
     def wait(self) -> int | None:
-        self.completed, self._pending = self._pending or self.completed, None
+        self.finish()
         return self.completed
+
+    def finish(self) -> None:
+        self.completed, self._pending = self._pending or self.completed, None
+
+    def given_up(self, step: int) -> tuple[bool, None]:
+        return False, None
 
     def cut(self, step: int, **_: Any) -> bool:
         if step != self._left_out:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from lakeckpt.checkpoint.agreement import sum_of
-from lakeckpt.checkpoint.commit import Expected, await_commit, collect_parts, publish_failure, verify_objects
+from lakeckpt.checkpoint.commit import Expected, await_commit, collect_parts, verify_objects
 from lakeckpt.checkpoint.digests import LEAF_BYTES, content_digest, leaf_digests, short_digest
 from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.failures import publish_failure
 from lakeckpt.checkpoint.log import put_entry
 from lakeckpt.checkpoint.parts import PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.persist import OwnedTensor, persist

@@ -241,9 +241,8 @@ waits.wait()
 
 def test_nobody_waits_for_a_file_that_no_thread_opens_as_the_interpreter_ends(tmp_path: Path) -> None:
     write_ids(tmp_path, [[2], [3]])
-    ran = subprocess.run(
-        [sys.executable, "-c", ENDS_WHILE_A_FILE_IS_TO_BE_OPENED, str(tmp_path)], capture_output=True, timeout=PATIENCE_S
-    )
+    script = [sys.executable, "-c", ENDS_WHILE_A_FILE_IS_TO_BE_OPENED, str(tmp_path)]
+    ran = subprocess.run(script, capture_output=True, timeout=PATIENCE_S)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
 
 

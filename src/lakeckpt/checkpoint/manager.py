@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_state
+from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.commit import Verify
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader
@@ -27,11 +28,12 @@ from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.opening import Place, open_background
 from lakeckpt.checkpoint.policy import Policy, policy_of
 from lakeckpt.checkpoint.publish import Publisher, Settings
-from lakeckpt.checkpoint.ranks import check_topology, exchange_of
+from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, said_of_policy
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, RestoreReport, SaveWarning
 from lakeckpt.checkpoint.restorer import Restorer
 from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
+from lakeckpt.checkpoint.together import Together
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, SaveLeftOut, WireError
@@ -123,11 +125,19 @@ class CheckpointManager:
         self._background: Background | None = None
         self._settings = Settings(keep=rule, verify=verify, timeout_s=timeout_s)
         self._warn_only = (on_save_failure or ("raise" if capture_every is None else "warn")) == "warn"
+        self._shared = {
+            "when to save": said_of_policy(chosen),
+            "capture_every": "None" if capture_every is None else said_of_policy(policy_of(capture_every)),
+            "keep": repr(rule),
+            "verify": verify,
+            "on_save_failure": "warn" if self._warn_only else "raise",
+        }
         self._schedule = Schedule(chosen, self._exchange, self._waiter)
         self._tracks: dict[str, ReaderTrack] = {}
         self._saver: Saver | None = None
         self._step = 0
         self._saved_step = 0
+        self._failed_step = 0  # of the save that failed last
         self._metric: Any = None
         self._report: RestoreReport | None = None
         self._closed = False
@@ -173,8 +183,15 @@ class CheckpointManager:
         self._refuse_closed()
         if self._saver is not None:
             raise ConfigError("this manager has restored already: make another one to restore again")
+        check_shared(self._exchange, self._shared)
         restorer = Restorer(self._storage, self._exchange, self._objects, arenas=self._arenas)
         step, attempt, self._report = restorer.restore()
+        # Where one rank cannot begin, none does: the others would wait for it at the first save.
+        Together(self._exchange).do(lambda: self._begin(step, attempt))
+        return step
+
+    def _begin(self, step: int, attempt: Attempt) -> None:
+        """Begin to count steps, and to capture, after a restore."""
         self._step, self._saved_step = step, attempt.recorded
         self._tracks.update(
             (name, ReaderTrack(name, one)) for name, one in self._objects.items() if isinstance(one, TrackedReader)
@@ -183,7 +200,13 @@ class CheckpointManager:
         journal = Journal(self._tracks, step, legs=attempt.legs)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         publisher = Publisher(
-            self._storage, attempt, rank=rank, world_size=world_size, settings=self._settings, waiter=self._waiter
+            self._storage,
+            attempt,
+            rank=rank,
+            world_size=world_size,
+            settings=self._settings,
+            waiter=self._waiter,
+            notes=self._exchange if world_size > 1 else None,
         )
         self._saver = Saver(publisher, self._exchange, objects=objects, tracks=self._tracks, journal=journal)
         if self._arenas is not None:
@@ -204,7 +227,6 @@ class CheckpointManager:
             self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, rank=rank, world_size=world_size)
         for schedule in filter(None, (self._schedule, self._captures)):
             schedule.start(step)
-        return step
 
     def step(
         self, consumed: Receipt | Mapping[str, Receipt] | None = None, *, metric: float | None = None
@@ -229,6 +251,7 @@ class CheckpointManager:
             self._bubbles.gate.cut(self._step)
         due = self._schedule.is_due(self._step)
         captured = self._captures is not None and self._captures.is_due(self._step)
+        self._failed_step = self._step
         try:
             if self._background is not None:
                 return self._cut(self._background, due=due, captured=captured)
@@ -236,7 +259,7 @@ class CheckpointManager:
         except (SaveFailed, CheckpointIncomplete) as error:
             if not self._warn_only:
                 raise
-            text = f"training goes on without a new checkpoint at step {self._step}: {error}"
+            text = f"training goes on without a checkpoint of step {self._failed_step}: {error}"
             warnings.warn(text, SaveWarning, stacklevel=2)
             return None
 
@@ -293,14 +316,19 @@ class CheckpointManager:
         well = False
         try:
             if kind is None and not self._closed and self._saver is not None:
-                if self._saved_step != self._step:
+                if not self._is_saved() and not (self._background and self._background.is_saving(self._step)):
                     self.save()
                 self.wait()
+                if not self._is_saved():  # what was under way was left out
+                    self.save()
             well = kind is None
         finally:
             self._close(well=well)
 
     # --- inside
+
+    def _is_saved(self) -> bool:
+        return self._saved_step == self._step
 
     def _save(self, saver: Saver) -> CheckpointInfo:
         begun_s = self._waiter.now()
@@ -343,7 +371,7 @@ class CheckpointManager:
                 self._saved_step = one.step
                 newest, failure = one.info, None
             elif not isinstance(one.error, SaveLeftOut) or one.step == wanted:
-                failure = one.error
+                failure, self._failed_step = one.error, one.step
         if failure is not None and (newest is None or wanted not in (None, newest.step)):
             raise failure
         remarks.warn()

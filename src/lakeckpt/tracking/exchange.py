@@ -70,6 +70,10 @@ class Exchange(Protocol):
         """The note of that key, waiting for it; `MissingRanksError` if it does not come within the deadline."""
         ...
 
+    def peek(self, key: str) -> bytes | None:
+        """The note of that key; None where there is none yet, and where the store that held it is gone."""
+        ...
+
     def close(self) -> None:
         """Let go of what the exchange holds; never communicates."""
         ...
@@ -95,6 +99,10 @@ class Solo:
     def fetch(self, key: str) -> bytes:
         """See `Exchange`."""
         return self._notes[key]
+
+    def peek(self, key: str) -> bytes | None:
+        """See `Exchange`."""
+        return self._notes.get(key)
 
     def close(self) -> None:
         """See `Exchange`."""
@@ -284,6 +292,13 @@ class GlooExchange:
             raise MissingRanksError(
                 f"rank 0 did not announce {key!r} within {self._timeout_s:g} s: see its log ({error})"
             ) from error
+
+    def peek(self, key: str) -> bytes | None:
+        """See `Exchange`."""
+        try:
+            return bytes.fromhex(self._store.get(key).decode("ascii")) if self._store.check([key]) else None
+        except RuntimeError:
+            return None
 
     def close(self) -> None:
         """See `Exchange`. A group of some of the ranks stays until all groups go: torch would give the next one of

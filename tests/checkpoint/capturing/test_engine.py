@@ -870,7 +870,7 @@ def test_a_failing_copy_is_told_and_the_next_cut_is_captured(made: Made, monkeyp
     job.step()
     assert cut(engine, 2)
     engine._idle()
-    with pytest.raises(SaveFailed, match="a capture failed: MemoryError"):
+    with pytest.raises(SaveFailed, match="the capture of step 2 failed: MemoryError"):
         engine.wait()
     monkeypatch.undo()
     job.step()

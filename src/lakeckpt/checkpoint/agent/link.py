@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Documents, Hello, Order, Outcome, framed, receive
+from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Documents, GivenUp, Hello, Order, Outcome, framed, receive
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.agent.server import LINGER_S, STILL_ENDS
@@ -53,6 +53,10 @@ class AgentLike(Protocol):
 
     def order(self, order: Order, /) -> None:
         """Hand a cut over. Never raises for want of an agent: that is an outcome, too."""
+        ...
+
+    def give_up(self, save: GivenUp, /) -> None:
+        """Another rank has given this save up: nobody waits for that rank, and the order's outcome says why."""
         ...
 
     def keep(self, documents: Mapping[str, bytes], /) -> None:
@@ -114,6 +118,12 @@ class AgentLink:
             self._send()
         if self._connection is None:
             self._go_on()
+
+    def give_up(self, save: GivenUp, /) -> None:
+        """See `AgentLike`."""
+        if self._connection is not None:
+            self._unsent += framed(save)
+            self._send()
 
     def keep(self, documents: Mapping[str, bytes], /) -> None:
         """See `AgentLike`. An agent that takes the place of this one is told, too."""
@@ -319,6 +329,10 @@ class InnerAgent:
     def order(self, order: Order, /) -> None:
         """See `AgentLike`."""
         self._persister.order(order)
+
+    def give_up(self, save: GivenUp, /) -> None:
+        """See `AgentLike`."""
+        self._persister.give_up(save)
 
     def keep(self, documents: Mapping[str, bytes], /) -> None:
         """See `AgentLike`."""
