@@ -136,7 +136,7 @@ def test_a_note_of_failure_ends_the_wait_at_once_and_keeps_its_kind() -> None:
     storage = MemoryStorage()
     waiter = EventWaiter(storage)
     publish_failure(storage, SAVE, 1, OSError("disk full"))
-    with pytest.raises(SaveFailed, match="rank 1 gave the checkpoint up: disk full"):
+    with pytest.raises(SaveFailed, match="rank 1 gave the checkpoint up: OSError: disk full"):
         collect(storage)
     publish_failure(storage, SAVE, 0, CheckpointIncomplete("rank 3 is gone"))
     with pytest.raises(CheckpointIncomplete, match="rank 0 gave the checkpoint up: rank 3 is gone"):

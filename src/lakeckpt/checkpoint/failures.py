@@ -104,7 +104,8 @@ def gave_up(storage: Storage, path: str, rank: int) -> LakeckptError:
 
 
 def _note_of(error: Exception) -> bytes:
-    return said_of(as_failure(error, "a save failed")).encode("utf-8", "replace")[:_MOST_BYTES]
+    said = said_of(error) if isinstance(error, LakeckptError) else f"save_failed\n{type(error).__name__}: {error}"
+    return said.encode("utf-8", "replace")[:_MOST_BYTES]
 
 
 def _error_of(rank: int, note: bytes) -> LakeckptError:

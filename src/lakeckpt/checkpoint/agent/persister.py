@@ -258,8 +258,7 @@ class Persister:
         except Exception as error:
             if isinstance(error, AttemptSuperseded):
                 self._superseded = error
-            is_stores = any(isinstance(one, StorageError) for one in (error, error.__cause__))
-            if self.world_size > 1 and (is_stores or not isinstance(error, LakeckptError)):
+            if self.world_size > 1 and self._is_to_be_said(order, error):
                 self._unsaid[self._save_of(order)] = (error, self._waiter.now() + 2 * self._settings.timeout_s)
                 with contextlib.suppress(Exception):  # said before the next order, where the store does not take it
                     self._say_what_failed()
@@ -267,6 +266,12 @@ class Persister:
         self._order = None
         self._elsewhere.pop((order.step, order.number), None)
         self._tell(order, found, self._waiter.now() - begun_s)
+
+    def _is_to_be_said(self, order: Order, error: Exception) -> bool:
+        """Whether the agents of other ranks may not have heard of this failure."""
+        is_stores = any(isinstance(one, StorageError) for one in (error, error.__cause__))
+        is_trainers = bool(order.failure) or (order.step, order.number) in self._elsewhere
+        return is_stores or is_trainers or not isinstance(error, LakeckptError)
 
     def _say_what_failed(self) -> None:
         """Leave the notes that the store did not take as saves failed, for as long as other ranks may wait for this
@@ -290,6 +295,8 @@ class Persister:
         self._look_back()
         if self._superseded is not None:
             raise self._superseded
+        if order.failure:
+            raise error_said(order.failure)
         self._refuse_given_up_elsewhere()
         self._refuse_removed()
         self._say_what_failed()
@@ -317,8 +324,6 @@ class Persister:
         documents: Mapping[str, bytes] = {}
         taken: StagedCut | Exception
         try:
-            if order.failure:
-                raise error_said(order.failure)
             if isinstance(held, Exception):
                 raise held
             if held is None and not self._generations.steps():

@@ -1,0 +1,221 @@
+"""One of two ranks fails: both raise the one error with its cause, and neither waits until its time is over.
+
+`TIMEOUT_S` is far longer than a test may take: a rank that waits for the failing one hangs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint.agent.link import InnerAgent
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.report import CaptureWarning, SaveWarning
+from lakeckpt.errors import (
+    AgentError,
+    ArenaTooLarge,
+    CheckpointError,
+    DisagreementError,
+    LakeckptError,
+    SaveFailed,
+    StateUnavailable,
+    StorageError,
+    UnsupportedValue,
+)
+from lakeckpt.testing.storage import FaultyStorage
+from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, Reader, manager, run_ranks, train_step, training
+
+TIMEOUT_S = 10_000.0
+LAST = 4
+"""The step at whose save a rank fails; the save of step 2 is good."""
+
+
+class Rank:
+    """What a way to fail needs of the failing rank."""
+
+    def __init__(self, rank: int, storage: MemoryStorage) -> None:
+        self.rank = rank
+        self.fails = threading.Event()
+        self.storage = FaultyStorage(storage, before=self._before)
+        self.refuse: Callable[[str, str], None] = lambda method, path: None
+        self.objects: dict[str, Any] = {
+            **training(),
+            "own": Counter(float(rank)),
+            "reader": Reader(rank=rank, world_size=2),
+        }
+
+    def _before(self, method: str, path: str) -> None:
+        if self.fails.is_set():
+            self.refuse(method, path)
+
+
+def _raises(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def a_state_that_cannot_be_built(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    rank.objects["own"].state_dict = _raises(RuntimeError("the cause"))
+
+
+def a_state_that_cannot_be_written(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    rank.objects["own"].value = {"the cause": print}
+
+
+def a_reader_that_cannot_tell_its_place(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    rank.objects["reader"].state_dict = _raises(StateUnavailable("the cause"))
+
+
+def a_reader_that_fails(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    rank.objects["reader"].state_dict = _raises(KeyError("the cause"))
+
+
+def a_reader_that_cannot_go_on(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    rank.objects["reader"].mark = _raises(RuntimeError("the cause"))
+
+
+def _refusing(error: Exception, *, notes_too: bool) -> Callable[[Rank, pytest.MonkeyPatch], None]:
+    def fail(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+        def refuse(method: str, path: str) -> None:
+            if method in ("put", "put_new") and (notes_too or not path.endswith(".failed")):
+                raise error
+
+        rank.refuse = refuse
+
+    return fail
+
+
+def _full() -> StorageError:
+    return StorageError(errno.ENOSPC, "the cause")
+
+
+a_full_disk_that_takes_a_note = _refusing(_full(), notes_too=False)
+a_full_disk = _refusing(_full(), notes_too=True)
+a_folder_that_may_not_be_written = _refusing(StorageError(errno.EACCES, "the cause"), notes_too=True)
+a_storage_of_a_users_own = _refusing(OSError(errno.EDQUOT, "the cause"), notes_too=True)
+
+
+def _of_engine(name: str, error: Exception) -> Callable[[Rank, pytest.MonkeyPatch], None]:
+    """The engine of the rank raises ``error`` when it is asked for ``name``."""
+
+    def fail(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+        found = getattr(CaptureEngine, name)
+
+        def failing(self: CaptureEngine, *args: Any, **options: Any) -> Any:
+            if self._store._identity.rank == rank.rank:
+                raise error
+            return found(self, *args, **options)
+
+        patch.setattr(CaptureEngine, name, failing)
+
+    return fail
+
+
+a_capture_that_cannot_begin = _of_engine("cut", RuntimeError("the cause"))
+a_capture_without_memory = _of_engine("cut", ArenaTooLarge("the cause"))
+a_capture_that_fails_later = _of_engine("_completes", MemoryError("the cause"))
+
+
+def an_agent_that_cannot_be_reached(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    order = InnerAgent.order
+
+    def failing(self: InnerAgent, given: Any, /) -> None:
+        if self._persister.rank == rank.rank:
+            raise AgentError("the cause")
+        order(self, given)
+
+    patch.setattr(InnerAgent, "order", failing)
+
+
+EITHER = {
+    "state cannot be built": (a_state_that_cannot_be_built, SaveFailed),
+    "state cannot be written": (a_state_that_cannot_be_written, UnsupportedValue),
+    "reader cannot tell its place": (a_reader_that_cannot_tell_its_place, StateUnavailable),
+    "reader fails": (a_reader_that_fails, SaveFailed),
+    "reader cannot go on": (a_reader_that_cannot_go_on, SaveFailed),
+    "full disk that takes a note": (a_full_disk_that_takes_a_note, SaveFailed),
+    "full disk": (a_full_disk, SaveFailed),
+    "folder may not be written": (a_folder_that_may_not_be_written, SaveFailed),
+    "storage of a user's own": (a_storage_of_a_users_own, SaveFailed),
+}
+CAPTURED = {
+    "capture cannot begin": (a_capture_that_cannot_begin, SaveFailed),
+    "capture without memory": (a_capture_without_memory, SaveFailed),
+    "capture fails later": (a_capture_that_fails_later, SaveFailed),
+    "agent cannot be reached": (an_agent_that_cannot_be_reached, AgentError),
+}
+WAYS = [
+    *(pytest.param(way, kind, None, id=f"{name}, synchronous") for name, (way, kind) in EITHER.items()),
+    *(pytest.param(way, kind, 1, id=f"{name}, captured") for name, (way, kind) in (EITHER | CAPTURED).items()),
+    *(pytest.param(way, kind, 4, id=f"{name}, captured where saved") for name, (way, kind) in CAPTURED.items()),
+]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("way", "kind", "capture_every"), WAYS)
+def test_both_ranks_raise_the_one_error_with_its_cause(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: Callable[[Rank, pytest.MonkeyPatch], None],
+    kind: type[LakeckptError],
+    capture_every: int | None,
+    failing: int,
+) -> None:
+    storage, good = MemoryStorage(), threading.Barrier(2)
+
+    def body(rank: int, exchange: HubExchange) -> Any:
+        mine = Rank(rank, storage)
+        beside = {} if capture_every is None else {"capture_every": capture_every, "arenas": tmp_path}
+        saver = manager(
+            mine.storage,
+            mine.objects,
+            exchange=exchange,
+            persist_every=2,
+            timeout_s=TIMEOUT_S,
+            on_save_failure="raise",
+            **beside,
+        )
+        saver.restore()
+        batches = iter(mine.objects["reader"])
+        try:
+            for step in range(1, LAST + 1):
+                next(batches)
+                train_step(mine.objects)
+                saver.step()
+                if step == 2:
+                    saver.wait()
+                    good.wait()
+                    if rank == failing:
+                        mine.fails.set()
+                        way(mine, monkeypatch)
+                    good.wait()
+            saver.wait()
+        except Exception as error:
+            return error
+        finally:
+            monkeypatch.undo()
+            mine.fails.clear()
+            saver._close(well=False)
+        return None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureWarning)  # a rank that cannot capture says so at once
+        results = run_ranks(2, body)
+    assert all(isinstance(one, kind) and "the cause" in str(one) for one in results), results
+    other = results[1 - failing]
+    assert f"rank {failing}" in str(other), other
+    assert [one.step for one in read_history(storage).chain] == [2]
