@@ -18,6 +18,8 @@ import pytest
 import torch.distributed as dist
 
 from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint import manager as manager_module
+from lakeckpt.checkpoint import restorer
 from lakeckpt.checkpoint.agent.link import InnerAgent
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
@@ -219,3 +221,95 @@ def test_both_ranks_raise_the_one_error_with_its_cause(
     other = results[1 - failing]
     assert f"rank {failing}" in str(other), other
     assert [one.step for one in read_history(storage).chain] == [2]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_say_what_it_reads_is_heard_by_both_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    def versions(objects: dict[str, Any]) -> dict[str, str]:
+        if objects["own"].value == failing:
+            raise StorageError("the cause")
+        return {}
+
+    monkeypatch.setattr(restorer, "versions_of_ranks", versions)
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        manager(storage, {"own": Counter(rank)}, exchange=exchange, timeout_s=TIMEOUT_S).restore()
+
+    for result in run_ranks(2, body):
+        assert isinstance(result, StorageError) and "the cause" in str(result)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_where_one_rank_cannot_begin_to_capture_neither_begins_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    storage, open_background = MemoryStorage(), manager_module.open_background
+
+    def opened(objects: Any, place: Any, exchange: Any, *args: Any, **options: Any) -> Any:
+        if exchange.rank == failing:
+            raise AgentError("the cause")
+        return open_background(objects, place, exchange, *args, **options)
+
+    monkeypatch.setattr(manager_module, "open_background", opened)
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        options = {"capture_every": 1, "arenas": tmp_path, "timeout_s": TIMEOUT_S}
+        with manager(storage, training(), exchange=exchange, **options) as saver:
+            saver.restore()
+
+    for result in run_ranks(2, body):
+        assert isinstance(result, AgentError) and "the cause" in str(result)
+
+
+class Whenever:
+    """A policy of a user's own."""
+
+    by_steps = True
+
+    def is_due(self, step: int) -> bool:
+        return False
+
+    def announce(self, step: int, pace: Any) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "said"),
+    [
+        (
+            {"persist_every": 3},
+            {"persist_every": 4},
+            "when to save: EverySteps(steps=3) on rank 0; EverySteps(steps=4)",
+        ),
+        ({"persist_every": 3}, {"policy": Whenever()}, "test_failing_ranks.Whenever on rank 1"),
+        ({}, {"persist_every": timedelta(hours=1)}, "EverySeconds(seconds=3600.0) on rank 1"),
+        ({"capture_every": 2}, {}, "capture_every: EverySteps(steps=2) on rank 0; None on rank 1"),
+        ({"keep": 3}, {"keep": 2}, "keep: Keep(last=3"),
+        ({"verify": "sizes"}, {"verify": "bytes"}, "verify: sizes on rank 0; bytes on rank 1"),
+        ({"on_save_failure": "warn"}, {}, "on_save_failure: warn on rank 0; raise on rank 1"),
+    ],
+)
+def test_ranks_that_would_save_at_different_steps_are_told_so_when_they_restore(
+    tmp_path: Path, mine: dict[str, Any], others: dict[str, Any], said: str
+) -> None:
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        options = others if rank else mine
+        CheckpointManager(storage, training(), exchange=exchange, timeout_s=TIMEOUT_S, **options).restore()
+
+    for result in run_ranks(2, body):
+        assert isinstance(result, DisagreementError) and said in str(result), result
+    assert storage.objects == {}
+
+
+def test_ranks_with_policies_of_one_kind_may_restore() -> None:
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> int:
+        return CheckpointManager(storage, training(), exchange=exchange, policy=Whenever()).restore()
+
+    assert run_ranks(2, body) == [0, 0]
