@@ -6,8 +6,8 @@ of it is heard at a later cut. All ranks do this alike, and none talks to anothe
 settle whether all of them have an arena at all. Where one has not, all save as without one.
 
 A rank whose save fails tells the other ranks why: its order says so to its agent, which tells the other agents through
-storage; and a note in the exchange says so to the other trainers, which hand it to their agents. What goes wrong at a
-cut without a save is a warning where there are several ranks: the others would wait for one that stops there alone.
+storage; and a note in the exchange says so to the other trainers, which hand it to their agents. So does a rank that
+stops by an exception, of the saves in which it takes no part any more.
 
 Called by the training thread alone. Its threads are those of the capture engine and of the agent.
 """
@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack
 from lakeckpt.checkpoint.digests import short_digest
-from lakeckpt.checkpoint.failures import as_failure, error_said, failure_noted, leave_note, said_of
+from lakeckpt.checkpoint.failures import error_said, failure_noted, leave_note, leave_word, said_of, word_left
 from lakeckpt.checkpoint.indexes import documents_of
 from lakeckpt.checkpoint.journal import Leg, legs_to_bytes
 from lakeckpt.checkpoint.keep import checked_metric
@@ -106,7 +106,6 @@ class Background:
         self._told_here: set[tuple[int, int]] = set()  # saves whose failure this rank has raised already
         self._passed_on: set[tuple[int, int]] = set()  # saves that another rank gave up, as the agent knows
         self._listens_s = float("-inf")  # when to look for such saves again
-        self._warned = ""  # what the last warning said was wrong
         self._missed = 0  # saves in a row without a capture, with nothing under way that would explain it
 
     # --- cuts
@@ -114,15 +113,15 @@ class Background:
     def cut(self, step: int) -> None:
         """Begin to capture the cut of ``step``, if that can be done now.
 
-        What goes wrong is raised where this rank is alone, else a `CaptureWarning`: the next save tells all ranks, if
-        it is still wrong then. That there is no arena any more is told once, until there is one again.
+        Raises what goes wrong on this rank. `SaveFailed` where there is no arena any more: once, until there is one
+        again. The other ranks hear of it at the next save, if it is still wrong then, or this rank has stopped.
         """
-        failure: Exception | None = None
+        failure: SaveFailed | None = None
         self._give()  # what failed of a save is told with its order
         if self._no_arena is None:
             try:
                 if self._capture(step, self._journal.legs(step), must=False):
-                    self._has_told, self._warned = False, ""
+                    self._has_told = False
                     if documents := self._new_documents():  # this cut may be a last will
                         self._agent.keep(documents)
                         self._told |= documents.keys()
@@ -131,21 +130,9 @@ class Background:
                     self._no_arena = error
                 elif not self._has_told:
                     self._has_told, failure = True, _no_arena_any_more(step, error)
-            except Exception as error:
-                failure = error
         self._give()
         if failure is not None:
-            self._tell(failure)
-
-    def _tell(self, failure: Exception) -> None:
-        """Raise what is no save's failure, where this rank is alone; else warn of it, once."""
-        if self._exchange.world_size == 1:
             raise failure
-        said = f"rank {self._exchange.rank} cannot capture its state: {type(failure).__name__}: {failure}"
-        if said != self._warned:
-            self._warned = said
-            text = f"{said}. The save that needs this state fails on all ranks, if that is still so then"
-            warnings.warn(text, CaptureWarning, stacklevel=5)
 
     def save(self, step: int, metric: Any, *, patient: bool) -> bool:
         """Capture the cut of ``step``, which is as good as ``metric`` (`held_metric`), and have it persisted. False
@@ -155,7 +142,7 @@ class Background:
         ``patient``: wait where all memory of the arena is still being persisted, instead of giving this save up.
         Whatever is raised here, the agents of all ranks give the save up together.
         """
-        failure: LakeckptError | None = None
+        failure: Exception | None = None
         legs: Mapping[str, tuple[Leg, ...]] = {}
         documents: dict[str, bytes] = {}
         captured, good = False, None
@@ -173,7 +160,7 @@ class Background:
             failure = _no_arena_any_more(step, error)
             self._no_arena = None if self._settled else error
         except Exception as error:
-            failure = as_failure(error, f"rank {self._exchange.rank} could not capture its state at step {step}")
+            failure = error
         if not self._settled and not self._all_have_arenas():
             return False
         self._missed = 0 if captured or failure or self._given else self._missed + 1
@@ -186,7 +173,7 @@ class Background:
             try:
                 self._journal.handed_over(legs, step)
             except Exception as error:
-                failure = as_failure(error, f"rank {self._exchange.rank} could not note its readers at step {step}")
+                failure = error
         self._captured = None
         self._told |= documents.keys()
         order = Order(
@@ -215,6 +202,8 @@ class Background:
         try:
             without = everyone(self._exchange, facts).facts.get("no arena")
         except MissingRanksError as error:
+            if (stopped := word_left(self._exchange, self.attempt.number)) is not None:
+                raise stopped[1] from error
             raise CheckpointIncomplete(f"whether all ranks have an arena is not known: {error}") from error
         if without:
             self._no_arena = self._no_arena or ArenaError("; ".join(sorted(without)))
@@ -301,7 +290,7 @@ class Background:
             outcomes = self._agent.outcomes()
         except AgentError as error:
             if not self._given:
-                self._tell(error)
+                raise
             for step, number in list(self._given):
                 self._over(step, number, Saved(step=step, info=None, error=error, took_s=0.0))
             return
@@ -329,7 +318,7 @@ class Background:
         self._note(order, saved.error)
         self._saved.append(saved)
 
-    def _note(self, order: Order, failure: LakeckptError) -> None:
+    def _note(self, order: Order, failure: Exception) -> None:
         """Tell the other trainers of a save that failed. One that is left out for another is none."""
         if self._exchange.world_size > 1 and not isinstance(failure, SaveLeftOut):
             leave_note(self._exchange, self._save_of(order), self._exchange.rank, failure)
@@ -340,11 +329,15 @@ class Background:
         if self._exchange.world_size == 1 or not is_due or not (self._given or self._ready):
             return
         self._listens_s = self._waiter.now() + _LISTEN_S
+        stopped = word_left(self._exchange, self.attempt.number)
         for order in [*self._given.values(), *self._ready.values()]:
             key = order.step, order.number
             if key in self._passed_on or key in self._told_here:
                 continue
-            if (failure := failure_noted(self._exchange, self._save_of(order))) is not None:
+            failure = failure_noted(self._exchange, self._save_of(order))
+            if failure is None and stopped is not None and order.number >= stopped[0]:
+                failure = stopped[1]
+            if failure is not None:
                 self._passed_on.add(key)
                 self._agent.give_up(GivenUp(step=order.step, number=order.number, failure=said_of(failure)))
 
@@ -396,6 +389,12 @@ class Background:
     def is_saving(self, step: int) -> bool:
         """Whether a save of the cut of ``step`` is under way."""
         return any(step == one for one, _ in (*self._ready, *self._given))
+
+    def stop(self, error: BaseException) -> None:
+        """This rank stops for ``error``: the other ranks are not to wait for it in saves that it has not begun."""
+        if self._exchange.world_size > 1:
+            first = min((number for _, number in self._ready), default=self.attempt.saves)
+            leave_word(self._exchange, self.attempt.number, self._exchange.rank, error, first=first)
 
     def close(self, *, well: bool) -> None:
         """Let go. ``well``: what was saved is persisted, and the arenas are removed; else the agent does the last will

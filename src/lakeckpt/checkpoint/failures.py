@@ -10,6 +10,7 @@ Imports without torch. It starts no threads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from lakeckpt.checkpoint.parts import SaveId
@@ -31,13 +32,14 @@ from lakeckpt.lake.storage import Storage
 __all__ = [
     "ListeningWaiter",
     "Notes",
-    "as_failure",
     "error_said",
     "failure_noted",
     "gave_up",
     "leave_note",
+    "leave_word",
     "publish_failure",
     "said_of",
+    "word_left",
 ]
 
 _SLICE_S = 0.25
@@ -57,18 +59,16 @@ class Notes(Protocol):
         ...
 
 
-def as_failure(error: Exception, what: str) -> LakeckptError:
-    """The error that a rank raises for ``error``: itself, or `SaveFailed` with ``what`` where it is none of ours."""
+def said_of(error: BaseException) -> str:
+    """The kind of an error and its text, for `error_said` in another process.
+
+    An error of a user's code stops the rank that it is raised on, whatever ``on_save_failure`` says. The other ranks
+    raise `CheckpointError` for it, which stops them as well.
+    """
     if isinstance(error, LakeckptError):
-        return error
-    failure = SaveFailed(f"{what}: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
-
-
-def said_of(error: LakeckptError) -> str:
-    """The kind of an error and its text, for `error_said` in another process."""
-    return f"{error.kind}\n{error}"
+        return f"{error.kind}\n{error}"
+    kind = SaveFailed.kind if isinstance(error, OSError) else CheckpointError.kind
+    return f"{kind}\n{type(error).__name__}: {error}"
 
 
 def error_said(said: str, *, prefix: str = "") -> LakeckptError:
@@ -103,9 +103,8 @@ def gave_up(storage: Storage, path: str, rank: int) -> LakeckptError:
         return SaveFailed(f"rank {rank} gave the checkpoint up: its note cannot be read: {error}")
 
 
-def _note_of(error: Exception) -> bytes:
-    said = said_of(error) if isinstance(error, LakeckptError) else f"save_failed\n{type(error).__name__}: {error}"
-    return said.encode("utf-8", "replace")[:_MOST_BYTES]
+def _note_of(error: BaseException) -> bytes:
+    return said_of(error).encode("utf-8", "replace")[:_MOST_BYTES]
 
 
 def _error_of(rank: int, note: bytes) -> LakeckptError:
@@ -119,8 +118,9 @@ def _error_of(rank: int, note: bytes) -> LakeckptError:
 
 def leave_note(notes: Notes, save: SaveId, rank: int, error: Exception) -> None:
     """Leave a note in the exchange, unless another rank has left one of this save: the first cause counts."""
-    if notes.peek(_key(save)) is None:
-        notes.publish(_key(save), b"%d\n%s" % (rank, _note_of(error)))
+    with suppress(RuntimeError):  # the store of the exchange is gone, and the ranks with it
+        if notes.peek(_key(save)) is None:
+            notes.publish(_key(save), b"%d\n%s" % (rank, _note_of(error)))
 
 
 def failure_noted(notes: Notes, save: SaveId) -> LakeckptError | None:
@@ -134,6 +134,23 @@ def failure_noted(notes: Notes, save: SaveId) -> LakeckptError | None:
 
 def _key(save: SaveId) -> str:
     return f"failed/{save.folder}"
+
+
+def leave_word(notes: Notes, attempt: int, rank: int, error: BaseException, *, first: int) -> None:
+    """Say in the exchange that this rank stops for ``error``, and takes part in no save from the ``first`` on."""
+    with suppress(RuntimeError):
+        if notes.peek(f"stopped/{attempt}") is None:
+            notes.publish(f"stopped/{attempt}", b"%d %d\n%s" % (rank, first, _note_of(error)))
+
+
+def word_left(notes: Notes, attempt: int) -> tuple[int, LakeckptError] | None:
+    """The number of the first save in which a rank that has stopped takes no part, and why it stopped."""
+    found = notes.peek(f"stopped/{attempt}")
+    if found is None:
+        return None
+    numbers, _, note = found.partition(b"\n")
+    rank, first = map(int, numbers.split())
+    return first, error_said(note.decode("utf-8", "replace"), prefix=f"rank {rank} has stopped: ")
 
 
 class ListeningWaiter:

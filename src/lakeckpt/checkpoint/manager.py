@@ -323,6 +323,8 @@ class CheckpointManager:
                     self.save()
             well = kind is None
         finally:
+            if error is not None and self._background is not None and not self._closed:
+                self._background.stop(error)
             self._close(well=well)
 
     # --- inside

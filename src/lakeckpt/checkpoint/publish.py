@@ -24,7 +24,6 @@ from lakeckpt.checkpoint.commit import Expected, Verify, await_commit, collect_p
 from lakeckpt.checkpoint.failures import (
     ListeningWaiter,
     Notes,
-    as_failure,
     error_said,
     failure_noted,
     leave_note,
@@ -144,8 +143,10 @@ class Publisher:
             part = self._published(save, agreement) if again else None
             part = self._persist(cut, save, agreement) if part is None else part
         except Exception as error:
-            text = str(error) if isinstance(error, LakeckptError) else f"{type(error).__name__}: {error}"
-            failure = SaveFailed(f"rank {self._rank} could not write its part of step {save.step}: {text}")
+            if not isinstance(error, (LakeckptError, OSError)):
+                self._tell_others(save, error)
+                raise
+            failure = SaveFailed(f"rank {self._rank} could not write its part of step {save.step}: {error}")
             self._tell_others(save, failure)
             raise failure from error
         if self._rank == 0:
@@ -205,7 +206,6 @@ class Publisher:
             failure = failure or error
         if failure is not None:
             what = _LEFT_OUT if isinstance(failure, SaveLeftOut) else _FAILURE
-            failure = as_failure(failure, f"rank {self._rank} could not take part in the save of step {save.step}")
             tell = {f"{what} of rank {self._rank}": said_of(failure)}
         try:
             agreement = agree(
@@ -303,12 +303,11 @@ class Publisher:
             self._tip.put(manifest)
         except Exception as error:
             self._still()
-            failure: Exception = error
-            if isinstance(error, StorageError) or not isinstance(error, LakeckptError):
-                failure = SaveFailed(f"the checkpoint of step {cut.step} could not be committed: {error}")
-            self._tell_others(save, failure)
-            if failure is error:
+            if not isinstance(error, OSError):
+                self._tell_others(save, error)
                 raise
+            failure = SaveFailed(f"the checkpoint of step {cut.step} could not be committed: {error}")
+            self._tell_others(save, failure)
             raise failure from error
         return manifest
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from lakeckpt.checkpoint.capture import capture, stage
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack
-from lakeckpt.checkpoint.failures import as_failure
 from lakeckpt.checkpoint.indexes import documents_of
 from lakeckpt.checkpoint.keep import checked_metric
 from lakeckpt.checkpoint.manifest import Manifest
@@ -69,7 +68,7 @@ class Saver:
             documents = self._documents() if self._exchange.rank == 0 else {}
             self._journal.handed_over(legs, step)
         except Exception as error:
-            return as_failure(error, f"rank {self._exchange.rank} could not take its state at step {step}")
+            return error
         return StagedCut(step=step, staged=staged, readers=legs, metric=number, documents=documents)
 
     def _documents(self) -> dict[str, Any]:
