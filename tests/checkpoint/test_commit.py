@@ -139,7 +139,7 @@ def test_a_note_of_failure_ends_the_wait_at_once_and_keeps_its_kind() -> None:
     with pytest.raises(SaveFailed, match="rank 1 gave the checkpoint up: OSError: disk full"):
         collect(storage)
     publish_failure(storage, SAVE, 0, CheckpointIncomplete("rank 3 is gone"))
-    with pytest.raises(CheckpointIncomplete, match="rank 0 gave the checkpoint up: rank 3 is gone"):
+    with pytest.raises(CheckpointIncomplete, match=r"^rank 3 is gone$"):
         await_commit(storage, SAVE, 2, waiter=waiter, timeout_s=5)
     assert waiter.time_s == 0
 
