@@ -77,7 +77,7 @@ class CheckpointManager:
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
         on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails; default: ``"warn"`` with
             ``capture_every``, else ``"raise"``. A superseded attempt, a disagreement of the ranks and a state that
-            cannot be written always raise. A save that is left out for a newer one is no failure.
+            cannot be taken or written always raise. A save that is left out for a newer one is no failure.
 
     Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
     falls.
@@ -174,8 +174,9 @@ class CheckpointManager:
         Returns the optimizer steps done so far: 0 on a fresh place. Damaged checkpoints are passed over with a
         `DamageWarning` and told in `restore_report`.
 
-        Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` where a reader
-        refuses its state, with nothing changed on any; `CheckpointDamaged` where there are checkpoints and none is
+        Raises, on every rank, `DisagreementError` where they were given other settings, such as ``persist_every``,
+        `CheckpointMismatch` listing all that does not fit and `StateError` where a reader refuses its state, with
+        nothing changed on any; `CheckpointDamaged` where there are checkpoints and none is
         whole. Tensors of modules and optimizers are read in place, and then each loads its state. Where that fails for
         good, as by a hook or a ``load_state_dict`` that refuses what fits otherwise, they hold a mixture of states, and
         the error says so.
@@ -268,9 +269,11 @@ class CheckpointManager:
         for `step`; default: the one that was given there. Returns what was committed; with ``sync=False`` (where there
         is ``capture_every``) the save only begins, and None is returned.
 
-        Raises `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
+        What fails on one rank fails on all, within seconds, and the error says which rank it was and why. Raises
+        `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
         `AttemptSuperseded` (stop), `DisagreementError` (the ranks are not at one cut), `UnsupportedValue` (a state that
-        cannot be written, with its path), and `ConfigError` for a metric that is no number, as `step` does.
+        cannot be written, with its path), `CheckpointError` where your own code raised something else on another rank,
+        as a ``state_dict`` may, and `ConfigError` for a metric that is no number, as `step` does.
         """
         saver = self._ready()
         if metric is not None:
