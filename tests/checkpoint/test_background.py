@@ -551,6 +551,24 @@ def test_leaving_saves_the_last_cut_where_its_save_was_left_out(
     assert given_up and steps_of(storage) == [1, 3] and restored(storage) == (3, made[3])
 
 
+def test_leaving_saves_the_last_cut_again_where_its_save_fails_and_that_is_a_warning(tmp_path: Path) -> None:
+    storage, objects, left = MemoryStorage(), training(), threading.Event()
+    failed: list[str] = []
+
+    def before(method: str, path: str) -> None:
+        if method == "put" and path.startswith("objects/") and not failed:
+            assert left.wait(PATIENCE_S)
+            failed.append(path)
+            raise StorageError(errno.ENOSPC, "the disk is full")
+
+    with pytest.warns(SaveWarning, match="a checkpoint of step 3 was not saved: .*the disk is full"):
+        with managed(FaultyStorage(storage, before=before), objects, tmp_path, persist_every=3) as saver:
+            saver.restore()
+            made = train(saver, objects, 3)
+            left.set()
+    assert steps_of(storage) == [3] and restored(storage) == (3, made[3])
+
+
 def test_the_warning_of_a_save_that_failed_names_its_step(tmp_path: Path) -> None:
     storage, objects, is_full = MemoryStorage(), training(), threading.Event()
 

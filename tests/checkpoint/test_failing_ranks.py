@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from lakeckpt.checkpoint import restorer
 from lakeckpt.checkpoint.agent.link import InnerAgent
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.errors import (
     AgentError,
     ArenaTooLarge,
@@ -35,8 +37,6 @@ from lakeckpt.testing.storage import FaultyStorage
 from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, Reader, manager, run_ranks, train_step, training
 
 TIMEOUT_S = 10_000.0
-LAST = 4
-"""The step at whose save a rank fails; the save of step 2 is good."""
 
 
 class Rank:
@@ -158,66 +158,83 @@ CAPTURED = {
     "agent cannot be reached": (an_agent_that_cannot_be_reached, AgentError),
 }
 WAYS = [
-    *(pytest.param(way, kind, None, id=f"{name}, synchronous") for name, (way, kind) in EITHER.items()),
-    *(pytest.param(way, kind, 1, id=f"{name}, captured") for name, (way, kind) in (EITHER | CAPTURED).items()),
-    *(
-        pytest.param(way, kind, 4, id=f"{name}, captured where saved")
-        for name, (way, kind) in (EITHER | CAPTURED).items()
-    ),
+    pytest.param(
+        way,
+        kind,
+        every,
+        good,
+        id=f"{name}, {'synchronous' if every is None else f'captured every {every}'}, after {good} steps",
+        marks=[] if good else [pytest.mark.soak],
+    )
+    for good in (0, 2)
+    for every in (None, 1, 4)
+    for name, (way, kind) in (EITHER if every is None else EITHER | CAPTURED).items()
+    if good or name != "capture without memory"  # where there never was any, all ranks save without it
 ]
 
 
+def results_of(
+    way: Callable[[Rank, pytest.MonkeyPatch], None],
+    patch: pytest.MonkeyPatch,
+    storage: MemoryStorage,
+    failing: int,
+    *,
+    good: int,
+    **options: Any,
+) -> list[Any]:
+    """What both ranks raised; one fails in the ``way`` after ``good`` steps, of which every second one is saved."""
+    meeting = threading.Barrier(2)
+
+    def body(rank: int, exchange: HubExchange) -> Any:
+        mine = Rank(rank, storage)
+        beside = {"persist_every": 2, "timeout_s": TIMEOUT_S, "on_save_failure": "raise", **options}
+        saver = manager(mine.storage, mine.objects, exchange=exchange, **beside)
+        saver.restore()
+        batches = iter(mine.objects["reader"])
+        try:
+            for step in range(good + 3):
+                if step == good:
+                    saver.wait()
+                    meeting.wait()
+                    if rank == failing:
+                        mine.fails.set()
+                        way(mine, patch)
+                    meeting.wait()
+                next(batches)
+                train_step(mine.objects)
+                saver.step()
+            saver.wait()
+        except Exception as error:
+            mine.fails.clear()
+            saver.__exit__(type(error), error, None)
+            exchange.hub.leave(rank)  # its connections are closed
+            return error
+        return None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureWarning)  # of captures that no save needs
+        return run_ranks(2, body)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize(("way", "kind", "capture_every"), WAYS)
+@pytest.mark.parametrize(("way", "kind", "capture_every", "good"), WAYS)
 def test_both_ranks_raise_the_one_error_with_its_cause(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     way: Callable[[Rank, pytest.MonkeyPatch], None],
     kind: type[Exception],
     capture_every: int | None,
+    good: int,
     failing: int,
 ) -> None:
-    storage, good = MemoryStorage(), threading.Barrier(2)
-
-    def body(rank: int, exchange: HubExchange) -> Any:
-        mine = Rank(rank, storage)
-        beside = {} if capture_every is None else {"capture_every": capture_every, "arenas": tmp_path}
-        saver = manager(
-            mine.storage,
-            mine.objects,
-            exchange=exchange,
-            persist_every=2,
-            timeout_s=TIMEOUT_S,
-            on_save_failure="raise",
-            **beside,
-        )
-        saver.restore()
-        batches = iter(mine.objects["reader"])
-        try:
-            for step in range(1, LAST + 1):
-                next(batches)
-                train_step(mine.objects)
-                saver.step()
-                if step == 2:
-                    saver.wait()
-                    good.wait()
-                    if rank == failing:
-                        mine.fails.set()
-                        way(mine, monkeypatch)
-                    good.wait()
-            saver.wait()
-        except Exception as error:
-            mine.fails.clear()
-            saver.__exit__(type(error), error, None)
-            return error
-        return None
-
-    results = run_ranks(2, body)
+    storage = MemoryStorage()
+    beside = {} if capture_every is None else {"capture_every": capture_every, "arenas": tmp_path}
+    results = results_of(way, monkeypatch, storage, failing, good=good, **beside)
     own, other = results[failing], results[1 - failing]
     assert isinstance(own, kind) and "the cause" in str(own), results
     assert type(other) is (kind if issubclass(kind, LakeckptError) else CheckpointError), results
     assert "the cause" in str(other) and f"rank {failing}" in str(other), other
-    assert [one.step for one in read_history(storage).chain] == [2]
+    assert [one.step for one in read_history(storage).chain] == [2] * (good == 2)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

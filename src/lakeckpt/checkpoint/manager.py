@@ -319,11 +319,11 @@ class CheckpointManager:
         well = False
         try:
             if kind is None and not self._closed and self._saver is not None:
-                if not self._is_saved() and not (self._background and self._background.is_saving(self._step)):
+                if self._background is not None and self._background.is_saving(self._step):
+                    self._wait_or_warn()
+                if self._saved_step != self._step:  # on all ranks, or on none
                     self.save()
                 self.wait()
-                if not self._is_saved():  # what was under way was left out
-                    self.save()
             well = kind is None
         finally:
             if error is not None and self._background is not None and not self._closed:
@@ -332,8 +332,15 @@ class CheckpointManager:
 
     # --- inside
 
-    def _is_saved(self) -> bool:
-        return self._saved_step == self._step
+    def _wait_or_warn(self) -> None:
+        """Wait for what is being saved; what fails is a warning where a save by policy is allowed to fail."""
+        try:
+            self.wait()
+        except (SaveFailed, CheckpointIncomplete) as error:
+            if not self._warn_only:
+                raise
+            text = f"a checkpoint of step {self._failed_step} was not saved: {error}"
+            warnings.warn(text, SaveWarning, stacklevel=3)
 
     def _save(self, saver: Saver) -> CheckpointInfo:
         begun_s = self._waiter.now()
