@@ -339,7 +339,7 @@ class Background:
                 failure = stopped[1]
             if failure is not None:
                 self._passed_on.add(key)
-                self._agent.give_up(GivenUp(step=order.step, number=order.number, failure=said_of(failure)))
+                self._agent.order(GivenUp(step=order.step, number=order.number, failure=said_of(failure)))
 
     def _save_of(self, order: Order) -> SaveId:
         return SaveId(attempt=self.attempt.number, step=order.step, number=order.number)

@@ -51,12 +51,9 @@ _BYE_S = 5.0
 class AgentLike(Protocol):
     """Whoever persists the cuts of this trainer. Called by one thread."""
 
-    def order(self, order: Order, /) -> None:
-        """Hand a cut over. Never raises for want of an agent: that is an outcome, too."""
-        ...
-
-    def give_up(self, save: GivenUp, /) -> None:
-        """Another rank has given this save up: nobody waits for that rank, and the order's outcome says why."""
+    def order(self, order: Order | GivenUp, /) -> None:
+        """Hand a cut over, or say of one that another rank has given it up: nobody waits for that rank then, and the
+        outcome says why. Never raises for want of an agent: that is an outcome, too."""
         ...
 
     def keep(self, documents: Mapping[str, bytes], /) -> None:
@@ -108,8 +105,13 @@ class AgentLink:
         self._connect()
         _links.add(self)
 
-    def order(self, order: Order, /) -> None:
+    def order(self, order: Order | GivenUp, /) -> None:
         """See `AgentLike`."""
+        if isinstance(order, GivenUp):
+            if self._connection is not None:
+                self._unsent += framed(order)
+                self._send()
+            return
         self._read_all()
         self._pending[order.step, order.number] = order
         self._newest = max(self._newest, order.number)
@@ -118,12 +120,6 @@ class AgentLink:
             self._send()
         if self._connection is None:
             self._go_on()
-
-    def give_up(self, save: GivenUp, /) -> None:
-        """See `AgentLike`."""
-        if self._connection is not None:
-            self._unsent += framed(save)
-            self._send()
 
     def keep(self, documents: Mapping[str, bytes], /) -> None:
         """See `AgentLike`. An agent that takes the place of this one is told, too."""
@@ -326,13 +322,12 @@ class InnerAgent:
         )
         self._persister.start()
 
-    def order(self, order: Order, /) -> None:
+    def order(self, order: Order | GivenUp, /) -> None:
         """See `AgentLike`."""
-        self._persister.order(order)
-
-    def give_up(self, save: GivenUp, /) -> None:
-        """See `AgentLike`."""
-        self._persister.give_up(save)
+        if isinstance(order, GivenUp):
+            self._persister.give_up(order)
+        else:
+            self._persister.order(order)
 
     def keep(self, documents: Mapping[str, bytes], /) -> None:
         """See `AgentLike`."""
