@@ -34,7 +34,7 @@ from lakeckpt.checkpoint.journal import Leg, legs_to_bytes
 from lakeckpt.checkpoint.keep import checked_metric
 from lakeckpt.checkpoint.parts import SaveId
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks
-from lakeckpt.checkpoint.waiting import Waiter
+from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.errors import (
     AgentError,
     ArenaError,
@@ -395,6 +395,8 @@ class Background:
         if self._exchange.world_size > 1:
             first = min((number for _, number in self._ready), default=self.attempt.saves)
             leave_word(self._exchange, self.attempt.number, self._exchange.rank, error, first=first)
+            if self._exchange.rank == 0:  # the store that has the word may end with this process
+                SystemWaiter().wait(2 * _LISTEN_S)
 
     def close(self, *, well: bool) -> None:
         """Let go. ``well``: what was saved is persisted, and the arenas are removed; else the agent does the last will

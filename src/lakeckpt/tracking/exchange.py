@@ -139,6 +139,7 @@ class GlooExchange:
         # The store may hold notes of ranks that are dead: torchrun keeps its own while it starts ranks again.
         name = f"lakeckpt/{facts[0][16:].hex()}"
         self._store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._store_is_gone = False
         self._connection = 0  # how often the ranks connected again
         self._is_closed = False
         self._waited = False  # in vain, at this message
@@ -294,10 +295,13 @@ class GlooExchange:
             ) from error
 
     def peek(self, key: str) -> bytes | None:
-        """See `Exchange`."""
+        """See `Exchange`. A store that is gone is not asked again: torch prints a page each time."""
+        if self._store_is_gone:
+            return None
         try:
             return bytes.fromhex(self._store.get(key).decode("ascii")) if self._store.check([key]) else None
         except RuntimeError:
+            self._store_is_gone = True
             return None
 
     def close(self) -> None:
