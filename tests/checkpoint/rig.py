@@ -163,6 +163,10 @@ class HubExchange:
             assert self.hub.changed.wait_for(lambda: key in self.hub.notes, PATIENCE_S)
             return self.hub.notes[key]
 
+    def peek(self, key: str) -> bytes | None:
+        with self.hub.changed:
+            return self.hub.notes.get(key)
+
     def close(self) -> None:
         pass
 

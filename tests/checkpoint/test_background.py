@@ -516,6 +516,101 @@ def test_saves_that_are_never_captured_are_told_of(tmp_path: Path, monkeypatch: 
         raise KeyError
 
 
+def test_leaving_while_the_last_cut_is_being_saved_saves_it_once(tmp_path: Path) -> None:
+    storage, objects, left = MemoryStorage(), training(), threading.Event()
+
+    def before(method: str, path: str) -> None:
+        if method == "put" and path.startswith("parts/"):
+            assert left.wait(PATIENCE_S)
+
+    with managed(FaultyStorage(storage, before=before), objects, tmp_path, persist_every=3) as saver:
+        saver.restore()
+        made = train(saver, objects, 3)
+        left.set()
+    assert steps_of(storage) == [3] and restored(storage) == (3, made[3])
+
+
+def test_leaving_saves_the_last_cut_where_its_save_was_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, objects = MemoryStorage(), training()
+    completes, given_up = CaptureEngine._completes, list[int]()
+
+    def once(self: CaptureEngine, job: Any) -> bool:
+        if job.facts.step == 3 and not given_up:
+            given_up.append(3)
+            return False  # as where the state was changed meanwhile
+        return completes(self, job)
+
+    monkeypatch.setattr(CaptureEngine, "_completes", once)
+    with managed(storage, objects, tmp_path, persist_every=3) as saver:
+        saver.restore()
+        train(saver, objects, 1)
+        saver.save()
+        made = train(saver, objects, 2)
+    assert given_up and steps_of(storage) == [1, 3] and restored(storage) == (3, made[3])
+
+
+def test_leaving_saves_the_last_cut_again_where_its_save_fails_and_that_is_a_warning(tmp_path: Path) -> None:
+    storage, objects, left = MemoryStorage(), training(), threading.Event()
+    failed: list[str] = []
+
+    def before(method: str, path: str) -> None:
+        if method == "put" and path.startswith("objects/") and not failed:
+            assert left.wait(PATIENCE_S)
+            failed.append(path)
+            raise StorageError(errno.ENOSPC, "the disk is full")
+
+    saver = managed(FaultyStorage(storage, before=before), objects, tmp_path, persist_every=3)
+    saver.restore()
+    made = train(saver, objects, 3)
+    left.set()
+    with pytest.warns(SaveWarning, match=r"a checkpoint of step 3 was not saved: .*the disk is full"):
+        saver.__exit__(None, None, None)
+    assert steps_of(storage) == [3] and restored(storage) == (3, made[3])
+
+
+def test_the_warning_of_a_save_that_failed_names_its_step(tmp_path: Path) -> None:
+    storage, objects, is_full = MemoryStorage(), training(), threading.Event()
+
+    def before(method: str, path: str) -> None:
+        if method == "put" and is_full.is_set():
+            raise StorageError(errno.ENOSPC, "the disk is full")
+
+    with managed(FaultyStorage(storage, before=before), objects, tmp_path, persist_every=2) as saver:
+        saver.restore()
+        background = saver._background
+        assert background is not None
+        is_full.set()
+        train(saver, objects, 2)
+        background._engine.wait()
+        background._give()
+        assert background._agent.wait(PATIENCE_S)
+        with pytest.warns(SaveWarning, match=r"without a checkpoint of step 2: .*the disk is full"):
+            train(saver, objects, 1)
+        is_full.clear()
+    assert steps_of(storage) == [3]
+
+
+def test_what_failed_in_the_last_capture_is_told_when_the_manager_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, objects = MemoryStorage(), training()
+    saver = managed(storage, objects, tmp_path)
+    saver.restore()
+    train(saver, objects, 1)
+    saver.save()
+
+    def failing(self: CaptureEngine, job: Any) -> bool:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(CaptureEngine, "_completes", failing)
+    train(saver, objects, 1)
+    with pytest.warns(CaptureWarning, match="the capture of step 2 failed: MemoryError.'no memory'"):
+        saver.close()
+    assert steps_of(storage) == [1]
+
+
 @pytest.mark.parametrize("capture_every", [0, -1, 1.5, True, "1"])
 def test_how_often_to_capture_is_a_positive_number_of_steps(capture_every: Any) -> None:
     with pytest.raises(ConfigError, match="capture_every"):
@@ -626,8 +721,14 @@ class Captures:
         self._left_out, self._pending = left_out, None
 
     def wait(self) -> int | None:
-        self.completed, self._pending = self._pending or self.completed, None
+        self.finish()
         return self.completed
+
+    def finish(self) -> None:
+        self.completed, self._pending = self._pending or self.completed, None
+
+    def given_up(self, step: int) -> tuple[bool, None]:
+        return False, None
 
     def cut(self, step: int, **_: Any) -> bool:
         if step != self._left_out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from datetime import timedelta
@@ -17,7 +18,7 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.policy import EverySeconds
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.errors import CheckpointIncomplete
+from lakeckpt.errors import CheckpointIncomplete, StorageError
 from lakeckpt.lake.local import LocalStorage
 from lakeckpt.testing.storage import FaultyStorage
 from tests.checkpoint.rig import Reader, training
@@ -151,3 +152,52 @@ def test_a_group_of_some_ranks_keeps_a_run_of_its_own(tmp_path: Path) -> None:
     for run in ("run0", "run1"):
         tip = read_history(LocalStorage(tmp_path / run)).tip
         assert tip is not None and tip.world_size == 2 and tip.step == 1
+
+
+def one_fails(rank: int, world_size: int, folder: str, failing: int, way: str, capture_every: int | None) -> None:
+    """Its storage is full from the second save on, for the note of the failure, too; or its state cannot be built."""
+    meet(rank, world_size, folder)
+    fails = False
+
+    def refuse(method: str, path: str) -> None:
+        if fails and way == "full" and method.startswith("put"):
+            raise StorageError(errno.ENOSPC, "the cause")
+
+    class Own:
+        def state_dict(self) -> dict[str, Any]:
+            if fails and way == "state":
+                raise RuntimeError("the cause")
+            return {"own": torch.full((4,), float(rank))}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    beside = {} if capture_every is None else {"capture_every": capture_every, "arenas": f"{folder}/arenas"}
+    storage = FaultyStorage(LocalStorage(f"{folder}/run"), before=refuse)
+    options = {"persist_every": 2, "timeout_s": 10_000.0, "on_save_failure": "raise", **beside}
+    try:
+        with CheckpointManager(storage, {**training(), "own": Own()}, **options) as manager:
+            manager.restore()
+            for step in range(1, 5):
+                manager.step()
+                if step == 2:
+                    manager.wait()
+                    dist.barrier()
+                    fails = rank == failing
+            manager.wait()
+    except Exception as error:
+        Path(folder, f"said.{rank}").write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("capture_every", [None, 1])
+@pytest.mark.parametrize("way", ["full", "state"])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_process_whose_save_fails_tells_the_other_one_why(
+    failing: int, way: str, capture_every: int | None, tmp_path: Path
+) -> None:
+    run_processes(2, one_fails, 2, str(tmp_path), failing, way, capture_every)
+    said = [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
+    assert all("the cause" in one for one in said), said
+    assert f"rank {failing}" in said[1 - failing]
+    assert [one.step for one in read_history(LocalStorage(tmp_path / "run")).chain] == [2]

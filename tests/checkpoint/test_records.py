@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lakeckpt.checkpoint.agreement import Agreement, Talk, Unit, agree, sum_of
-from lakeckpt.checkpoint.commit import publish_failure
 from lakeckpt.checkpoint.digests import LEAF_BYTES, leaf_digests
 from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.failures import publish_failure
 from lakeckpt.checkpoint.fields import ranges
 from lakeckpt.checkpoint.parts import SHARING, SaveId
 from lakeckpt.checkpoint.records import RecordTalk

@@ -455,14 +455,16 @@ def test_the_state_of_an_endless_loader_is_refused_to_lightning_which_has_fetche
     assert loader.state_dict()
 
 
-def test_a_loader_that_is_read_when_the_interpreter_ends_says_nothing(lake: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_is_read_when_the_interpreter_ends_says_nothing(lake: Path, workers: int) -> None:
     script = f"""
-import torch, lakeckpt, lakeckpt.data.ahead, lakeckpt.reading.positions
-torch.kept = [lakeckpt.data.ahead, lakeckpt.reading.positions]  # emptied before torch is, which was loaded sooner
-loader = lakeckpt.LakeLoader(lakeckpt.LakeDataset({str(lake)!r}, batch_size=4))
+import torch, lakeckpt, lakeckpt.data.ahead, lakeckpt.data.slots, lakeckpt.reading.positions
+# Emptied before torch is, which was loaded sooner:
+torch.kept = [lakeckpt.data.ahead, lakeckpt.data.slots, lakeckpt.reading.positions]
+loader = lakeckpt.LakeLoader(lakeckpt.LakeDataset({str(lake)!r}, batch_size=4), num_workers={workers})
 dataset = lakeckpt.LakeDataset({str(lake)!r}, batch_size=4)
 torch.kept += [iter(loader), iter(dataset)]
-next(torch.kept[-1]), next(torch.kept[-2])
+torch.kept += [next(torch.kept[-1]), next(torch.kept[-2])]
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ran.returncode, ran.stderr) == (0, "")

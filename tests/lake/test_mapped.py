@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from lakeckpt.lake import mapped
 from lakeckpt.lake.mapped import LeasedFile
 from lakeckpt.lake.ranges import MAPPED_BYTES, LocalBytes
+from tests.patience import PATIENCE_S
 
 CONTENT = bytes(range(256)) * 4096
 
@@ -162,3 +165,22 @@ def test_ranges_read_from_a_file_hold_its_lease_until_they_are_abandoned(path: P
     assert leased(opened.fileno())
     arriving.abandon()
     assert not leased(opened.fileno())
+
+
+HELD_TO_THE_END = """
+import os, sys
+import torch
+from lakeckpt.lake import blocks, deferring, mapped
+torch.kept = [blocks, deferring, mapped]  # emptied before torch is, which was loaded sooner
+descriptor = os.open(sys.argv[1], os.O_RDONLY)
+file = mapped.LeasedFile(descriptor)
+torch.kept += [blocks.read_block(descriptor, 0, 10), file, mapped.LeasedFile(descriptor)]
+torch.kept += [file.map_ranges([(0, 10)])]
+assert torch.kept[-1] is not None
+"""
+
+
+def test_bytes_that_are_held_when_the_interpreter_ends_are_let_go_of_without_a_word(path: Path) -> None:
+    script = [sys.executable, "-c", HELD_TO_THE_END, str(path)]
+    ran = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (ran.returncode, ran.stderr) == (0, "")

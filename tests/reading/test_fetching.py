@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -16,8 +19,10 @@ from hypothesis import strategies as st
 from lakeckpt.errors import DataFileChanged, DataFileDamaged, StorageError
 from lakeckpt.lake.storage import Storage
 from lakeckpt.lake.table import Table, open_table
+from lakeckpt.reading import fetching
 from lakeckpt.reading.decode import RowGroupDecoder
 from lakeckpt.testing.storage import Fault, FaultyStorage
+from tests.patience import PATIENCE_S
 from tests.reading.cases import write_file, write_ids
 
 BOUND_S = 30.0
@@ -199,3 +204,59 @@ def test_threads_may_share_a_decoder(tmp_path: Path, is_stored: bool) -> None:
         found = pool.map(lambda group: ids(decoder.decode(group, 0, 5)), groups)
         assert list(found) == [list(range(5 * group, 5 * group + 5)) for group in groups]
     decoder.close()
+
+
+ENDS_WHILE_A_FILE_IS_TO_BE_OPENED = """
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from lakeckpt.lake.ranges import THREADS, in_background
+from lakeckpt.lake.table import open_table
+from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.reading.threads import Threads
+from tests.reading.test_fetching import stored
+
+def until_the_interpreter_ends():
+    other = ThreadPoolExecutor(1)
+    while True:
+        try:
+            other.submit(int).result()
+        except RuntimeError:
+            return
+
+decoder, threads, waits = RowGroupDecoder(stored(open_table(sys.argv[1]))), Threads(1), threading.Event()
+for _ in range(THREADS):
+    in_background(until_the_interpreter_ends)
+decoder.announce([0])  # behind them: no thread opens the file any more
+
+def decode():
+    waits.set()
+    return decoder.decode(0, 0, 2)
+
+threads.submit(decode)
+waits.wait()
+"""
+
+
+def test_nobody_waits_for_a_file_that_no_thread_opens_as_the_interpreter_ends(tmp_path: Path) -> None:
+    write_ids(tmp_path, [[2], [3]])
+    script = [sys.executable, "-c", ENDS_WHILE_A_FILE_IS_TO_BE_OPENED, str(tmp_path)]
+    ran = subprocess.run(script, capture_output=True, timeout=PATIENCE_S)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
+
+
+def test_a_file_that_no_thread_can_be_asked_to_open_is_told_to_whoever_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = RowGroupDecoder(stored(write_ids(tmp_path, [[2], [3]])))
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fetching, "in_background", refuse)
+        decoder.announce([0])
+        with pytest.raises(RuntimeError, match="after interpreter shutdown"):
+            decoder.decode(0, 0, 2)
+    assert ids(decoder.decode(0, 0, 2)) == [0, 1]

@@ -46,6 +46,7 @@ def talk(rank: int, world_size: int, folder: str, nodes: str) -> None:
     if rank == 0:
         exchange.publish("note", b"\x00later")
     found.append(exchange.fetch("note"))
+    assert exchange.peek("note") == found[-1] and exchange.peek("another note") is None
     exchange.close()
     exchange.close()
     Path(folder, f"{rank}.txt").write_text(repr(found))
@@ -203,7 +204,7 @@ def test_a_job_of_one_talks_to_itself() -> None:
     solo = Solo()
     assert solo.combine(b"ab", union) == b"ab"
     solo.publish("k", b"v")
-    assert solo.fetch("k") == b"v"
+    assert solo.fetch("k") == b"v" == solo.peek("k") and solo.peek("another") is None
     solo.close()
 
 

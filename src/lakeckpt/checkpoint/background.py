@@ -5,39 +5,44 @@ due a capture begins; where a save falls due, too, the agent is told as soon as 
 of it is heard at a later cut. All ranks do this alike, and none talks to another: but for the first save, when they
 settle whether all of them have an arena at all. Where one has not, all save as without one.
 
+A rank whose save fails tells the other ranks why: its order says so to its agent, which tells the other agents through
+storage; and a note in the exchange says so to the other trainers, which hand it to their agents. So does a rank that
+stops by an exception, of the saves in which it takes no part any more.
+
 Called by the training thread alone. Its threads are those of the capture engine and of the agent.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.link import AgentLike
-from lakeckpt.checkpoint.agent.orders import Order, Outcome
+from lakeckpt.checkpoint.agent.orders import GivenUp, Order, Outcome
 from lakeckpt.checkpoint.agreement import everyone
 from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack
 from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.checkpoint.failures import error_said, failure_noted, leave_note, leave_word, said_of, word_left
 from lakeckpt.checkpoint.indexes import documents_of
 from lakeckpt.checkpoint.journal import Leg, legs_to_bytes
 from lakeckpt.checkpoint.keep import checked_metric
-from lakeckpt.checkpoint.report import CheckpointInfo, Remarks
-from lakeckpt.checkpoint.waiting import Waiter
+from lakeckpt.checkpoint.parts import SaveId
+from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks
+from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.errors import (
+    AgentError,
     ArenaError,
-    CheckpointError,
     CheckpointIncomplete,
     LakeckptError,
     MissingRanksError,
     SaveFailed,
-    StateError,
-    TrackingError,
-    error_of,
+    SaveLeftOut,
 )
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.merge import is_part
@@ -46,6 +51,8 @@ from lakeckpt.wire.codec import dumps
 __all__ = ["Background", "Saved"]
 
 _NOTHING_SPARE_S = 0.01
+_LISTEN_S = 0.5
+"""How often a trainer looks whether another rank has given up a save that is under way."""
 _PATIENCE = 3
 """How many saves in a row may be left out, with nothing under way, before that is a failure."""
 
@@ -96,6 +103,9 @@ class Background:
         self._settled = False
         self._no_arena: ArenaError | None = None
         self._has_told = False  # that there is none any more
+        self._told_here: set[tuple[int, int]] = set()  # saves whose failure this rank has raised already
+        self._passed_on: set[tuple[int, int]] = set()  # saves that another rank gave up, as the agent knows
+        self._listens_s = float("-inf")  # when to look for such saves again
         self._missed = 0  # saves in a row without a capture, with nothing under way that would explain it
 
     # --- cuts
@@ -103,9 +113,11 @@ class Background:
     def cut(self, step: int) -> None:
         """Begin to capture the cut of ``step``, if that can be done now.
 
-        `SaveFailed` where there is no arena any more: once, until there is one again.
+        Raises what goes wrong on this rank. `SaveFailed` where there is no arena any more: once, until there is one
+        again. The other ranks hear of it at the next save, if it is still wrong then, or this rank has stopped.
         """
         failure: SaveFailed | None = None
+        self._give()  # what failed of a save is told with its order
         if self._no_arena is None:
             try:
                 if self._capture(step, self._journal.legs(step), must=False):
@@ -131,11 +143,15 @@ class Background:
         Whatever is raised here, the agents of all ranks give the save up together.
         """
         failure: Exception | None = None
-        captured, legs, good = False, self._journal.legs(step), None
+        legs: Mapping[str, tuple[Leg, ...]] = {}
+        documents: dict[str, bytes] = {}
+        captured, good = False, None
         try:
             if self._ready:  # an order of this very step, perhaps: all ranks give it before they give the next one
-                self._engine.wait()
+                self._engine.finish()
                 self._give()
+            legs = self._journal.legs(step)
+            documents = self._new_documents()
             good = checked_metric(metric)
             captured = self._no_arena is None and (
                 self._has_captured(step) or self._capture(step, legs, must=True, patient=patient)
@@ -153,18 +169,30 @@ class Background:
                 f"step {step} was not captured, nor were the {self._missed - 1} saves before it: no memory of the "
                 "arena was to spare, though nothing is being persisted. `lakeckpt doctor` lists what lies in memory"
             )
-        self._journal.handed_over(legs, step)
+        if failure is None:
+            try:
+                self._journal.handed_over(legs, step)
+            except Exception as error:
+                failure = error
         self._captured = None
-        documents = self._new_documents()
         self._told |= documents.keys()
-        order = Order(step=step, number=self.attempt.saves, metric=good, documents=documents)
+        order = Order(
+            step=step,
+            number=self.attempt.saves,
+            metric=good,
+            documents=documents,
+            failure="" if failure is None else said_of(failure),
+        )
         self.attempt.saves += 1
-        if captured:
+        if captured and failure is None:
             self._ready[step, order.number] = order
             self._give()
-        else:
-            self._give()  # in the order of saves, on all ranks
-            self._give_now(order)  # so that the agents of all ranks hear that this one has not got it
+            return True
+        if failure is not None:
+            self._told_here.add((step, order.number))
+            self._note(order, failure)
+        self._give()  # in the order of saves, on all ranks
+        self._give_now(order)  # so that the agents of all ranks hear that this one has not got it
         if failure is not None:
             raise failure
         return True
@@ -174,6 +202,8 @@ class Background:
         try:
             without = everyone(self._exchange, facts).facts.get("no arena")
         except MissingRanksError as error:
+            if (stopped := word_left(self._exchange, self.attempt.number)) is not None:
+                raise stopped[1] from error
             raise CheckpointIncomplete(f"whether all ranks have an arena is not known: {error}") from error
         if without:
             self._no_arena = self._no_arena or ArenaError("; ".join(sorted(without)))
@@ -220,15 +250,24 @@ class Background:
 
     def _give(self) -> None:
         """Give the orders whose captures are complete, and those whose captures were given up."""
-        completed = self._engine.completed
         for step, number in sorted(self._ready):
-            if completed is not None and step <= completed:
+            completed = self._engine.completed
+            over = completed is not None and step <= completed
+            if over:
                 self._give_now(self._ready.pop((step, number)))
+                continue
+            over, failure = self._engine.given_up(step)
+            if over:
+                said = "" if failure is None else said_of(failure)
+                self._give_now(replace(self._ready.pop((step, number)), failure=said))
 
     def _give_now(self, order: Order) -> None:
         self._given[order.step, order.number] = order
         self._hold(order)
-        self._agent.order(order)
+        try:
+            self._agent.order(order)
+        except AgentError as error:
+            self._over(order.step, order.number, Saved(step=order.step, info=None, error=error, took_s=0.0))
 
     def _hold(self, order: Order) -> None:
         """Keep the generation until it is persisted, if no other order is out: the agent may keep that one's where this
@@ -246,19 +285,64 @@ class Background:
 
     def _hear(self) -> None:
         self._give()
-        for outcome in self._agent.outcomes():
-            if self._given.pop((outcome.step, outcome.number), None) is None:
-                continue
-            if (held := self._held.pop((outcome.step, outcome.number), None)) is not None:
-                held.close()
-            saved = self._of(outcome)
-            if saved.info is not None:
-                self.attempt.last = self.attempt.parent = saved.info.slot
-                self.attempt.recorded = outcome.step
-                self._journal.committed(outcome.step)
-            else:
-                self._told.clear()  # documents may have been lost with it
+        self._listen()
+        try:
+            outcomes = self._agent.outcomes()
+        except AgentError as error:
+            if not self._given:
+                raise
+            for step, number in list(self._given):
+                self._over(step, number, Saved(step=step, info=None, error=error, took_s=0.0))
+            return
+        for outcome in outcomes:
+            if (outcome.step, outcome.number) in self._given:
+                self._over(outcome.step, outcome.number, self._of(outcome))
+
+    def _over(self, step: int, number: int, saved: Saved) -> None:
+        """Something came of an order."""
+        order = self._given.pop((step, number))
+        if (held := self._held.pop((step, number), None)) is not None:
+            held.close()
+        self._passed_on.discard((step, number))
+        if saved.info is not None:
+            self.attempt.last = self.attempt.parent = saved.info.slot
+            self.attempt.recorded = step
+            self._journal.committed(step)
             self._saved.append(saved)
+            return
+        self._told.clear()  # documents may have been lost with it
+        if (step, number) in self._told_here:
+            self._told_here.remove((step, number))
+            return
+        assert saved.error is not None
+        self._note(order, saved.error)
+        self._saved.append(saved)
+
+    def _note(self, order: Order, failure: Exception) -> None:
+        """Tell the other trainers of a save that failed. One that is left out for another is none."""
+        if self._exchange.world_size > 1 and not isinstance(failure, SaveLeftOut):
+            leave_note(self._exchange, self._save_of(order), self._exchange.rank, failure)
+
+    def _listen(self, *, now: bool = False) -> None:
+        """Hand to the agent which saves other ranks gave up: it stops waiting for them, and its outcome says why."""
+        is_due = now or self._waiter.now() >= self._listens_s
+        if self._exchange.world_size == 1 or not is_due or not (self._given or self._ready):
+            return
+        self._listens_s = self._waiter.now() + _LISTEN_S
+        stopped = word_left(self._exchange, self.attempt.number)
+        for order in [*self._given.values(), *self._ready.values()]:
+            key = order.step, order.number
+            if key in self._passed_on or key in self._told_here:
+                continue
+            failure = failure_noted(self._exchange, self._save_of(order))
+            if failure is None and stopped is not None and order.number >= stopped[0]:
+                failure = stopped[1]
+            if failure is not None:
+                self._passed_on.add(key)
+                self._agent.order(GivenUp(step=order.step, number=order.number, failure=said_of(failure)))
+
+    def _save_of(self, order: Order) -> SaveId:
+        return SaveId(attempt=self.attempt.number, step=order.step, number=order.number)
 
     def _of(self, outcome: Outcome) -> Saved:
         info, error = None, None
@@ -271,37 +355,56 @@ class Background:
                 created_s=outcome.created_s,
             )
         else:
-            error = error_of(outcome.kind, outcome.text, otherwise=SaveFailed)
-            if isinstance(error, MissingRanksError):
-                error = CheckpointIncomplete(outcome.text)
-            elif not isinstance(error, (CheckpointError, TrackingError, StateError)):
-                error = SaveFailed(outcome.text)
+            error = error_said(f"{outcome.kind}\n{outcome.text}")
         remarks = Remarks() if info is None else Remarks(lost=outcome.lost, unpruned=outcome.text)
         return Saved(step=outcome.step, info=info, error=error, took_s=outcome.took_s, remarks=remarks)
 
     def wait(self) -> None:
         """Return when something came of every save, or raise `CheckpointIncomplete` where the agent is silent."""
-        with suppress(ArenaError):  # a save has said so, or the next one will
-            self._engine.wait()
+        self._engine.finish()
         self._give()
         for order in [self._ready.pop(one) for one in sorted(self._ready)]:
-            self._give_now(order)  # its capture was given up
+            self._give_now(order)  # its capture was given up, too long ago to say why
         deadline_s = self._waiter.now() + 4 * self._timeout_s  # the agent reports what takes longer
         self._hear()
         while self._given:
             if self._waiter.now() > deadline_s:
                 steps = sorted(step for step, _ in self._given)
                 raise CheckpointIncomplete(f"nothing was heard of the saves of the steps {steps} for a long time")
-            self._agent.wait(self._timeout_s)
+            self._agent.wait(self._timeout_s if self._exchange.world_size == 1 else _LISTEN_S)
+            self._listen(now=True)
             self._hear()
+        self._tell_captures()
+
+    def _tell_captures(self) -> None:
+        """Say what else went wrong in captures that are over."""
+        try:
+            self._engine.wait()
+        except ArenaError:
+            pass  # a save has said so, or the next one will
+        except LakeckptError as error:
+            text = f"rank {self._exchange.rank} has not captured all that it was to: {error}"
+            warnings.warn(text, CaptureWarning, stacklevel=4)
+
+    def is_saving(self, step: int) -> bool:
+        """Whether a save of the cut of ``step`` is under way."""
+        return any(step == one for one, _ in (*self._ready, *self._given))
+
+    def stop(self, error: BaseException) -> None:
+        """This rank stops for ``error``: the other ranks are not to wait for it in saves that it has not begun."""
+        if self._exchange.world_size > 1:
+            first = min((number for _, number in self._ready), default=self.attempt.saves)
+            leave_word(self._exchange, self.attempt.number, self._exchange.rank, error, first=first)
+            if self._exchange.rank == 0:  # the store that has the word may end with this process
+                SystemWaiter().wait(2 * _LISTEN_S)
 
     def close(self, *, well: bool) -> None:
         """Let go. ``well``: what was saved is persisted, and the arenas are removed; else the agent does the last will
         of a trainer that died."""
-        with suppress(CheckpointError, ArenaError):
-            if well:
-                self._engine.wait()
-                self._give()
+        if well:
+            self._engine.finish()
+            self._give()
+            self._tell_captures()
         for held in self._held.values():
             held.close()
         self._generations.close()

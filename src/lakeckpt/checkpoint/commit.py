@@ -19,6 +19,7 @@ from typing import Literal
 from lakeckpt.checkpoint.agreement import SUMS, sum_of
 from lakeckpt.checkpoint.begins import said_of
 from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.checkpoint.failures import gave_up
 from lakeckpt.checkpoint.fetch import fetch_file
 from lakeckpt.checkpoint.fields import Ranks
 from lakeckpt.checkpoint.log import SlotTaken, read_entry
@@ -32,12 +33,9 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
     AttemptSuperseded,
     CheckpointDamaged,
-    CheckpointError,
     CheckpointIncomplete,
-    LakeckptError,
     ObjectMissing,
     SaveFailed,
-    SaveLeftOut,
     StorageError,
     WireError,
 )
@@ -50,8 +48,6 @@ __all__ = [
     "Verify",
     "await_commit",
     "collect_parts",
-    "gave_up",
-    "publish_failure",
     "superseded",
     "verify_objects",
 ]
@@ -68,16 +64,6 @@ class Expected:
     """Of each rank; an empty content: whatever it is."""
     bundles: Mapping[Ranks, int]
     """Ranks → `lakeckpt.checkpoint.agreement.sum_of` what they write between them of what only they know."""
-
-
-def publish_failure(storage: Storage, save: SaveId, rank: int, error: Exception) -> bool:
-    """Tell the other ranks that this one gives up, and why. Where that fails, too (False), the deadline tells them."""
-    kind = error.kind if isinstance(error, LakeckptError) else type(error).__name__
-    try:
-        storage.put(save.failure_path(rank), [f"{kind}\n{error}".encode("utf-8", "replace")[:4000]])
-    except StorageError:
-        return False
-    return True
 
 
 def collect_parts(
@@ -140,16 +126,6 @@ def collect_parts(
             "what its mesh and placements say, and each stage of a pipeline save into a run of its own (group=)"
         ) from error
     return [ref for ref, _ in parts], [part for _, part in parts]
-
-
-def gave_up(storage: Storage, path: str, rank: int) -> CheckpointError:
-    """The error for the note at ``path`` by which ``rank`` gave a save up."""
-    try:
-        kind, _, reason = storage.read(path).decode("utf-8", "replace").partition("\n")
-    except StorageError as error:
-        kind, reason = "", f"its note cannot be read: {error}"
-    told = {one.kind: one for one in (CheckpointIncomplete, SaveLeftOut)}.get(kind, SaveFailed)
-    return told(f"rank {rank} gave the checkpoint up: {reason}")
 
 
 def _checked_part(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
+from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.commit import Verify
 from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader
@@ -28,11 +29,12 @@ from lakeckpt.checkpoint.log import read_log
 from lakeckpt.checkpoint.opening import Place, open_background
 from lakeckpt.checkpoint.policy import Policy, policy_of
 from lakeckpt.checkpoint.publish import Publisher, Settings
-from lakeckpt.checkpoint.ranks import check_topology, exchange_of
+from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, said_of_policy
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, RestoreReport, SaveWarning
 from lakeckpt.checkpoint.restorer import Restorer
 from lakeckpt.checkpoint.saver import Saver
 from lakeckpt.checkpoint.schedule import Schedule
+from lakeckpt.checkpoint.together import Together
 from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
 from lakeckpt.data.deliveries import ConsumptionWarning, Deliveries, ReadAheadWarning, unsaved
 from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, SaveLeftOut
@@ -87,7 +89,7 @@ class CheckpointManager:
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
         on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails; default: ``"warn"`` with
             ``capture_every``, else ``"raise"``. A superseded attempt, a disagreement of the ranks and a state that
-            cannot be written always raise. A save that is left out for a newer one is no failure.
+            cannot be taken or written always raise. A save that is left out for a newer one is no failure.
 
     Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
     falls.
@@ -135,11 +137,19 @@ class CheckpointManager:
         self._background: Background | None = None
         self._settings = Settings(keep=rule, verify=verify, timeout_s=timeout_s)
         self._warn_only = (on_save_failure or ("raise" if capture_every is None else "warn")) == "warn"
+        self._shared = {
+            "when to save": said_of_policy(chosen),
+            "capture_every": "None" if capture_every is None else said_of_policy(policy_of(capture_every)),
+            "keep": repr(rule),
+            "verify": verify,
+            "on_save_failure": "warn" if self._warn_only else "raise",
+        }
         self._schedule = Schedule(chosen, self._exchange, self._waiter)
         self._tracks: dict[str, ReaderTrack] = {}
         self._saver: Saver | None = None
         self._step = 0
         self._saved_step = 0
+        self._failed_step = 0  # of the save that failed last
         self._metric: Any = None
         self._report: RestoreReport | None = None
         self._closed = False
@@ -179,12 +189,13 @@ class CheckpointManager:
         `DamageWarning` and told in `restore_report`. A job that still runs on this run is superseded: its next save
         raises `AttemptSuperseded`, which names this process.
 
-        Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` where a reader
-        refuses its state, with nothing changed on any, and with nothing written: a job that is alive goes on.
-        `CheckpointDamaged` where there are checkpoints and none is whole; `CheckpointNotFound` naming the steps that
-        can be had where ``step`` is none of them. Tensors of modules and optimizers are read in place, and then each
-        loads its state. Where that fails for good, as by a hook or a ``load_state_dict`` that refuses what fits
-        otherwise, they hold a mixture of states, and the error says so.
+        Raises, on every rank, `DisagreementError` where they were given other settings, such as ``persist_every``;
+        `CheckpointMismatch` listing all that does not fit and `StateError` where a reader refuses its state, with
+        nothing changed on any, and with nothing written: a job that is alive goes on. `CheckpointDamaged` where there
+        are checkpoints and none is whole; `CheckpointNotFound` naming the steps that can be had where ``step`` is none
+        of them. Tensors of modules and optimizers are read in place, and then each loads its state. Where that fails
+        for good, as by a hook or a ``load_state_dict`` that refuses what fits otherwise, they hold a mixture of states,
+        and the error says so.
         """
         self._refuse_closed()
         if self._saver is not None:
@@ -192,10 +203,17 @@ class CheckpointManager:
         if step is not None and (type(step) is not int or step < 0):
             raise ConfigError(f"step is the optimizer step of a checkpoint to go back to, or None, got {step!r}")
         missing = checked_names(allow_missing, self._objects)
+        check_shared(self._exchange, self._shared)
         restorer = Restorer(
             self._storage, self._exchange, self._objects, step=step, arenas=self._arenas, allow_missing=missing
         )
         done, attempt, self._report = restorer.restore()
+        # Where one rank cannot begin, none does: the others would wait for it at the first save.
+        Together(self._exchange).do(lambda: self._begin(done, attempt))
+        return done
+
+    def _begin(self, done: int, attempt: Attempt) -> None:
+        """Begin to count steps, and to capture, after a restore."""
         self._step, self._saved_step = done, attempt.recorded
         self._tracks.update(
             (name, ReaderTrack(name, one, attempt=attempt.number))
@@ -211,7 +229,13 @@ class CheckpointManager:
         journal = Journal(self._tracks, done, legs=attempt.legs, recorded=attempt.recorded)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         publisher = Publisher(
-            self._storage, attempt, rank=rank, world_size=world_size, settings=self._settings, waiter=self._waiter
+            self._storage,
+            attempt,
+            rank=rank,
+            world_size=world_size,
+            settings=self._settings,
+            waiter=self._waiter,
+            notes=self._exchange if world_size > 1 else None,
         )
         self._saver = Saver(publisher, self._exchange, objects=objects, tracks=self._tracks, journal=journal)
         if self._arenas is not None:
@@ -232,7 +256,6 @@ class CheckpointManager:
             self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, rank=rank, world_size=world_size)
         for schedule in filter(None, (self._schedule, self._captures)):
             schedule.start(done)
-        return done
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> CheckpointInfo | None:
         """A cut: call it on every rank after each optimizer step, when schedulers, scaler and averages are updated,
@@ -266,6 +289,7 @@ class CheckpointManager:
             self._bubbles.gate.cut(self._step)
         due = self._schedule.is_due(self._step)
         captured = self._captures is not None and self._captures.is_due(self._step)
+        self._failed_step = self._step
         try:
             if self._background is not None:
                 return self._cut(self._background, due=due, captured=captured)
@@ -273,7 +297,7 @@ class CheckpointManager:
         except (SaveFailed, CheckpointIncomplete) as error:
             if not self._warn_only:
                 raise
-            text = f"training goes on without a new checkpoint at step {self._step}: {error}"
+            text = f"training goes on without a checkpoint of step {self._failed_step}: {error}"
             warnings.warn(text, SaveWarning, stacklevel=2)
             return None
 
@@ -282,9 +306,11 @@ class CheckpointManager:
         for `step`; default: the one that was given there. Returns what was committed; with ``sync=False`` (where there
         is ``capture_every``) the save only begins, and None is returned.
 
-        Raises `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
+        What fails on one rank fails on all, within seconds, and the error says which rank it was and why. Raises
+        `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
         `AttemptSuperseded` (stop), `DisagreementError` (the ranks are not at one cut), `UnsupportedValue` (a state that
-        cannot be written, with its path), and `ConfigError` for a metric that is no number, as `step` does.
+        cannot be written, with its path), `CheckpointError` where your own code raised something else on another rank,
+        as a ``state_dict`` may, and `ConfigError` for a metric that is no number, as `step` does.
         """
         saver = self._ready()
         if metric is not None:
@@ -333,14 +359,28 @@ class CheckpointManager:
         well = False
         try:
             if kind is None and not self._closed and self._saver is not None:
-                if self._saved_step != self._step:
+                if self._background is not None and self._background.is_saving(self._step):
+                    self._wait_or_warn()
+                if self._saved_step != self._step:  # on all ranks, or on none
                     self.save()
                 self.wait()
             well = kind is None
         finally:
+            if error is not None and self._background is not None and not self._closed:
+                self._background.stop(error)
             self._close(well=well)
 
     # --- inside
+
+    def _wait_or_warn(self) -> None:
+        """Wait for what is being saved; what fails is a warning where a save by policy is allowed to fail."""
+        try:
+            self.wait()
+        except (SaveFailed, CheckpointIncomplete) as error:
+            if not self._warn_only:
+                raise
+            text = f"a checkpoint of step {self._failed_step} was not saved: {error}"
+            warnings.warn(text, SaveWarning, stacklevel=3)
 
     def _save(self, saver: Saver) -> CheckpointInfo:
         begun_s = self._waiter.now()
@@ -383,7 +423,7 @@ class CheckpointManager:
                 self._saved_step = one.step
                 newest, failure = one.info, None
             elif not isinstance(one.error, SaveLeftOut) or one.step == wanted:
-                failure = one.error
+                failure, self._failed_step = one.error, one.step
         if failure is not None and (newest is None or wanted not in (None, newest.step)):
             raise failure
         remarks.warn()

@@ -20,7 +20,16 @@ from typing import Any
 from lakeckpt import __version__
 from lakeckpt.checkpoint.agreement import Agreement, Talk, agree
 from lakeckpt.checkpoint.attempt import Attempt, Tip
-from lakeckpt.checkpoint.commit import Expected, Verify, await_commit, collect_parts, publish_failure, verify_objects
+from lakeckpt.checkpoint.commit import Expected, Verify, await_commit, collect_parts, verify_objects
+from lakeckpt.checkpoint.failures import (
+    ListeningWaiter,
+    Notes,
+    error_said,
+    failure_noted,
+    leave_note,
+    publish_failure,
+    said_of,
+)
 from lakeckpt.checkpoint.fetch import fetch_part
 from lakeckpt.checkpoint.indexes import Documents
 from lakeckpt.checkpoint.journal import joined, since, skipped, weakest
@@ -89,7 +98,7 @@ class Publisher:
     """Publishes the cuts of ``rank`` of ``world_size``, for one attempt.
 
     ``still`` raises, while others' parts are waited for and right before a commit, where there is to be none any more;
-    nothing is written then, either.
+    nothing is written then, either. ``notes``: where ranks tell each other of failures beside storage, if anywhere.
     """
 
     def __init__(
@@ -103,12 +112,15 @@ class Publisher:
         waiter: Waiter,
         clock: Callable[[], float] = time.time,
         still: Callable[[], None] = lambda: None,
+        notes: Notes | None = None,
     ) -> None:
         self.attempt = attempt
         self._storage = storage
         self._rank, self._world_size = rank, world_size
         self._settings = settings
-        self._waiter = waiter
+        self._notes = notes
+        self._waiter = waiter if notes is None else ListeningWaiter(waiter, self._listen)
+        self._current: SaveId | None = None
         self._clock = clock
         self._still = still
         self._tip = Tip(storage, attempt)
@@ -126,6 +138,7 @@ class Publisher:
         Raises `SaveFailed`, `CheckpointIncomplete` and `AttemptSuperseded`; `DisagreementError` where the ranks are not
         at one cut; what was ``taken`` where it is an error.
         """
+        self._current = save
         try:
             manifest = self._publish(save, taken, talk, again)
         except Exception as error:
@@ -145,10 +158,12 @@ class Publisher:
             part = self._published(save, agreement) if again else None
             part = self._persist(cut, save, agreement) if part is None else part
         except Exception as error:
-            publish_failure(self._storage, save, self._rank, error)
-            if not isinstance(error, LakeckptError):
+            if not isinstance(error, (LakeckptError, OSError)):
+                self._tell_others(save, error)
                 raise
-            raise SaveFailed(f"rank {self._rank} could not write its part of step {save.step}: {error}") from error
+            failure = SaveFailed(f"rank {self._rank} could not write its part of step {save.step}: {error}")
+            self._tell_others(save, failure)
+            raise failure from error
         if self._rank == 0:
             manifest = self._commit(cut, save, agreement, states)
         else:
@@ -158,6 +173,18 @@ class Publisher:
         self._tip.adopt(manifest)
         self._earlier = (manifest.slot, Earlier.of(part))
         return manifest
+
+    def _tell_others(self, save: SaveId, failure: Exception) -> None:
+        if self._notes is not None:
+            leave_note(self._notes, save, self._rank, failure)
+        publish_failure(self._storage, save, self._rank, failure)
+
+    def _listen(self) -> None:
+        """Raise what another rank has noted of the save at hand."""
+        assert self._notes is not None and self._current is not None
+        failure = failure_noted(self._notes, self._current)
+        if failure is not None:
+            raise failure
 
     def lost(self) -> str:
         """What the log has lost since this attempt wrote it (`Tip.lost`)."""
@@ -195,20 +222,21 @@ class Publisher:
             failure = failure or error
         if failure is not None:
             what = _LEFT_OUT if isinstance(failure, SaveLeftOut) else _FAILURE
-            tell = {f"{what} of rank {self._rank}": str(failure)}
+            tell = {f"{what} of rank {self._rank}": said_of(failure)}
         try:
             agreement = agree(
                 talk, facts=facts, units=taken.staged.units() if isinstance(taken, StagedCut) else [], tell=tell
             )
         except MissingRanksError as error:
             raise failure or CheckpointIncomplete(f"the checkpoint of step {save.step}: {error}") from error
-        failures = {
-            name: text for name, text in sorted(agreement.told.items()) if name.startswith((_FAILURE, _LEFT_OUT))
-        }
+        failures = sorted(  # the first one is a failure, if any is
+            (name, *said.split("\n", 1))
+            for name, said in agreement.told.items()
+            if name.startswith((_FAILURE, _LEFT_OUT))
+        )
         if failures:
-            kind = SaveLeftOut if all(name.startswith(_LEFT_OUT) for name in failures) else SaveFailed
-            texts = "; ".join(f"{name}: {text}" for name, text in failures.items())
-            raise failure or kind(f"nothing was saved at step {save.step}. {texts}")
+            texts = "; ".join(f"{name}: {text}" for name, _, text in failures)
+            raise failure or error_said(f"{failures[0][1]}\nnothing was saved at step {save.step}. {texts}")
         assert isinstance(taken, StagedCut)
         states = {name: joined_state(legs[-1].record.state, talk) for name, legs in taken.readers.items()}
         return taken, agreement, states
@@ -291,10 +319,12 @@ class Publisher:
             self._tip.put(manifest)
         except Exception as error:
             self._still()
-            publish_failure(self._storage, save, 0, error)
-            if isinstance(error, StorageError):
-                raise SaveFailed(f"the checkpoint of step {cut.step} could not be committed: {error}") from error
-            raise
+            if not isinstance(error, OSError):
+                self._tell_others(save, error)
+                raise
+            failure = SaveFailed(f"the checkpoint of step {cut.step} could not be committed: {error}")
+            self._tell_others(save, failure)
+            raise failure from error
         return manifest
 
     def _verified(self, cut: StagedCut, save: SaveId, agreement: Agreement, states: Mapping[str, Any]) -> Manifest:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from lakeckpt.errors import ConfigError
+from lakeckpt.checkpoint.agreement import everyone
+from lakeckpt.checkpoint.policy import Policy
+from lakeckpt.errors import ConfigError, DisagreementError
 from lakeckpt.tracking.exchange import Exchange, GlooExchange, Solo
 
-__all__ = ["check_topology", "exchange_of"]
+__all__ = ["check_shared", "check_topology", "exchange_of", "said_of_policy"]
 
 
 def exchange_of(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
@@ -45,3 +48,23 @@ def check_topology(exchange: Exchange, rank: int | None, world_size: int | None)
             f"rank {asked[0]} of {asked[1]} was asked for, and this process is rank {found[0]} of {found[1]}: "
             "initialize torch.distributed, or give the group of these ranks"
         )
+
+
+def check_shared(exchange: Exchange, settings: Mapping[str, str]) -> None:
+    """Raise `DisagreementError`, on every rank, where the ranks were given different ``settings``: name → value.
+
+    Collective. Ranks that save at different steps would wait for each other until their time is over.
+    """
+    tally = everyone(exchange, settings)
+    differ = [name for name in settings if len(tally.facts[name]) > 1]
+    if differ:
+        raise DisagreementError(
+            f"the ranks were given different settings: {', and '.join(map(tally.describe, differ))}. "
+            "Give all ranks of a CheckpointManager the same"
+        )
+
+
+def said_of_policy(policy: Policy) -> str:
+    """What ranks compare of a policy: of one of lakeckpt's all that it says, of a user's own its class."""
+    kind = type(policy)
+    return repr(policy) if kind.__module__.startswith("lakeckpt.") else f"{kind.__module__}.{kind.__qualname__}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from lakeckpt.checkpoint.agreement import Merge
-from lakeckpt.checkpoint.commit import gave_up
+from lakeckpt.checkpoint.failures import gave_up
 from lakeckpt.checkpoint.fields import fields_of, taken
 from lakeckpt.checkpoint.parts import PARTS, SaveId
 from lakeckpt.checkpoint.waiting import LONGEST_S, Waiter, poll

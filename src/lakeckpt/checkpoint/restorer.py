@@ -337,7 +337,7 @@ class Restorer:
         per_rank: tuple[str, ...] = ()
         given_up: Mapping[str, str] = {}
         if chosen is None:
-            self._all.do(self._same_versions)
+            self._same_versions()
             self._settle_selections(keep=True)
         else:
             manifest, step = chosen.manifest, chosen.step
@@ -369,14 +369,20 @@ class Restorer:
                 text = f"{name!r} gives the rest of its epoch up, and goes on with the next one: {reason}"
                 warnings.warn(text, DamageWarning, stacklevel=5)
 
-    def _same_versions(self) -> Callable[[], None]:
-        """Where no state says which versions are read, all ranks read those of their tables that rank 0 has opened;
-        returns what undoes it."""
-        said = everyone(self._exchange, versions_of_ranks(self._objects)).facts
+    def _same_versions(self) -> None:
+        """Where no state says which versions are read, all ranks read those of their tables that rank 0 has opened,
+        until `_go_back`."""
+        failure: Exception | None = None
+        try:
+            votes = versions_of_ranks(self._objects)
+        except Exception as error:
+            failure, votes = error, {"refused": _told(error)}
+        said = self._all.settle(votes, failure).facts
         if all(len(values) == 1 for values in said.values()):
-            return lambda: None
+            return
         self._all.told_by_rank_0(self._put_indexes)
-        return go_to(self._objects, pins_of_rank_0(self._storage, said, rank=self._exchange.rank))
+        rank = self._exchange.rank
+        self._all.do(lambda: self._undo.append(go_to(self._objects, pins_of_rank_0(self._storage, said, rank=rank))))
 
     def _put_indexes(self) -> dict[str, str]:
         for reader in self._objects.values():
@@ -389,7 +395,7 @@ class Restorer:
         to be damaged. What raises leaves readers and versions to `_go_back`."""
         self._all.do(lambda: self._undo.append(go_to(self._objects, chosen.pins.indexes)))
         # Readers that give their epoch up, or go on elsewhere, are at what each rank has opened by itself.
-        self._all.do(lambda: self._undo.append(self._same_versions()))
+        self._same_versions()
         self._settle_selections(keep=False)
         records = records_at(self._objects, chosen.readers, chosen.pins.given_up)
         readers = {name: self._objects[name] for name in records}

@@ -66,9 +66,9 @@ class Saver:
             legs = self._journal.legs(step)
             staged = stage(capture(self._objects))
             documents = self._documents() if self._exchange.rank == 0 else {}
+            self._journal.handed_over(legs, step)
         except Exception as error:
             return error
-        self._journal.handed_over(legs, step)
         return StagedCut(step=step, staged=staged, readers=legs, metric=number, documents=documents)
 
     def _documents(self) -> dict[str, Any]:

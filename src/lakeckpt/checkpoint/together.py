@@ -1,6 +1,8 @@
 """How do all ranks do one thing, so that what fails on one fails on all?  Work, then a vote; failures raise everywhere.
 
-Used where ranks restore together. Talks through the exchange that it is given, and does nothing else.
+Used where ranks restore together. The work of a vote never talks to other ranks itself: a rank that fails before it
+comes to that votes at once, the others take its vote for the answer to what they ask, and then wait for another one.
+Talks through the exchange that it is given, and does nothing else.
 """
 
 from __future__ import annotations

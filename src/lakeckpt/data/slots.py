@@ -18,11 +18,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 import tempfile
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -145,8 +146,9 @@ class _Lease:
             "data": (memory.address + offset, False),
         }
 
-    def __del__(self) -> None:
-        self._memory._end(self._offset, self._size_bytes)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # when the interpreter ends, modules may have been emptied, and the memory goes anyway
+            self._memory._end(self._offset, self._size_bytes)
 
 
 class Slots:

@@ -8,7 +8,9 @@ allocated each time. Threads may use it: taking and giving back are single steps
 from __future__ import annotations
 
 import os
+import sys
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,9 @@ class _Block:
         except IndexError:
             self.memory = np.empty(size, np.uint8)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():  # modules may have been emptied, and no block waits for the next read
+            return
         waiting = _waiting[len(self.memory)] if len(self.memory) <= _LARGEST else None
         if waiting is not None and len(waiting) < _KEPT:
             waiting.append(self.memory)

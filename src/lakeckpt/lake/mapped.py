@@ -23,7 +23,8 @@ import functools
 import mmap
 import os
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
@@ -55,8 +56,9 @@ class Mapping:
                 _advise(*place, _DONT_NEED)
             file._returned()
 
-    def __del__(self) -> None:
-        self.release()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # when the interpreter ends, modules may have been emptied, and the lease ends anyway
+            self.release()
 
 
 class LeasedFile:
@@ -80,8 +82,8 @@ class LeasedFile:
         """Map nothing more. What is mapped stays so, under the lease, until it is released."""
         self._state.when_free(self._closed)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_refused"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing() and hasattr(self, "_refused"):
             self.close()
 
     def _closed(self) -> None:

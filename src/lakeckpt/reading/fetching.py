@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from lakeckpt.lake.deferring import Deferring
 from lakeckpt.lake.index import TableIndex
@@ -134,7 +136,7 @@ class RowGroupFetcher:
                 if wanted.lease is None:
                     wanted.lease, must_open = self._files.lease(self._index.group(wanted.group)[0])
                     if must_open:
-                        in_background(self._open, wanted.lease)
+                        self._open_ahead(wanted.lease)
                 if not wanted.lease.file.done():
                     opening += 1
                     if opening == OPENED_AHEAD:
@@ -158,9 +160,23 @@ class RowGroupFetcher:
             wanted.not_ahead = True
         return True
 
+    def _open_ahead(self, lease: Lease) -> None:
+        """Let a thread open the file. As the interpreter ends, no thread does: then whoever waits for it is told."""
+        try:
+            opening = in_background(self._open, lease)
+        except RuntimeError as error:
+            self._files.fail(lease, error)
+        else:
+            opening.add_done_callback(partial(self._opened, lease))
+
     def _open(self, lease: Lease) -> None:
         self._files.open(lease)
         self._advance()
+
+    def _opened(self, lease: Lease, opening: Future[None]) -> None:
+        error = opening.exception()
+        if error is not None and not lease.file.done():
+            self._files.fail(lease, error)
 
     def _check_process(self) -> None:
         if self._process != os.getpid():  # threads that were to fetch are not here, and a lock may be held for ever

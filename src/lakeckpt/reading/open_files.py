@@ -75,8 +75,12 @@ class OpenFiles:
         try:
             lease.file.set_result(self._opener(lease.ordinal))
         except BaseException as error:
-            self._forget(lease)  # whoever asks next, tries again
-            lease.file.set_exception(error)
+            self.fail(lease, error)
+
+    def fail(self, lease: Lease, error: BaseException) -> None:
+        """The file cannot be opened, and all who wait for it are told. Called instead of `open`, once."""
+        self._forget(lease)  # whoever asks next, tries again
+        lease.file.set_exception(error)
 
     def release(self, lease: Lease) -> None:
         """Give a file back."""

@@ -70,6 +70,10 @@ class Exchange(Protocol):
         """The note of that key, waiting for it; `MissingRanksError` if it does not come within the deadline."""
         ...
 
+    def peek(self, key: str) -> bytes | None:
+        """The note of that key; None where there is none yet, and where the store that held it is gone."""
+        ...
+
     def close(self) -> None:
         """Let go of what the exchange holds; never communicates."""
         ...
@@ -95,6 +99,10 @@ class Solo:
     def fetch(self, key: str) -> bytes:
         """See `Exchange`."""
         return self._notes[key]
+
+    def peek(self, key: str) -> bytes | None:
+        """See `Exchange`."""
+        return self._notes.get(key)
 
     def close(self) -> None:
         """See `Exchange`."""
@@ -131,6 +139,7 @@ class GlooExchange:
         # The store may hold notes of ranks that are dead: torchrun keeps its own while it starts ranks again.
         name = f"lakeckpt/{facts[0][16:].hex()}"
         self._store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._store_is_gone = False
         self._connection = 0  # how often the ranks connected again
         self._is_closed = False
         self._waited = False  # in vain, at this message
@@ -284,6 +293,16 @@ class GlooExchange:
             raise MissingRanksError(
                 f"rank 0 did not announce {key!r} within {self._timeout_s:g} s: see its log ({error})"
             ) from error
+
+    def peek(self, key: str) -> bytes | None:
+        """See `Exchange`. A store that is gone is not asked again: torch prints a page each time."""
+        if self._store_is_gone:
+            return None
+        try:
+            return bytes.fromhex(self._store.get(key).decode("ascii")) if self._store.check([key]) else None
+        except RuntimeError:
+            self._store_is_gone = True
+            return None
 
     def close(self) -> None:
         """See `Exchange`. A group of some of the ranks stays until all groups go: torch would give the next one of

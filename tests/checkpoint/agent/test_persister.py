@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lakeckpt.checkpoint.agent.orders import Order, Outcome
+from lakeckpt.checkpoint.agent.orders import GivenUp, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import chosen
 from lakeckpt.checkpoint.agent.will import WILL, agree_on_will, will_folder
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
@@ -828,3 +829,74 @@ def test_an_agent_killed_at_any_call_of_the_store_loses_no_commit_and_leaves_no_
         if not faulty.dead:
             return
     raise AssertionError("the sweep did not come to its end")
+
+
+# --- saves that another rank gives up
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_save_that_another_rank_gave_up_is_waited_for_by_nobody(tmp_path: Path, rank: int, early: bool) -> None:
+    """The other rank's agent says nothing: its store takes no note either. The trainer has heard why."""
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    settings = replace(SETTINGS, timeout_s=10**6)
+    desk = Desk(storage, tmp_path, SystemWaiter(), rank=rank, world_size=2, settings=settings)
+    with make_arena(tmp_path, rank, 2) as arena:
+        fill(arena, 5)
+    save = GivenUp(step=5, number=0, failure="save_failed\nrank 7 could not write its part: the disk is full")
+    if early:
+        desk.persister.give_up(save)
+    desk.order(5, 0)
+    desk.persister.start()
+    if not early:
+        assert not desk.settled.wait(0.2)
+        desk.persister.give_up(save)
+    assert desk.settled.wait(PATIENCE_S)
+    desk.persister.leave()
+    assert desk.persister.join(PATIENCE_S)
+    assert [one.kind for one in desk.outcomes] == ["save_failed"] and "the disk is full" in desk.outcomes[0].text
+    note = storage.objects[SaveId(attempt=0, step=5, number=0).failure_path(rank)]
+    assert note == b"save_failed\nrank 7 could not write its part: the disk is full"
+
+
+def test_an_order_of_what_was_not_captured_says_why_to_the_other_ranks(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+    desks, _ = ranks(storage, tmp_path, 2)
+    for rank, desk in enumerate(desks):
+        fill(make_arena(tmp_path, rank, 2), 4)
+        desk.persister.order(Order(step=4, number=0, failure="unsupported_value\nno" if rank == 1 else ""))
+        desk.persister.leave()
+    finish(desks)
+    assert [desk.said() for desk in desks] == [[(4, "unsupported_value")]] * 2
+    assert [desk.outcomes[0].text for desk in desks] == ["rank 1 gave the checkpoint up: no", "no"]
+    assert committed(storage) == []
+
+
+def test_an_agent_whose_store_is_full_says_so_at_once_and_its_note_is_left_when_there_is_room(tmp_path: Path) -> None:
+    storage, is_full = MemoryStorage(), threading.Event()
+    is_full.set()
+    begin(storage, world_size=2)
+
+    def before(method: str, path: str) -> None:
+        if method == "put" and is_full.is_set():
+            raise StorageError(errno.ENOSPC, "the disk is full")
+
+    desks, _ = ranks(storage, tmp_path, 2, places={1: FaultyStorage(storage, before=before)})
+    for rank in range(2):
+        arena = make_arena(tmp_path, rank, 2)
+        fill(arena, 4), fill(arena, 5)
+    desks[1].order(4, 0)
+    desks[1].persister.start()
+    assert desks[1].settled.wait(PATIENCE_S) and "the disk is full" in desks[1].outcomes[0].text
+    is_full.clear()
+    desks[0].order(4, 0)
+    desks[0].persister.start()
+    desks[1].order(5, 1)
+    assert desks[0].settled.wait(PATIENCE_S) and "the disk is full" in desks[0].outcomes[0].text
+    desks[0].order(5, 1)
+    for desk in desks:
+        desk.persister.leave()
+        assert desk.persister.join(PATIENCE_S)
+    assert committed(storage) == [5]

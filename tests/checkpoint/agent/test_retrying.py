@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -86,3 +87,11 @@ def test_what_is_not_worth_it_any_more_is_not_tried_again() -> None:
     retrying = RetryingStorage(store, waiter=clock, is_hopeless=lambda: clock.now() > 0.5)
     with pytest.raises(StorageError, match="failure 3"):
         CALLS["list"](retrying)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_store_that_is_full_or_refuses_this_user_is_not_tried_again(code: int) -> None:
+    store, clock = Store(StorageError(code, "no")), Clock()
+    with pytest.raises(StorageError, match="no"):
+        CALLS["put"](RetryingStorage(store, waiter=clock, is_hopeless=lambda: False))
+    assert len(store.asked) == 1 and clock.pauses == []

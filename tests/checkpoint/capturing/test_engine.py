@@ -870,12 +870,67 @@ def test_a_failing_copy_is_told_and_the_next_cut_is_captured(made: Made, monkeyp
     job.step()
     assert cut(engine, 2)
     engine._idle()
-    with pytest.raises(SaveFailed, match="a capture failed: MemoryError"):
+    with pytest.raises(SaveFailed, match="the capture of step 2 failed: MemoryError"):
         engine.wait()
     monkeypatch.undo()
     job.step()
     assert cut(engine, 3)
     assert engine.wait() == 3
+
+
+def test_a_copier_that_fails_on_and_on_tells_all_of_it_and_captures_the_next_cut(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The generation that was given up cannot be let go of either: the copier goes on, and nobody waits for it."""
+    job = Job()
+    engine = made(job.objects)
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+
+    def failing(self: CaptureEngine, job: Any) -> bool:
+        raise MemoryError("no memory")
+
+    def no_files(self: Filling) -> None:
+        abandon(self)
+        raise OSError("no files")
+
+    abandon = Filling.abandon
+    with monkeypatch.context() as patched:
+        patched.setattr(CaptureEngine, "_completes", failing)
+        patched.setattr(Filling, "abandon", no_files)
+        job.step()
+        assert cut(engine, 2)
+        engine.finish()
+    assert engine._failures[0][0] == 2
+    engine._failures.append((None, OSError("another one")))
+    with pytest.raises(SaveFailed, match="the capture of step 2 failed: MemoryError") as caught:
+        engine.wait()
+    assert caught.value.__notes__ == ["and then: memory for captures could not be made: OSError('another one')"]
+    job.step()
+    assert cut(engine, 3)
+    assert engine.wait() == 3
+
+
+def test_why_a_capture_was_given_up_is_told_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    engine = made(job.objects)
+    job.step()
+    assert cut(engine, 1, must=True)
+    engine.wait()
+    assert engine.given_up(1) == (False, None)
+
+    def failing(self: CaptureEngine, job: Any) -> bool:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CaptureEngine, "_completes", failing)
+        job.step()
+        assert cut(engine, 2)
+        engine.finish()
+    over, failure = engine.given_up(2)
+    assert over and isinstance(failure, SaveFailed) and "no memory" in str(failure)
+    assert engine.given_up(2) == (False, None) and engine.wait() == 1
 
 
 def test_documents_that_outgrow_the_arena_get_another_one(made: Made, folder: ArenaFolder) -> None:

@@ -562,7 +562,7 @@ def test_checksums_go_on_in_step_behind_a_capture_that_failed(
         with job.freely():
             assert job.train()
             until = time.monotonic() + PATIENCE_S
-            while job.engine._failure is None or job.engine._under_way:
+            while not job.engine._failures or job.engine._under_way:
                 assert time.monotonic() < until
                 time.sleep(0.001)
         job.link.copy = copy  # type: ignore[method-assign]

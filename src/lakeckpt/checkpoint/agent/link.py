@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Documents, Hello, Order, Outcome, framed, receive
+from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Documents, GivenUp, Hello, Order, Outcome, framed, receive
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.agent.server import LINGER_S, STILL_ENDS
@@ -51,8 +51,9 @@ _BYE_S = 5.0
 class AgentLike(Protocol):
     """Whoever persists the cuts of this trainer. Called by one thread."""
 
-    def order(self, order: Order, /) -> None:
-        """Hand a cut over. Never raises for want of an agent: that is an outcome, too."""
+    def order(self, order: Order | GivenUp, /) -> None:
+        """Hand a cut over, or say of one that another rank has given it up: nobody waits for that rank then, and the
+        outcome says why. Never raises for want of an agent: that is an outcome, too."""
         ...
 
     def keep(self, documents: Mapping[str, bytes], /) -> None:
@@ -104,8 +105,13 @@ class AgentLink:
         self._connect()
         _links.add(self)
 
-    def order(self, order: Order, /) -> None:
+    def order(self, order: Order | GivenUp, /) -> None:
         """See `AgentLike`."""
+        if isinstance(order, GivenUp):
+            if self._connection is not None:
+                self._unsent += framed(order)
+                self._send()
+            return
         self._read_all()
         self._pending[order.step, order.number] = order
         self._newest = max(self._newest, order.number)
@@ -316,9 +322,12 @@ class InnerAgent:
         )
         self._persister.start()
 
-    def order(self, order: Order, /) -> None:
+    def order(self, order: Order | GivenUp, /) -> None:
         """See `AgentLike`."""
-        self._persister.order(order)
+        if isinstance(order, GivenUp):
+            self._persister.give_up(order)
+        else:
+            self._persister.order(order)
 
     def keep(self, documents: Mapping[str, bytes], /) -> None:
         """See `AgentLike`."""

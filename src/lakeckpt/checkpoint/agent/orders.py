@@ -1,8 +1,8 @@
 """What do trainers and their agent say to each other?  A few messages over a local socket, each one document.
 
-A trainer says who it is (`Hello`), hands cuts over (`Order`), and what goes with them (`Documents`), and says goodbye
-(`Bye`); the agent answers each order with an `Outcome`. A trainer that goes without a goodbye has died. Messages are
-documents of ``wire``: nothing is unpickled.
+A trainer says who it is (`Hello`), hands cuts over (`Order`), and what goes with them (`Documents`), tells which saves
+other ranks gave up (`GivenUp`), and says goodbye (`Bye`); the agent answers each order with an `Outcome`. A trainer
+that goes without a goodbye has died. Messages are documents of ``wire``: nothing is unpickled.
 
 Imports without torch.
 """
@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.codec import Limits, dumps, loads
 
-__all__ = ["Bye", "Documents", "Hello", "Message", "Order", "Outcome", "framed", "receive", "send"]
+__all__ = ["Bye", "Documents", "GivenUp", "Hello", "Message", "Order", "Outcome", "framed", "receive", "send"]
 
 _KIND, _VERSION = "agent", (1, 0)
 _LENGTH_BYTES = 8
@@ -65,6 +65,19 @@ class Order:
     """path → a document that must be there before the commit, where it was not handed over before."""
     again: bool = False
     """An agent that has died had it: whatever of it was done is there, and it may even be committed."""
+    failure: str = ""
+    """Why this rank has not captured the cut (`lakeckpt.checkpoint.failures.said_of`), for the other ranks; empty: it
+    has, as far as its trainer knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """Another rank has given up the save of an order, and its note in storage may be missing."""
+
+    step: int
+    number: int
+    failure: str
+    """What that rank has said: see `lakeckpt.checkpoint.failures.said_of`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +110,11 @@ class Bye:
 
 NOT_SERVED = -1
 
-Message = Hello | Order | Documents | Outcome | Bye
+Message = Hello | Order | GivenUp | Documents | Outcome | Bye
 _KINDS: dict[str, type[Message]] = {
     "hello": Hello,
     "order": Order,
+    "given_up": GivenUp,
     "documents": Documents,
     "outcome": Outcome,
     "bye": Bye,
@@ -168,7 +182,10 @@ def _from_plain(value: object) -> Message:
             metric=None if plain.get("metric") is None else taken(plain, "metric", float),
             documents=taken(plain, "documents", dict),
             again=taken(plain, "again", bool),
+            failure=taken(plain, "failure", str),
         )
+    if kind == "given_up":
+        return GivenUp(step=number(plain, "step"), number=number(plain, "number"), failure=taken(plain, "failure", str))
     if kind == "outcome":
         return Outcome(
             step=number(plain, "step", least=NOT_SERVED),
@@ -184,7 +201,7 @@ def _from_plain(value: object) -> Message:
         return Documents(documents=taken(plain, "documents", dict))
     if kind == "bye":
         return Bye()
-    raise WireDamaged(f"trainers and agents say hello, order, documents, outcome and bye, got {kind!r:.40}")
+    raise WireDamaged(f"trainers and agents say hello, order, given_up, documents, outcome and bye, got {kind!r:.40}")
 
 
 def _hello(plain: Mapping[str, Any]) -> Hello:

@@ -19,14 +19,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import Order, Outcome
+from lakeckpt.checkpoint.agent.orders import GivenUp, Order, Outcome
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.checkpoint.agent.will import WILL, agree_on_will, will_folder
 from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.attempt import Attempt
-from lakeckpt.checkpoint.commit import gave_up, publish_failure
 from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.checkpoint.failures import ListeningWaiter, error_said, gave_up, publish_failure
 from lakeckpt.checkpoint.journal import legs_from_bytes
 from lakeckpt.checkpoint.manifest import Manifest
 from lakeckpt.checkpoint.parts import PARTS, SaveId
@@ -72,13 +72,13 @@ class Persister:
         self.rank, self.world_size = rank, world_size
         self._generations = generations
         self._settings = settings
-        self._waiter = waiter
+        self._waiter = ListeningWaiter(waiter, self._refuse_given_up_elsewhere)
         self._report = report
         self._log = log
         self._linger_s = linger_s
         self._storage = RetryingStorage(
             storage,
-            waiter=waiter,
+            waiter=self._waiter,
             is_hopeless=self._is_hopeless,
             failing=lambda error: log(f"storage fails, and is tried again: {error}"),
         )
@@ -88,12 +88,14 @@ class Persister:
             rank=rank,
             world_size=world_size,
             settings=settings,
-            waiter=waiter,
+            waiter=self._waiter,
             still=self._refuse_pointless,
         )
         self._documents: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._waiting: list[Order] = []
+        self._order: Order | None = None  # the one at hand
+        self._elsewhere: dict[tuple[int, int], str] = {}  # saves that other ranks gave up, and why
         self._left = self._died = False
         self._superseded: AttemptSuperseded | None = None
         self._committed: dict[SaveId, Manifest] | None = None  # by agents before this one; None: not looked for yet
@@ -112,6 +114,11 @@ class Persister:
         with self._changed:
             self._waiting.append(order)
             self._changed.notify_all()
+
+    def give_up(self, save: GivenUp) -> None:
+        """Another rank has given this save up."""
+        with self._changed:
+            self._elsewhere[save.step, save.number] = save.failure
 
     def keep(self, documents: Mapping[str, bytes]) -> None:
         """Have these written before the next commit, of whatever."""
@@ -180,11 +187,21 @@ class Persister:
             return order, left_out
 
     def _begin_work(self) -> None:
-        self._until_s = self._waiter.now() + self._settings.timeout_s
+        # The other ranks wait for this one as long as a save may take, and are to hear why it fails before that.
+        self._until_s = self._waiter.now() + self._settings.timeout_s / (1 if self.world_size == 1 else 2)
 
     def _is_hopeless(self) -> bool:
         with self._changed:
             return bool(self._waiting) or self._waiter.now() >= self._until_s
+
+    def _refuse_given_up_elsewhere(self) -> None:
+        """Raise the error of another rank that has given up the save at hand, as this rank's trainer has heard."""
+        order = self._order
+        if order is None or threading.current_thread() is not self._thread:
+            return
+        failure = self._elsewhere.get((order.step, order.number))
+        if failure is not None:
+            raise error_said(failure)
 
     def _save_of(self, order: Order) -> SaveId:
         return SaveId(attempt=self._publisher.attempt.number, step=order.step, number=order.number)
@@ -231,6 +248,7 @@ class Persister:
 
     def _do(self, order: Order, left_out: Sequence[Order] = ()) -> None:
         begun_s = self._waiter.now()
+        self._order = order
         try:
             with contextlib.ExitStack() as stack:
                 # Held before anything is asked of the store, as newer cuts take its place meanwhile.
@@ -240,10 +258,20 @@ class Persister:
         except Exception as error:
             if isinstance(error, AttemptSuperseded):
                 self._superseded = error
-            if self.world_size > 1 and any(isinstance(one, StorageError) for one in (error, error.__cause__)):
+            if self.world_size > 1 and self._is_to_be_said(order, error):
                 self._unsaid[self._save_of(order)] = (error, self._waiter.now() + 2 * self._settings.timeout_s)
+                with contextlib.suppress(Exception):  # said before the next order, where the store does not take it
+                    self._say_what_failed()
             found = error
+        self._order = None
+        self._elsewhere.pop((order.step, order.number), None)
         self._tell(order, found, self._waiter.now() - begun_s)
+
+    def _is_to_be_said(self, order: Order, error: Exception) -> bool:
+        """Whether the agents of other ranks may not have heard of this failure."""
+        is_stores = any(isinstance(one, StorageError) for one in (error, error.__cause__))
+        is_trainers = bool(order.failure) or (order.step, order.number) in self._elsewhere
+        return is_stores or is_trainers or not isinstance(error, LakeckptError)
 
     def _say_what_failed(self) -> None:
         """Leave the notes that the store did not take as saves failed, for as long as other ranks may wait for this
@@ -267,6 +295,9 @@ class Persister:
         self._look_back()
         if self._superseded is not None:
             raise self._superseded
+        if order.failure:
+            raise error_said(order.failure)
+        self._refuse_given_up_elsewhere()
         self._refuse_removed()
         self._say_what_failed()
         if self.world_size == 1 and order.step < self.recorded:  # an agent before this one has left it out

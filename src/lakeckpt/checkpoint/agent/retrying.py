@@ -1,13 +1,15 @@
 """What does an agent do while the store fails?  It tries again, ever less often, for as long as it makes sense.
 
-Failures that say something about the object (it is there, it is not, it is another) and stores that can never commit go
-through at once; all others are repeated after 0.1 s, 0.2 s, … up to 30 s, until ``is_hopeless`` says that the work is
+Failures that say something about the object (it is there, it is not, it is another), stores that can never commit, and
+stores that are full or refuse this user go through at once: the next save finds out whether somebody has mended that.
+All others are repeated after 0.1 s, 0.2 s, … up to 30 s, until ``is_hopeless`` says that the work is
 not worth it any more: a newer cut waits, or the time is over. Whatever is repeated means the same when done twice: see
 `Storage`. Starts no threads; waits on the `Waiter` that it is given.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -19,6 +21,8 @@ __all__ = ["RetryingStorage"]
 
 _FIRST_S, _LONGEST_S = 0.1, 30.0
 _FINAL = (ObjectExists, ObjectMissing, ObjectChanged, ConditionalPutUnsupported)
+_LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
+"""The system's reasons that time does not mend."""
 
 _T = TypeVar("_T")
 
@@ -69,7 +73,7 @@ class RetryingStorage:
             except _FINAL:
                 raise
             except StorageError as error:
-                if self._is_hopeless():
+                if error.errno in _LASTING or self._is_hopeless():
                     raise
                 self._failing(error)
             self._waiter.wait(pause_s)

@@ -25,7 +25,18 @@ from collections.abc import Callable, Sequence
 
 from lakeckpt.checkpoint.agent.environment import take_over
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
-from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Documents, Hello, Message, Order, Outcome, receive, send
+from lakeckpt.checkpoint.agent.orders import (
+    NOT_SERVED,
+    Bye,
+    Documents,
+    GivenUp,
+    Hello,
+    Message,
+    Order,
+    Outcome,
+    receive,
+    send,
+)
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
@@ -158,6 +169,8 @@ class Agent:
                     session.start()
                 elif isinstance(message, Order):
                     session.order(message)
+                elif isinstance(message, GivenUp):
+                    session.persister.give_up(message)
                 elif isinstance(message, Documents):
                     session.persister.keep(message.documents)
                 elif isinstance(message, Bye):

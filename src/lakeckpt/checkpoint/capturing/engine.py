@@ -20,6 +20,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ __all__ = ["CaptureEngine"]
 
 _RECORDS = 4096
 _DEFAULT_SCRATCH_BYTES = 256 * 2**20
+_REMEMBERED = 1000
+"""For so many steps it is known why a capture was given up."""
 
 
 class CaptureEngine:
@@ -99,7 +102,7 @@ class CaptureEngine:
             generations=generations,
             joins=slice_bytes is None and not self._gate.paces,
         )
-        self._forget_graphs = before_graphs(self._rest) if links or torch.cuda.is_available() else (lambda: None)
+        self._forget_graphs = before_graphs(self.finish) if links or torch.cuda.is_available() else (lambda: None)
         self._hooks = UpdateHooks(self._objects, self.fence, self._void)
         self._linked: CapturePlan | None = None  # the plan for whose devices there are links
         self._documents_bytes = 0
@@ -111,7 +114,8 @@ class CaptureEngine:
         self._making = False
         self.completed: int | None = None
         """The step of the newest generation that became complete here; None before the first."""
-        self._failure: Exception | None = None
+        self._failures: deque[tuple[int | None, BaseException]] = deque()  # that nobody was told of, and of which cuts
+        self._given_up: dict[int, BaseException | None] = {}  # cuts whose capture was given up, and what failed
         self._warning: str | None = None
         self._changed = threading.Condition()
         self._copier = Copier()
@@ -166,6 +170,8 @@ class CaptureEngine:
             filling.abandon()
             raise
         job.cut_s = self._clock() - begin_s - job.capture.fence_s
+        for over in [one for one in list(self._given_up) if one == step or one <= step - _REMEMBERED]:
+            self._given_up.pop(over, None)
         with self._changed:
             self._current = job
             self._under_way += 1
@@ -184,10 +190,27 @@ class CaptureEngine:
 
     def wait(self) -> int | None:
         """Return when the capture under way is complete: the step of the newest generation. Raises as `cut` does."""
-        self.fence()
-        self._idle()
+        self.finish()
         self._settle()
         return self.completed
+
+    def finish(self) -> None:
+        """Return when no capture is under way, however it ended. Raises nothing: `wait` and `given_up` tell."""
+        if os.getpid() == self._process:
+            self.fence()
+            self._idle()
+
+    def given_up(self, step: int) -> tuple[bool, LakeckptError | None]:
+        """Whether the capture of ``step`` was given up, and what failed, if anything did. Told once: `cut` and `wait`
+        do not raise it any more."""
+        if step not in self._given_up:
+            return False, None
+        failure = self._given_up.pop(step)
+        if failure is None:
+            return True, None
+        with suppress(ValueError):
+            self._failures.remove((step, failure))
+        return True, _told(step, failure)
 
     def close(self, *, remove: bool = False) -> None:
         """Finish the capture under way, and let go of everything. ``remove``: of the arena as well, the run is over."""
@@ -199,12 +222,6 @@ class CaptureEngine:
         self._hooks.remove()
         self._forget_graphs()
         self._store.close(remove=remove)
-
-    def _rest(self) -> None:
-        """A CUDA graph is about to be captured: nothing is under way when this returns."""
-        if os.getpid() == self._process:
-            self.fence()
-            self._idle()
 
     def _void(self) -> None:
         job = self._current
@@ -299,15 +316,15 @@ class CaptureEngine:
 
     def _settle(self) -> None:
         """Say what the copier had to say."""
-        failure, self._failure = self._failure, None
         warning, self._warning = self._warning, None
         if warning is not None:
             warnings.warn(warning, CaptureWarning, stacklevel=4)
-        if failure is None:
+        if not self._failures:
             return
-        if isinstance(failure, LakeckptError):
-            raise failure
-        raise SaveFailed(f"a capture failed: {failure!r}") from failure
+        first = _told(*self._failures.popleft())
+        while self._failures:
+            first.add_note(f"and then: {_told(*self._failures.popleft())}")
+        raise first
 
     # --- the copier
 
@@ -330,8 +347,8 @@ class CaptureEngine:
                 size_bytes = sum(len(document()) for document in trees.values()) + len(plan.table.document)
                 self._store.make(plan, max(size_bytes, self._documents_bytes), links)
                 self._warning = self._store.warning() or self._warning
-            except Exception as error:
-                self._failure = error
+            except BaseException as error:
+                self._failures.append((None, error))
             with self._changed:
                 self._making = False
                 self._changed.notify_all()
@@ -343,18 +360,21 @@ class CaptureEngine:
         self._warning = self._store.warning() or self._warning
 
     def _run(self, job: Job) -> None:
-        complete = False
+        """Whatever fails here is told later (`_settle`): the copier goes on with the next job."""
+        complete, failure = False, None
         try:
             complete = self._completes(job)
-        except Exception as error:
-            self._failure = error
+        except BaseException as error:
+            failure = error
         if not complete:
-            try:
-                job.capture.give_up()
-            except Exception as error:
-                self._failure = self._failure or error
-            job.filling.abandon()
-            self._planner.forget()
+            for leave in (job.capture.give_up, job.filling.abandon, self._planner.forget):
+                try:
+                    leave()
+                except BaseException as error:
+                    failure = failure or error
+            self._given_up[job.facts.step] = failure
+        if failure is not None:
+            self._failures.append((job.facts.step, failure))
         self.records.append(job.record(self._clock(), complete=complete))
         with self._changed:
             self.completed = job.facts.step if complete else self.completed
@@ -365,8 +385,8 @@ class CaptureEngine:
         if complete and self._on_complete is not None:
             try:
                 self._on_complete(job.facts.step)
-            except Exception as error:
-                self._failure = error
+            except BaseException as error:
+                self._failures.append((job.facts.step, error))
 
     def _completes(self, job: Job) -> bool:
         """Copy what is left of a cut, and complete its generation. False where it was given up."""
@@ -387,3 +407,13 @@ class CaptureEngine:
         job.complete(documents)
         self._store.completed()
         return True
+
+
+def _told(step: int | None, failure: BaseException) -> LakeckptError:
+    """What the training thread raises for what failed in the copier."""
+    if isinstance(failure, LakeckptError):
+        return failure
+    what = "memory for captures could not be made" if step is None else f"the capture of step {step} failed"
+    told = SaveFailed(f"{what}: {failure!r}")
+    told.__cause__ = failure
+    return told

@@ -1,0 +1,329 @@
+"""One of two ranks fails: both raise the one error with its cause, and neither waits until its time is over.
+
+`TIMEOUT_S` is far longer than a test may take: a rank that waits for the failing one hangs.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint import manager as manager_module
+from lakeckpt.checkpoint import restorer
+from lakeckpt.checkpoint.agent.link import InnerAgent
+from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.report import CaptureWarning
+from lakeckpt.errors import (
+    AgentError,
+    ArenaTooLarge,
+    CheckpointError,
+    DisagreementError,
+    LakeckptError,
+    SaveFailed,
+    StateUnavailable,
+    StorageError,
+    UnsupportedValue,
+)
+from lakeckpt.testing.storage import FaultyStorage
+from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, Reader, manager, run_ranks, train_step, training
+
+TIMEOUT_S = 10_000.0
+
+
+class Rank:
+    """What a way to fail needs of the failing rank."""
+
+    def __init__(self, rank: int, storage: MemoryStorage) -> None:
+        self.rank = rank
+        self.fails = threading.Event()
+        self.storage = FaultyStorage(storage, before=self._before)
+        self.refuse: Callable[[str, str], None] = lambda method, path: None
+        self.objects: dict[str, Any] = {
+            **training(),
+            "own": Counter(float(rank)),
+            "reader": Reader(rank=rank, world_size=2),
+        }
+
+    def _before(self, method: str, path: str) -> None:
+        if self.fails.is_set():
+            self.refuse(method, path)
+
+
+def _raises(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def a_state_that_cannot_be_built(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    rank.objects["own"].state_dict = _raises(RuntimeError("the cause"))
+
+
+def a_state_that_cannot_be_written(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    rank.objects["own"].value = {"the cause": print}
+
+
+def a_reader_that_cannot_tell_its_place(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    rank.objects["reader"].state_dict = _raises(StateUnavailable("the cause"))
+
+
+def a_reader_that_fails(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    rank.objects["reader"].state_dict = _raises(KeyError("the cause"))
+
+
+def a_reader_that_cannot_go_on(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    rank.objects["reader"].mark = _raises(RuntimeError("the cause"))
+
+
+def _refusing(error: Exception, *, notes_too: bool) -> Callable[[Rank, pytest.MonkeyPatch], None]:
+    def fail(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+        def refuse(method: str, path: str) -> None:
+            if method in ("put", "put_new") and (notes_too or not path.endswith(".failed")):
+                raise error
+
+        rank.refuse = refuse
+
+    return fail
+
+
+def _full() -> StorageError:
+    return StorageError(errno.ENOSPC, "the cause")
+
+
+a_full_disk_that_takes_a_note = _refusing(_full(), notes_too=False)
+a_full_disk = _refusing(_full(), notes_too=True)
+a_folder_that_may_not_be_written = _refusing(StorageError(errno.EACCES, "the cause"), notes_too=True)
+a_storage_of_a_users_own = _refusing(OSError(errno.EDQUOT, "the cause"), notes_too=True)
+
+
+def _of_engine(name: str, error: Exception) -> Callable[[Rank, pytest.MonkeyPatch], None]:
+    """The engine of the rank raises ``error`` when it is asked for ``name``."""
+
+    def fail(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+        found = getattr(CaptureEngine, name)
+
+        def failing(self: CaptureEngine, *args: Any, **options: Any) -> Any:
+            if self._store._identity.rank == rank.rank:
+                raise error
+            return found(self, *args, **options)
+
+        patch.setattr(CaptureEngine, name, failing)
+
+    return fail
+
+
+a_capture_that_cannot_begin = _of_engine("cut", RuntimeError("the cause"))
+a_capture_without_memory = _of_engine("cut", ArenaTooLarge("the cause"))
+a_capture_that_fails_later = _of_engine("_completes", MemoryError("the cause"))
+
+
+def an_agent_that_cannot_be_reached(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    order = InnerAgent.order
+
+    def failing(self: InnerAgent, given: Any, /) -> None:
+        if self._persister.rank == rank.rank:
+            raise AgentError("the cause")
+        order(self, given)
+
+    patch.setattr(InnerAgent, "order", failing)
+
+
+EITHER = {
+    "state cannot be built": (a_state_that_cannot_be_built, RuntimeError),
+    "state cannot be written": (a_state_that_cannot_be_written, UnsupportedValue),
+    "reader cannot tell its place": (a_reader_that_cannot_tell_its_place, StateUnavailable),
+    "reader fails": (a_reader_that_fails, KeyError),
+    "reader cannot go on": (a_reader_that_cannot_go_on, RuntimeError),
+    "full disk that takes a note": (a_full_disk_that_takes_a_note, SaveFailed),
+    "full disk": (a_full_disk, SaveFailed),
+    "folder may not be written": (a_folder_that_may_not_be_written, SaveFailed),
+    "storage of a user's own": (a_storage_of_a_users_own, SaveFailed),
+}
+"""A way to fail, and what the failing rank raises: the other one raises that, too, or `CheckpointError` for what a
+user's code has raised."""
+CAPTURED = {
+    "capture cannot begin": (a_capture_that_cannot_begin, RuntimeError),
+    "capture without memory": (a_capture_without_memory, SaveFailed),
+    "capture fails later": (a_capture_that_fails_later, SaveFailed),
+    "agent cannot be reached": (an_agent_that_cannot_be_reached, AgentError),
+}
+WAYS = [
+    pytest.param(
+        way,
+        kind,
+        every,
+        good,
+        id=f"{name}, {'synchronous' if every is None else f'captured every {every}'}, after {good} steps",
+        marks=[] if good else [pytest.mark.soak],
+    )
+    for good in (0, 2)
+    for every in (None, 1, 4)
+    for name, (way, kind) in (EITHER if every is None else EITHER | CAPTURED).items()
+    if good or name != "capture without memory"  # where there never was any, all ranks save without it
+]
+
+
+def results_of(
+    way: Callable[[Rank, pytest.MonkeyPatch], None],
+    patch: pytest.MonkeyPatch,
+    storage: MemoryStorage,
+    failing: int,
+    *,
+    good: int,
+    **options: Any,
+) -> list[Any]:
+    """What both ranks raised; one fails in the ``way`` after ``good`` steps, of which every second one is saved."""
+    meeting = threading.Barrier(2)
+
+    def body(rank: int, exchange: HubExchange) -> Any:
+        mine = Rank(rank, storage)
+        beside = {"persist_every": 2, "timeout_s": TIMEOUT_S, "on_save_failure": "raise", **options}
+        saver = manager(mine.storage, mine.objects, exchange=exchange, **beside)
+        saver.restore()
+        batches = iter(mine.objects["reader"])
+        try:
+            for step in range(good + 3):
+                if step == good:
+                    saver.wait()
+                    meeting.wait()
+                    if rank == failing:
+                        mine.fails.set()
+                        way(mine, patch)
+                    meeting.wait()
+                next(batches)
+                train_step(mine.objects)
+                saver.step()
+            saver.wait()
+        except Exception as error:
+            mine.fails.clear()
+            saver.__exit__(type(error), error, None)
+            exchange.hub.leave(rank)  # its connections are closed
+            return error
+        return None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureWarning)  # of captures that no save needs
+        return run_ranks(2, body)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("way", "kind", "capture_every", "good"), WAYS)
+def test_both_ranks_raise_the_one_error_with_its_cause(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: Callable[[Rank, pytest.MonkeyPatch], None],
+    kind: type[Exception],
+    capture_every: int | None,
+    good: int,
+    failing: int,
+) -> None:
+    storage = MemoryStorage()
+    beside = {} if capture_every is None else {"capture_every": capture_every, "arenas": tmp_path}
+    results = results_of(way, monkeypatch, storage, failing, good=good, **beside)
+    own, other = results[failing], results[1 - failing]
+    assert isinstance(own, kind) and "the cause" in str(own), results
+    assert type(other) is (kind if issubclass(kind, LakeckptError) else CheckpointError), results
+    assert "the cause" in str(other) and f"rank {failing}" in str(other), other
+    assert [one.step for one in read_history(storage).chain] == [2] * (good == 2)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_say_what_it_reads_is_heard_by_both_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    def versions(objects: dict[str, Any]) -> dict[str, str]:
+        if objects["own"].value == failing:
+            raise StorageError("the cause")
+        return {}
+
+    monkeypatch.setattr(restorer, "versions_of_ranks", versions)
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        manager(storage, {"own": Counter(rank)}, exchange=exchange, timeout_s=TIMEOUT_S).restore()
+
+    for result in run_ranks(2, body):
+        assert isinstance(result, StorageError) and "the cause" in str(result)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_where_one_rank_cannot_begin_to_capture_neither_begins_to_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    storage, open_background = MemoryStorage(), manager_module.open_background
+
+    def opened(objects: Any, place: Any, exchange: Any, *args: Any, **options: Any) -> Any:
+        if exchange.rank == failing:
+            raise AgentError("the cause")
+        return open_background(objects, place, exchange, *args, **options)
+
+    monkeypatch.setattr(manager_module, "open_background", opened)
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        options = {"capture_every": 1, "arenas": tmp_path, "timeout_s": TIMEOUT_S}
+        with manager(storage, training(), exchange=exchange, **options) as saver:
+            saver.restore()
+
+    for result in run_ranks(2, body):
+        assert isinstance(result, AgentError) and "the cause" in str(result)
+
+
+class Whenever:
+    """A policy of a user's own."""
+
+    by_steps = True
+
+    def is_due(self, step: int) -> bool:
+        return False
+
+    def announce(self, step: int, pace: Any) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "said"),
+    [
+        (
+            {"persist_every": 3},
+            {"persist_every": 4},
+            "when to save: EverySteps(steps=3) on rank 0; EverySteps(steps=4)",
+        ),
+        ({"persist_every": 3}, {"policy": Whenever()}, "test_failing_ranks.Whenever on rank 1"),
+        ({}, {"persist_every": timedelta(hours=1)}, "EverySeconds(seconds=3600.0) on rank 1"),
+        ({"capture_every": 2}, {}, "capture_every: EverySteps(steps=2) on rank 0; None on rank 1"),
+        ({"keep": 3}, {"keep": 2}, "keep: Keep(last=3"),
+        ({"verify": "sizes"}, {"verify": "bytes"}, "verify: sizes on rank 0; bytes on rank 1"),
+        ({"on_save_failure": "warn"}, {}, "on_save_failure: warn on rank 0; raise on rank 1"),
+    ],
+)
+def test_ranks_that_would_save_at_different_steps_are_told_so_when_they_restore(
+    tmp_path: Path, mine: dict[str, Any], others: dict[str, Any], said: str
+) -> None:
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        options = others if rank else mine
+        CheckpointManager(storage, training(), exchange=exchange, timeout_s=TIMEOUT_S, **options).restore()
+
+    for result in run_ranks(2, body):
+        assert isinstance(result, DisagreementError) and said in str(result), result
+    assert storage.objects == {}
+
+
+def test_ranks_with_policies_of_one_kind_may_restore() -> None:
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> int:
+        return CheckpointManager(storage, training(), exchange=exchange, policy=Whenever()).restore()
+
+    assert run_ranks(2, body) == [0, 0]
