@@ -151,9 +151,9 @@ class Publisher:
         return manifest
 
     def _publish(self, save: SaveId, taken: StagedCut | Exception, talk: Talk, again: bool) -> Manifest:
-        cut, agreement, states = self._agree(save, taken, talk)
         if self._rank == 0:
             self._clear_failed(save)
+        cut, agreement, states = self._agree(save, taken, talk)
         try:
             part = self._published(save, agreement) if again else None
             part = self._persist(cut, save, agreement) if part is None else part
@@ -374,8 +374,9 @@ class Publisher:
         )
 
     def _clear_failed(self, now: SaveId) -> None:
-        """Remove the files of saves that failed: a full store may have no room for another beside them. All ranks are
-        past them, as they agreed on one that came ``now``; what may still turn up as committed stays."""
+        """Remove the files of saves that failed, before any rank writes for the one that comes ``now``: a full store
+        may have no room for another beside them. What may still turn up as committed stays. What a rank that is late
+        adds to a failed save goes with the next commit."""
         for save in self._tip.given_up - {now}:
             with contextlib.suppress(StorageError):  # it goes with the next commit
                 self._retention.clear(save)
