@@ -267,12 +267,13 @@ class CheckpointManager:
         batch. Without it, all that the readers have delivered is taken for consumed. That is wrong behind anything
         that reads ahead: a `ReadAheadWarning` says so where it shows, and ``lakeckpt audit`` then says NOT PROVED.
 
-        ``metric`` says how good this state is, for
-        ``keep=Keep(best=…)``, whenever this cut is saved; rank 0's counts. Saves if the policy says so, and returns
-        what was committed, else None; with ``capture_every``, a save only begins, and what is returned, or raised, is
-        what came of an earlier one. Errors as for `save`; `ConfigError` where ``batch`` or the metric is none, and
-        `StateUnavailable` where it is of before the last save: before the cut and on this rank alone, which may call
-        again; where a save falls, the others wait for it.
+        ``metric`` says how good this state is, for ``keep=Keep(best=…)``, whenever this cut is saved; rank 0's counts.
+        Saves if the policy says so, and returns what was committed, else None. With ``capture_every`` a save only
+        begins, and what is returned, or raised, is what came of an earlier one.
+
+        Errors as for `save`. `ConfigError` where ``batch`` names no batch or the metric is no number, and
+        `StateUnavailable` where a number is of no batch since the last save: both come before the cut, on this rank
+        alone, which may call again. Where a save falls, the others wait for it.
         """
         saver = self._ready()
         receipts = by_reader(batch, self._tracks)
