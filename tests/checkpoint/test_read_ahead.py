@@ -6,6 +6,7 @@ then, and the audit says NOT PROVED.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -391,3 +392,83 @@ def test_a_loop_that_says_its_batch_is_never_suspected(counts: list[int], ahead:
                 batch = held.popleft() if held else batch
             manager.step(batch)
     assert audit(storage).verdict == "proved"
+
+
+def late_queue(loader: lakeckpt.LakeLoader) -> Iterator[Any]:
+    """Fills up after some steps, on the thread that steps."""
+    source, held = iter(loader), deque[Any]()
+    for number in itertools.count():
+        held.extend(islice(source, (1 if number < 6 else DEPTH + 1) - len(held)))
+        if not held:
+            return
+        yield held.popleft()
+
+
+def test_a_queue_that_fills_late_is_told_of_in_the_ledger_at_the_end_of_the_epoch(table: lakeckpt.Table) -> None:
+    """The step that shows it has no batch, so that its checkpoint has no rows to say it of."""
+    run = Run(table)
+    run.attempt(late_queue, says=False, steps=18)
+    assert run.warned and run.verdict == "not proved"
+    assert "end of its rows" in audit(run.storage).every_doubt[0]
+
+
+def test_readers_that_take_turns_are_not_suspected_and_each_is_stated_by_name(table: lakeckpt.Table) -> None:
+    for says in (True, False):
+        storage = MemoryStorage()
+        one, other = loader_of(table), loader_of(table)
+        with CheckpointManager(storage, {"one": one, "other": other}, persist_every=4) as manager:
+            manager.restore()
+            for name, loader in (("one", one), ("other", other), ("one", one)):
+                for batch in loader:
+                    manager.step({name: batch} if says else None)
+        assert audit(storage).verdict == ("proved" if says else "delivered")
+
+
+def test_a_batch_from_before_what_was_used_is_refused_and_no_step_is_counted(table: lakeckpt.Table) -> None:
+    loader, validation = loader_of(table), loader_of(table)
+    manager = CheckpointManager(MemoryStorage(), {"reader": loader}, persist_every=5)
+    manager.restore()
+    for batch in islice(loader, 12):
+        manager.step(batch)
+    with pytest.raises(ConfigError, match="has used up to epoch 0, step 11"):
+        manager.step(list(islice(loader, 0)) or next(islice(loader_of(table), 10, 11)))
+    with pytest.raises(StateUnavailable):
+        manager.step(next(iter(validation)))
+    assert manager.steps_done == 12
+    manager.step(batch)
+    loader.rewind()
+    manager.step(next(iter(loader)))
+    manager.close()
+
+
+def test_a_loader_in_the_state_that_delivers_nothing_is_warned_of_and_nothing_is_proved(table: lakeckpt.Table) -> None:
+    loader, iterated = loader_of(table), loader_of(table)
+    storage = MemoryStorage()
+    manager = CheckpointManager(storage, {"reader": loader}, persist_every=1)
+    manager.restore()
+    batches = iter(iterated)
+    for _ in range(2):
+        next(batches)
+        manager.step()
+    with pytest.warns(lakeckpt.ConsumptionWarning, match="reader in this manager's state delivered nothing"):
+        manager.step()
+    manager.close()
+    report = audit(storage)
+    assert report.verdict == "not proved" and "no reader of the run delivered anything" in report.doubts[0]
+
+
+def test_saves_without_a_step_are_warned_of(table: lakeckpt.Table) -> None:
+    loader = loader_of(table)
+    manager = CheckpointManager(MemoryStorage(), {"reader": loader})
+    manager.restore()
+    next(iter(loader))
+    with pytest.warns(lakeckpt.ConsumptionWarning, match="was never called"):
+        manager.save()
+
+
+def test_single_rows_are_not_taken_for_batches_without_a_step(table: lakeckpt.Table) -> None:
+    loader = lakeckpt.LakeLoader(lakeckpt.LakeDataset(table, batch_size=None, endless=True, block_size=20))
+    with CheckpointManager(MemoryStorage(), {"reader": loader}) as manager:
+        manager.restore()
+        rows = list(islice(loader, 1_500))
+        manager.step(rows[-1])

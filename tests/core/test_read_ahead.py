@@ -61,6 +61,22 @@ def test_the_first_three_steps_decide(counts: tuple[int, ...], basis: str) -> No
     assert spans(*counts).basis == basis
 
 
+def test_what_was_left_of_an_iteration_is_no_first_step() -> None:
+    judge = ReadAhead()
+    for span in (
+        Span(batches=1, recent=1, fresh=True, over=True),  # one was left, and what fetches one ahead has seen the end
+        Span(batches=2, recent=2, fresh=True),
+        Span(batches=1, recent=1),
+        Span(batches=1, recent=1),
+    ):
+        judge.stepped(span)
+    assert judge.basis == "suspected"
+    judge = ReadAhead()
+    for _ in range(3):
+        judge.stepped(Span(batches=5, recent=5, fresh=True, over=True))  # a step for an epoch
+    assert judge.basis == "inferred"
+
+
 def test_a_step_counts_by_the_iteration_that_it_ended_in() -> None:
     judge = ReadAhead()
     judge.stepped(Span(batches=9, recent=4, fresh=True))  # five were left of an epoch

@@ -125,8 +125,9 @@ class _Account:
             self._follow(tip)
             origin = origin or tip
             self._topologies[tip.segment.topology] = None
-            if record.stretches:
-                self._check_frontier(manifest, record, ReaderState.from_plain(record.stretches[-1].end))
+            told = [one for one in record.stretches if one.consumed or one.basis != "suspected"]
+            if told:
+                self._check_frontier(manifest, record, ReaderState.from_plain(told[-1].end))
         assert tip is not None and origin is not None
         tables[order_name(tip.identity)] = tip.identity
         for _, identity in sorted(tables.items()):

@@ -41,9 +41,10 @@ __all__ = ["audit", "audit_history", "identities_of", "orders_of", "read_run", "
 NAMED_GROUPS = 64
 """How many row groups a finding lists, if not told otherwise."""
 
+_STATED = "the training loop: at each cut it had used what it stated by step(batch), and nothing beyond"
+_INFERRED = "the training loop: at each cut it had used all that was delivered to it"
 _TRUSTED = (
     "the entries of the log: each holds its checksum",
-    "the training loop: at each cut it had used what it stated by step(batch), and nothing beyond",
     "the footer index: it has the digest that the states name, and the table was the one pinned by it",
     "the row selection of a filter, likewise: it counted what the filter keeps of each row group",
 )
@@ -145,6 +146,8 @@ def audit_history(
             progress(done, len(by_reader))
     if tip is None:
         doubts.append("the history has no checkpoint: nothing was committed, or the newest attempt began anew")
+    elif tip.step and readers and not any(one.stretches for records in by_reader.values() for _, one in records):
+        doubts.append(f"{tip.step:,} optimizer steps were taken, and no reader of the run delivered anything for them")
     elif not readers:
         doubts.append("no reader was tracked: the checkpoints hold no record of what was consumed")
     return AuditReport(
@@ -157,7 +160,7 @@ def audit_history(
         branches=_branches(history),
         doubts=tuple(doubts),
         notes=tuple(notes),
-        trusted=_TRUSTED,
+        trusted=(_INFERRED if any(one.inferred for one in readers) else _STATED, *_TRUSTED),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from lakeckpt.checkpoint.journal import Leg
 from lakeckpt.checkpoint.manifest import ReaderRecord, Stretch
 from lakeckpt.core.plan import consumption
-from lakeckpt.core.read_ahead import Basis, ReadAhead
+from lakeckpt.core.read_ahead import Basis, ReadAhead, Span
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import ReaderState
@@ -24,7 +24,7 @@ from lakeckpt.errors import ConfigError, StateInvalid
 from lakeckpt.tracking.readers import DeliveringReader, SkippingReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
 
-__all__ = ["Journal", "Place", "ReaderTrack", "by_reader"]
+__all__ = ["Journal", "Place", "ReaderTrack", "by_reader", "cut_all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class ReaderTrack:
         "_recorded",
         "_recorded_skips",
         "_recorder",
+        "delivered",
         "name",
         "reader",
     )
@@ -73,33 +74,57 @@ class ReaderTrack:
         self._recorder = StepRecorder()
         self._frontier: Frontier | None = None
         self._at: Receipt | None = None  # consumed since then
+        self.delivered = 0
+        """How many batches (or rows) it has delivered up to the last step, as far as it counts them."""
 
-    def cut(self, step: int, consumed: Receipt | None) -> str:
-        """Note that optimizer step ``step`` is done, with all up to ``consumed`` (None: up to the last delivered).
+    def taken(self) -> Span | None:
+        """What was delivered since the last step; None where the reader does not count it."""
+        span = self.reader.deliveries.take() if isinstance(self.reader, DeliveringReader) else None
+        self.delivered += 0 if span is None else span.batches
+        return span
+
+    def cut(self, step: int, consumed: Receipt | None, *, is_stated: bool, span: Span | None) -> str:
+        """Note that optimizer step ``step`` is done, with all up to ``consumed``: the user stated it; or stated that of
+        other readers alone (None): then nothing more of this one; or stated nothing (None): then all that was
+        delivered. ``span`` is what was delivered since the last step, where it tells of the loop.
 
         Returns why that is suspected, where it is since this step; else an empty text.
         """
-        last = self.reader.last_receipt
+        known, last = self._ahead.reason, self.reader.last_receipt
         at = last if consumed is None or consumed == last else consumed
-        known = self._ahead.reason
-        self._basis = self._basis_of(consumed, at)
-        # An epoch that is read once more gives receipts that are equal to those of the time before.
-        was_before = at is self._before or (at == self._before and last is self._last)
-        if at is not None and not was_before:
-            self._at, self._frontier = at, frontier_after(at)
+        if not is_stated or consumed is not None:
+            self._basis = self._basis_of(at, is_stated=is_stated, span=span)
+            # An epoch that is read once more gives receipts that are equal to those of the time before.
+            was_before = at is self._before or (at == self._before and last is self._last)
+            if at is not None and not was_before:
+                self._at, self._frontier = at, frontier_after(at)
         if self._frontier is not None:
             self._recorder.note(step, self._frontier)
         return "" if known else self._ahead.reason
 
-    def _basis_of(self, consumed: Receipt | None, at: Receipt | None) -> Basis:
+    def _basis_of(self, at: Receipt | None, *, is_stated: bool, span: Span | None) -> Basis:
         """How it is known that all up to ``at`` is consumed."""
-        if not isinstance(self.reader, DeliveringReader):
-            return "inferred" if consumed is None else "stated"
-        span = self.reader.deliveries.take()
-        if consumed is not None or (self._basis == "stated" and at is not None and at == self._at):
+        if is_stated or (self._basis == "stated" and at is not None and at == self._at):
             return "stated"
-        self._ahead.stepped(span)
+        if not isinstance(self.reader, DeliveringReader):
+            return "inferred"
+        if span is not None:
+            self._ahead.stepped(span)
         return self._ahead.basis
+
+    def check(self, receipt: Receipt) -> None:
+        """Refuse a receipt that a step cannot state: of what was not delivered, or of before what a step has used."""
+        last = self.reader.last_receipt
+        if receipt == last:
+            return
+        self.reader.state_dict(receipt)
+        used, after = self._frontier, frontier_after(receipt)
+        if used is not None and last is not None and after < used <= frontier_after(last):
+            raise ConfigError(
+                f"step() was given epoch {receipt.epoch}, step {receipt.step} of reader {self.name!r}, and an earlier "
+                f"step has used up to epoch {used.epoch}, step {used.step - 1}: give it the last batch that this step "
+                "used, of this reader"
+            )
 
     def place(self) -> Place:
         """The place at the last cut."""
@@ -119,19 +144,22 @@ class ReaderTrack:
     def leg(self, first: int, step: int) -> Leg:
         """From the cut of step ``first``, which was handed over, to the last cut, that of ``step``; it stays open."""
         place = self.place()
-        stretches = () if place.receipt is None else self.reader.stretches(place.receipt)
+        found = () if place.receipt is None else self.reader.stretches(place.receipt)
+        stretches = [(begin.to_plain(), end.to_plain(), consumption(begin, end)) for begin, end in found]
+        if self._basis == "suspected" and not stretches:
+            stretches = [(dict(place.state), dict(place.state), {})]  # nothing was consumed, and the ledger must say it
         record = ReaderRecord(
             state=place.state,
             stretches=tuple(
                 Stretch(
-                    begin=begin.to_plain(),
-                    end=end.to_plain(),
-                    consumed=consumption(begin, end),
+                    begin=begin,
+                    end=end,
+                    consumed=consumed,
                     basis=self._basis,
                     reason=self._ahead.reason if self._basis == "suspected" else "",
                     attempt=self._attempt,
                 )
-                for begin, end in stretches
+                for begin, end, consumed in stretches
             ),
             steps=self._recorder.record(step),
             index=self._index_of(place.state),
@@ -205,17 +233,36 @@ class Journal:
             self._closed[name] = [leg for leg in legs if leg.step > step]
 
 
-def by_reader(stated: Any, tracks: Mapping[str, ReaderTrack]) -> Mapping[str, Receipt]:
-    """reader → the receipt that the user named for it, by a batch, a receipt, a number, or a mapping of names to these.
+def cut_all(tracks: Mapping[str, ReaderTrack], step: int, stated: Mapping[str, Receipt] | None) -> dict[str, str]:
+    """Note for all readers that optimizer step ``step`` is done; ``stated`` as `by_reader` gives it.
 
-    `ConfigError` where that names no place in a reader, or not which reader it is of.
+    Returns reader → why something seems to read ahead of it, for those of which this step shows it.
+    """
+    spans = {name: track.taken() for name, track in tracks.items()}
+    delivered = any(span is not None and span.batches for span in spans.values())
+    reasons = {}
+    for name, track in tracks.items():
+        span = spans[name]
+        tells = span is not None and (span.batches > 0 or not delivered)  # else another reader had its turn
+        consumed = None if stated is None else stated.get(name)
+        reasons[name] = track.cut(step, consumed, is_stated=stated is not None, span=span if tells else None)
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def by_reader(stated: Any, tracks: Mapping[str, ReaderTrack]) -> Mapping[str, Receipt] | None:
+    """reader → the receipt that the user named for it, by a batch, a receipt, a number, or a mapping of names to these.
+    None where nothing was stated.
+
+    `ConfigError` where that names no place in a reader, a place before what was used, or not which reader it is of;
+    `StateUnavailable` where the reader has not delivered it since the last save.
     """
     if stated is None:
-        return {}
+        return None
     if not tracks:
         raise ConfigError(
-            "step() was given a batch, and no tracked reader is in the manager's state: put the loader into it, "
-            'CheckpointManager(…, {"reader": loader, …})'
+            "step() was given a batch, and no tracked reader is in the manager's state: put the LakeLoader into it, "
+            'CheckpointManager(…, {"reader": loader, …}). With another loader there, such as torchdata\'s '
+            "StatefulDataLoader, call step() without a batch"
         )
     if isinstance(stated, Mapping) and stated and not hasattr(stated, "receipt") and set(stated) <= set(tracks):
         return {name: _receipt(one, tracks[name]) for name, one in stated.items()}
@@ -230,10 +277,9 @@ def by_reader(stated: Any, tracks: Mapping[str, ReaderTrack]) -> Mapping[str, Re
 
 def _receipt(stated: Any, track: ReaderTrack) -> Receipt:
     """The receipt that a batch, a receipt or a number stands for."""
-    if isinstance(stated, Receipt):
-        return stated
-    found = getattr(stated, "receipt", None)
+    found = stated if isinstance(stated, Receipt) else getattr(stated, "receipt", None)
     if isinstance(found, Receipt):
+        track.check(found)
         return found
     reader = track.reader
     column = getattr(reader, "receipt_column", None)
@@ -247,7 +293,9 @@ def _receipt(stated: Any, track: ReaderTrack) -> Receipt:
             f"{_shown(stated)} for reader {track.name!r}, whose receipt_column is {column!r}"
         )
     assert isinstance(reader, DeliveringReader)
-    return reader.receipt_of(number)
+    found = reader.receipt_of(number)
+    track.check(found)
+    return found
 
 
 def _number(stated: Any) -> int | None:

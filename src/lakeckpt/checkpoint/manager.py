@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.arguments import check_capturing, check_settings, check
 from lakeckpt.checkpoint.attempt import Attempt
 from lakeckpt.checkpoint.background import Background
 from lakeckpt.checkpoint.commit import Verify
-from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader
+from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader, cut_all
 from lakeckpt.checkpoint.keep import Keep, held_metric
 from lakeckpt.checkpoint.ledger import not_rolled_back
 from lakeckpt.checkpoint.log import read_log
@@ -58,6 +58,11 @@ _UNSAVED = (
     "a LakeLoader or LakeDataset of this process delivers rows, and no reader is in this manager's state: where it is "
     "in the data is not saved, and a resumed run begins the epoch again. Put the loader into it: "
     'CheckpointManager(…, {"reader": loader, …}). If it is one for validation, ignore this'
+)
+_SILENT_STEPS = 3
+_DELIVERED_NOTHING = (
+    "{} in this manager's state delivered nothing in the first {} steps: the loop reads its rows elsewhere, and where "
+    "it is in them is not saved. Iterate the loader that is in the state, in this process"
 )
 
 
@@ -153,6 +158,7 @@ class CheckpointManager:
         self._metric: Any = None
         self._report: RestoreReport | None = None
         self._closed = False
+        self._silent_steps = 0  # steps since the restore
         self._unsaved = 0  # what other loaders had delivered when the run was restored
 
     # --- what is asked
@@ -271,21 +277,17 @@ class CheckpointManager:
         Saves if the policy says so, and returns what was committed, else None. With ``capture_every`` a save only
         begins, and what is returned, or raised, is what came of an earlier one.
 
-        Errors as for `save`. `ConfigError` where ``batch`` names no batch or the metric is no number, and
-        `StateUnavailable` where a number is of no batch since the last save: both come before the cut, on this rank
-        alone, which may call again. Where a save falls, the others wait for it.
+        Errors as for `save`. `ConfigError` where ``batch`` names no batch, or one from before what an earlier step has
+        used, or the metric is no number; `StateUnavailable` where the reader has not delivered it since the last save:
+        both come before the cut, on this rank alone, which may call again. Where a save falls, the others wait for it.
         """
         saver = self._ready()
         receipts = by_reader(batch, self._tracks)
         self._metric = held_metric(metric)
         self._step += 1
-        for name, track in self._tracks.items():
-            reason = track.cut(self._step, receipts.get(name))
-            if reason:
-                warnings.warn(_READS_AHEAD.format(name, reason), ReadAheadWarning, stacklevel=2)
-        if not self._tracks and unsaved() > self._unsaved:
-            self._unsaved = sys.maxsize  # once
-            warnings.warn(_UNSAVED, ConsumptionWarning, stacklevel=2)
+        for name, reason in cut_all(self._tracks, self._step, receipts).items():
+            warnings.warn(_READS_AHEAD.format(name, reason), ReadAheadWarning, stacklevel=2)
+        self._warn_of_silence()
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
         due = self._schedule.is_due(self._step)
@@ -314,6 +316,7 @@ class CheckpointManager:
         as a ``state_dict`` may, and `ConfigError` for a metric that is no number, as `step` does.
         """
         saver = self._ready()
+        self._check_stepped()
         if metric is not None:
             self._metric = held_metric(metric)
         self._schedule.begins()
@@ -339,9 +342,8 @@ class CheckpointManager:
         if not self._closed:
             self._closed = True
             try:
-                for track in self._tracks.values() if well else ():
-                    if isinstance(track.reader, DeliveringReader):
-                        track.reader.deliveries.check_stepped()
+                if well:
+                    self._check_stepped()
                 if self._background is not None:
                     self._background.close(well=well)
                 if self._keeper is not None:
@@ -382,6 +384,23 @@ class CheckpointManager:
                 raise
             text = f"a checkpoint of step {self._failed_step} was not saved: {error}"
             warnings.warn(text, SaveWarning, stacklevel=3)
+
+    def _check_stepped(self) -> None:
+        """Warn where readers have delivered batches, and no step was taken."""
+        for track in self._tracks.values():
+            if isinstance(track.reader, DeliveringReader):
+                track.reader.deliveries.check_stepped()
+
+    def _warn_of_silence(self) -> None:
+        """Warn, once, of a loop that trains on rows of which the manager knows nothing."""
+        if not self._tracks and unsaved() > self._unsaved:
+            self._unsaved = sys.maxsize
+            warnings.warn(_UNSAVED, ConsumptionWarning, stacklevel=3)
+        counting = [track for track in self._tracks.values() if isinstance(track.reader, DeliveringReader)]
+        self._silent_steps += 1
+        if counting and self._silent_steps == _SILENT_STEPS and not any(track.delivered for track in counting):
+            text = _DELIVERED_NOTHING.format(", ".join(sorted(track.name for track in counting)), _SILENT_STEPS)
+            warnings.warn(text, ConsumptionWarning, stacklevel=3)
 
     def _save(self, saver: Saver) -> CheckpointInfo:
         begun_s = self._waiter.now()

@@ -59,10 +59,12 @@ class ReadAhead:
     'the first step was given 3 batches and the next two 1 each'
     """
 
-    __slots__ = ("_counts", "_restarted", "reason")
+    __slots__ = ("_counts", "_restarted", "_steps", "reason")
 
     def __init__(self) -> None:
+        self._steps = 0
         self._counts: list[int] = []
+        """The batches of the first steps, but for those that came after the end of an iteration: of what was left."""
         self._restarted = False
         """Whether an iteration began with the last of them."""
         self.reason = ""
@@ -73,11 +75,12 @@ class ReadAhead:
         """How it is known that what the loop was given is consumed."""
         if self.reason:
             return "suspected"
-        return "inferred" if len(self._counts) >= _STEPS else "undecided"
+        return "inferred" if self._steps >= _STEPS else "undecided"
 
     def stepped(self, span: Span) -> None:
         """Note a step that did not say what it used, and what was given since the step before."""
-        if len(self._counts) < _STEPS:
+        self._steps += 1
+        if len(self._counts) < _STEPS and not (span.over and span.batches):
             self._counts.append(span.recent)
             self._restarted = span.fresh
         self.reason = self.reason or self._why(span)

@@ -17,9 +17,10 @@ from lakeckpt.core.read_ahead import Span
 __all__ = ["ConsumptionWarning", "Deliveries", "ReadAheadWarning", "unsaved"]
 
 _MANY = 1000
+"""So many micro-batches without a step are warned of."""
 _EVERY: weakref.WeakSet[Deliveries] = weakref.WeakSet()
 _NO_STEP = (
-    "reader {!r} has delivered {:,} batches since restore(), and manager.step(batch) was never called: no checkpoint "
+    "reader {!r} has delivered {:,} {} since restore(), and manager.step(batch) was never called: no checkpoint "
     "is saved by the policy, and after a crash all of these rows come again. Call manager.step(batch) after each "
     "optimizer.step()"
 )
@@ -46,11 +47,13 @@ class Deliveries:
         "_over",
         "_primed",
         "_recent",
+        "_rows",
         "_steps",
         "_threads",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, *, rows: int = 0) -> None:
+        self._rows = rows  # of a micro-batch, where rows are delivered one by one; else 0
         self._count, self._recent, self._fresh, self._over = 0, 0, False, False
         self._threads: set[int] = set()
         self._iteration: int | None = None
@@ -76,7 +79,7 @@ class Deliveries:
         self._threads.add(get_ident())
         if self._count == 1:
             _EVERY.add(self)
-        elif self._count == _MANY:
+        elif self._count == _MANY * (self._rows or 1):
             self.check_stepped()
 
     def end(self) -> None:
@@ -110,7 +113,8 @@ class Deliveries:
     def check_stepped(self) -> None:
         """Warn where a tracked loader has delivered batches and no step was taken."""
         if self._name is not None and self._count and not self._steps:
-            warnings.warn(_NO_STEP.format(self._name, self._count), ConsumptionWarning, stacklevel=4)
+            what = "rows" if self._rows else "batches"
+            warnings.warn(_NO_STEP.format(self._name, self._count, what), ConsumptionWarning, stacklevel=4)
 
 
 def unsaved() -> int:

@@ -64,7 +64,7 @@ class Progress:
         self.skips = SkipList()
         """What of the epoch at hand (and of others since the mark) was skipped, as far as this rank knows."""
         self._iteration, self._began = 0, -1
-        self.deliveries = Deliveries()
+        self.deliveries = Deliveries(rows=batch_size if row_wise else 0)
 
     # --- what was delivered, in two numbers: states are made when they are asked for, not for every micro-batch
 
