@@ -515,6 +515,27 @@ def test_verify_bytes_catches_what_a_lying_store_lost() -> None:
         assert saver.latest() is None
 
 
+def test_an_attempt_that_is_superseded_in_the_midst_of_a_save_says_so() -> None:
+    """Its successor removes the files that it has just written, as no checkpoint needs them."""
+    storage = MemoryStorage()
+    begun: list[str] = []
+
+    def overtake(call: str, path: str) -> None:
+        if call == "list" and path.startswith("objects/") and not begun:
+            begun.append(path)
+            successor = manager(storage, {"n": Counter(torch.zeros(4))}, keep=1)
+            successor.restore()
+            successor.step()
+            successor.save()
+
+    zombie = manager(FaultyStorage(storage, before=overtake), {"n": Counter(torch.ones(4))}, keep=1)
+    zombie.restore()
+    zombie.step()
+    with pytest.raises(AttemptSuperseded, match="was taken by attempt 1"):
+        zombie.save()
+    assert begun
+
+
 def test_a_superseded_attempt_cannot_commit() -> None:
     storage = MemoryStorage()
     zombie = manager(storage, {"n": Counter(1)})

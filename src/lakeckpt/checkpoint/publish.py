@@ -319,6 +319,7 @@ class Publisher:
             self._tip.put(manifest)
         except Exception as error:
             self._still()
+            self._tip.refuse_later()  # a successor removes what this attempt has not committed yet
             if not isinstance(error, OSError):
                 self._tell_others(save, error)
                 raise
