@@ -356,8 +356,9 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Save the last cut if the body ended well and it is not saved yet. After an exception, save nothing; where
-        cuts are captured, the newest that is complete on all ranks is persisted, as where processes die."""
-        well = False
+        cuts are captured, the newest that is complete on all ranks is persisted, as where processes die. A save that
+        fails here is such an exception."""
+        well, failure = False, error
         try:
             if kind is None and not self._closed and self._saver is not None:
                 if self._background is not None and self._background.is_saving(self._step):
@@ -366,9 +367,12 @@ class CheckpointManager:
                     self.save()
                 self.wait()
             well = kind is None
+        except BaseException as own:
+            failure = own
+            raise
         finally:
-            if error is not None and self._background is not None and not self._closed:
-                self._background.stop(error)
+            if failure is not None and self._background is not None and not self._closed:
+                self._background.stop(failure, at_exit=error is None)
             self._close(well=well)
 
     # --- inside
