@@ -592,6 +592,45 @@ def test_the_warning_of_a_save_that_failed_names_its_step(tmp_path: Path) -> Non
     assert steps_of(storage) == [3]
 
 
+@pytest.mark.parametrize("on_save_failure", ["raise", "warn"])
+def test_a_failure_that_is_heard_of_together_with_a_commit_before_it_is_told(
+    tmp_path: Path, on_save_failure: str
+) -> None:
+    storage, objects, go_on = MemoryStorage(), training(), threading.Event()
+
+    def before(method: str, path: str) -> None:
+        if method == "put" and path.startswith("objects/"):
+            assert go_on.wait(PATIENCE_S)
+        if method == "put" and f"{2:012d}-" in path:
+            raise StorageError(errno.ENOSPC, "the disk is full")
+
+    faulty = FaultyStorage(storage, before=before)
+    saver = managed(faulty, objects, tmp_path, on_save_failure=on_save_failure)
+    saver.restore()
+    background = saver._background
+    assert background is not None
+    try:
+        for _ in range(2):
+            train(saver, objects, 1)
+            saver.save(sync=False)
+            background._engine.wait()
+            background._give()
+    finally:
+        go_on.set()
+    background.wait()  # both are heard of by the next call
+    if on_save_failure == "raise":
+        with pytest.raises(SaveFailed, match="the disk is full"):
+            saver.wait()
+    else:
+        with pytest.warns(SaveWarning, match=r"without a checkpoint of step 2: .*the disk is full"):
+            train(saver, objects, 1)
+    info = saver.wait()  # the commit is not forgotten
+    assert info is not None and info.step == 1
+    assert saver.wait() is None
+    saver.close()
+    assert steps_of(storage) == [1]
+
+
 def test_what_failed_in_the_last_capture_is_told_when_the_manager_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from lakeckpt.checkpoint import restorer
 from lakeckpt.checkpoint.agent.link import InnerAgent
 from lakeckpt.checkpoint.capturing.engine import CaptureEngine
 from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.report import CaptureWarning
+from lakeckpt.checkpoint.report import CaptureWarning, SaveWarning
 from lakeckpt.errors import (
     AgentError,
     ArenaTooLarge,
@@ -235,6 +235,41 @@ def test_both_ranks_raise_the_one_error_with_its_cause(
     assert type(other) is (kind if issubclass(kind, LakeckptError) else CheckpointError), results
     assert "the cause" in str(other) and f"rank {failing}" in str(other), other
     assert [one.step for one in read_history(storage).chain] == [2] * (good == 2)
+
+
+@pytest.mark.parametrize(("persist_every", "on_save_failure"), [(10**9, "raise"), (2, "warn")])
+def test_where_the_save_fails_as_rank_0_leaves_the_others_hear_of_it_before_its_notes_end_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persist_every: int, on_save_failure: str
+) -> None:
+    storage = MemoryStorage()
+    ranks = [Rank(rank, storage) for rank in range(2)]
+    options = {"persist_every": persist_every, "on_save_failure": on_save_failure, "timeout_s": TIMEOUT_S}
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        mine = ranks[rank]
+        saver = manager(mine.storage, mine.objects, exchange=exchange, capture_every=1, arenas=tmp_path, **options)
+        try:
+            with saver:
+                saver.restore()
+                batches = iter(mine.objects["reader"])
+                if rank == 0:
+                    a_full_disk(mine, monkeypatch)
+                    mine.fails.set()
+                for _ in range(2):
+                    next(batches)
+                    train_step(mine.objects)
+                    saver.step()
+        finally:
+            if rank == 0:  # its process ends, and the store of the exchange with it
+                exchange.hub.notes.clear()
+                exchange.hub.leave(rank)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SaveWarning)
+        results = run_ranks(2, body)
+    ranks[0].fails.clear()  # not earlier: its agent would leave its note in storage
+    for result in results:
+        assert isinstance(result, SaveFailed) and "the cause" in str(result), results
 
 
 @pytest.mark.parametrize("failing", [0, 1])

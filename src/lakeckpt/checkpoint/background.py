@@ -53,6 +53,8 @@ __all__ = ["Background", "Saved"]
 _NOTHING_SPARE_S = 0.01
 _LISTEN_S = 0.5
 """How often a trainer looks whether another rank has given up a save that is under way."""
+_ROUNDS = 8
+"""How often the others can look before rank 0 ends whose last save failed: they may be a step and a save behind."""
 _PATIENCE = 3
 """How many saves in a row may be left out, with nothing under way, before that is a failure."""
 
@@ -390,13 +392,16 @@ class Background:
         """Whether a save of the cut of ``step`` is under way."""
         return any(step == one for one, _ in (*self._ready, *self._given))
 
-    def stop(self, error: BaseException) -> None:
-        """This rank stops for ``error``: the other ranks are not to wait for it in saves that it has not begun."""
+    def stop(self, error: BaseException, *, at_exit: bool = False) -> None:
+        """This rank stops for ``error``: the other ranks are not to wait for it in saves that it has not begun.
+
+        ``at_exit``: the last save has failed. Where one that failed before it was a warning, the other ranks have to
+        hear of two saves, one after the other."""
         if self._exchange.world_size > 1:
             first = min((number for _, number in self._ready), default=self.attempt.saves)
             leave_word(self._exchange, self.attempt.number, self._exchange.rank, error, first=first)
             if self._exchange.rank == 0:  # the store that has the word may end with this process
-                SystemWaiter().wait(2 * _LISTEN_S)
+                SystemWaiter().wait((_ROUNDS if at_exit else 2) * _LISTEN_S)
 
     def close(self, *, well: bool) -> None:
         """Let go. ``well``: what was saved is persisted, and the arenas are removed; else the agent does the last will

@@ -155,6 +155,7 @@ class CheckpointManager:
         self._step = 0
         self._saved_step = 0
         self._failed_step = 0  # of the save that failed last
+        self._unsaid: CheckpointInfo | None = None  # a commit that no call has returned, as a failure came after it
         self._metric: Any = None
         self._report: RestoreReport | None = None
         self._closed = False
@@ -358,8 +359,9 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Save the last cut if the body ended well and it is not saved yet. After an exception, save nothing; where
-        cuts are captured, the newest that is complete on all ranks is persisted, as where processes die."""
-        well = False
+        cuts are captured, the newest that is complete on all ranks is persisted, as where processes die. A save that
+        fails here is such an exception."""
+        well, failure = False, error
         try:
             if kind is None and not self._closed and self._saver is not None:
                 if self._background is not None and self._background.is_saving(self._step):
@@ -368,9 +370,12 @@ class CheckpointManager:
                     self.save()
                 self.wait()
             well = kind is None
+        except BaseException as own:
+            failure = own
+            raise
         finally:
-            if error is not None and self._background is not None and not self._closed:
-                self._background.stop(error)
+            if failure is not None and self._background is not None and not self._closed:
+                self._background.stop(failure, at_exit=error is None)
             self._close(well=well)
 
     # --- inside
@@ -434,8 +439,10 @@ class CheckpointManager:
         return self._heard(background, wanted=self._step)
 
     def _heard(self, background: Background, *, wanted: int | None = None) -> CheckpointInfo | None:
-        """The newest commit that was heard of, or what came of the save of step ``wanted``."""
-        newest, failure, remarks = None, None, Remarks()
+        """The newest commit that was heard of, or what came of the save of step ``wanted``. A failure that was heard of
+        after it is raised; the commit is then what the next call returns, if there is no newer one."""
+        newest, failure, remarks = self._unsaid, None, Remarks()
+        self._unsaid = None
         for one in background.heard():
             if one.info is not None:
                 remarks = one.remarks
@@ -444,9 +451,12 @@ class CheckpointManager:
                 newest, failure = one.info, None
             elif not isinstance(one.error, SaveLeftOut) or one.step == wanted:
                 failure, self._failed_step = one.error, one.step
-        if failure is not None and (newest is None or wanted not in (None, newest.step)):
-            raise failure
-        remarks.warn()
+        try:
+            remarks.warn()
+        finally:  # whether or not warnings are errors
+            if failure is not None:
+                self._unsaid = newest
+                raise failure
         return newest
 
     def _place(self) -> Place:
