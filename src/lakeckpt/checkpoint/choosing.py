@@ -133,6 +133,7 @@ class Chooser:
             if self.is_overtaken():
                 self._look()
                 return self._newest()
+            self.report_lost(self.find_lost()["lost"])
             listing = "\n  ".join(str(one) for one in self._damaged.values())
             raise CheckpointDamaged(
                 f"no checkpoint of this run is whole, and starting anew would hide that:\n  {listing}\n"
