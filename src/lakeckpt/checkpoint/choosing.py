@@ -172,7 +172,11 @@ class Chooser:
             try:
                 put_entry(self._storage, begin)
             except SlotTaken as taken:
-                slot = list_slots(self._storage, taken=slot)[-1] + 1  # a live job may be several commits ahead by now
+                if self._step is not None:  # that commit may have had leave to remove what is asked for
+                    self.choose()
+                    slot = self._view.last + 1
+                else:
+                    slot = list_slots(self._storage, taken=slot)[-1] + 1  # it may be several commits ahead by now
                 if taken.found is not None:
                     run = taken.found.run
                     before = [*before, taken.found] if isinstance(taken.found, Begin) else before

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from lakeckpt import __version__
+from lakeckpt.checkpoint.keep import kept_ever_since
 from lakeckpt.checkpoint.ledger import folders_there, not_rolled_back
 from lakeckpt.checkpoint.log import LogView, SlotTaken, put_entry, read_log
 from lakeckpt.checkpoint.manifest import Manifest, Restored
@@ -28,16 +29,22 @@ _MOST_TRIES = 100
 
 
 def to_be_had(storage: Storage, view: LogView) -> list[Manifest]:
-    """The checkpoints of the history of which retention has left something, newest first."""
+    """The checkpoints of the history that have data which no commit in the log had leave to remove, newest first: of
+    others, a job that is alive may be removing it."""
+    found = not_rolled_back(view)
+    if not found:
+        return []
+    commits = sorted(view.manifests, key=lambda one: one.slot)
+    stay = kept_ever_since(commits, found[0].slot) | {found[0].slot}
     there = folders_there(storage)
-    return [one for one in not_rolled_back(view) if one.save.folder in there]
+    return [one for one in found if one.slot in stay and one.save.folder in there]
 
 
 def no_such_step(step: int, commits: Sequence[Manifest], more: str = "") -> CheckpointNotFound:
     """The error for a roll-back to a ``step`` that is not among the ``commits`` that can be had."""
     steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in reversed(commits)) or "none"
     return CheckpointNotFound(
-        f"the run cannot be rolled back to step {step:,}: its history has no checkpoint of that step with data. "
+        f"the run cannot be rolled back to step {step:,}: its history has no checkpoint of that step that stays. "
         f"Checkpoints that can be had: {steps}. Name one of these steps; keep= says which checkpoints stay.{more}"
     )
 
