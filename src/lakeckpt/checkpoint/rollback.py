@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.manifest import Manifest, Restored
 from lakeckpt.errors import AttemptSuperseded, CheckpointNotFound
 from lakeckpt.lake.storage import Storage, describe
 
-__all__ = ["no_such_step", "roll_back", "to_be_had"]
+__all__ = ["before_orders", "no_such_step", "roll_back", "to_be_had"]
 
 _MOST_TRIES = 100
 
@@ -38,6 +38,12 @@ def to_be_had(storage: Storage, view: LogView) -> list[Manifest]:
     stay = kept_ever_since(commits, found[0].slot) | {found[0].slot}
     there = folders_there(storage)
     return [one for one in found if one.slot in stay and one.save.folder in there]
+
+
+def before_orders(view: LogView) -> LogView:
+    """The log up to its newest commit. An order that no commit has followed has removed nothing yet, and is replaced by
+    the next one: what it would leave behind can still be had, as where the checkpoint that it names is damaged."""
+    return view.until(view.manifests[0].slot) if view.manifests else view
 
 
 def no_such_step(step: int, commits: Sequence[Manifest], more: str = "") -> CheckpointNotFound:
@@ -59,7 +65,7 @@ def roll_back(storage: Storage, step: int, *, clock: Callable[[], float] = time.
         view = read_log(storage)
         if view.run is None:
             raise CheckpointNotFound(f"there is no run at {describe(storage)}: it has no log. Name the place of a run")
-        commits = to_be_had(storage, view)
+        commits = to_be_had(storage, before_orders(view))
         found = next((one for one in commits if one.step == step), None)
         if found is None:
             raise no_such_step(step, commits)
