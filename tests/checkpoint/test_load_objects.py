@@ -422,6 +422,21 @@ def test_a_trainer_that_always_prunes_first_ends_in_an_error_that_says_what_to_d
     assert done[0] > 16
 
 
+def test_each_try_reads_only_what_is_new_of_the_log() -> None:
+    storage = MemoryStorage()
+    go_on, _ = live(storage)
+    read: list[str] = []
+
+    def happens(call: int, path: str) -> None:
+        read.append(path)
+        if path.startswith("parts/") and len([one for one in read if one.startswith("parts/")]) <= 5:
+            go_on(1)
+
+    assert lakeckpt.load(Seen(storage, happens), {"n": Counter()}).step == 6
+    assert read.count("log") > 5 and read.count("log/0000000000.lkc") == 1
+    assert max(read.count(f"log/{slot:010d}.lkc") for slot in range(1, 7)) == 2, "once to choose, once to load"
+
+
 # --- several ranks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import list_slots, read_log
 from lakeckpt.checkpoint.manager import CheckpointManager
+from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.checkpoint.verify import verify
 from lakeckpt.cli.main import main
@@ -159,9 +161,13 @@ def test_a_step_that_cannot_be_had_is_refused_with_those_that_can_and_nothing_is
             roll_back(storage, step)
     assert storage.objects == before
     roll_back(storage, 5)
-    for step in (6,):  # abandoned
-        with pytest.raises(CheckpointNotFound, match=r"can be had: 5 \(slot 5\)\."):
-            roll_back(storage, step)
+    with pytest.raises(CheckpointNotFound, match=r"can be had: 5 \(slot 5\)\."):  # 6 is abandoned
+        job(storage, 0, step=6)
+    with pytest.raises(CheckpointNotFound, match=r"can be had: 5 \(slot 5\), 6 \(slot 6\)\."):
+        roll_back(storage, 2)
+    job(storage, 1)
+    with pytest.raises(CheckpointNotFound, match=r"can be had: 5 \(slot 5\), 6 \(slot 10\)\."):
+        roll_back(storage, 2)
     for wrong in (-1, 2.0, "5", True):
         with pytest.raises(ConfigError, match="step is the optimizer step"):
             manager(storage, {"n": Counter()}).restore(wrong)
@@ -205,6 +211,47 @@ def test_damage_behind_a_roll_back_never_leads_to_what_was_left() -> None:
     with pytest.warns(UserWarning, match="not whole"):
         assert job(storage, 1)[0] == 2
     assert steps_of(storage) == [1, 2, 3] and [one.step for one in read_history(storage).abandoned] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_an_order_whose_checkpoint_is_not_whole_is_named_and_can_be_replaced(is_gone: bool) -> None:
+    storage = MemoryStorage()
+    job(storage, 5, keep=3)
+    roll_back(storage, 3)
+    for path in [one for one in storage.objects if "000000000003-" in one]:
+        if is_gone:
+            storage.delete(path)
+        elif path.startswith("objects/"):
+            storage.objects[path] += b"?"
+    hidden = (
+        r"(?s)no checkpoint of this run is whole.*roll-back to step 3 in slot 6 hides .*: step 4 \(.*5 \(slot 5\)\. "
+    )
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="not whole"), pytest.raises(CheckpointDamaged, match=hidden):
+            job(storage, 0)
+    roll_back(storage, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DamageWarning)  # who removes data by hand may be told that the log lost its end
+        assert job(storage, 3, keep=3)[0] == 4
+    history = read_history(storage)
+    assert [one.step for one in history.chain] == [1, 2, 3, 4, 5, 6, 7] and [one.slot for one in history.abandoned] == [
+        5
+    ]
+    assert job(storage, 0)[0] == 7
+
+
+def test_an_order_that_a_commit_has_followed_is_not_replaced() -> None:
+    storage = MemoryStorage()
+    job(storage, 5)
+    roll_back(storage, 3)
+    roll_back(storage, 5)
+    roll_back(storage, 3)
+    assert job(storage, 0)[0] == 3
+    roll_back(storage, 4)
+    assert job(storage, 2)[0] == 4
+    with pytest.raises(CheckpointNotFound, match=r"4 \(slot 4\), 5 \(slot 1[0-9]\), 6 "):
+        roll_back(storage, 7)
+    assert steps_of(storage) == [1, 2, 3, 4, 5, 6] and verify(storage).every_damage == ()
 
 
 def test_memory_of_the_branch_that_was_left_is_not_restored(tmp_path: Path) -> None:
@@ -278,6 +325,32 @@ def test_a_newest_manifest_that_is_gone_is_told_and_nothing_is_proved(tmp_path: 
     assert report.exit_status != 0 and any("seem to be lost" in one for one in report.every_doubt)
     with pytest.warns(UserWarning, match=r"damage in the run: log: the data of step .* seem to be lost.*Stop the job"):
         assert script.attempt(0) == 24 - 2 * count
+
+
+@pytest.mark.parametrize(("keep", "count"), [(1, 1), (1, 2), (2, 2)])
+def test_an_end_of_the_log_that_is_lost_with_all_data_before_it_is_told(tmp_path: Path, keep: int, count: int) -> None:
+    """The newest checkpoint in the log has no data, but that of a newer one lies there: that is no run that is over."""
+    script = Script(write_table(tmp_path / "lake"))
+    script.attempt(24, every=2, keep=keep)
+    assert audit(script.storage).exit_status == 0
+    remove_last(script.storage, count)
+    report = audit(script.storage)
+    assert report.exit_status != 0 and any("seem to be lost" in one for one in report.every_doubt)
+    with (
+        pytest.warns(UserWarning, match="damage in the run: log"),
+        pytest.raises(CheckpointDamaged, match=r"(?s)no checkpoint .* is whole.*log: the data of step .* be lost"),
+    ):
+        script.attempt(0)
+
+
+def test_a_newest_manifest_that_is_damaged_is_not_told_as_lost() -> None:
+    storage = MemoryStorage()
+    job(storage, 9, keep=1)
+    path = f"log/{list_slots(storage)[-1]:010d}.lkc"
+    storage.objects[path] = storage.objects[path][:-1]
+    with pytest.warns(UserWarning, match="damage in"), pytest.raises(CheckpointDamaged, match="is whole") as caught:
+        job(storage, 0)
+    assert path in str(caught.value) and "lost" not in str(caught.value)
 
 
 def test_a_log_whose_end_is_there_is_not_suspected_whatever_retention_removed() -> None:

@@ -18,7 +18,8 @@ from lakeckpt import LakeDataset, LakeLoader, open_table
 from lakeckpt.checkpoint.ledger import read_history
 from lakeckpt.checkpoint.log import list_slots, read_log
 from lakeckpt.checkpoint.manager import CheckpointManager
-from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointMismatch, StateMismatch
+from lakeckpt.checkpoint.rollback import roll_back
+from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StateMismatch
 from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
 from tests.checkpoint.rig import (
     Counter,
@@ -117,6 +118,48 @@ def test_every_restore_succeeds_at_its_first_try_while_a_trainer_saves_between_i
             next_one.save()
             old = next_one
         assert rows_of(storage) == 10 * old.committed
+
+
+def test_a_step_that_a_trainer_is_removing_is_refused_and_the_trainer_goes_on() -> None:
+    storage = MemoryStorage()
+    told: list[str] = []
+
+    def before(method: str, path: str) -> None:
+        if method == "delete" and not told:
+            for ask in (lambda: roll_back(storage, 1), lambda: manager(storage, {"n": Counter()}).restore(1)):
+                with pytest.raises(CheckpointNotFound) as caught:
+                    ask()
+                told.append(str(caught.value))
+
+    live = Trainer(FaultyStorage(storage, before=before), keep=3, small=True)
+    for _ in range(6):
+        live.save()
+    assert len(told) == 2 and all("can be had: 2 (slot 2), 3 (slot 3), 4 (slot 4)." in one for one in told)
+    assert live.committed == 6 and not live.superseded
+
+
+def test_a_step_that_is_removed_before_the_claim_costs_the_trainer_nothing() -> None:
+    storage = MemoryStorage()
+    live = Trainer(storage, keep=2, small=True)
+    for _ in range(2):
+        live.save()
+    done: list[str] = []
+
+    def before(method: str, path: str) -> None:
+        if method == "put_new" and not done:
+            done.append(path)
+            live.save()
+
+    asks = {"n": Counter(torch.zeros(2)), "reader": Reader(rows=ROWS)}
+    with pytest.raises(CheckpointNotFound, match=r"can be had: 2 \(slot 2\), 3 \(slot 3\)\."):
+        manager(FaultyStorage(storage, before=before), asks).restore(1)
+    live.save()
+    assert done and live.committed == 4 and not live.superseded
+    done.clear()
+    saver = manager(FaultyStorage(storage, before=before), asks, keep=2)
+    assert saver.restore(4) == 4, "that one stays, so the run is claimed behind the commit"
+    live.save()
+    assert done and live.committed == 5 and live.superseded
 
 
 def test_a_trainer_that_removes_every_choice_before_it_is_read_is_shut_out_and_then_followed() -> None:

@@ -15,7 +15,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.begins import said_of
@@ -34,7 +34,7 @@ from lakeckpt.checkpoint.parts import OBJECT_NAME
 from lakeckpt.checkpoint.remap import has_remapped
 from lakeckpt.checkpoint.remembered import Offer, where_it_goes_on
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.rollback import no_such_step, to_be_had
+from lakeckpt.checkpoint.rollback import before_orders, no_such_step, to_be_had
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, StorageError
 from lakeckpt.lake.storage import Storage, clear_leftovers
 
@@ -133,12 +133,26 @@ class Chooser:
             if self.is_overtaken():
                 self._look()
                 return self._newest()
+            self.report_lost(self.find_lost()["lost"])
             listing = "\n  ".join(str(one) for one in self._damaged.values())
             raise CheckpointDamaged(
                 f"no checkpoint of this run is whole, and starting anew would hide that:\n  {listing}\n"
-                "Mend the storage, or start a run at another place"
+                f"Mend the storage, or start a run at another place{self._behind_an_order(commits)}"
             )
         return chosen
+
+    def _behind_an_order(self, commits: Sequence[Manifest]) -> str:
+        """Which checkpoints a roll-back hides that no commit has followed, beside the ``commits`` that it does not."""
+        order = next((one for one in reversed(self._view.restores) if one.rolled_back_to is not None), None)
+        slots = {one.slot for one in commits} | self._rejected
+        every = to_be_had(self._storage, before_orders(self._view))
+        steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in reversed(every) if one.slot not in slots)
+        if order is None or not steps:
+            return ""
+        return (
+            f". The roll-back to step {order.rolled_back_to:,} in slot {order.slot} hides newer checkpoints: "
+            f"step {steps}. To go on from one of these instead: lakeckpt rollback RUN --step K"
+        )
 
     def _rolled_back(self, step: int) -> Manifest:
         """The checkpoint of ``step``, from which the history is to go on."""
@@ -171,7 +185,11 @@ class Chooser:
             try:
                 put_entry(self._storage, begin)
             except SlotTaken as taken:
-                slot = list_slots(self._storage, taken=slot)[-1] + 1  # a live job may be several commits ahead by now
+                if self._step is not None:  # that commit may have had leave to remove what is asked for
+                    self.choose()
+                    slot = self._view.last + 1
+                else:
+                    slot = list_slots(self._storage, taken=slot)[-1] + 1  # it may be several commits ahead by now
                 if taken.found is not None:
                     run = taken.found.run
                     before = [*before, taken.found] if isinstance(taken.found, Begin) else before

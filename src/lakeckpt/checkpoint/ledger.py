@@ -176,20 +176,30 @@ def removed_by_the_unknown(history: History, there: Collection[str]) -> str:
     """Why newer entries of the log seem to be lost; empty where nothing says so.
 
     ``there`` are the `folders_there`. Retention removes the oldest data first, behind a newer commit. Where the tip has
-    its data, and one of the newest checkpoints has none that no commit in the log had leave to remove, that newer
-    commit is not in the log any more. Older ones, that a rule keeps beside the newest, somebody may have removed by
-    hand. Where all data are gone, as of a run that was trained to its end, nothing follows.
+    its data, or a newer save that the log does not know has left something, and one of the newest checkpoints has none
+    that no commit in the log had leave to remove, that newer commit is not in the log any more. Older ones, that a rule
+    keeps beside the newest, somebody may have removed by hand. Where all data are gone, as of a run that was trained to
+    its end, nothing follows.
     """
     tip = history.tip
-    if tip is None or tip.keep is None or tip.save.folder not in there:
+    if tip is None or tip.keep is None:
         return ""
+    has_data = tip.save.folder in there
+    if not has_data:
+        commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
+        newer = {folder for folder in there if folder > tip.save.folder} - {one.save.folder for one in commits}
+        if not newer or tip.slot not in kept_ever_since(commits, tip.slot):
+            return ""
+        if any(one.path > slot_path(tip.slot) for one in history.damaged):
+            return ""  # that commit is there, and it is told that it cannot be read
     stays = must_stay(history)
     gone = [one for one in history.chain[-tip.keep.last :] if one.slot in stays and one.save.folder not in there]
     if not gone:
         return ""
     steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in gone)
+    goes_on = "training goes on from that step" if has_data else "an older checkpoint is restored, if one is whole"
     return (
         f"the data of step {steps} is gone, and no commit in the log had leave to remove it: entries newer than "
         f"{slot_path(tip.slot)} (step {tip.step:,}) seem to be lost, unless somebody removed that data by hand. "
-        "Stop the job and put them back from a copy of the log if there is one; else training goes on from that step"
+        f"Stop the job and put them back from a copy of the log if there is one; else {goes_on}"
     )

@@ -25,7 +25,7 @@ from lakeckpt.checkpoint.keep import Keep, best_first, kept_ever_since
 from lakeckpt.checkpoint.ledger import History, history_of
 from lakeckpt.checkpoint.loaded import Loaded
 from lakeckpt.checkpoint.log import read_entry, read_log, slot_path
-from lakeckpt.checkpoint.manifest import Manifest, ReaderRecord
+from lakeckpt.checkpoint.manifest import Entry, Manifest, ReaderRecord
 from lakeckpt.checkpoint.pinning import Pins, fit_readers, go_to
 from lakeckpt.checkpoint.ranks import check_topology, exchange_of
 from lakeckpt.checkpoint.remap import records_remapped
@@ -199,12 +199,14 @@ class _Choice:
         self._storage = storage
         self._step = step
         self._damaged: dict[str, str] = {}
+        self._known: Mapping[int, Entry] = {}  # of the log, whose entries never change
         self.failed: tuple[int, list[str]] | None = None
         """The slot that was tried last, and why it could not be loaded."""
 
     def choose(self) -> dict[str, str]:
         """The ``slot`` of the checkpoint, by what the log says now."""
-        view = read_log(self._storage)
+        view = read_log(self._storage, known=self._known)
+        self._known = view.entries
         for damage in view.damaged:
             self._report(damage.path, damage.reason)
         history = history_of(view)
