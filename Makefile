@@ -21,7 +21,7 @@ export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/cache/matplotlib
 # Many images set it. Nothing is compiled at installation: without bytecode, each process compiles torch anew (3 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test gpu-check test-soak test-system lint types pytest format bench bench-readers docs clean
+.PHONY: help demo test mutants gpu-check test-soak test-system lint types pytest format bench bench-readers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -94,6 +94,9 @@ test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random mom
 test-system: $(VENV)/dev $(VENV)/ray  ## cuts of power, faults of system calls: needs root; installs Debian packages
 	tests/system/install.sh
 	$(BIN)/python -m pytest -m system -n $(JOBS) --dist worksteal $(ARGS)
+
+mutants: $(VENV)/dev  ## plant the 60 faults of tests/mutants, one at a time, and count those that the tests find
+	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) --json bench-out/mutants.json $(ARGS)
 
 gpu-check: $(VENV)/dev  ## jobs, captures, restoring and loading on a CUDA device, then what captures cost (needs a GPU)
 	$(BIN)/python -m pytest -m gpu -n 0 tests/gpu $(ARGS)

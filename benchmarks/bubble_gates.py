@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.core.bubble_policy import BubblePolicy, Kind
-from lakeckpt.core.bubble_record import MovedSlice, shares
+from lakeckpt.checkpoint.bubbles.policy import BubblePolicy, Kind
+from lakeckpt.checkpoint.bubbles.profile import MovedSlice, shares
 
 
 class _Account:
@@ -142,18 +142,13 @@ class Switch:
             self.cpu_s += time.thread_time() - begin_s
 
     @contextmanager
-    def idle(self, site: str, kind: Kind = "bubble") -> Iterator[None]:
+    def idle(self, site: str) -> Iterator[None]:
         """It waits while the block runs."""
-        self.begin(site, kind)
+        self.begin(site)
         try:
             yield
         finally:
-            self.end(kind)
-
-    def predict(self, site: str, length_s: float) -> None:
-        """How long a window will be."""
-        if self.gate is not None:
-            self.gate.predict(site, length_s)
+            self.end()
 
     def __getattr__(self, name: str) -> Any:
         """What the engine calls; it does so only while a way with captures has its turn."""

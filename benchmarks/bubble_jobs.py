@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lakeckpt.checkpoint.bubbles.data import watch_data
-from lakeckpt.checkpoint.bubbles.ddp import watch_ddp
+from lakeckpt.checkpoint.bubbles.collectives import watch_ddp
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
 from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
+from lakeckpt.checkpoint.bubbles.watch import watch_data
 
 __all__ = ["CASES", "WORLD", "Job"]
 

@@ -47,11 +47,10 @@ from benchmarks.measure import show
 from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
-from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, save_profile
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
-from lakeckpt.checkpoint.gate import Gate
-from lakeckpt.core.bubble_record import IterationRecord, shares
-from lakeckpt.lake.storage import open_storage
+from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, IterationRecord, save_profile, shares
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.capture.gate import Gate
+from lakeckpt.lake.storage.open import open_storage
 
 WAYS = ("none", "at once", "in bubbles")
 PATIENCE = timedelta(seconds=300)
@@ -93,21 +92,22 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
     of_copier = time.pthread_getcpuclockid(copier.ident)
     steps = itertools.count(1)
     counts_from = 0
+    began: list[bool] = []
     for number in range(-asked.warm_up, asked.rounds):
         if number == 0:
             counts_from = next(steps)
         for way in ways_of_round(number, asked.at_once_every):
             switch.cpu_s, before_s = 0.0, time.clock_gettime(of_copier)
-            took, in_captures, in_captures_cpu_s = turn(job, engine, switch, gates[way], steps)
+            took, in_captures, in_captures_cpu_s = turn(job, engine, switch, gates[way], steps, began)
             if number >= 0:
                 seconds[way][number] = took
                 spent[way] += in_captures
                 cpu_s[way] += in_captures_cpu_s + switch.cpu_s + time.clock_gettime(of_copier) - before_s
     told = {way: gate for way, gate in gates.items() if gate is not None}
     found = {
-        "size_bytes": engine.records[-1].size_bytes,
-        "complete": sum(record.complete for record in engine.records),
-        "left_out": engine.left_out,
+        "size_bytes": sum(one.nbytes for one in engine._planner.late.values()),
+        "captured": sum(began),
+        "skipped": len(began) - sum(began),
         "seconds": seconds,
         "spent": spent,
         "cpu_s": cpu_s,
@@ -136,7 +136,7 @@ def ways_of_round(number: int, at_once_every: int) -> tuple[str, ...]:
 
 
 def turn(
-    job: Job, engine: CaptureEngine, switch: Switch, gate: Accounted | None, steps: Iterator[int]
+    job: Job, engine: CaptureEngine, switch: Switch, gate: Accounted | None, steps: Iterator[int], began: list[bool]
 ) -> tuple[float, list[float], float]:
     """An iteration of one way: its seconds from a barrier to a barrier, what it spent in its cut and fence, and the
     processor time of those."""
@@ -152,7 +152,7 @@ def turn(
     before, cpu_before = time.perf_counter(), time.thread_time()
     step = next(steps)
     gate.cut(step)
-    engine.cut(step, attempt="benchmark", cut=bytes(16), common=max(0, step - 2))
+    began.append(engine.cut(step, attempt="benchmark", cut=bytes(16), common=max(0, step - 2)))
     after, cpu_after = time.perf_counter(), time.thread_time()
     job.step()
     fence, cpu_fence = time.perf_counter(), time.thread_time()
@@ -220,7 +220,7 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             "cost_mean": math.expm1(statistics.mean(cost)),
             "ranks": [of_rank(rank, way, list(none.values())) for rank in ranks] if way != "none" else [],
         }
-    told = {name: [rank[name] for rank in ranks] for name in ("size_bytes", "complete", "left_out")}
+    told = {name: [rank[name] for rank in ranks] for name in ("size_bytes", "captured", "skipped")}
     return told | {"ways": ways}
 
 
@@ -275,7 +275,7 @@ def print_case(case: str, found: dict[str, Any]) -> None:
         "gently",
     ]
     show("of each rank", columns, shared)
-    print(f"captures complete: {found['complete']}, left out: {found['left_out']}")
+    print(f"cuts captured: {found['captured']}, skipped: {found['skipped']}")
 
 
 if __name__ == "__main__":

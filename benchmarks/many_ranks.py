@@ -23,23 +23,23 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import show
-from lakeckpt.checkpoint.agreement import Merge
-from lakeckpt.checkpoint.attempt import Attempt
-from lakeckpt.checkpoint.digests import LEAF_BYTES, leaf_digests, short_digest
-from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, short_digest
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.manifest import Begin, Manifest
+from lakeckpt.checkpoint.format.parts import PARTS, SHARING, SaveId
+from lakeckpt.checkpoint.format.sharing import Sharing, sharing_to_bytes
 from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.load import load, load_own
-from lakeckpt.checkpoint.log import put_entry
-from lakeckpt.checkpoint.manifest import Begin, Manifest
-from lakeckpt.checkpoint.parts import PARTS, SHARING, SaveId
-from lakeckpt.checkpoint.publish import Publisher, Settings
-from lakeckpt.checkpoint.random_states import RANDOM, capture_random
-from lakeckpt.checkpoint.sharing import Sharing, sharing_to_bytes
-from lakeckpt.checkpoint.staged import Staged, StagedCut, StagedTensor, StagedTree
-from lakeckpt.checkpoint.waiting import SystemWaiter
-from lakeckpt.checkpoint.wholes import part_key
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.wire.codec import TensorRef, dumps
+from lakeckpt.checkpoint.persist.agreement import Merge
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.log import put_entry
+from lakeckpt.checkpoint.persist.publish import Publisher, Settings
+from lakeckpt.checkpoint.read.load import load, load_own
+from lakeckpt.checkpoint.state.random_states import RANDOM, capture_random
+from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
+from lakeckpt.checkpoint.state.wholes import part_key
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.tracking.waiting import SystemWaiter
+from lakeckpt.wire.envelope import TensorRef, dumps
 
 ROWS, COLUMNS = 4, 4
 """Of each tensor, on each rank."""
@@ -66,7 +66,7 @@ class Round:
 
 
 class Talker:
-    """One rank's end of it: a `lakeckpt.checkpoint.agreement.Talk`."""
+    """One rank's end of it: a `lakeckpt.checkpoint.persist.agreement.Talk`."""
 
     def __init__(self, round_: Round, rank: int, world_size: int) -> None:
         self.rank, self.world_size, self._round = rank, world_size, round_

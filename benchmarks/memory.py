@@ -22,8 +22,8 @@ from benchmarks.children import told_by
 from benchmarks.measure import show
 from benchmarks.reading import KINDS, Kind, written
 from lakeckpt import LakeDataset, LakeLoader, open_table
-from lakeckpt.reading.needed import windows_held_of
-from lakeckpt.reading.threads import usual_threads
+from lakeckpt.reading.windows.cache import windows_held_of
+from lakeckpt.reading.windows.threads import usual_threads
 
 MIB = 1 << 20
 

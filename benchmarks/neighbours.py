@@ -27,7 +27,7 @@ from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.filling import Filling, Run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
-from lakeckpt.checkpoint.digests import leaf_digests
+from lakeckpt.checkpoint.format.digests import leaf_digests
 
 SLICE_BYTES = 2**20
 SLICES = 192

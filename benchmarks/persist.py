@@ -37,15 +37,15 @@ from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.attempt import Attempt
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.manifest import Begin
 from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.log import put_entry
 from lakeckpt.checkpoint.manager import CheckpointManager
-from lakeckpt.checkpoint.manifest import Begin
-from lakeckpt.checkpoint.publish import Settings
-from lakeckpt.checkpoint.waiting import SystemWaiter
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.log import put_entry
+from lakeckpt.checkpoint.persist.publish import Settings
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.tracking.waiting import SystemWaiter
 
 TENSORS = 24
 BLOCK = 64 * 2**20

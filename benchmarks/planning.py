@@ -27,12 +27,12 @@ from lakeckpt import LakeDataset, LakeLoader
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Plan, start
 from lakeckpt.core.state import Identity, ReaderState
-from lakeckpt.lake.building import index_of
-from lakeckpt.lake.footer import summarize
-from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.saved_footers import SavedFooters
-from lakeckpt.lake.storage import Buffer, ObjectInfo
-from lakeckpt.lake.table import Table
+from lakeckpt.lake.formats.footer_cache import dump_footers, load_footers
+from lakeckpt.lake.formats.pinning import index_of
+from lakeckpt.lake.parquet.footer import summarize
+from lakeckpt.lake.storage.base import Buffer, ObjectInfo
+from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.lake.table.table import Table
 
 GROUPS = 1_000_000
 SPEC = OrderSpec(seed=7, shuffle=True, window=4)
@@ -74,15 +74,14 @@ def scaled(files: int, storage: OneFile) -> dict[str, Callable[[], object]]:
     size = len(storage.content)
     listed = tuple(ObjectInfo(path=path, size_bytes=size, etag=f"{n:032x}") for n, path in enumerate(paths))
     summary = summarize(storage, "any", size)
-    footers = SavedFooters(files=listed, summaries=(summary,) * files).dumps()
+    footers = dump_footers(listed, (summary,) * files)
     index = index_of(listed, [summary] * files)
     document = index.dumps()
     table = Table(uri="one", storage=storage, index=index)
 
     def opened() -> TableIndex:
-        known = SavedFooters.loads(footers)
-        summaries = [known.find(info) for info in listed]
-        return index_of(listed, [one for one in summaries if one is not None])
+        known = load_footers(footers)
+        return index_of(listed, [known[info.path][1] for info in listed])
 
     def loader() -> LakeLoader:
         return LakeLoader(LakeDataset(table, batch_size=64, shuffle=True, shuffle_window=SPEC.window, seed=SPEC.seed))

@@ -35,9 +35,10 @@ from rich.table import Table as Shown
 
 from benchmarks.s3_server import NginxS3
 from lakeckpt import LakeDataset, LakeLoader
-from lakeckpt.lake.storage import Storage, split_uri
-from lakeckpt.lake.table import Table, open_table
-from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.lake.storage.base import Storage, split_uri
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.windows.decode import RowGroupDecoder
 
 LATENCY_S = 0.020
 

@@ -45,10 +45,10 @@ from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.agent.generations import digest_of_run, identity_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
-from lakeckpt.checkpoint.log import put_entry, read_entry
-from lakeckpt.checkpoint.restorer import Restorer
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.persist.log import put_entry, read_entry
+from lakeckpt.checkpoint.restore.restorer import Restorer
+from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.tracking.exchange import Solo
 
 LAYERS = 24

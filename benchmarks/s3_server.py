@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -185,10 +185,15 @@ class _Objects:
             return False
         return True
 
-    def listed(self, bucket: str, prefix: str, *, again: bool) -> list[tuple[str, str]]:
-        """What is there, as keys and their elements of a listing; ``again``: as when the first page was asked for."""
+    def listed(self, bucket: str, prefix: str, *, again: bool, named: Callable[[str], str]) -> list[tuple[str, str]]:
+        """What is there, as keys and their elements of a listing; ``again``: as when the first page was asked for.
+
+        ``named`` encodes a key as the request asked for it.
+        """
         if not again or (bucket, prefix) not in self.pages:
-            self.pages[bucket, prefix] = [(key, _element(key, told)) for key, told in self._looked(bucket, prefix)]
+            self.pages[bucket, prefix] = [
+                (key, _element(named(key), told)) for key, told in self._looked(bucket, prefix)
+            ]
         return self.pages[bucket, prefix]
 
     def _looked(self, bucket: str, prefix: str) -> list[tuple[str, os.stat_result]]:
@@ -214,7 +219,7 @@ def _etag(told: os.stat_result) -> str:
 @functools.lru_cache(maxsize=1 << 17)
 def _element_of(key: str, size_bytes: int, etag: str, modified: float) -> str:
     return (
-        f"<Contents><Key>{escape(quote(key))}</Key><Size>{size_bytes}</Size><ETag>{escape(etag)}</ETag>"
+        f"<Contents><Key>{escape(key)}</Key><Size>{size_bytes}</Size><ETag>{escape(etag)}</ETag>"
         f"<LastModified>{_time(modified)}</LastModified></Contents>"
     )
 
@@ -249,8 +254,9 @@ class _Handler(BaseHTTPRequestHandler):
         bucket = key.partition("/")[0]
         if "uploads" in query:
             return self._uploads(bucket, query.get("prefix", ""))
-        token, most = query.get("continuation-token", ""), int(query.get("max-keys", _PAGE))
-        listed = self.objects.listed(bucket, query.get("prefix", ""), again=bool(token))
+        token, most = query.get("continuation-token") or query.get("start-after", ""), int(query.get("max-keys", _PAGE))
+        named = quote if query.get("encoding-type") == "url" else str
+        listed = self.objects.listed(bucket, query.get("prefix", ""), again="continuation-token" in query, named=named)
         found = listed[bisect.bisect_right(listed, token, key=lambda one: one[0]) :]
         items = "".join(element for _, element in found[:most])
         more = f"<NextContinuationToken>{escape(found[most - 1][0])}</NextContinuationToken>" if found[most:] else ""
@@ -304,6 +310,8 @@ class _Handler(BaseHTTPRequestHandler):
             (folder / "key").write_text(key)
             text = f"<InitiateMultipartUploadResult><UploadId>{folder.name}</UploadId>"
             return self._say(200, text, "InitiateMultipartUploadResult")
+        if "uploadId" not in query:  # a batch of deletes, which some stores do not know
+            return self._refuse(501, "NotImplemented")
         folder = self.objects.home / "uploads" / query["uploadId"]
         if not folder.is_dir():
             return self._refuse(404, "NoSuchUpload")

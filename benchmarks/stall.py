@@ -34,7 +34,7 @@ from benchmarks.measure import show
 from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
 
 _LAYER = 4096
 

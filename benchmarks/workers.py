@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from benchmarks.measure import Measured, report
-from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt import LakeDataset, LakeLoader, ReadOptions
 
 WORKERS = 2
 
@@ -125,7 +125,9 @@ def to_tensors(table: pa.Table) -> dict[str, torch.Tensor]:
 
 def ours(folder: Path, kind: Kind, workers: int, transform: Any, shuffle: bool = False) -> Iterable[Any]:
     """`LakeLoader`."""
-    dataset = LakeDataset(folder, batch_size=kind.batch_size, num_lanes=WORKERS, transform=transform, shuffle=shuffle)
+    dataset = LakeDataset(
+        folder, batch_size=kind.batch_size, options=ReadOptions(num_lanes=WORKERS), transform=transform, shuffle=shuffle
+    )
     return LakeLoader(dataset, num_workers=workers, persistent_workers=workers > 0)
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large]  # both measure the machine, not the code
 
+pytest.register_assert_rewrite("tests.faults.storage_law")
+
 settings.register_profile(
     "default",
     deadline=None,

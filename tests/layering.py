@@ -27,36 +27,41 @@ LEVELS = {
     "data": 5,
     "tracking": 6,
     "checkpoint": 6,
+    "bubbles": 7,
+    "convert": 7,
+    "dcp": 7,
     "recovery": 7,
     "watch": 7,
     "testing": 8,
+    "demo": 9,
     "integrations": 8,
-    "cli": 8,
+    "cli": 9,
 }
-SIDEWAYS = {("checkpoint", "tracking")}
+SIDEWAYS = {("checkpoint", "tracking"), ("demo", "cli"), ("cli", "demo")}
 THIRD_PARTY = {
     "errors": set(),
     "core": {"numpy"},
     "wire": {"numpy", "msgpack"},
-    "lake": {"numpy", "pyarrow", "fsspec", "s3fs", "botocore", "pycurl"},
+    "lake": {"numpy", "pyarrow", "fsspec", "s3fs", "botocore", "obstore"},
     "reading": {"numpy", "pyarrow"},
 }
 # Modules of a table format, `lakeckpt.lake.formats.<format>…`, import its library; they are loaded when one is opened.
 FORMATS = f"{PACKAGE}.lake.formats."
 LIBRARIES = {"delta": {"deltalake"}, "hudi": {"hudi"}, "iceberg": {"pyiceberg", "pyroaring"}}
-MAY_IMPORT_TORCH = {"data", "tracking", "checkpoint", "integrations", "testing", "cli"}
+MAY_IMPORT_TORCH = {"data", "tracking", "checkpoint", "integrations", "testing", "demo", "cli"}
 # The commit path: what these load, directly or not, must never be torch.
 NEVER_LOADS_TORCH = tuple(
     f"{PACKAGE}.checkpoint.{name}"
     for name in (
         "agent.link",
+        "agent.process",
         "arena.checksummer",
         "arena.contents",
         "arena.folder",
-        "gate",
-        "ledger",
-        "log",
-        "publish",
+        "capture.gate",
+        "persist.history",
+        "persist.log",
+        "persist.publish",
     )
 )
 
@@ -166,7 +171,7 @@ def _layer(module: str) -> str:
 def _format(module: str) -> str:
     """The table format that a module of ours is about; "" for others."""
     name = module.removeprefix(FORMATS) if module.startswith(FORMATS) else ""
-    return next((known for known in LIBRARIES if name == known or name.startswith(f"{known}_")), "")
+    return next((known for known in LIBRARIES if name == known or name.startswith((f"{known}_", f"{known}."))), "")
 
 
 def _wrong(item: Import) -> Iterator[str]:

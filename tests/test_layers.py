@@ -14,7 +14,7 @@ from tests.layering import NEVER_LOADS_TORCH, modules_of, violations
 from tests.patience import PATIENCE_S
 
 SOURCE = Path(lakeckpt.__file__).parents[1]
-PUBLIC = {"open_table": "lakeckpt.lake.table", "LakeLoader": "lakeckpt.data.loader"}
+PUBLIC = {"open_table": "lakeckpt.lake.formats.dispatch", "LakeLoader": "lakeckpt.data.loader"}
 
 
 def test_imports_run_downward_only_and_torch_stays_where_it_belongs() -> None:
@@ -22,7 +22,13 @@ def test_imports_run_downward_only_and_torch_stays_where_it_belongs() -> None:
 
 
 def test_the_layers_below_and_the_commit_path_load_without_torch() -> None:
-    modules = ["lakeckpt", "lakeckpt.errors", "lakeckpt.lake.table", "lakeckpt.reading.positions", *NEVER_LOADS_TORCH]
+    modules = [
+        "lakeckpt",
+        "lakeckpt.errors",
+        "lakeckpt.lake.table.table",
+        "lakeckpt.reading.windows.positions",
+        *NEVER_LOADS_TORCH,
+    ]
     script = f"import sys; sys.modules['torch'] = None; import {', '.join(modules)}"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ran.returncode == 0, ran.stderr
@@ -49,11 +55,11 @@ def tree(root: Path, **sources: str) -> Path:
     [
         ("core__order", "import numpy as np\nimport math\nfrom lakeckpt.errors import StateError\n"),
         ("core__order", "from lakeckpt.core import hashing\nfrom . import hashing\nfrom .hashing import x\n"),
-        ("lake__table", "import pyarrow.parquet as pq\nfrom lakeckpt.wire.codec import dumps\n"),
+        ("lake__table", "import pyarrow.parquet as pq\nfrom lakeckpt.wire.envelope import dumps\n"),
         ("data__loader", "import torch\nfrom lakeckpt import __version__, open_table\n"),
         ("checkpoint__manager", "import torch.distributed\nfrom lakeckpt.tracking.tally import Tally\n"),
-        ("checkpoint__log", "def later():\n    import torch\n"),
-        ("checkpoint__log", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"),
+        ("checkpoint__persist__log", "def later():\n    import torch\n"),
+        ("checkpoint__persist__log", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"),
         ("cli__main", "import importlib\nimport lakeckpt\nimportlib.import_module(f'lakeckpt.cli.{1}')\n"),
         ("testing__lazy", "import importlib\nT = {'a': 'lakeckpt.data.loader'}\nimportlib.import_module(T['a'])"),
         ("integrations__x", "from lakeckpt import LakeLoader\nimport lightning\n"),
@@ -74,15 +80,15 @@ def test_imports_downward_pass(tmp_path: Path, module: str, source: str) -> None
         ("lake__table", "import deltalake", "neither the standard library"),
         ("lake__formats__hudi", "import deltalake", "neither the standard library"),
         ("lake__formats__pinned", "from lakeckpt.lake.formats import hudi", "and its library"),
-        ("lake__table", "from lakeckpt.lake.formats.iceberg import pin", "and its library"),
-        ("core__order", "from lakeckpt.wire.codec import dumps", "not below it"),
+        ("lake__table", "from lakeckpt.lake.formats.iceberg.snapshot import pin", "and its library"),
+        ("core__order", "from lakeckpt.wire.envelope import dumps", "not below it"),
         ("core__order", "from lakeckpt import wire", "whole package|not below it"),
         ("core__order", "from lakeckpt import LakeLoader", r"core imports lakeckpt\.data\.loader"),
         ("core__order", "from ..lake import table", "not below it"),
         ("core__order", "from ..lake.table import x", "not below it"),
         ("core__order", "def f():\n    def g():\n        from lakeckpt.lake import table", "not below it"),
         ("core__order", "class A:\n    def f(self):\n        import torch.nn", "without torch"),
-        ("core__order", "if TYPE_CHECKING:\n    from lakeckpt.lake.table import Table", "not below it"),
+        ("core__order", "if TYPE_CHECKING:\n    from lakeckpt.lake.table.table import Table", "not below it"),
         ("core__order", "try:\n    import lakeckpt.data.loader\nexcept ImportError: pass", "not below it"),
         ("core__order", "import importlib\nx = importlib.import_module('lakeckpt.data.loader')", "not below it"),
         ("core__order", "from importlib import import_module as _\nimport_module('torch')", "without torch"),
@@ -103,16 +109,16 @@ def test_imports_downward_pass(tmp_path: Path, module: str, source: str) -> None
         ("watch__x", "from lakeckpt.recovery import y", "not below it"),
         ("testing__x", "from lakeckpt.cli import main", "not below it"),
         ("extras__x", "import math", "not one that the design names"),
-        ("checkpoint__log", "import torch", r"lakeckpt\.checkpoint\.log loads torch"),
-        ("checkpoint__log", "from lakeckpt.data import loader", "loads torch: .*data.loader > torch"),
-        ("checkpoint__log", "import lakeckpt.data.loader as l", "loads torch: .*data.loader > torch"),
-        ("checkpoint____init__", "import torch", r"lakeckpt\.checkpoint\.log loads torch"),
+        ("checkpoint__persist__log", "import torch", r"lakeckpt\.checkpoint\.persist\.log loads torch"),
+        ("checkpoint__persist__log", "from lakeckpt.data import loader", "loads torch: .*data.loader > torch"),
+        ("checkpoint__persist__log", "import lakeckpt.data.loader as l", "loads torch: .*data.loader > torch"),
+        ("checkpoint____init__", "import torch", r"lakeckpt\.checkpoint\.persist\.log loads torch"),
     ],
 )
 def test_imports_upward_sideways_or_of_torch_are_found(tmp_path: Path, module: str, source: str, wrong: str) -> None:
     sources = dict.fromkeys(("core__hashing", "wire__codec", "lake__table", "reading__decode", "cli__main"), "")
-    sources |= {"lake__formats__hudi": "", "lake__formats__iceberg": ""}
-    sources |= {"data__loader": "import torch", "checkpoint__log": "", "recovery__y": "", module: source}
+    sources |= {"lake__formats__hudi": "", "lake__formats__iceberg__snapshot": ""}
+    sources |= {"data__loader": "import torch", "checkpoint__persist__log": "", "recovery__y": "", module: source}
     root = tree(tmp_path, **sources)
     if module.endswith("__init__"):
         (root / "lakeckpt" / "checkpoint" / "__init__.py").write_text(source)

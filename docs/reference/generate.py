@@ -12,35 +12,53 @@ from pathlib import Path
 from typing import Any
 
 import lakeckpt
+import lakeckpt.bubbles
+import lakeckpt.convert
+import lakeckpt.dcp
 import lakeckpt.testing
 from lakeckpt import errors
 
 TARGET = Path(__file__).with_name("api.md")
+TASKS = {
+    "Read a table": ["open_table", "Table"],
+    "Make a loader": ["LakeDataset", "LakeLoader", "ReadOptions", "TransformContext", "prefetch"],
+    "Use a batch": ["Batch", "Ragged", "Receipt"],
+    "Save and restore": ["CheckpointManager", "SaveHandle", "CheckpointInfo", "RestoreReport", "Keep", "load"],
+    "Warnings": ["ReadAheadWarning", "ConsumptionWarning"],
+}
+"""Task → the public names of the package that serve it."""
 
 
 def generate() -> str:
-    """Return the text of the reference."""
+    """Return the text of the reference. Each public name belongs to one task."""
+    listed = sorted(name for names in TASKS.values() for name in names)
+    shown = sorted(name for name in lakeckpt.__all__ if name != "errors" and not name.startswith("__"))
+    if listed != shown:
+        raise SystemExit(f"TASKS must name each public name once; they differ in {set(listed) ^ set(shown)}")
     parts = [
         "# Reference",
         "*Written from the docstrings by `docs/reference/generate.py`; do not edit.*",
-        *(_entry(f"lakeckpt.{name}", getattr(lakeckpt, name)) for name in sorted(lakeckpt.__all__) if _shown(name)),
-        "## lakeckpt.testing",
-        *(
-            _entry(f"lakeckpt.testing.{name}", getattr(lakeckpt.testing, name))
-            for name in sorted(lakeckpt.testing.__all__)
-        ),
+        *(part for task, names in TASKS.items() for part in _task(task, names)),
+        *_module("lakeckpt.bubbles", lakeckpt.bubbles),
+        *_module("lakeckpt.dcp", lakeckpt.dcp),
+        *_module("lakeckpt.convert", lakeckpt.convert),
+        *_module("lakeckpt.testing", lakeckpt.testing),
         "## lakeckpt.errors",
         _text(errors),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _shown(name: str) -> bool:
-    return name != "errors" and not name.startswith("__")
+def _task(task: str, names: list[str]) -> list[str]:
+    return [f"## {task}", *(_entry(f"lakeckpt.{name}", getattr(lakeckpt, name)) for name in names)]
+
+
+def _module(name: str, module: Any) -> list[str]:
+    return [f"## {name}", *(_entry(f"{name}.{one}", getattr(module, one)) for one in sorted(module.__all__))]
 
 
 def _entry(name: str, value: Any) -> str:
-    parts = [f"### {name}" if name.count(".") > 1 else f"## {name}", _signature_block(name, value), _text(value)]
+    parts = [f"### {name}", _signature_block(name, value), _text(value)]
     if inspect.isclass(value):
         parts += [_member(member, found) for member, found in vars(value).items() if not member.startswith("_")]
     return "\n\n".join(part for part in parts if part)

@@ -12,97 +12,66 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Batch": "lakeckpt.data.batch",
-    "Bubbles": "lakeckpt.checkpoint.bubbles.watch",
+    "CheckpointInfo": "lakeckpt.checkpoint.report",
     "CheckpointManager": "lakeckpt.checkpoint.manager",
     "Keep": "lakeckpt.checkpoint.keep",
-    "ConsumptionWarning": "lakeckpt.data.deliveries",
-    "KeptVersion": "lakeckpt.lake.keep",
+    "ConsumptionWarning": "lakeckpt.data.place.deliveries",
     "LakeDataset": "lakeckpt.data.dataset",
-    "LakeLoadPlanner": "lakeckpt.checkpoint.dcp.planners",
     "LakeLoader": "lakeckpt.data.loader",
-    "LakeSavePlanner": "lakeckpt.checkpoint.dcp.planners",
-    "LakeStorageReader": "lakeckpt.checkpoint.dcp.reader",
-    "LakeStorageWriter": "lakeckpt.checkpoint.dcp.writer",
-    "PerRank": "lakeckpt.checkpoint.dcp.value",
-    "Ragged": "lakeckpt.reading.ragged",
-    "ReadAheadWarning": "lakeckpt.data.deliveries",
+    "Ragged": "lakeckpt.reading.columns.ragged",
+    "ReadOptions": "lakeckpt.data.options",
+    "ReadAheadWarning": "lakeckpt.data.place.deliveries",
     "Receipt": "lakeckpt.core.receipts",
-    "SkipList": "lakeckpt.core.skips",
-    "SkipWarning": "lakeckpt.data.skip_warning",
-    "Table": "lakeckpt.lake.table",
+    "RestoreReport": "lakeckpt.checkpoint.report",
+    "SaveHandle": "lakeckpt.checkpoint.report",
+    "Table": "lakeckpt.lake.table.table",
     "TransformContext": "lakeckpt.data.transform",
-    "convert_checkpoint": "lakeckpt.checkpoint.foreign.convert",
-    "convert_state": "lakeckpt.data.convert_state",
     "errors": "lakeckpt.errors",
-    "keep_version": "lakeckpt.lake.keep",
-    "load": "lakeckpt.checkpoint.load_objects",
-    "merge_states": "lakeckpt.tracking.merge",
-    "open_table": "lakeckpt.lake.table",
+    "load": "lakeckpt.checkpoint.restore.load_objects",
+    "open_table": "lakeckpt.lake.formats.dispatch",
     "prefetch": "lakeckpt.data.prefetch",
-    "read_state": "lakeckpt.checkpoint.foreign.convert",
-    "record_digests": "lakeckpt.reading.record_digests",
 }
 
 __all__ = [
     "Batch",
-    "Bubbles",
+    "CheckpointInfo",
     "CheckpointManager",
     "ConsumptionWarning",
     "Keep",
-    "KeptVersion",
     "LakeDataset",
-    "LakeLoadPlanner",
     "LakeLoader",
-    "LakeSavePlanner",
-    "LakeStorageReader",
-    "LakeStorageWriter",
-    "PerRank",
     "Ragged",
     "ReadAheadWarning",
+    "ReadOptions",
     "Receipt",
-    "SkipList",
-    "SkipWarning",
+    "RestoreReport",
+    "SaveHandle",
     "Table",
     "TransformContext",
     "__version__",
-    "convert_checkpoint",
-    "convert_state",
     "errors",
-    "keep_version",
     "load",
-    "merge_states",
     "open_table",
     "prefetch",
-    "read_state",
-    "record_digests",
 ]
 
 if TYPE_CHECKING:
     from lakeckpt import errors
-    from lakeckpt.checkpoint.bubbles.watch import Bubbles
-    from lakeckpt.checkpoint.dcp.planners import LakeLoadPlanner, LakeSavePlanner
-    from lakeckpt.checkpoint.dcp.reader import LakeStorageReader
-    from lakeckpt.checkpoint.dcp.value import PerRank
-    from lakeckpt.checkpoint.dcp.writer import LakeStorageWriter
-    from lakeckpt.checkpoint.foreign.convert import convert_checkpoint, read_state
     from lakeckpt.checkpoint.keep import Keep
-    from lakeckpt.checkpoint.load_objects import load
     from lakeckpt.checkpoint.manager import CheckpointManager
+    from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport, SaveHandle
+    from lakeckpt.checkpoint.restore.load_objects import load
     from lakeckpt.core.receipts import Receipt
-    from lakeckpt.core.skips import SkipList
     from lakeckpt.data.batch import Batch
-    from lakeckpt.data.convert_state import convert_state
     from lakeckpt.data.dataset import LakeDataset
-    from lakeckpt.data.deliveries import ConsumptionWarning, ReadAheadWarning
     from lakeckpt.data.loader import LakeLoader
+    from lakeckpt.data.options import ReadOptions
+    from lakeckpt.data.place.deliveries import ConsumptionWarning, ReadAheadWarning
     from lakeckpt.data.prefetch import prefetch
-    from lakeckpt.data.skip_warning import SkipWarning
     from lakeckpt.data.transform import TransformContext
-    from lakeckpt.lake.keep import KeptVersion, keep_version
-    from lakeckpt.lake.table import Table, open_table
-    from lakeckpt.reading.ragged import Ragged
-    from lakeckpt.reading.record_digests import record_digests
-    from lakeckpt.tracking.merge import merge_states
+    from lakeckpt.lake.formats.dispatch import open_table
+    from lakeckpt.lake.table.table import Table
+    from lakeckpt.reading.columns.ragged import Ragged
 
 
 def __getattr__(name: str) -> Any:

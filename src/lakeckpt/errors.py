@@ -1,4 +1,4 @@
-"""What can go wrong, grouped by what a handler would do about it.
+"""This module defines what can go wrong, grouped by what a handler would do about it.
 
 Every error says what was found, where (file, row group, lane, rank, step) and what to do next. ``kind`` is a
 stable, machine-readable name::
@@ -18,12 +18,9 @@ stable, machine-readable name::
     │   ├── StateMismatch      it belongs to another order of rows
     │   ├── StateInvalid       it is malformed
     │   └── StateUnavailable   it cannot be known here                                             (RuntimeError)
-    ├── WorkerError            a loader's worker process does not go on                            (RuntimeError)
-    │   ├── WorkerDied         it ended, or was killed: iterate again; look at its exit code
-    │   └── WorkerTimeout      no answer in the time that a loader's ``timeout`` gives           (TimeoutError)
-    ├── TrackingError          the ranks do not add up                                             (RuntimeError)
-    │   ├── OverlapError       rows reported twice
-    │   ├── GapError           rows reported by nobody
+    ├── WorkerDied             a loader's worker process ended: iterate again; look at its exit code (RuntimeError)
+    ├── WorkerTimeout          no answer in the time that a loader's ``timeout`` gives             (TimeoutError)
+    ├── TrackingError          the ranks do not add up, or one reported twice                      (RuntimeError)
     │   ├── MissingRanksError  ranks that did not report
     │   └── DisagreementError  ranks that are not at the same cut
     ├── CheckpointError        a checkpoint cannot be made or used                                 (RuntimeError)
@@ -34,6 +31,7 @@ stable, machine-readable name::
     │   ├── AttemptSuperseded      a newer attempt owns the run: stop
     │   ├── SaveFailed             the store refused: training may go on, nothing was committed
     │   │   └── SaveLeftOut        another cut was persisted instead of this one
+    │   ├── UnannouncedChange  the state changed between a cut and the fence: call manager.fence() before it does
     │   └── AgentError             the process that persists cannot be started or reached: see its log
     ├── ArenaError             cuts in host memory cannot be kept or found                         (RuntimeError)
     │   ├── ArenaDamaged           the memory is not what was written: take an older cut
@@ -42,8 +40,7 @@ stable, machine-readable name::
     ├── WireError              bytes that are not our format                                         (ValueError)
     │   ├── WireDamaged
     │   ├── NewerFormat        written by a newer major version: upgrade
-    │   ├── UnsupportedValue   a value outside the closed list of types
-    │   └── LimitExceeded      larger or deeper than is ever written
+    │   └── UnsupportedValue   a value outside the closed list of types, or larger or deeper than is ever written
     └── StorageError           a store failed                                                           (OSError)
         ├── ObjectExists       a conditional put lost                                           (FileExistsError)
         ├── ObjectMissing                                                                     (FileNotFoundError)
@@ -73,16 +70,13 @@ __all__ = [
     "DataFileChanged",
     "DataFileDamaged",
     "DisagreementError",
-    "GapError",
     "LakeckptError",
-    "LimitExceeded",
     "MissingRanksError",
     "NewerFormat",
     "NullValueError",
     "ObjectChanged",
     "ObjectExists",
     "ObjectMissing",
-    "OverlapError",
     "RowGroupTooLarge",
     "SaveFailed",
     "SaveLeftOut",
@@ -98,11 +92,11 @@ __all__ = [
     "TableNotFound",
     "TableVersionGone",
     "TrackingError",
+    "UnannouncedChange",
     "UnsupportedValue",
     "WireDamaged",
     "WireError",
     "WorkerDied",
-    "WorkerError",
     "WorkerTimeout",
     "error_of",
 ]
@@ -172,7 +166,7 @@ class NullValueError(_InRowGroup, TableError, ValueError, kind="null_value"):
 
 
 class RowGroupTooLarge(_InRowGroup, TableError, kind="row_group_too_large"):
-    """A row group decodes to more memory than is allowed; ``file``, ``row_group`` and ``column`` say which."""
+    """A row group takes more bytes, uncompressed, than is allowed; ``file``, ``row_group``, ``column`` say which."""
 
 
 class DataFileChanged(TableError, kind="data_file_changed"):
@@ -210,12 +204,8 @@ class StateUnavailable(StateError, RuntimeError, kind="state_unavailable"):
     """The reader state cannot be known here."""
 
 
-class WorkerError(LakeckptError, RuntimeError, kind="worker"):
-    """A worker process of a loader does not go on; what the loop received before is counted."""
-
-
-class WorkerDied(WorkerError, kind="worker_died"):
-    """A worker process of a loader ended before it had delivered what was due.
+class WorkerDied(LakeckptError, RuntimeError, kind="worker_died"):
+    """A worker process of a loader ended before it had delivered what was due. What the loop received is counted.
 
     ``worker`` is its number; ``exit_code`` is negative where a signal killed it, None where it is not known.
     """
@@ -233,20 +223,12 @@ def _rebuild_died(message: str, worker: int | None, exit_code: int | None) -> Wo
     return WorkerDied(message, worker=worker, exit_code=exit_code)
 
 
-class WorkerTimeout(WorkerError, TimeoutError, kind="worker_timeout"):
+class WorkerTimeout(LakeckptError, RuntimeError, TimeoutError, kind="worker_timeout"):
     """A worker process of a loader gave no answer within the loader's ``timeout``."""
 
 
 class TrackingError(LakeckptError, RuntimeError, kind="tracking"):
-    """What the ranks report does not add up."""
-
-
-class OverlapError(TrackingError, kind="overlap"):
-    """Rows were reported more than once."""
-
-
-class GapError(TrackingError, kind="gap"):
-    """Rows were reported by nobody."""
+    """What the ranks report does not add up, or a rank reported more than once."""
 
 
 class MissingRanksError(TrackingError, kind="missing_ranks"):
@@ -289,6 +271,10 @@ class SaveLeftOut(SaveFailed, kind="save_left_out"):
     """A cut was not persisted, as there was another one to persist instead, or no memory to keep it until then."""
 
 
+class UnannouncedChange(CheckpointError, kind="unannounced_change"):
+    """A tensor changed between a cut and the fence, or an optimizer step calls no hook. The capture was dropped."""
+
+
 class AgentError(CheckpointError, kind="agent_error"):
     """The process that persists cuts beside the trainers cannot be started, or does not answer."""
 
@@ -322,11 +308,7 @@ class NewerFormat(WireError, kind="newer_format"):
 
 
 class UnsupportedValue(WireError, kind="unsupported_value"):
-    """A value outside the closed list of types that we write and read."""
-
-
-class LimitExceeded(WireError, kind="limit_exceeded"):
-    """A document is larger or deeper than any that we write."""
+    """A value outside the closed list of types that we write and read, or larger or deeper than any."""
 
 
 class StorageError(LakeckptError, OSError, kind="storage"):

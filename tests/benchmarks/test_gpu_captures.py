@@ -18,7 +18,7 @@ def test_it_takes_turns_accounts_for_every_cut_and_writes_what_it_printed(tmp_pa
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(told.read_text())
-    assert found["complete"] + found["given_up"] + found["left_out"] == 1 + 3 * 2  # one before the first turn
+    assert found["captured"] + found["skipped"] == 1 + 3 * 2  # one before the first turn
     turns = {name: len(blocks) for name, blocks in found["blocks_s"].items()}
     assert turns["no saving"] == turns["lakeckpt, every iteration"] == 2 and turns["torch.save"] == 1
-    assert "captures complete" in done.stdout and "cannot do it" not in done.stdout
+    assert "cuts captured" in done.stdout and "cannot do it" not in done.stdout

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lakeckpt
-from lakeckpt.checkpoint.audit import audit
-from lakeckpt.lake.storage import open_storage
+from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.testing import assert_exactly_once
 
 BATCH_SIZE = 5

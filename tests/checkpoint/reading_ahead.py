@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 import lakeckpt
-from lakeckpt.checkpoint.audit import audit
-from lakeckpt.checkpoint.manager import CheckpointManager
+from lakeckpt.checkpoint.ledger.audit import audit
 from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, good, run_ranks
+from tests.checkpoint.seams import manager_with
+from tests.data.reading import dataset_of
 from tests.patience import PATIENCE_S
 
 ROWS = 199
@@ -29,7 +30,7 @@ Wrapped = Callable[[lakeckpt.LakeLoader], Iterator[Any]]
 def loader_of(table: lakeckpt.Table, **options: Any) -> lakeckpt.LakeLoader:
     column = options.pop("receipt_column", None)
     return lakeckpt.LakeLoader(
-        lakeckpt.LakeDataset(table, batch_size=BATCH, columns=["id"], shuffle=True, seed=5, **options),
+        dataset_of(table, batch_size=BATCH, columns=["id"], shuffle=True, seed=5, **options),
         receipt_column=column,
     )
 
@@ -100,7 +101,7 @@ class Run:
             loader = loader_of(self.table, rank=rank, world_size=self.world_size, receipt_column=column)
             book = Counter([])
             state = {"reader": loader, f"book{rank}": book, "model": torch.nn.Linear(1, 1)}
-            manager = CheckpointManager(self.storage, state, persist_every=1, exchange=exchange, timeout_s=PATIENCE_S)
+            manager = manager_with(self.storage, state, persist_every=1, exchange=exchange, timeout_s=PATIENCE_S)
             manager.restore()
             batches = wrap(loader)
             for _, batch in zip(range(steps), batches, strict=False):

@@ -15,9 +15,10 @@ from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
-from lakeckpt.data.progress import Progress
+from lakeckpt.data.place.progress import Progress
 from lakeckpt.errors import MissingRanksError, ObjectExists, ObjectMissing, TrackingError
-from lakeckpt.lake.storage import ObjectInfo
+from lakeckpt.lake.storage.base import ObjectInfo
+from tests.checkpoint.seams import manager_with
 from tests.patience import PATIENCE_S
 
 _ONE_AT_A_TIME = threading.Lock()  # threads share torch's generator
@@ -157,7 +158,7 @@ class HubExchange:
             self.hub.notes[key] = data
             self.hub.changed.notify_all()
 
-    def fetch(self, key: str) -> bytes:
+    def fetch(self, key: str, *, readers: int | None = None) -> bytes:
         self.fetched.append(key)
         with self.hub.changed:
             assert self.hub.changed.wait_for(lambda: key in self.hub.notes, PATIENCE_S)
@@ -255,15 +256,6 @@ class Reader:
         return self.progress.stretches(at)
 
 
-class PartReader(Reader):
-    """What it consumes depends on the data: its state is this rank's part, of one lane for each of 2 ranks."""
-
-    def state_dict(self, at: Any = None) -> dict[str, Any]:
-        state = super().state_dict(at)
-        lanes = [[self.rank, state["epoch"], 10 * self.rank + state["step"], 0]]
-        return state | {"part": {"rank": self.rank, "world_size": 2, "num_lanes": 2, "lanes": lanes}}
-
-
 class Counter:
     """A small object with a state."""
 
@@ -302,4 +294,4 @@ def train_step(objects: dict[str, Any], data: torch.Tensor | None = None) -> flo
 
 def manager(storage: Any, state: dict[str, Any], **options: Any) -> CheckpointManager:
     """A manager that saves when told to."""
-    return CheckpointManager(storage, state, **{"persist_every": 10**9, **options})
+    return manager_with(storage, state, **{"persist_every": 10**9, **options})

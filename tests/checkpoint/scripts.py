@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 import torch
 
 import lakeckpt
-from lakeckpt.checkpoint.ledger import History
 from lakeckpt.checkpoint.manager import CheckpointManager
+from lakeckpt.checkpoint.persist.history import History
 from tests.checkpoint.rig import Counter, MemoryStorage
+from tests.data.reading import dataset_of
 
 Book = dict[int, list[list[tuple[int, int]]]]
 """optimizer step → per rank → (epoch, id) in the order of reading."""
@@ -53,9 +54,7 @@ class Script:
     def loaders(self, world_size: int, **options: Any) -> list[lakeckpt.LakeLoader]:
         chosen = {**self.options, **options}
         return [
-            lakeckpt.LakeLoader(
-                lakeckpt.LakeDataset(self.table, columns=["id"], rank=rank, world_size=world_size, **chosen)
-            )
+            lakeckpt.LakeLoader(dataset_of(self.table, columns=["id"], rank=rank, world_size=world_size, **chosen))
             for rank in range(world_size)
         ]
 
@@ -116,9 +115,7 @@ def _rows(loader: lakeckpt.LakeLoader, item: Any) -> list[tuple[int, int]]:
     receipt = loader.last_receipt
     assert receipt is not None
     epochs = [span.epoch for span in receipt.spans for _ in range(span.rows)]
-    if receipt.row is not None:
-        return [(epochs[receipt.row], int(item["id"]))]
-    return list(zip(epochs, item["id"].tolist(), strict=True))
+    return list(zip(epochs, item["id"].reshape(-1).tolist(), strict=True))
 
 
 def without(history: History, slot: int) -> History:

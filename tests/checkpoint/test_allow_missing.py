@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import lakeckpt
-from lakeckpt.checkpoint.audit import audit
-from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import CheckpointMismatch, ConfigError
-from lakeckpt.lake.storage import open_storage
+from lakeckpt.lake.storage.open import open_storage
 from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, Reader, good, manager, run_ranks
 from tests.checkpoint.scripts import write_table
 from tests.patience import PATIENCE_S

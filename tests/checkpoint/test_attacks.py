@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from lakeckpt import CheckpointManager, read_state
-from lakeckpt.checkpoint.log import slot_path
-from lakeckpt.checkpoint.manifest import entry_from_bytes, entry_to_bytes
+from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint.format.manifest import entry_from_bytes, entry_to_bytes
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.verify import verify
+from lakeckpt.convert import read_state
 from lakeckpt.errors import CheckpointError, CheckpointNotFound, LakeckptError, NewerFormat, WireError
-from tests.checkpoint.attacks import ATTACKS, HEADS, link_out, put_part, saved, with_head
+from tests.checkpoint.attacks import ATTACKS, link_out, put_part, saved
 from tests.checkpoint.rig import Counter, training
 from tests.wire.crafted import sealed
 
@@ -60,13 +61,6 @@ def test_links_out_of_a_run_are_not_followed(what: str, whole_folder: bool, tmp_
             CheckpointManager(storage, training(seed=1) | {"n": Counter([2])}).restore()
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_safetensors_made_to_attack_are_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / "x.safetensors").write_bytes(with_head(name))
-    with pytest.raises(CheckpointError):
-        read_state(tmp_path)
-
-
 def test_a_format_that_is_newer_is_refused_by_its_name_and_no_older_checkpoint_is_taken(tmp_path: Path) -> None:
     storage = saved(tmp_path)
     for kind, put in {
@@ -80,10 +74,10 @@ def test_a_format_that_is_newer_is_refused_by_its_name_and_no_older_checkpoint_i
             read_state(tmp_path)
 
 
-def test_a_slot_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_step_that_has_no_checkpoint_is_refused_with_those_that_have(tmp_path: Path) -> None:
     saved(tmp_path)
-    with pytest.raises(CheckpointNotFound, match="there is no slot 7 in"):
-        read_state(tmp_path, slot=7)
+    with pytest.raises(CheckpointNotFound, match=r"no checkpoint of step 7. The steps that can be loaded are \d"):
+        read_state(tmp_path, step=7)
 
 
 def test_entries_of_the_log_are_read_as_they_were_written(tmp_path: Path) -> None:

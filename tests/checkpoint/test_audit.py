@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 import lakeckpt
-from lakeckpt.checkpoint.audit import audit, audit_history, orders_of
-from lakeckpt.checkpoint.audit_report import AuditReport, Finding
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.log import slot_path
+from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.ledger.audit import audit, audit_history
+from lakeckpt.checkpoint.ledger.report import AuditReport, Finding
 from lakeckpt.checkpoint.manager import CheckpointManager
-from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.persist.log import slot_path
+from lakeckpt.checkpoint.read.indexes import orders_of
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import CheckpointNotFound
 from tests.checkpoint.rig import Counter, MemoryStorage
@@ -74,8 +75,8 @@ def rows_of(finding: Finding, table: Path) -> set[int]:
         {"tail": "drop", "num_lanes": 4},
         {"endless": True},
         {"endless": True, "num_lanes": 6},
-        {"batch_size": None, "block_size": 5},
-        {"batch_size": None, "block_size": 5, "tail": "drop", "num_lanes": 4},
+        {"batch_size": None},
+        {"batch_size": None, "tail": "drop", "num_lanes": 4},
     ],
     ids=str,
 )
@@ -105,7 +106,7 @@ def test_rows_dropped_by_the_tail_are_said_openly(table: Path) -> None:
 
 
 def test_what_a_row_wise_tail_gives_to_no_rank_is_dropped_and_not_counted(table: Path) -> None:
-    script = Script(table, batch_size=None, block_size=5, tail="drop", num_lanes=4)
+    script = Script(table, batch_size=None, tail="drop", num_lanes=4)
     script.attempt(5, world_size=2, every=5)
     script.attempt(60, world_size=4, every=12)
     report = audited(script)

@@ -21,16 +21,16 @@ import pytest
 import torch
 
 from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint.agent.logs import agents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.attempt import Attempt
-from lakeckpt.checkpoint.background import Background
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
-from lakeckpt.checkpoint.cuts import Journal
-from lakeckpt.checkpoint.journal import legs_from_bytes
-from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.async_save import Background
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
+from lakeckpt.checkpoint.consumed.tracks import Journal
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.report import CaptureWarning, RetentionWarning, SaveWarning
-from lakeckpt.checkpoint.verify import verify
-from lakeckpt.checkpoint.waiting import SystemWaiter
 from lakeckpt.errors import (
     ArenaTooLarge,
     AttemptSuperseded,
@@ -40,14 +40,12 @@ from lakeckpt.errors import (
     SaveFailed,
     StorageError,
 )
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.storage import open_storage
-from lakeckpt.testing.storage import Fault, FaultyStorage
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.test_agent import ended
 from tests.checkpoint.rig import (
     EventWaiter,
     MemoryStorage,
-    PartReader,
     Reader,
     good,
     manager,
@@ -55,6 +53,7 @@ from tests.checkpoint.rig import (
     train_step,
     training,
 )
+from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
 
 
@@ -62,8 +61,11 @@ def weights(objects: dict[str, Any]) -> list[list[float]]:
     return [one.detach().flatten().tolist() for one in objects["model"].parameters()]
 
 
+BESIDE = {"capture_every": 1, "timeout_s": PATIENCE_S, "on_save_failure": "warn"}
+
+
 def managed(storage: Any, objects: dict[str, Any], arenas: Path, **options: Any) -> CheckpointManager:
-    return manager(storage, objects, **{"capture_every": 1, "arenas": arenas, "timeout_s": PATIENCE_S, **options})
+    return manager(storage, objects, **{**BESIDE, "arenas": arenas, **options})
 
 
 def train(saver: CheckpointManager, objects: dict[str, Any], steps: int) -> dict[int, list[list[float]]]:
@@ -96,10 +98,9 @@ def test_what_is_saved_behind_training_is_the_cut_and_not_what_training_made_of_
     with managed(storage, objects, tmp_path) as saver:
         saver.restore()
         made = train(saver, objects, 3)
-        assert saver.save(sync=False) is None
+        handle = saver.save(sync=False)
         train_step(objects)  # changes everything, while the save is under way
-        info = saver.wait()
-        assert info is not None and info.step == 3
+        assert handle.step == handle.wait().step == 3 and handle.done and saver.wait() == handle.wait()
         assert restored(_copy(storage)) == (3, made[3])
         saver.step()
     assert steps_of(storage)[:1] == [3]
@@ -233,27 +234,12 @@ def test_ranks_that_are_not_at_one_cut_are_told_so_whatever_a_failure_does(tmp_p
     assert read_history(storage).chain == ()
 
 
-def test_states_of_readers_that_are_each_ranks_own_are_one_cut_and_joined_behind_training(tmp_path: Path) -> None:
-    storage = MemoryStorage()
-    waiter = EventWaiter(storage)
-
-    def body(rank: int, exchange: Any) -> None:
-        objects = training() | {"reader": PartReader(rank=rank, world_size=2)}
-        with managed(storage, objects, tmp_path, exchange=exchange, waiter=waiter, persist_every=3) as saver:
-            saver.restore()
-            train(saver, objects, 3)
-            saver.wait()
-
-    good(run_ranks(2, body))
-    assert read_history(storage).tip.readers["reader"].state["lanes"] == [[0, 0, 3, 0], [1, 0, 13, 0]]
-
-
 def test_what_a_commit_has_recorded_is_not_handed_over_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handed: list[list[tuple[int, int]]] = []
     cut = CaptureEngine.cut
 
     def seen(self: CaptureEngine, step: int, **given: Any) -> bool:
-        handed.append([(leg.first, leg.step) for leg in legs_from_bytes(given["readers"]["reader"])])
+        handed.append([(one.first, one.step) for one in pending_from_bytes(given["readers"]["reader"])])
         return cut(self, step, **given)
 
     monkeypatch.setattr(CaptureEngine, "cut", seen)
@@ -263,7 +249,7 @@ def test_what_a_commit_has_recorded_is_not_handed_over_again(tmp_path: Path, mon
         for _ in range(4):
             train(saver, objects, 1)
             saver.wait()
-    assert [legs for legs in handed if legs[-1][1]] == [[(step, step + 1)] for step in range(4)]
+    assert [pending for pending in handed if pending[-1][1]] == [[(step, step + 1)] for step in range(4)]
 
 
 def test_a_rank_that_is_gone_at_the_first_save_leaves_it_incomplete(tmp_path: Path) -> None:
@@ -283,14 +269,6 @@ def test_a_rank_that_is_gone_at_the_first_save_leaves_it_incomplete(tmp_path: Pa
     assert isinstance(result, CheckpointIncomplete)
 
 
-def test_what_lies_in_memory_of_this_process_is_saved_by_this_process(tmp_path: Path) -> None:
-    uri, objects = f"memory://{tmp_path.name}-{os.getpid()}/run", training()
-    with CheckpointManager(uri, objects, capture_every=1, arenas=tmp_path, timeout_s=PATIENCE_S) as saver:
-        saver.restore()
-        made = train(saver, objects, 2)
-    assert steps_of(open_storage(uri)) == [2] and restored(open_storage(uri)) == (2, made[2])
-
-
 def test_a_save_that_is_left_out_for_a_newer_one_is_no_failure(tmp_path: Path) -> None:
     storage, objects = MemoryStorage(), training()
     go_on, begun = [threading.Event() for _ in range(3)], threading.Event()
@@ -308,14 +286,14 @@ def test_a_save_that_is_left_out_for_a_newer_one_is_no_failure(tmp_path: Path) -
         for steps in (1, 2):  # the first is taken before there are others
             train(saver, objects, steps)
             background._engine.wait()
-            saver._heard(background)  # as the next step does
+            saver._take_in(background)  # as the next step does
             assert begun.wait(PATIENCE_S)
         try:
             assert len(background._given) == 3
             go_on[0].set()
             while len(background._given) > 1:  # 1 is committed, 2 left out
                 assert background._agent.wait(PATIENCE_S)
-                saver._heard(background)
+                saver._take_in(background)
         finally:
             for event in go_on:
                 event.set()
@@ -508,7 +486,7 @@ def test_saves_that_are_never_captured_are_told_of(tmp_path: Path, monkeypatch: 
                     with pytest.raises(SaveFailed, match=f"nor were the {number} saves before it"):
                         saver.save(sync=False)
                 else:
-                    assert saver.save(sync=False) is None
+                    saver.save(sync=False)
                 with contextlib.suppress(SaveFailed):
                     saver.wait()
         train(saver, objects, 1)
@@ -626,7 +604,6 @@ def test_a_failure_that_is_heard_of_together_with_a_commit_before_it_is_told(
             train(saver, objects, 1)
     info = saver.wait()  # the commit is not forgotten
     assert info is not None and info.step == 1
-    assert saver.wait() is None
     saver.close()
     assert steps_of(storage) == [1]
 
@@ -659,7 +636,7 @@ def test_how_often_to_capture_is_a_positive_number_of_steps(capture_every: Any) 
 JOB = """
     import os, signal, sys
     import torch
-    from lakeckpt.lake.local import LocalStorage
+    from lakeckpt.lake.storage.local import LocalStorage
     from tests.checkpoint.rig import train_step, training
     from tests.checkpoint.test_background import managed, weights
     torch.manual_seed(5)
@@ -681,14 +658,12 @@ JOB = """
 
 
 def killed(script: str, run: Path, arenas: Path, *more: Path) -> str:
-    """What a job said that killed itself; its agent has done the last will, and ended."""
+    """What a job said that killed itself; its agent has made the final save, and ended."""
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, (run, arenas, *more))]
     job = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert job.returncode == -signal.SIGKILL, job.stderr
-    (lock,) = arenas.glob("*.lock")
-    agent = int(lock.read_text())
-    os.kill(agent, signal.SIGTERM)  # it drains: the last will is done, and it does not wait for anybody
-    assert ended(agent)
+    (log,) = arenas.glob("*.log")
+    assert all(map(ended, agents_of(str(log))))
     return job.stdout.strip()
 
 
@@ -717,7 +692,7 @@ BEFORE_ANY_SAVE = """
 """
 
 
-def test_a_last_will_before_any_save_has_what_a_checkpoint_needs(tmp_path: Path) -> None:
+def test_a_final_save_before_any_save_has_what_a_checkpoint_needs(tmp_path: Path) -> None:
     run, arenas, lake = tmp_path / "run", tmp_path / "arenas", tmp_path / "lake"
     lake.mkdir()
     pq.write_table(pa.table({"id": range(40)}), lake / "a.parquet")

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from lakeckpt.checkpoint.agreement import sum_of
-from lakeckpt.checkpoint.commit import Expected, await_commit, collect_parts, verify_objects
-from lakeckpt.checkpoint.digests import LEAF_BYTES, content_digest, leaf_digests, short_digest
-from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.failures import publish_failure
-from lakeckpt.checkpoint.log import put_entry
-from lakeckpt.checkpoint.parts import PartRecord, SaveId, TreeRecord
-from lakeckpt.checkpoint.persist import OwnedTensor, persist
-from lakeckpt.checkpoint.staged import StagedTensor
-from lakeckpt.checkpoint.units import tensor_unit
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES, content_digest, leaf_digests, short_digest
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.parts import PartRecord, SaveId, TreeRecord
+from lakeckpt.checkpoint.format.units import tensor_unit
+from lakeckpt.checkpoint.persist.agreement import sum_of
+from lakeckpt.checkpoint.persist.commit import Expected, await_commit, collect_parts, verify_objects
+from lakeckpt.checkpoint.persist.log import put_entry
+from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
+from lakeckpt.checkpoint.state.staged import StagedTensor
 from lakeckpt.errors import AttemptSuperseded, CheckpointIncomplete, SaveFailed
 from tests.checkpoint.rig import EventWaiter, MemoryStorage
 from tests.checkpoint.test_log import begin, manifest

@@ -13,15 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from lakeckpt import open_table
-from lakeckpt.checkpoint.fetch import fetch_part
-from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.read.fetch import fetch_part
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, SaveFailed
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
-from lakeckpt.wire.codec import dumps
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.wire.envelope import dumps
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager, train_step, training
+from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 
 
 def two_checkpoints() -> MemoryStorage:

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lakeckpt import CheckpointManager, read_state
-from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.shards import divided_like, offsets_of, sharing_of
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.state.shards import divided_like, offsets_of, sharing_of
+from lakeckpt.convert import read_state
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.test_sharded import begin, whole
 from tests.tracking.processes import run_processes
 

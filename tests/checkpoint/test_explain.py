@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lakeckpt.checkpoint.audit import orders_of
-from lakeckpt.checkpoint.explain import StepExplained, explain, explain_history
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.log import slot_path
+from lakeckpt.checkpoint.ledger.explain import StepExplained, explain, explain_history
 from lakeckpt.checkpoint.manager import CheckpointManager
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.persist.log import slot_path
+from lakeckpt.checkpoint.read.indexes import orders_of
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from tests.checkpoint.rig import Counter, MemoryStorage
 from tests.checkpoint.scripts import Script, write_table
@@ -52,7 +52,7 @@ def explained_as_booked(script: Script) -> int:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_lanes": 12}, {"tail": "drop", "num_lanes": 4}, {"endless": True}, {"endless": True, "num_lanes": 6}],
+    [{}, {"num_lanes": 12}, {"drop_last": True, "num_lanes": 4}, {"endless": True}, {"endless": True, "num_lanes": 6}],
     ids=str,
 )
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.soak), 3])
@@ -65,9 +65,9 @@ def test_every_step_of_every_topology_is_explained(
     assert explained_as_booked(script) > 50
 
 
-@pytest.mark.parametrize("options", [{"tail": "drop", "num_lanes": 4}, {"endless": True}], ids=str)
+@pytest.mark.parametrize("options", [{"drop_last": True, "num_lanes": 4}, {"endless": True}], ids=str)
 def test_row_wise_steps_begin_and_end_inside_of_micro_batches(table: Path, options: dict[str, Any]) -> None:
-    script = Script(table, batch_size=None, block_size=5, **options)
+    script = Script(table, batch_size=None, **options)
     for world_size, steps in ((1, 19), (2, 23), (4, 13), (2, 40)):
         script.attempt(steps, world_size=world_size, accumulate=3, every=5)
     assert explained_as_booked(script) > 50

@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint import manager as manager_module
-from lakeckpt.checkpoint import restorer
 from lakeckpt.checkpoint.agent.link import InnerAgent
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
-from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.report import CaptureWarning, SaveWarning
+from lakeckpt.checkpoint.restore import restorer
 from lakeckpt.errors import (
     AgentError,
     ArenaTooLarge,
@@ -33,8 +32,9 @@ from lakeckpt.errors import (
     StorageError,
     UnsupportedValue,
 )
-from lakeckpt.testing.storage import FaultyStorage
 from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, Reader, manager, run_ranks, train_step, training
+from tests.checkpoint.seams import manager_with
+from tests.faults.faulty_storage import FaultyStorage
 
 TIMEOUT_S = 10_000.0
 
@@ -348,7 +348,7 @@ def test_ranks_that_would_save_at_different_steps_are_told_so_when_they_restore(
 
     def body(rank: int, exchange: HubExchange) -> None:
         options = others if rank else mine
-        CheckpointManager(storage, training(), exchange=exchange, timeout_s=TIMEOUT_S, **options).restore()
+        manager_with(storage, training(), exchange=exchange, timeout_s=TIMEOUT_S, **options).restore()
 
     for result in run_ranks(2, body):
         assert isinstance(result, DisagreementError) and said in str(result), result
@@ -359,6 +359,6 @@ def test_ranks_with_policies_of_one_kind_may_restore() -> None:
     storage = MemoryStorage()
 
     def body(rank: int, exchange: HubExchange) -> int:
-        return CheckpointManager(storage, training(), exchange=exchange, policy=Whenever()).restore()
+        return manager_with(storage, training(), exchange=exchange, policy=Whenever()).restore()
 
     assert run_ranks(2, body) == [0, 0]

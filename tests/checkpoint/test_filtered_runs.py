@@ -7,20 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
 
-from lakeckpt.checkpoint.audit import audit
-from lakeckpt.checkpoint.explain import explain
-from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.ledger.explain import explain
+from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.manager import CheckpointManager
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.verify import verify
-from lakeckpt.data import selecting
+from lakeckpt.data.place import selecting
 from lakeckpt.errors import CheckpointDamaged, SchemaError, StateMismatch
-from lakeckpt.lake.selection import RowSelection
-from lakeckpt.reading.count import count_rows
+from lakeckpt.reading.filters.count import count_rows
+from lakeckpt.reading.filters.row_filter import RowFilter
+from lakeckpt.reading.filters.selection import RowSelection
 from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.checkpoint.scripts import Script, write_table
 
@@ -54,7 +56,7 @@ def run_of(table: Path, **options: Any) -> Script:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"shuffle": False, "num_lanes": 12}, {"tail": "drop", "num_lanes": 4}, {"endless": True}],
+    [{}, {"shuffle": False, "num_lanes": 12}, {"drop_last": True, "num_lanes": 4}, {"endless": True}],
     ids=str,
 )
 def test_every_kept_row_counts_once_whatever_crashed_and_every_step_is_explained(
@@ -69,7 +71,7 @@ def test_every_kept_row_counts_once_whatever_crashed_and_every_step_is_explained
     first = reader.epochs[0]
     dropped = len(KEPT) - len({row for (epoch, row) in script.truth(report.step) if epoch == 0})
     assert (first.status, first.once, first.dropped) == ("complete", len(KEPT) - dropped, dropped)
-    assert bool(dropped) == ("tail" in options)
+    assert bool(dropped) == ("drop_last" in options)
     tip = read_history(script.storage).tip
     assert tip is not None
     for step in range(1, tip.step + 1):
@@ -83,9 +85,52 @@ def test_rows_are_counted_once_for_a_run(table: Path, counts: list[str]) -> None
     script = run_of(table)
     script.attempt(5, world_size=1)
     script.attempt(5, world_size=1)
-    script.attempt(5, world_size=1, filters=(f("id") >= 90) | ((f("id") < 45) & (f("id") >= 20)))
-    assert len(counts) == 1, "later attempts take what the run has saved, however the filter is spelled"
+    assert len(counts) == 1, "later attempts take what the run has saved"
     assert len([path for path in script.storage.objects if path.startswith("index/")]) == 2
+
+
+def test_another_spelling_is_counted_once_and_goes_on_where_it_keeps_the_same_rows(
+    table: Path, counts: list[str]
+) -> None:
+    script = run_of(table)
+    script.attempt(5, world_size=1)
+    spelled = (f("id") >= 90) | ((f("id") < 45) & (f("id") >= 20))
+    for _ in range(2):
+        script.attempt(5, world_size=1, filters=spelled)
+    assert len(counts) == 2, "the second attempt has the counts of the first one"
+    assert len([path for path in script.storage.objects if path.startswith("index/")]) == 2
+    assert audit(script.storage).verdict == "proved"
+
+
+def test_what_another_pyarrow_counted_is_counted_again(
+    table: Path, counts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = run_of(table)
+    script.attempt(5, world_size=1)
+    monkeypatch.setattr(pa, "__version__", "99.0.0")
+    for _ in range(2):
+        script.attempt(5, world_size=1)
+    assert len(counts) == 2
+    assert RowSelection.loads(script.storage.objects[the_selection(script)]).pyarrow == "99.0.0"
+
+
+def test_rows_that_another_pyarrow_keeps_are_refused_before_anything_is_delivered(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = run_of(table)
+    script.attempt(8)
+    monkeypatch.setattr(pa, "__version__", "99.0.0")
+    mask = RowFilter.mask
+
+    def otherwise(keep: RowFilter, rows: pa.Table) -> pa.ChunkedArray:
+        return pc.and_(mask(keep, rows), pc.not_equal(rows["id"], 30))
+
+    monkeypatch.setattr(RowFilter, "mask", otherwise)
+    (loader,) = script.loaders(1)
+    count = Counter("mine")
+    with pytest.raises(StateMismatch, match=r"keeps other rows than were counted.*99\.0\.0"):
+        CheckpointManager(script.storage, {"count": count, "model": torch.nn.Linear(3, 2), "reader": loader}).restore()
+    assert count.value == "mine"
 
 
 def test_a_run_that_was_killed_before_its_first_save_has_the_counts(table: Path, counts: list[str]) -> None:
@@ -131,7 +176,11 @@ def test_a_selection_of_another_table_under_the_right_name_is_not_taken(table: P
 
 
 @pytest.mark.parametrize(
-    ("filters", "said"), [([("id", "<", 100)], "the filter changed.*id < 100"), (None, "this dataset has none")]
+    ("filters", "said"),
+    [
+        ([("id", "<", 100)], r"the filter of this dataset, \(id < 100\), keeps other rows"),
+        (None, "this dataset has none"),
+    ],
 )
 def test_a_run_is_not_gone_on_with_under_another_filter(table: Path, filters: Any, said: str) -> None:
     script = run_of(table)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.golden.checkpoint.make import FOLDER, filled, objects_of
 

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.ledger import not_rolled_back, read_history
-from lakeckpt.checkpoint.log import read_log
-from lakeckpt.checkpoint.rollback import before_orders, roll_back, to_be_had
-from lakeckpt.checkpoint.verify import verify
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.history import not_rolled_back, read_history
+from lakeckpt.checkpoint.persist.log import read_log
+from lakeckpt.checkpoint.restore.rollback import before_orders, roll_back, to_be_had
 from lakeckpt.errors import AttemptSuperseded
-from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager
+from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 
 KEEP = 2
 

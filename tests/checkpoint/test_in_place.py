@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-import lakeckpt.checkpoint.in_place as in_place
-import lakeckpt.checkpoint.loaded as loaded_module
-import lakeckpt.checkpoint.ranged as ranged
+import lakeckpt.checkpoint.read.loaded as loaded_module
+import lakeckpt.checkpoint.read.ranged as ranged
+import lakeckpt.checkpoint.restore.in_place as in_place
 from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint import digests
+from lakeckpt.checkpoint.format import digests
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.tensors import empty_for
+from lakeckpt.checkpoint.state.tensors import empty_for
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, ObjectMissing, StorageError
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import (
     Counter,
     EventWaiter,
@@ -249,7 +249,7 @@ def test_large_tensors_come_in_pieces_and_a_flipped_bit_in_any_of_them_is_notice
 ) -> None:
     for module in (digests, ranged):
         monkeypatch.setattr(module, "PIECE_BYTES", 64)
-    monkeypatch.setattr(digests, "LEAF_BYTES", 32)
+        monkeypatch.setattr(module, "LEAF_BYTES", 32)
     storage: Any = LocalStorage(tmp_path) if local else MemoryStorage()
     model = torch.nn.Linear(25, 3)
     saver = manager(storage, {"model": model})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lakeckpt.checkpoint.verify import verify
+from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.errors import SaveFailed, StorageError
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 
@@ -95,7 +95,8 @@ def test_a_rank_that_cannot_look_once_whether_rank_0_committed_looks_again() -> 
             counter.value = torch.full((10,), float(step))
             if rank and step == 2:
                 place.refuses = True
-            info = saver.step()
+            saver.step()
+            info = saver.wait()
             assert info is not None
             found.append(info.step)
         return found

@@ -14,7 +14,7 @@ from lakeckpt import CheckpointManager
 
 DYING = """
 import os, signal, sys
-from lakeckpt.lake.storage import open_storage
+from lakeckpt.lake.storage.open import open_storage
 
 def chunks():
     yield b"half of it"

@@ -26,8 +26,8 @@ from lakeckpt.errors import (
     ConfigError,
     NewerFormat,
 )
-from lakeckpt.lake.storage import ObjectInfo
-from lakeckpt.wire.codec import dumps
+from lakeckpt.lake.storage.base import ObjectInfo
+from lakeckpt.wire.envelope import dumps
 from tests.checkpoint.rig import (
     Counter,
     HubExchange,
@@ -89,7 +89,8 @@ def test_the_trainer_saves_on_afterwards() -> None:
     trainer.restore()
     trainer.step()
     lakeckpt.load(storage, {"model": torch.nn.Linear(2, 2)})
-    info = trainer.step()
+    trainer.step()
+    info = trainer.wait()
     assert info is not None and info.step == 2
 
 
@@ -200,7 +201,10 @@ def test_a_reader_of_a_version_that_is_gone_is_refused_and_stays_as_it_is(tmp_pa
 
     def loader() -> lakeckpt.LakeLoader:
         dataset = lakeckpt.LakeDataset(
-            tmp_path / "lake", batch_size=7, columns=["id"], on_version_gone="next_epoch", on_new_version="next_epoch"
+            tmp_path / "lake",
+            batch_size=7,
+            columns=["id"],
+            options=lakeckpt.ReadOptions(on_version_gone="next_epoch", on_new_version="next_epoch"),
         )
         return lakeckpt.LakeLoader(dataset)
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from lakeckpt import CheckpointManager, LakeDataset, LakeLoader
-from lakeckpt.checkpoint.indexes import Documents
-from lakeckpt.checkpoint.ledger import index_path
+from lakeckpt import CheckpointManager, LakeLoader
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.history import index_path
+from lakeckpt.checkpoint.persist.indexes import Documents
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import AttemptSuperseded, StorageError
 from lakeckpt.testing import LakeSpec
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
+from tests.data.reading import dataset_of
 from tests.patience import PATIENCE_S
 
 LOST = "log/0000000002.lkc in memory, which this run had written, is not there any more"
@@ -29,7 +30,7 @@ def lake(tmp_path: Path) -> Any:
 
 def objects(lake: Any, **options: Any) -> dict[str, Any]:
     """A reader with a filter, and a tensor that no step touches: a save refers to the file of the one before."""
-    dataset = LakeDataset(lake, batch_size=2, filters=[("id", ">=", 2)], **options)
+    dataset = dataset_of(lake, batch_size=2, filters=[("id", ">=", 2)], **options)
     return {"reader": LakeLoader(dataset), "frozen": Counter([torch.arange(1000.0)])}
 
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader
-from lakeckpt.checkpoint.ledger import index_path
+from lakeckpt.checkpoint.persist.history import index_path
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import CheckpointMismatch, ConfigError, StorageError, UnsupportedValue
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.testing import LakeSpec
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
 
@@ -23,7 +23,7 @@ from tests.checkpoint.rig import Counter, MemoryStorage, manager
     [
         ([torch.nn.Linear(1, 1)], "mapping of names to objects, .* got list"),
         (None, "mapping of names to objects, .* got NoneType"),
-        ({"n": 5}, "'n' is a int without state_dict"),
+        ({"n": 5}, "'n' in state is of type int, which lacks state_dict"),
         ({"a/b": Counter()}, "without '/'"),
     ],
 )
@@ -58,7 +58,7 @@ def test_an_optimizer_that_divides_its_state_over_ranks_by_itself_is_refused_at_
         ({"persist_every": "5"}, "positive int"),
         ({"policy": 5}, "policy is an object with"),
         ({"policy": 5, "persist_every": 5}, "not two"),
-        ({"bubbles": 3}, "bubbles is a lakeckpt.Bubbles, .*, got 3"),
+        ({"bubbles": 3}, "bubbles is a lakeckpt.bubbles.Bubbles, .*, got 3"),
         ({"arenas": 3, "capture_every": 1}, "arenas is the path of a folder, .*, got 3"),
         ({"arenas": 3}, "arenas is the path of a folder"),
     ],
@@ -140,59 +140,8 @@ def saved(objects: dict[str, Any]) -> MemoryStorage:
     return storage
 
 
-class First(torch.optim.SGD):
-    """Has one state."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter][self.name] = torch.ones(1)
-
-    name = "first"
-
-
-class Second(First):
-    """Has another one."""
-
-    name = "second"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (stepped("SGD", momentum=0.9), fresh("Adam"), "optimizer: group 0 has no 'betas' in the checkpoint"),
-        (stepped("SGD"), stepped("Adam"), "group 0 has no 'eps' in the checkpoint, and Adam needs it"),
-        (fresh("Adam"), fresh("SGD"), "group 0 has no 'momentum'"),
-        (stepped("Adam"), fresh("Adamax"), "parameter 1 has no 'exp_inf' in the checkpoint, and Adamax needs it"),
-        (stepped("Adamax"), fresh("AdamW"), "parameter 0 has no 'exp_avg_sq' in the checkpoint, and AdamW needs it"),
-        (stepped("Adam"), fresh("Adafactor"), "group 0 has no 'beta2_decay' in the checkpoint, and Adafactor needs it"),
-        (stepped("First"), stepped("Second"), "parameter 0 has 'first' in the checkpoint, and 'second' here"),
-    ],
-)
-def test_the_state_of_another_kind_of_optimizer_is_refused_with_nothing_changed(
-    old: dict[str, Any], new: dict[str, Any], message: str
-) -> None:
-    storage = saved(old)
-    before = str({name: one.state_dict() for name, one in new.items()})
-    with pytest.raises(CheckpointMismatch, match=message) as caught:
-        manager(storage, new).restore()
-    assert str({name: one.state_dict() for name, one in new.items()}) == before
-    assert not getattr(caught.value, "__notes__", [])
-
-
-class Boosted(torch.optim.Optimizer):
-    """Has got an option since it was saved, and can do without."""
-
-    def __init__(self, parameters: Any, lr: float, **options: Any) -> None:
-        super().__init__(parameters, {"lr": lr, **options})
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group.get("boost", 1.0)
-
-
 class Own(torch.optim.Adam):
-    """Loads as it wants to."""
+    """A user's own, which loads as it wants to."""
 
     def load_state_dict(self, state_dict: Any) -> None:
         for group in state_dict["param_groups"]:
@@ -200,66 +149,51 @@ class Own(torch.optim.Adam):
         super().load_state_dict(state_dict)
 
 
-def without(objects: dict[str, Any], *options: str) -> dict[str, Any]:
-    """As an older version of torch saved it."""
-    for group in objects["optimizer"].param_groups:
-        for option in options:
-            group.pop(option, None)
-    return objects
+@pytest.mark.parametrize(
+    ("old", "new"), [("SGD", "Adam"), ("Adam", "Adamax"), ("Adam", "AdamW"), ("Adam", "Own"), ("Own", "Adam")]
+)
+@pytest.mark.parametrize("make", [fresh, stepped], ids=["fresh", "stepped"])
+def test_the_state_of_an_optimizer_of_another_class_is_refused_by_name_with_nothing_changed(
+    old: str, new: str, make: Any
+) -> None:
+    storage, objects = saved(stepped(old)), make(new)
+    before = str({name: one.state_dict() for name, one in objects.items()})
+    with pytest.raises(CheckpointMismatch, match=rf"holds the state of \S+\.{old}, and a \S+\.{new} is here"):
+        manager(storage, objects).restore()
+    assert str({name: one.state_dict() for name, one in objects.items()}) == before
 
 
-def marked(objects: dict[str, Any]) -> dict[str, Any]:
-    """With a key of the user's and those of a scheduler."""
-    torch.optim.lr_scheduler.OneCycleLR(objects["optimizer"], max_lr=0.1, total_steps=5)
-    objects["optimizer"].param_groups[0]["name"] = "body"
-    return objects
+def test_parameters_in_another_order_are_found_by_their_names() -> None:
+    old = stepped("Adam")
+    new = fresh("Adam")
+    new["optimizer"] = torch.optim.Adam(reversed(list(new["model"].parameters())), lr=0.1)
+    manager(saved(old), new).restore()
+    for (name, was), now in zip(old["model"].named_parameters(), new["model"].parameters(), strict=True):
+        assert torch.equal(old["optimizer"].state[was]["exp_avg"], new["optimizer"].state[now]["exp_avg"]), name
 
 
-def noted(objects: dict[str, Any]) -> dict[str, Any]:
-    """With a state of the user's own, and without one that a step makes where it is missing."""
-    state = objects["optimizer"].state[objects["model"].weight]
-    state["note"] = torch.ones(())
-    del state["momentum_buffer"]
-    return objects
-
-
-def hooked(objects: dict[str, Any]) -> dict[str, Any]:
-    """With a hook that makes the state fit."""
-    objects["optimizer"].register_load_state_dict_pre_hook(
-        lambda _, state: [group.setdefault("momentum", 0.5) for group in state["param_groups"]] and None
-    )
-    return objects
+def test_parameters_of_no_module_in_another_order_are_refused() -> None:
+    old, new = stepped("Adam"), fresh("Adam")
+    new["optimizer"] = torch.optim.Adam(reversed(list(new["model"].parameters())), lr=0.1)
+    del old["model"], new["model"]
+    with pytest.raises(CheckpointMismatch, match=r"exp_avg of parameter 0 is \[2, 3\] .* the parameter is \[2\]"):
+        manager(saved(old), new).restore()
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (fresh("Boosted"), fresh("Boosted", boost=2.0)),
-        (without(stepped("SGD"), "nesterov", "maximize", "foreach", "differentiable", "fused"), stepped("SGD")),
-        (without(stepped("AdamW"), "foreach", "capturable", "decoupled_weight_decay", "fused"), fresh("AdamW")),
-        (without(stepped("RMSprop"), "momentum", "centered", "capturable"), fresh("RMSprop")),
-        (without(stepped("Adagrad"), "fused", "maximize"), stepped("Adagrad")),
-        (stepped("AdamW"), fresh("Adam")),
-        (marked(stepped("Adam")), fresh("Adam")),
-        (stepped("Adam"), marked(stepped("Adam"))),
         (stepped("Adam", amsgrad=True), stepped("Adam")),
         (stepped("Adam"), stepped("Adam", amsgrad=True)),
         (stepped("RMSprop", centered=True), stepped("RMSprop", momentum=0.9)),
         (stepped("SGD", momentum=0.9), stepped("SGD")),
         (fresh("Adam"), stepped("Adam")),
-        (fresh("Adam"), fresh("Adamax")),
-        (noted(stepped("SGD", momentum=0.9)), fresh("SGD")),
+        (stepped("Own"), fresh("Own")),
         (stepped("Adafactor"), fresh("Adafactor")),
-        (without(stepped("Adam"), "betas"), fresh("Own")),
-        (without(stepped("SGD"), "momentum"), hooked(fresh("SGD"))),
     ],
 )
-def test_what_an_optimizer_takes_though_it_looks_otherwise_is_restored(
-    old: dict[str, Any], new: dict[str, Any]
-) -> None:
+def test_options_may_be_others_than_when_the_optimizer_was_saved(old: dict[str, Any], new: dict[str, Any]) -> None:
     manager(saved(old), new).restore()
-    new["model"](torch.ones(2, 3)).sum().backward()
-    new["optimizer"].step()
 
 
 def test_an_index_that_cannot_be_read_is_told_and_does_not_stop_one_rank_of_a_job(
@@ -300,55 +234,10 @@ class Expanded(torch.nn.Module):
         self.register_buffer("mask", buffer)
 
 
-@pytest.mark.parametrize(
-    ("old", "live"),
-    [
-        (torch.ones(1).expand(4), torch.ones(1).expand(4)),
-        (torch.full((1,), 3.0).expand(4), torch.ones(1).expand(4)),
-        (torch.full((), float("nan")).expand(4), torch.full((), float("nan")).expand(4)),
-        (torch.full((4,), 3.0), torch.ones(()).expand(4)),
-        (torch.arange(3.0).expand(2, 3), torch.zeros(3).expand(2, 3)),
-        (torch.arange(3.0)[:, None].expand(3, 2), torch.zeros(3, 1).expand(3, 2)),
-        (torch.ones(1).expand(4), torch.zeros(4)),
-        (torch.arange(6.0).as_strided((4, 3), (1, 1)), torch.zeros(6).as_strided((4, 3), (1, 1))),
-    ],
-)
-def test_a_buffer_that_overlaps_itself_is_restored_where_its_memory_can_hold_what_was_saved(
-    old: torch.Tensor, live: torch.Tensor
-) -> None:
-    storage = saved({"model": Expanded(old, weight=5.0)})
-    found = Expanded(live)
-    manager(storage, {"model": found}).restore()
-    assert str(found.state_dict()) == str(Expanded(old, weight=5.0).state_dict())
-    assert found.mask.data_ptr() == live.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("old", "live"),
-    [
-        (torch.arange(4.0), torch.ones(1).expand(4)),
-        (torch.arange(6.0).reshape(2, 3), torch.zeros(3).expand(2, 3)),
-        (torch.arange(12.0).reshape(4, 3), torch.zeros(6).as_strided((4, 3), (1, 1))),
-    ],
-)
-def test_what_the_memory_of_a_buffer_cannot_hold_is_refused_by_its_name_with_nothing_changed(
-    old: torch.Tensor, live: torch.Tensor
-) -> None:
-    storage = saved({"model": Expanded(old, weight=5.0)})
-    found = Expanded(live)
-    before = str(found.state_dict())
-    with pytest.raises(CheckpointMismatch, match=r"model: mask overlaps itself .* contiguous") as caught:
-        manager(storage, {"model": found}).restore()
-    assert str(found.state_dict()) == before and not getattr(caught.value, "__notes__", [])
-
-
-def test_a_state_of_an_optimizer_that_overlaps_itself_gets_memory_of_its_own() -> None:
-    old, new = stepped("SGD", momentum=0.9), stepped("SGD", momentum=0.9)
-    weight = new["model"].weight
-    new["optimizer"].state[weight]["momentum_buffer"] = torch.zeros(1).expand(2, 3)
-    old["optimizer"].state[old["model"].weight]["momentum_buffer"].copy_(torch.arange(6.0).reshape(2, 3))
-    manager(saved(old), new).restore()
-    assert new["optimizer"].state[weight]["momentum_buffer"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+@pytest.mark.parametrize("buffer", [torch.ones(1).expand(4), torch.arange(6.0).as_strided((4, 3), (1, 1))])
+def test_a_buffer_that_overlaps_itself_is_refused_at_the_first_save(buffer: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedValue, match=r"model/mask: several elements .* by clone\(\)"):
+        saved({"model": Expanded(buffer, weight=5.0)})
 
 
 class Views:

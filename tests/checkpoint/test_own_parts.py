@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import lakeckpt.checkpoint.load as load_module
+import lakeckpt.checkpoint.read.load as load_module
 from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint.digests import short_digest
-from lakeckpt.checkpoint.fields import holds
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.load import load, load_own
-from lakeckpt.checkpoint.log import put_entry
-from lakeckpt.checkpoint.manifest import Manifest
-from lakeckpt.checkpoint.parts import PartRecord
+from lakeckpt.checkpoint.format.digests import short_digest
+from lakeckpt.checkpoint.format.fields import holds
+from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.parts import PartRecord
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.persist.log import put_entry
+from lakeckpt.checkpoint.read.load import load, load_own
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import CheckpointDamaged
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.checkpoint.test_ranks import parts_of
 from tests.tracking.processes import run_processes

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.policy import EverySeconds
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import CheckpointIncomplete, StorageError
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.testing.storage import FaultyStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Reader, training
+from tests.faults.faulty_storage import FaultyStorage
 from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
 
@@ -124,7 +124,7 @@ def by_the_clock(rank: int, world_size: int, folder: str) -> None:
     meet(rank, world_size, folder)
     with CheckpointManager(f"{folder}/run", training(), policy=EverySeconds(1e-9), timeout_s=PATIENCE_S) as manager:
         manager.restore()
-        saved = [manager.step() is not None for _ in range(4)]
+        saved = [(manager.step(), manager.wait() is not None)[1] for _ in range(4)]
     Path(folder, f"saved.{rank}").write_text(repr(saved))
     dist.destroy_process_group()
 

@@ -19,12 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lakeckpt
-from lakeckpt.checkpoint.audit import audit
+from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.errors import ConfigError, StateUnavailable
 from tests.checkpoint.reading_ahead import BATCH, FILES, Filler, Run, Wrapped, loader_of
 from tests.checkpoint.rig import HubExchange, MemoryStorage, good, run_ranks
 from tests.checkpoint.scripts import write_table
+from tests.checkpoint.seams import manager_with
 from tests.patience import PATIENCE_S
 
 DEPTH = 3
@@ -170,9 +171,7 @@ def test_a_rank_that_reads_ahead_alone_is_told_of_in_the_ledger(table: lakeckpt.
 
     def body(rank: int, exchange: HubExchange) -> None:
         loader = loader_of(table, rank=rank, world_size=2)
-        manager = CheckpointManager(
-            storage, {"reader": loader}, persist_every=4, exchange=exchange, timeout_s=PATIENCE_S
-        )
+        manager = manager_with(storage, {"reader": loader}, persist_every=4, exchange=exchange, timeout_s=PATIENCE_S)
         manager.restore()
         batches = slow_thread(loader) if rank else iter(loader)
         for _, _ in zip(range(4), batches, strict=False):
@@ -280,10 +279,9 @@ def test_step_takes_a_batch_a_receipt_a_number_or_a_tensor_of_numbers(table: lak
         lambda batch: batch.to("cpu"),
     ]
     for batch, way in zip(batches, ways, strict=False):
-        info = manager.step(way(batch))
-        assert info is not None
+        manager.step(way(batch))
     manager.close()
-    chain = lakeckpt.checkpoint.ledger.read_history(storage).chain  # type: ignore[attr-defined]
+    chain = lakeckpt.checkpoint.persist.history.read_history(storage).chain  # type: ignore[attr-defined]
     assert [one.readers["reader"].state["step"] for one in chain] == list(range(1, len(ways) + 1))
     assert audit(storage).verdict == "proved"
 
@@ -467,7 +465,7 @@ def test_saves_without_a_step_are_warned_of(table: lakeckpt.Table) -> None:
 
 
 def test_single_rows_are_not_taken_for_batches_without_a_step(table: lakeckpt.Table) -> None:
-    loader = lakeckpt.LakeLoader(lakeckpt.LakeDataset(table, batch_size=None, endless=True, block_size=20))
+    loader = lakeckpt.LakeLoader(lakeckpt.LakeDataset(table, batch_size=None, endless=True))
     with CheckpointManager(MemoryStorage(), {"reader": loader}) as manager:
         manager.restore()
         rows = list(islice(loader, 1_500))

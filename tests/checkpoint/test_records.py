@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from lakeckpt.checkpoint.agreement import Agreement, Talk, Unit, agree, sum_of
-from lakeckpt.checkpoint.digests import LEAF_BYTES, leaf_digests
-from lakeckpt.checkpoint.dtypes import TensorSpec
 from lakeckpt.checkpoint.failures import publish_failure
-from lakeckpt.checkpoint.fields import ranges
-from lakeckpt.checkpoint.parts import SHARING, SaveId
-from lakeckpt.checkpoint.records import RecordTalk
-from lakeckpt.checkpoint.sharing import Sharing, sharing_to_bytes
-from lakeckpt.checkpoint.staged import Staged, StagedTensor, StagedTree
-from lakeckpt.checkpoint.wholes import part_key
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.fields import ranges
+from lakeckpt.checkpoint.format.parts import SHARING, SaveId
+from lakeckpt.checkpoint.format.sharing import Sharing, sharing_to_bytes
+from lakeckpt.checkpoint.persist.agreement import Agreement, Talk, Unit, agree, sum_of
+from lakeckpt.checkpoint.persist.records import RecordTalk
+from lakeckpt.checkpoint.state.staged import Staged, StagedTensor, StagedTree
+from lakeckpt.checkpoint.state.wholes import part_key
 from lakeckpt.errors import CheckpointError, DisagreementError, MissingRanksError, SaveFailed
 from tests.checkpoint.rig import EventWaiter, Gone, MemoryStorage, good, run_ranks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -12,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from lakeckpt import CheckpointManager, open_table
-from lakeckpt.checkpoint.explain import explain
-from lakeckpt.checkpoint.remap import remap
+from lakeckpt.checkpoint.ledger.explain import explain
+from lakeckpt.checkpoint.restore.remap import remap
 from lakeckpt.cli.main import main
-from lakeckpt.data.skip_warning import SkipWarning
 from lakeckpt.errors import ConfigError, TableError, TableVersionGone
-from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.table.index import TableIndex
 from tests.checkpoint.test_versions import audited, loader_of, rows_of, train
 
 deltalake = pytest.importorskip("deltalake")
@@ -114,7 +111,7 @@ def test_after_what_was_carried_over_the_place_is_one_in_the_whole_version(
 
 
 def json_of(run: Path) -> dict[str, Any]:
-    from lakeckpt.wire.codec import loads
+    from lakeckpt.wire.envelope import loads
 
     (path,) = (run / "remap").rglob("*.lkc")
     found: dict[str, Any] = loads(path.read_bytes(), kind="remap", supported=(1, 0)).value
@@ -127,7 +124,7 @@ def test_too_little_carried_over_for_a_step_is_told_as_dropped(
     batch_size: int, steps: int, moves: str, delta: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    options = {"num_lanes": 2, "batch_size": batch_size, "tail": "drop", "on_new_version": moves}
+    options = {"num_lanes": 2, "batch_size": batch_size, "drop_last": True, "on_new_version": moves}
     first = train(run, loader_of(delta, **options), steps=steps)
     compact(delta)
     left = len(ROWS) - steps * batch_size
@@ -139,29 +136,6 @@ def test_too_little_carried_over_for_a_step_is_told_as_dropped(
     counted = [(one.epoch, one.status, one.once, one.lost, one.dropped) for one in report.readers[0].epochs]
     assert counted[:2] == [(0, "carried over", steps * batch_size, 0, 0), (0, "complete", 0, 0, left)]
     assert counted[2][:4] == (1, "in progress", batch_size, 0)
-
-
-def test_rows_that_were_skipped_before_it_was_carried_over_are_told_as_skipped(delta: Path, tmp_path: Path) -> None:
-    run, options = tmp_path / "run", {"on_bad_row_group": "skip", "shuffle": False}
-    compact(delta)  # while its files are whole
-    old = open_table(delta, version=3)
-    path = delta / old.index.paths[0]
-    told = pq.ParquetFile(path).metadata.row_group(0).column(1)  # not the key
-    data, time_ns = bytearray(path.read_bytes()), path.stat().st_mtime_ns
-    start = told.dictionary_page_offset or told.data_page_offset
-    data[start : start + told.total_compressed_size] = bytes(told.total_compressed_size)
-    path.write_bytes(data)
-    os.utime(path, ns=(time_ns, time_ns))
-    with pytest.warns(SkipWarning, match="is skipped"):
-        read = train(run, loader_of(old, **options), steps=10)
-    carry(delta, run)
-    read += train(run, loader_of(delta, **options))
-    skipped = int(old.index.group_rows[0])
-    assert len(rows_of(read)) == len(ROWS) - skipped
-    report = audited(run)
-    assert report.verdict == "proved", report
-    counted = [(one.status, one.once, one.skipped, one.lost) for one in report.readers[0].epochs]
-    assert counted == [("carried over", 50 - skipped, skipped, 0), ("complete", 8, 0, 0)]
 
 
 def test_what_was_carried_over_can_be_carried_over_again(delta: Path, tmp_path: Path) -> None:

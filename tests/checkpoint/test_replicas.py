@@ -14,15 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lakeckpt import CheckpointManager, read_state
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.load import load_own
-from lakeckpt.checkpoint.parts import PartRecord
-from lakeckpt.checkpoint.verify import verify
-from lakeckpt.checkpoint.wholes import is_part_key
+from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint.format.parts import PartRecord
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.read.load import load_own
+from lakeckpt.checkpoint.state.wholes import is_part_key
+from lakeckpt.convert import read_state
 from lakeckpt.errors import CheckpointMismatch
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
+from tests.checkpoint.seams import manager_with
 from tests.checkpoint.test_sharded import built, captured, fsdp, second, states, trained, with_optimizer
 from tests.tracking.processes import run_processes
 
@@ -142,7 +144,7 @@ def outside(rank: int, world_size: int, folder: str) -> None:
     assert same(found, held(1.0, number=True))
     options = {"persist_every": 10**9, "capture_every": 1, "arenas": f"{folder}/mem"}
     objects = with_optimizer(built(1)) | {"held": held(2.0, number=False)}
-    first = CheckpointManager(f"{folder}/captured", objects, **options)
+    first = manager_with(f"{folder}/captured", objects, **options)
     first.restore()
     for _ in range(3):
         trained(objects, 1)
@@ -150,7 +152,7 @@ def outside(rank: int, world_size: int, folder: str) -> None:
         made = first._background._engine.wait()
     assert made == 3, made
     found = held(5.0, number=False)
-    second = CheckpointManager(f"{folder}/captured", with_optimizer(built(2)) | {"held": found}, **options)
+    second = manager_with(f"{folder}/captured", with_optimizer(built(2)) | {"held": found}, **options)
     assert second.restore() == 3 and second.restore_report.captured == 3
     assert same(found, held(2.0, number=False))
     second.close()

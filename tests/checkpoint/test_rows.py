@@ -9,13 +9,13 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.rows import Order, name_rows
+from lakeckpt.checkpoint.consumed.rows import Order, name_rows
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import LayoutKey
-from lakeckpt.lake.deletes import Deletes
-from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.selection import RowSelection
+from lakeckpt.lake.table.deletes import Deletes
+from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.reading.filters.selection import RowSelection
 
 
 def index_of(files: list[list[int]]) -> TableIndex:
@@ -94,7 +94,11 @@ def test_rows_are_named_as_the_file_stores_them_where_that_can_be_known(
     }
     index = replace(stored, deletes=Deletes.of(gone))
     kept = [data.draw(st.sampled_from([rows, rows // 2, 0])) for rows in index.group_rows.tolist()]
-    selection = RowSelection(table=index.digest, filter="0" * 32, text="", group_rows=np.array(kept, np.int64))
+    counts = np.array(kept, np.int64)
+    digests = np.minimum(counts, 1).astype(np.uint64)
+    selection = RowSelection(
+        table=index.digest, text="", expression="0" * 32, pyarrow="0", group_rows=counts, group_digests=digests
+    )
     order = Order(index, selection)
     assert order.num_rows == sum(kept)
     expected = []

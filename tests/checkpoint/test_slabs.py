@@ -12,32 +12,33 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load as load_safetensors
 
-import lakeckpt.checkpoint.in_place as in_place
-import lakeckpt.checkpoint.loaded as loaded_module
-from lakeckpt import convert_checkpoint, read_state
-from lakeckpt.checkpoint import persist, slabs
+import lakeckpt.checkpoint.read.loaded as loaded_module
+import lakeckpt.checkpoint.restore.in_place as in_place
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.attempt import Attempt
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
-from lakeckpt.checkpoint.digests import LEAF_BYTES, content_digest, leaf_digests
-from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.fetch import fetch_file
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format import slabs
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES, content_digest, leaf_digests
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.parts import PartRecord, SaveId
+from lakeckpt.checkpoint.format.slabs import digests_of_slabs, slab_specs
 from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.load import load
-from lakeckpt.checkpoint.parts import PartRecord, SaveId
-from lakeckpt.checkpoint.persist import OwnedTensor
-from lakeckpt.checkpoint.publish import Settings
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist import persist
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.persist.persist import OwnedTensor
+from lakeckpt.checkpoint.persist.publish import Settings
+from lakeckpt.checkpoint.persist.unchanged import Earlier
+from lakeckpt.checkpoint.read.load import load
+from lakeckpt.checkpoint.read.ranged import open_files, read_slabs
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.slabs import digests_of_slabs, slab_specs
-from lakeckpt.checkpoint.staged import StagedTensor
-from lakeckpt.checkpoint.unchanged import Earlier
-from lakeckpt.checkpoint.verify import verify
+from lakeckpt.checkpoint.state.staged import StagedTensor
+from lakeckpt.convert import convert_checkpoint, read_state
 from lakeckpt.errors import CheckpointDamaged
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.rig import RUN, begin
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.patience import PATIENCE_S
@@ -175,8 +176,8 @@ def test_whatever_is_touched_a_part_holds_what_a_full_write_holds(
             for path in files(storage).keys() - {file.path for file in part.files}:
                 storage.delete(path)  # what the newest part does not name, nobody needs
             found = {name: memoryview(bytearray(size)) for name, size in sizes.items()}
-            for index in range(len(part.files)):
-                fetch_file(storage, part, index, into=found)
+            slabs = open_files(storage, [(part, index) for index in range(len(part.files))])
+            read_slabs(storage, slabs, found)
             assert found == contents
             earlier = Earlier.of(part)
 
@@ -297,7 +298,7 @@ def test_other_forms_get_whole_tensors(tmp_path: Path) -> None:
         touch(module, 7, 5.0)
         saver.step()
     assert len(part_of(LocalStorage(tmp_path / "run")).files) == 2
-    for form, name in (("safetensors", "out"), ("dcp", "dcp"), ("lakeckpt", "ours")):
+    for form, name in (("safetensors", "out"), ("dcp", "dcp"), ("torch", "out.pt")):
         convert_checkpoint(tmp_path / "run", tmp_path / name, to=form, item="model")
         found = read_state(tmp_path / name)
         assert torch.equal(found.get("weight", found.get("model.weight")), module.weight), form

@@ -12,17 +12,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lakeckpt import CheckpointManager, read_state
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.load import load
-from lakeckpt.checkpoint.verify import verify
+from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.convert import read_state
 from lakeckpt.errors import CheckpointMismatch, SaveFailed
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
-from tests.golden.stages.make import FOLDER, stages
+from tests.checkpoint.staged_runs import save_both, stages
 from tests.tracking.processes import run_processes
 
-VERSIONS = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name[0].isdigit())
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs ``alike`` and ``unlike``."""
+    folder = tmp_path_factory.mktemp("stages")
+    save_both(folder)
+    return folder
 
 
 def begin(rank: int, world_size: int, folder: str) -> None:
@@ -60,12 +66,11 @@ def wholes(state: Any) -> Any:
     return state
 
 
-def restored(rank: int, folder: str, alike: bool, version: str) -> None:
+def restored(rank: int, folder: str, alike: bool) -> None:
     begin(rank, 4, folder)
     expected = stages(rank, 4, alike=alike, value=1.0)
     every = {name: wholes(dict(one.state_dict())) for name, one in expected.items()}
-    if version != "3.0":
-        assert_alike({name: dict(one) for name, one in read_state(f"{folder}/run", rank=rank).items()}, every)
+    assert_alike({name: dict(one) for name, one in read_state(f"{folder}/run", rank=rank).items()}, every)
     dist.barrier()
     objects = stages(rank, 4, alike=alike, value=7.0)
     with CheckpointManager(f"{folder}/run", objects, persist_every=1) as saver:
@@ -81,25 +86,13 @@ def restored(rank: int, folder: str, alike: bool, version: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "unlike"])
-def test_sharded_stages_each_get_their_own_back(alike: bool, version: str, tmp_path: Path) -> None:
+def test_sharded_stages_each_get_their_own_back(alike: bool, saved: Path, tmp_path: Path) -> None:
     """States of optimizers have the same names in all stages, also where nothing else has."""
-    shutil.copytree(FOLDER / version / ("alike" if alike else "unlike"), tmp_path / "run")
-    storage = LocalStorage(tmp_path / "run")
-    report = verify(storage)
-    assert report.every_damage == () and "different" in report.checkpoints[0].bound
-    run_processes(4, restored, str(tmp_path), alike, version)
-    if version == "3.0":  # it is not known which parts belong together, and each rank has its own alone
-        with pytest.raises(CheckpointMismatch, match="which belong together was not saved"):
-            read_state(tmp_path / "run", slot=1, rank=2)
-        loaded = load(storage, read_history(storage).chain[0], rank=2, world_size=4)
-        assert len(loaded.wholes["optimizer/state/1/exp_avg"].parts) == 1
-        assert len(loaded.wholes["optimizer/state/0/exp_avg"].parts) == 1 + (not alike)  # told apart by their shapes
-
-
-def test_there_are_golden_stages_that_say_and_that_do_not_say_who_shared_what() -> None:
-    assert VERSIONS[0] == "3.0" and len(VERSIONS) > 1
+    shutil.copytree(saved / ("alike" if alike else "unlike"), tmp_path / "run")
+    report = verify(LocalStorage(tmp_path / "run"))
+    assert report.every_damage == () and ("different" in report.checkpoints[0].bound) == alike
+    run_processes(4, restored, str(tmp_path), alike)
 
 
 def refused(rank: int, world_size: int, sizes: tuple[int, int], match: str, folder: str) -> None:
@@ -121,13 +114,10 @@ def refused(rank: int, world_size: int, sizes: tuple[int, int], match: str, fold
     ],
     ids=["fewer", "more-stages", "one-stage"],
 )
-@pytest.mark.parametrize("version", [VERSIONS[-1], pytest.param("3.0", marks=pytest.mark.soak)])
 def test_stages_divided_otherwise_are_refused_with_nothing_changed(
-    version: str, world_size: int, sizes: tuple[int, int], match: str, tmp_path: Path
+    world_size: int, sizes: tuple[int, int], match: str, saved: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(FOLDER / version / "alike", tmp_path / "run")
-    if version == "3.0":  # what is shared by whom is not known, and different parts are in one place
-        match = "not to be had|other ranks" if world_size == 4 else "on rank 0 and on rank 2"
+    shutil.copytree(saved / "alike", tmp_path / "run")
     run_processes(world_size, refused, world_size, sizes, match, str(tmp_path))
 
 

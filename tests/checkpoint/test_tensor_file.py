@@ -13,25 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from lakeckpt.checkpoint import fetch, persist
-from lakeckpt.checkpoint.digests import (
+from lakeckpt.checkpoint.format.digests import (
     LEAF_BYTES,
     PIECE_BYTES,
-    ContentDigest,
+    LeafDigests,
     content_digest,
-    digest_of_pieces,
+    digest_of_leaves,
     leaf_digests,
     leaves_of_all,
 )
-from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.fetch import fetch_file
-from lakeckpt.checkpoint.parts import PartRecord, SaveId
-from lakeckpt.checkpoint.persist import OwnedTensor
-from lakeckpt.checkpoint.staged import StagedTensor
-from lakeckpt.checkpoint.tensor_file import layout, parse_head
-from lakeckpt.checkpoint.tensors import empty_for, host_bytes, on_host, spec_of
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.parts import PartRecord, SaveId
+from lakeckpt.checkpoint.format.tensor_file import layout, parse_head
+from lakeckpt.checkpoint.persist import persist
+from lakeckpt.checkpoint.persist.persist import OwnedTensor
+from lakeckpt.checkpoint.read.ranged import open_files, read_slabs
+from lakeckpt.checkpoint.state.staged import StagedTensor
+from lakeckpt.checkpoint.state.tensors import empty_for, host_bytes, on_host, spec_of
 from lakeckpt.errors import CheckpointDamaged, StorageError, UnsupportedValue
-from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
+from lakeckpt.lake.storage.direct import PAGE_BYTES, STRAIGHT_BYTES
 from tests.checkpoint.rig import MemoryStorage
 
 SAVE = SaveId(attempt=1, step=2, number=3)
@@ -62,8 +62,8 @@ def write(storage: MemoryStorage, tensors: dict[str, torch.Tensor]) -> PartRecor
 
 def read(storage: MemoryStorage, part: PartRecord) -> dict[str, torch.Tensor]:
     made = {one.spec.key: empty_for(one.spec) for one in part.tensors}
-    for index in range(len(part.files)):
-        fetch_file(storage, part, index, into={key: view for key, (_, view) in made.items()})
+    slabs = open_files(storage, [(part, index) for index in range(len(part.files))])
+    read_slabs(storage, slabs, {key: view for key, (_, view) in made.items()})
     return {key: tensor for key, (tensor, _) in made.items()}
 
 
@@ -89,7 +89,7 @@ def test_every_dtype_and_shape_comes_back_to_the_bit(dtype: str, shape: tuple[in
 
 def test_views_are_saved_by_their_values() -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    views = {"t": base.t(), "slice": base[:, 1:3], "conj": (base * 1j).conj(), "expanded": torch.ones(1).expand(4)}
+    views = {"t": base.t(), "slice": base[:, 1:3], "conj": (base * 1j).conj()}
     storage = MemoryStorage()
     found = read(storage, write(storage, views))
     assert all(torch.equal(found[key], view.resolve_conj()) for key, view in views.items())
@@ -112,7 +112,6 @@ def test_what_cannot_be_stored_is_refused_by_name(make: Callable[[], torch.Tenso
 
 def test_many_and_large_tensors_are_packed_into_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persist, "FILE_BYTES", 100)
-    monkeypatch.setattr(fetch, "SPAN_BYTES", 13)
     storage = MemoryStorage()
     tensors = {f"t{n}": torch.arange(float(n)) for n in (0, 5, 60, 3, 4, 24)}
     part = write(storage, tensors)
@@ -121,9 +120,7 @@ def test_many_and_large_tensors_are_packed_into_files(monkeypatch: pytest.Monkey
     assert all(same_bits(found[key], tensor) for key, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("span_bytes", [7, 2**20])
-def test_every_flipped_bit_truncation_and_addition_is_noticed(span_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "SPAN_BYTES", span_bytes)
+def test_every_flipped_bit_truncation_and_addition_is_noticed() -> None:
     storage = MemoryStorage()
     part = write(storage, {"a": torch.arange(5.0), "b": torch.arange(4, dtype=torch.int8), "none": torch.empty(0)})
     path = part.files[0].path
@@ -134,10 +131,10 @@ def test_every_flipped_bit_truncation_and_addition_is_noticed(span_bytes: int, m
             with pytest.raises(CheckpointDamaged, match="safetensors"):
                 read(storage, part)
         storage.objects[path] = whole[:at]
-        with pytest.raises(CheckpointDamaged, match="less"):
+        with pytest.raises(CheckpointDamaged, match="safetensors"):
             read(storage, part)
     storage.objects[path] = whole + b"\0"
-    with pytest.raises(CheckpointDamaged, match="more than"):
+    with pytest.raises(CheckpointDamaged, match="does not have the"):
         read(storage, part)
     del storage.objects[path]
     with pytest.raises(CheckpointDamaged, match="missing"):
@@ -225,18 +222,18 @@ def test_a_deceiving_head_is_refused(head: bytes) -> None:
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=5))
 def test_a_digest_does_not_depend_on_how_the_bytes_come(data: bytes, cuts: list[int]) -> None:
-    stream = ContentDigest()
+    stream = LeafDigests(LEAF_BYTES)
     at = 0
     for cut in [*sorted(cuts), len(data)]:
         stream.update(data[at:cut])
         at = max(at, cut)
-    assert stream.digest() == content_digest(data)
+    assert stream.digests() == leaf_digests(data, LEAF_BYTES)
 
 
 def test_digests_on_threads_are_those_of_each_alone() -> None:
     contents = [memoryview(bytes([n]) * (PIECE_BYTES // 2 * n)) for n in range(4)]
     found = leaves_of_all(contents, threads=3)
-    assert [digest_of_pieces([leaves]) for leaves in found] == [content_digest(content) for content in contents]
+    assert [digest_of_leaves([leaves]) for leaves in found] == [content_digest(content) for content in contents]
     assert found == leaves_of_all(contents, threads=1) and len(set(found)) == 4
 
 

@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from lakeckpt import LakeDataset, LakeLoader, open_table
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.log import list_slots, read_log
 from lakeckpt.checkpoint.manager import CheckpointManager
-from lakeckpt.checkpoint.rollback import roll_back
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.persist.log import list_slots, read_log
+from lakeckpt.checkpoint.restore.rollback import roll_back
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StateMismatch
-from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
 from tests.checkpoint.rig import (
     Counter,
     EventWaiter,
@@ -34,6 +33,7 @@ from tests.checkpoint.rig import (
     training,
 )
 from tests.checkpoint.scripts import write_table
+from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 
 ROWS = 100_000
 
@@ -253,7 +253,7 @@ def test_a_second_job_with_another_filter_is_refused_and_harms_nothing(tmp_path:
     live.step()
     live.save()
     before = dict(storage.objects)
-    with pytest.raises(StateMismatch, match="the filter changed"):
+    with pytest.raises(StateMismatch, match="keeps other rows than were counted for the state"):
         manager(storage, objects(20)).restore()
     assert storage.objects == before
     next(batches)

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from lakeckpt.checkpoint import persist
-from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.parts import FileRecord, PartRecord, SaveId, TensorRecord
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.parts import FileRecord, PartRecord, SaveId, TensorRecord
+from lakeckpt.checkpoint.format.slabs import SLAB_BYTES
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist import persist
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.persist.unchanged import Earlier
 from lakeckpt.checkpoint.report import DamageWarning, RetentionWarning
-from lakeckpt.checkpoint.slabs import SLAB_BYTES
-from lakeckpt.checkpoint.unchanged import Earlier
-from lakeckpt.checkpoint.verify import verify
 from lakeckpt.errors import CheckpointIncomplete, SaveFailed
-from lakeckpt.testing.storage import Fault, FaultyStorage
 from tests.checkpoint.rig import Counter, EventWaiter, MemoryStorage, good, manager, run_ranks
+from tests.faults.faulty_storage import Fault, FaultyStorage
 
 BIG = 4096
 
@@ -234,7 +234,6 @@ def test_a_file_is_referred_to_while_half_of_it_is_needed() -> None:
 
 
 def test_only_the_tensors_that_are_needed_of_an_earlier_file_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lakeckpt.checkpoint.fetch.SPAN_BYTES", 1024)
     monkeypatch.setattr(persist, "FILE_BYTES", 10**9)
     storage = MemoryStorage()
     counter = Counter()

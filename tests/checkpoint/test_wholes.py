@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.digests import short_digest
-from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.fields import ranges
-from lakeckpt.checkpoint.parts import SHARING, FileRecord, PartRecord, SaveId, TensorRecord, TreeRecord
-from lakeckpt.checkpoint.sharing import Sharing, sharing_from_bytes, sharing_to_bytes
-from lakeckpt.checkpoint.wholes import Wholes, part_key
+from lakeckpt.checkpoint.format.digests import short_digest
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.fields import ranges
+from lakeckpt.checkpoint.format.parts import SHARING, FileRecord, PartRecord, SaveId, TensorRecord, TreeRecord
+from lakeckpt.checkpoint.format.sharing import Sharing, sharing_from_bytes, sharing_to_bytes
+from lakeckpt.checkpoint.state.wholes import Wholes, part_key
 from lakeckpt.errors import CheckpointDamaged, WireDamaged
-from lakeckpt.wire.codec import dumps, loads
+from lakeckpt.wire.envelope import dumps
 
 SAVE = SaveId(attempt=0, step=1, number=0)
 FILE = FileRecord(path="objects/x.safetensors", size_bytes=99, head_digest=bytes(16), digest=bytes(16))
@@ -170,17 +170,6 @@ def test_the_same_part_may_be_written_by_several_ranks() -> None:
     whole = Wholes([parts[0], apart[0], replace(parts[2], tensors=parts[0].tensors), apart[1]])
     assert whole.check() == "" and whole.several() == {}
     assert [offsets for offsets, _ in whole.of(3)["a"].pieces] == [(0,), (2,)]
-
-
-def test_a_part_says_who_shares_what_beside_the_trees_of_objects() -> None:
-    """Older readers take every tree for the state of an object, and read newer minor versions."""
-    part = shared(("a", (0, 4), 1), by=(0,))[0]
-    document = loads(part.to_bytes(), kind="part", supported=(3, 1))
-    assert document.version == (3, 2) and document.value["trees"] == []
-    assert [len(row) for row in document.value["sharing"]] == [3]
-    plain = replace(part, trees=())
-    document = loads(plain.to_bytes(), kind="part", supported=(3, 1))
-    assert "sharing" not in document.value
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
-from lakeckpt.checkpoint.audit import audit
-from lakeckpt.checkpoint.ledger import index_path, read_history
+from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.persist.history import index_path, read_history
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.testing import LakeSpec
-from lakeckpt.tracking.readers import TrackedReader
+from lakeckpt.tracking.readers import TrackedReader, reader_of
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
+from tests.data.reading import dataset_of
 
 ROWS = 103
 
@@ -36,11 +37,11 @@ def lake(tmp_path: Path) -> Path:
 
 def loader_of(lake: Path, *, workers: int = 0, **options: object) -> LakeLoader:
     settings = {"batch_size": 5, "shuffle": True, "seed": 4, **options}
-    return LakeLoader(LakeDataset(open_table(lake), **settings), num_workers=workers)  # type: ignore[arg-type]
+    return LakeLoader(dataset_of(open_table(lake), **settings), num_workers=workers)  # type: ignore[arg-type]
 
 
 def test_a_loader_is_a_tracked_reader(lake: Path) -> None:
-    assert isinstance(loader_of(lake), TrackedReader)
+    assert isinstance(reader_of(loader_of(lake)), TrackedReader)
 
 
 @pytest.mark.parametrize("crash_after", [1, 2, 3, 4, 7])

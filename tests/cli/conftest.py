@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lakeckpt.cli.main import main
-from lakeckpt.lake.storage import open_storage
+from lakeckpt.lake.storage.open import open_storage
 from tests.checkpoint.scripts import Script, write_table
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from lakeckpt.checkpoint.agent.generations import digest_of_run
 from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
-from lakeckpt.checkpoint.agent.place import AgentPlace
+from lakeckpt.checkpoint.agent.logs import log_path, open_log
 from lakeckpt.checkpoint.arena import folder as folder_module
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.persist.history import read_history
 from tests.checkpoint.agent.rig import DIGEST, fill, make_arena
 from tests.checkpoint.scripts import Script
 
@@ -31,13 +31,11 @@ def arenas(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def left(arenas: Path) -> str:
-    """The name of an arena with the steps 3 and 4, whose trainer has ended, beside the files of its agent."""
+    """The name of an arena with the steps 3 and 4, whose trainer has ended, beside the log of its agent."""
     with make_arena(arenas) as arena:
         fill(arena, 3)
         fill(arena, 4)
-    place = AgentPlace(str(arenas), DIGEST.hex())
-    for path in (place.log, place.lock, place.socket):
-        Path(path).write_text("17")
+    Path(log_path(str(arenas), DIGEST.hex(), 0)).write_text(f"2026-11-24 12:00:00Z [{os.getpid()}] begins: rank 0\n")
     return arena.name
 
 
@@ -50,15 +48,11 @@ def filled(arenas: Path) -> Iterator[Arena]:
 
 
 @pytest.fixture
-def agent(arenas: Path) -> Iterator[int]:
-    """An agent that serves the run: the process that holds its lock."""
-    arenas.mkdir(mode=0o700, exist_ok=True)
-    lock = AgentPlace(str(arenas), DIGEST.hex()).take()
-    assert lock is not None
-    os.truncate(lock, 0)
-    os.write(lock, b"4711")
-    yield 4711
-    os.close(lock)
+def agent(arenas: Path, left: str) -> Iterator[int]:
+    """An agent of rank 0 of the run: the process that holds its log."""
+    log = open_log(log_path(str(arenas), DIGEST.hex(), 0))
+    yield os.getpid()
+    os.close(log)
 
 
 def test_a_node_on_which_nothing_is_kept_is_clean(arenas: Path, ask: Ask, show: Show) -> None:
@@ -76,7 +70,7 @@ def test_what_is_left_of_a_run_is_found_and_reclaimed_only_when_asked(
     status, plain = ask("doctor", "--arenas", arenas)
     (run,) = plain["runs"]
     (arena,) = run["arenas"]
-    assert (status, run["agent"], run["agent_files"]) == (1, None, 3)
+    assert (status, arena["agents"], run["logs"]) == (1, [], [0])
     assert (arena["name"], arena["steps"], arena["use"]) == (left, [4, 3], "left")
     assert plain["left_bytes"] == arena["size_bytes"] == (arenas / left).stat().st_size
     status, told = show("doctor", "--arenas", arenas)
@@ -91,13 +85,14 @@ def test_an_arena_that_a_trainer_fills_stays(arenas: Path, left: str, filled: Ar
     assert "filled" in show("doctor", "--arenas", arenas)[1]
     status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
     assert (status, plain["reclaimed"]) == (0, [left])
-    assert (arenas / filled.name).exists() and Path(AgentPlace(str(arenas), DIGEST.hex()).log).exists()
+    assert (arenas / filled.name).exists() and not Path(log_path(str(arenas), DIGEST.hex(), 0)).exists()
 
 
 def test_arenas_that_an_agent_keeps_stay(arenas: Path, left: str, agent: int, ask: Ask, show: Show) -> None:
     status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
     (run,) = plain["runs"]
-    assert (status, run["agent"], run["arenas"][0]["use"], plain["reclaimed"]) == (0, agent, "kept by its agent", [])
+    (arena,) = run["arenas"]
+    assert (status, arena["agents"], arena["use"], plain["reclaimed"]) == (0, [agent], "kept by its agent", [])
     assert (arenas / left).exists()
     status, told = show("doctor", "--arenas", arenas)
     assert status == 0 and str(agent) in told and "kept by its agent" in told
@@ -106,33 +101,32 @@ def test_arenas_that_an_agent_keeps_stay(arenas: Path, left: str, agent: int, as
 def test_what_came_into_use_after_it_was_looked_at_stays(arenas: Path, left: str) -> None:
     folder = ArenaFolder(arenas)
     (looked_at,) = kept_in(folder)
-    lock = AgentPlace(str(arenas), DIGEST.hex()).take()
-    assert lock is not None and reclaim(folder, looked_at) == []
-    os.close(lock)
+    path = log_path(str(arenas), DIGEST.hex(), 0)
+    log = open_log(path)
+    assert reclaim(folder, looked_at) == [] and Path(path).exists()
+    os.close(log)
     with folder.open(left, writes=True):
         assert reclaim(folder, looked_at) == []
-        assert Path(AgentPlace(str(arenas), DIGEST.hex()).lock).exists()
     assert [info.name for info in reclaim(folder, looked_at)] == [left]
 
 
-def test_whoever_opened_a_lock_that_is_removed_before_it_is_locked_takes_the_new_one(
+def test_a_log_that_is_removed_before_it_is_locked_is_opened_anew(
     arenas: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arenas.mkdir(mode=0o700)
-    place = AgentPlace(str(arenas), DIGEST.hex())
+    path = log_path(str(arenas), DIGEST.hex(), 0)
     lock, removed = fcntl.flock, []
 
     def removed_meanwhile(descriptor: int, how: int) -> None:
         if not removed:
-            place.remove()
+            os.unlink(path)
             removed.append(descriptor)
         lock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
-    first = place.take()
-    assert removed and first is not None
-    assert place.take() is None, "two agents of one run"
-    os.close(first)
+    log = open_log(path)
+    assert removed and os.path.samestat(os.fstat(log), os.stat(path))
+    os.close(log)
 
 
 def test_a_damaged_arena_is_named_and_reclaimed(arenas: Path, left: str, ask: Ask, show: Show) -> None:
@@ -169,12 +163,12 @@ def test_a_run_that_is_named_is_told_with_what_of_it_is_in_storage(
 ) -> None:
     history = read_history(good_run.storage)
     assert history.run is not None and history.tip is not None
-    place = AgentPlace(str(arenas), digest_of_run(history.run, good_run.storage).hex())
-    Path(place.log).write_text("the agent ends")
+    log = Path(log_path(str(arenas), digest_of_run(history.run, good_run.storage).hex(), 0))
+    log.write_text("the agent ends")
     status, plain = ask("doctor", "--arenas", arenas, lake.parent / "good", "--reclaim")
     (run,) = plain["runs"]
-    assert (status, run["in_storage"], run["agent_files"]) == (0, history.tip.step, 1)
-    assert not Path(place.log).exists() and (arenas / left).exists(), "only what was named"
+    assert (status, run["in_storage"], run["logs"]) == (0, history.tip.step, [0])
+    assert not log.exists() and (arenas / left).exists(), "only what was named"
     (tmp_path / "empty").mkdir()
     status, plain = ask("doctor", "--arenas", arenas, tmp_path / "empty")
     assert status == 2 and "there is no run at" in plain["error"]["message"]

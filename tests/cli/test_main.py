@@ -17,14 +17,12 @@ from lakeckpt.errors import CheckpointNotFound
 from tests.checkpoint.scripts import Script
 from tests.patience import PATIENCE_S
 
-COMMANDS = ("plan", "digest", "inspect", "verify", "explain", "report", "doctor", "audit")
+COMMANDS = ("plan", "inspect", "verify", "explain", "report", "doctor", "audit")
 
 
 def arguments(command: str, lake: Path) -> list[str]:
     if command == "plan":
         return [command, str(lake)]
-    if command == "digest":
-        return [command, str(lake), "--into", str(lake.parent / "digested")]
     if command == "doctor":
         return [command, "--arenas", str(lake.parent)]
     run = [command, str(lake.parent / "good")]
@@ -129,7 +127,7 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("lakeckpt.checkpoint.audit.audit", broken)
+    monkeypatch.setattr("lakeckpt.checkpoint.ledger.audit.audit", broken)
     with pytest.raises(ZeroDivisionError):
         main(["audit", str(tmp_path)])
 
@@ -140,7 +138,7 @@ def test_an_interrupt_ends_quietly(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lakeckpt.checkpoint.audit.audit", interrupted)
+    monkeypatch.setattr("lakeckpt.checkpoint.ledger.audit.audit", interrupted)
     assert show("audit", tmp_path) == (130, "interrupted\n")
 
 

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import lakeckpt
-from lakeckpt.cli import plan_columns
-from lakeckpt.cli.plan_columns import ColumnBytes, column_bytes
-from lakeckpt.cli.plan_facts import Topology, plan_facts
+from lakeckpt.cli.plan import columns as plan_columns
+from lakeckpt.cli.plan.columns import ColumnBytes, column_bytes
+from lakeckpt.cli.plan.facts import Topology, plan_facts
 from tests.checkpoint.scripts import write_table
 
 Ask = Callable[..., tuple[int, Any]]
@@ -36,8 +36,8 @@ def test_steps_lanes_and_dropped_rows_are_those_of_a_loader(
                 batch_size=batch_size,
                 rank=rank,
                 world_size=world_size,
-                num_lanes=plain["lanes"],
-                tail="drop" if tail == "drop" else "short",
+                options=lakeckpt.ReadOptions(num_lanes=plain["lanes"]),
+                drop_last=tail == "drop",
             )
         )
         for rank in range(world_size)
@@ -143,7 +143,7 @@ def test_what_is_unwise_is_said(tmp_path: Path, lake: Path, ask: Ask, show: Show
         "tiny files",
         "small row groups",
         "more lanes",
-        'tail="drop" leaves out 100.0 % of each epoch',
+        "drop_last=True leaves out 100.0 % of each epoch",
         "no page checksums",
     ]
     status, told = show("plan", tmp_path, "--batch-size", 64)

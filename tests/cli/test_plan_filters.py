@@ -14,10 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import lakeckpt
-from lakeckpt.cli.plan_columns import column_bytes
-from lakeckpt.cli.plan_filters import filter_of_json
+from lakeckpt.cli.plan.columns import column_bytes
+from lakeckpt.cli.plan.filters import filter_of_json
 from lakeckpt.errors import ConfigError, SchemaError
-from lakeckpt.lake.filters import row_filter
+from lakeckpt.reading.filters.row_filter import row_filter
+from tests.data.reading import dataset_of
 
 Ask = Callable[..., tuple[int, Any]]
 Show = Callable[..., tuple[int, str]]
@@ -31,7 +32,7 @@ def test_steps_and_rows_are_those_of_a_filtered_loader(lake: Path, ask: Ask, tai
     status, plain = ask("plan", lake, "--filters", FILTER, "--world-size", 2, "--batch-size", 7, "--tail", tail)
     kept = [[(name, how, value) for name, how, value in group] for group in json.loads(FILTER)]
     options: dict[str, Any] = {"batch_size": 7, "filters": kept, "world_size": 2, "tail": tail}
-    loaders = [lakeckpt.LakeLoader(lakeckpt.LakeDataset(str(lake), rank=rank, **options)) for rank in range(2)]
+    loaders = [lakeckpt.LakeLoader(dataset_of(str(lake), rank=rank, **options)) for rank in range(2)]
     batches = [list(one) for one in loaders]
     assert status == 0 and plain["rows"] == 135
     assert {len(one) for one in batches} == {plain["steps"]}
@@ -53,7 +54,8 @@ def test_bytes_are_of_the_columns_and_of_the_filters_where_it_must_choose(lake: 
 def test_people_are_told_what_the_filter_spares(lake: Path, show: Show) -> None:
     status, text = show("plan", lake, "--filters", '[["id", "in", [3, 150]]]')
     said = " ".join(text.split())
-    assert status == 0 and "id in [150, 3]: rules out 4 row groups and keeps 0 whole, unread; 2 looked at" in said
+    assert status == 0 and "is_in(id, {value_set=int64:[ 3, 150 ]" in said
+    assert "rules out 4 row groups and keeps 0 whole, unread; 2 looked at" in said
     _, text = show("plan", lake, "--filters", '[["id", "<", 0]]')
     assert "the filter keeps no row" in text
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import lakeckpt
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.lake.storage import open_storage
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.lake.storage.open import open_storage
 from tests.checkpoint.rig import Counter
 from tests.checkpoint.scripts import Script, write_table
 from tests.cli.conftest import script_at
@@ -28,7 +28,7 @@ def test_audit_proves_a_run_that_kept_the_promise(good_run: Script, lake: Path, 
     assert (status, plain["verdict"], plain["lost"], plain["repeated"]) == (0, "proved", 0, 0)
     status, told = show("audit", lake.parent / "good")
     assert status == 0
-    assert "PROVED" in told and "rolled back: attempt" in told and "It rests on" in told
+    assert "PROVED" in told and "rolled back: attempt" in told and "The verdict trusts" in told
 
 
 def test_audit_names_the_rows_that_were_repeated(bad_run: Script, lake: Path, ask: Ask, show: Show) -> None:
@@ -241,7 +241,7 @@ def test_verify_wants_the_checkpoints_to_be_there_that_the_rule_keeps(run_copy: 
     for folder in ("parts", "objects"):
         shutil.rmtree(run_copy / folder / tip.save.folder)
     status, told = show("verify", run_copy)
-    assert status == 1 and f"the newest checkpoint that is intact: step {kept[-2]['step']} (slot" in told
+    assert status == 1 and f"the newest intact checkpoint: step {kept[-2]['step']} (slot" in told
     for folder in ("parts", "objects"):
         shutil.rmtree(run_copy / folder)
     status, plain = ask("verify", run_copy)
@@ -258,13 +258,13 @@ def test_verify_says_what_a_lost_end_of_the_log_looks_like(run_copy: Path, ask: 
     entry.write_bytes(entry.read_bytes()[:-1])
     status, told = show("verify", run_copy)
     assert status == 1 and "1 object of the run" in told and "before the next save" in told
-    assert "of checkpoints whose entries of the log are damaged" in told
+    assert "of checkpoints whose entries in the log are damaged" in told
     entry.unlink()
     status, plain = ask("verify", run_copy)
     assert status == 1, "what it had leave to remove is missed"
     assert plain["leftover_step"] == tip.step and plain["leftover_files"]
     status, told = show("verify", run_copy)
-    assert f"They reach to step {tip.step}, behind the newest checkpoint" in told
+    assert f"They reach to step {tip.step}, after the newest checkpoint" in told
 
 
 def test_verify_wants_the_index_of_the_table_that_was_read(run_copy: Path, tmp_path: Path, ask: Ask) -> None:

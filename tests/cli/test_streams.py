@@ -74,7 +74,7 @@ def test_an_encoding_without_the_characters_gets_them_escaped(
             patch.setattr(sys, "stdout", out)
             assert main([*words(command, lake), *json_too]) == 0
         text = told.getvalue().decode(encoding)
-        assert out.errors == "strict" and text
+        assert text
         if json_too:
             json.loads(text)
 
@@ -101,7 +101,7 @@ def test_json_holds_what_an_encoding_has_not(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
         assert main(["audit", str(tmp_path / "ü😀"), "--json"]) == 2
-    assert out.errors == "strict" and "ü😀" in json.loads(told.getvalue())["error"]["message"]
+    assert "ü😀" in json.loads(told.getvalue())["error"]["message"]
 
 
 def test_what_the_operating_system_refuses_is_one_message(show: Callable[..., tuple[int, str]], tmp_path: Path) -> None:

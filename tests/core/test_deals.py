@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakeckpt.core.deal import EpochDeal, turns
-from lakeckpt.core.ends import Tail, lane_limit, micro_batches, rows_before
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import EpochDeal, Left, Rest, Tail, micro_batches, rows_before, turns
 from lakeckpt.core.receipts import Span
-from lakeckpt.core.rest import Left, Rest
 from lakeckpt.core.stream import StreamDeal
 
 Row = tuple[int, int]
@@ -45,14 +43,13 @@ def sizes_of_a_lane(rows: int, share: int, longest: int, batch: int, tail: Tail)
     """Rows of each micro-batch of a lane of ``rows``, by dealing them out; ``share``: the rows that every lane has."""
     if tail == "drop":
         return [batch] * (share // batch)
-    main = {"short": rows, "even": share, "rows": share}[tail]
-    turns_of_all = -(-{"short": longest, "even": share, "rows": share}[tail] // batch)
+    turns_of_all = -(-longest // batch)
     sizes = []
     for turn in range(turns_of_all):
-        left = main - sum(sizes)
+        left = rows - sum(sizes)
         after = turns_of_all - turn - 1
         sizes.append(min(batch, left) if after > 1 else -(-left // 2) if after else left)
-    return [*sizes, rows - share] if tail == "rows" and longest > share else sizes
+    return sizes
 
 
 def simulated(positions: list[int], num_lanes: int, batch: int, tail: Tail) -> list[list[int]]:
@@ -79,9 +76,7 @@ lefts = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_size=6).m
 
 
 @settings(max_examples=300)
-@given(
-    lefts, st.integers(1, 8), st.integers(1, 7), st.sampled_from(["short", "drop", "even", "rows"]), st.integers(0, 9)
-)
+@given(lefts, st.integers(1, 8), st.integers(1, 7), st.sampled_from(["short", "drop"]), st.integers(0, 9))
 def test_an_epoch_is_dealt_as_the_simulation_deals_it(
     positions: Intervals, num_lanes: int, batch: int, tail: Tail, first: int
 ) -> None:
@@ -102,17 +97,12 @@ def test_an_epoch_is_dealt_as_the_simulation_deals_it(
     assert deal.rest(deal.end).next_epoch == 3
 
 
-@given(st.integers(0, 200), st.integers(1, 9), st.integers(1, 9))
-def test_row_wise_ends_keep_ranks_together_until_the_last_row(rows: int, num_lanes: int, batch: int) -> None:
-    """All micro-batches of one turn are equally long, but for the last turn, of lanes' extra rows."""
+@given(st.integers(0, 200), st.integers(1, 9), st.sampled_from(["short", "drop"]))
+def test_micro_batches_of_one_row_are_full_until_the_last_one(rows: int, num_lanes: int, tail: Tail) -> None:
     left = Left(epoch=0, positions=Intervals.whole(rows), num_lanes=num_lanes, rotation=0)
-    deal = EpochDeal(first=0, num_lanes=num_lanes, batch_size=batch, tail="rows", left=left)
+    deal = EpochDeal(first=0, num_lanes=num_lanes, batch_size=1, tail=tail, left=left)
     sizes = [sum(span.rows for span in deal.spans(number)) for number in range(deal.end)]
-    full, rest = divmod(len(sizes), num_lanes)
-    for turn in range(full):
-        assert len(set(sizes[turn * num_lanes : (turn + 1) * num_lanes])) == 1
-    assert set(sizes[full * num_lanes :]) <= {1} and rest == rows % num_lanes
-    assert sum(sizes) == rows
+    assert sizes == [1] * (rows if tail == "short" else rows - rows % num_lanes)
 
 
 def test_an_epoch_that_is_not_dealt_here_is_refused() -> None:
@@ -130,11 +120,11 @@ def test_turns_count_what_each_lane_has_given(done: int, num_lanes: int) -> None
 @pytest.mark.parametrize(
     ("rows", "num_lanes", "batch", "expected"),
     [
-        (41, 4, 5, {"short": 3, "drop": 2, "even": 2, "rows": 3}),
-        (40, 4, 5, {"short": 2, "drop": 2, "even": 2, "rows": 2}),
-        (3, 4, 5, {"short": 1, "drop": 0, "even": 0, "rows": 1}),
-        (0, 4, 5, {"short": 0, "drop": 0, "even": 0, "rows": 0}),
-        (10**12, 96, 4096, {"short": 2543132, "drop": 2543131, "even": 2543132, "rows": 2543133}),
+        (41, 4, 5, {"short": 3, "drop": 2}),
+        (40, 4, 5, {"short": 2, "drop": 2}),
+        (3, 4, 5, {"short": 1, "drop": 0}),
+        (0, 4, 5, {"short": 0, "drop": 0}),
+        (10**12, 96, 4096, {"short": 2543132, "drop": 2543131}),
     ],
 )
 def test_micro_batches_of_a_lane(rows: int, num_lanes: int, batch: int, expected: dict[Tail, int]) -> None:
@@ -145,7 +135,7 @@ def test_micro_batches_of_a_lane(rows: int, num_lanes: int, batch: int, expected
 def test_closed_forms_hold_far_out() -> None:
     rows, lanes, batch = 10**15, 1000, 512
     count = micro_batches(rows, lanes, batch, "short")
-    limit = lane_limit(np.array([rows // lanes]), rows, lanes, count, batch, "short")
+    limit = np.array([rows // lanes])
     before = [int(rows_before(limit, count, batch, np.array([turn]))[0]) for turn in (count - 2, count - 1, count)]
     assert before[2] == rows // lanes and before[0] == (count - 2) * batch
     assert 0 <= (before[1] - before[0]) - (before[2] - before[1]) <= 1

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.core.read_ahead import ReadAhead, Span
-from lakeckpt.data.deliveries import Deliveries
+from lakeckpt.data.place.deliveries import Deliveries
 
 
 class Loop:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import Left, Rest
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan, consumed, consumption, rebase, replan, start
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.core.rest import Left, Rest
 from lakeckpt.core.state import MAX_LANES, MAX_ROWS, Identity, ReaderState, Segment
 from lakeckpt.errors import StateInvalid
 from tests.core.states import identity_of, reached_states
@@ -124,9 +124,7 @@ def state_of(**changes: Any) -> ReaderState:
         ({"segments": (FIRST, replace(LATER, micro_batch=2), replace(LATER, micro_batch=1))}, "segments begin at"),
         ({"segments": (FIRST, LATER, replace(LATER, step=4, micro_batch=5)), "step": 4}, "segments begin at"),
         ({"segments": (LATER,)}, "begins at step 0"),
-        ({"epoch": -1}, "epoch -1"),
-        ({"row": -1}, "row -1"),
-        ({"row": 9}, "row 9 of micro-batches of 8 rows"),
+        ({"epoch": -1}, "counted from 0, got -1"),
         ({"step": 2**60}, "more than"),
         ({"identity": identity_of(100, endless=True)}, "counts its epochs itself"),
         (
@@ -182,7 +180,7 @@ def test_seeds_are_all_words_of_64_bits_signed_or_not() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"tail": "long"}, "tail must be one of short, drop, even, rows, got 'long'"),
+        ({"tail": "long"}, "tail must be one of short, drop, got 'long'"),
         ({"rows": -1}, "an epoch has 0 to"),
         ({"rows": MAX_ROWS + 1}, "an epoch has 0 to"),
         ({"rows": 0, "endless": True}, "at least one row"),
@@ -230,7 +228,6 @@ def receipts(draw: st.DrawFn) -> Receipt:
         world_size=world_size,
         spans=chosen,
         step_rows=rows + draw(st.integers(0, 100)),
-        row=draw(st.none() | st.integers(0, 30)),
     )
 
 
@@ -284,13 +281,13 @@ def test_receipts_that_cannot_be_are_refused() -> None:
 @given(reached_states(), st.data())
 def test_what_was_consumed_and_what_is_left_are_all_there_is(state: ReaderState, data: st.DataObject) -> None:
     plan = Plan(state)
-    used, rest = consumed(state), plan.rest(state.step, state.row)
+    used, rest = consumed(state), plan.rest(state.step)
     for epoch in range(0 if state.identity.endless else state.epoch, rest.next_epoch):
         mine = used.get(epoch, Intervals.empty())
         assert not mine.intersection(rest.of(epoch, state.identity.rows))
         assert mine.union(rest.of(epoch, state.identity.rows)) == Intervals.whole(state.identity.rows)
     steps = data.draw(st.integers(0, 5))
-    later = replace(state, step=state.step + steps, row=0 if steps else state.row)
+    later = replace(state, step=state.step + steps)
     if plan.steps is None or later.step <= plan.steps:
         gone = consumption(state, later)
         again = {
@@ -301,13 +298,13 @@ def test_what_was_consumed_and_what_is_left_are_all_there_is(state: ReaderState,
         assert gone == again
 
 
-@given(reached_states(), st.sampled_from(["short", "drop", "even", "rows"]))
+@given(reached_states(), st.sampled_from(["short", "drop"]))
 def test_a_rebased_state_has_consumed_the_same_and_deals_the_rest_by_its_own_ends(
     state: ReaderState, tail: Any
 ) -> None:
     identity = replace(state.identity, tail=tail)
     found = rebase(state, identity)
-    assert found.identity == identity and found.row == 0 and found.epoch == state.epoch
+    assert found.identity == identity and found.epoch == state.epoch
     assert found.segment.topology == state.segment.topology
     assert consumed(found) == consumed(state)
     assert ReaderState.from_plain(json.loads(json.dumps(found.to_plain()))) == found

@@ -25,4 +25,4 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    monkeypatch.setattr("lakeckpt.data.workers.pinned_copy", lambda slab: torch.from_numpy(slab).clone())
+    monkeypatch.setattr("lakeckpt.data.workers.groups.pinned_copy", lambda slab: torch.from_numpy(slab).clone())

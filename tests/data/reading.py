@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lakeckpt import LakeDataset, LakeLoader, Ragged, Table, open_table
+from lakeckpt import LakeDataset, LakeLoader, Ragged, ReadOptions, Table, open_table
 
 ROWS = 37
 
@@ -48,9 +49,18 @@ def table_of(folder: Path) -> Table:
     return open_table(folder)
 
 
+def dataset_of(table: Any, kind: type[LakeDataset] = LakeDataset, **arguments: Any) -> LakeDataset:
+    """A dataset; arguments that are those of `ReadOptions` go there, and ``tail`` says what an identity has."""
+    if "tail" in arguments:
+        arguments["drop_last"] = arguments.pop("tail") == "drop"
+    names = {one.name for one in dataclasses.fields(ReadOptions)} & arguments.keys()
+    options = dataclasses.replace(arguments.pop("options", ReadOptions()), **{one: arguments.pop(one) for one in names})
+    return kind(table, options=options, **arguments)
+
+
 def loader_of(lake: Path, *, num_workers: int = 0, loader: dict[str, Any] | None = None, **dataset: Any) -> LakeLoader:
     """A loader of shuffled micro-batches of 4 rows, where nothing else is said."""
-    made = LakeDataset(table_of(lake), **{"batch_size": 4, "shuffle": True, **dataset})
+    made = dataset_of(table_of(lake), **{"batch_size": 4, "shuffle": True, **dataset})
     return LakeLoader(made, num_workers=num_workers, **(loader or {}))
 
 

@@ -25,8 +25,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lakeckpt import LakeDataset, LakeLoader
 from lakeckpt.data.batch import Batch
 from lakeckpt.errors import ConfigError, StateUnavailable
-from lakeckpt.reading.ragged import Ragged
-from tests.data.reading import ROWS, flat, ids, loader_of, some, table_of
+from lakeckpt.reading.columns.ragged import Ragged
+from tests.data.reading import ROWS, dataset_of, flat, ids, loader_of, some, table_of
 from tests.patience import PATIENCE_S
 
 EVERY = list(range(ROWS))
@@ -156,8 +156,16 @@ def test_a_batch_made_anew_says_where_its_receipt_is(lake: Path) -> None:
         assert type(again) is Batch and not hasattr(again, "receipt")
 
 
-@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-@pytest.mark.parametrize(("batch_size", "num_workers", "shape"), [(None, 0, (8,)), (None, 1, (8,)), (4, 0, (8, 4))])
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "num_workers", "shape"),
+    [
+        (DataLoader, None, 0, (8,)),
+        (DataLoader, None, 1, (8,)),
+        (DataLoader, 4, 0, (8, 4)),
+        (StatefulDataLoader, None, 0, (8,)),
+        (StatefulDataLoader, 4, 0, (8, 4)),
+    ],
+)
 def test_what_default_collate_makes_of_several_has_the_receipt_of_none(
     lake: Path, kind: Any, batch_size: int | None, num_workers: int, shape: tuple[int, ...]
 ) -> None:
@@ -171,7 +179,7 @@ def test_what_default_collate_makes_of_several_has_the_receipt_of_none(
 def test_one_row_that_default_collate_makes_a_batch_of_keeps_its_receipt(lake: Path) -> None:
     dataset = LakeDataset(table_of(lake), batch_size=None, columns=["id"])
     for number, row in enumerate(itertools.islice(DataLoader(dataset, batch_size=1), 3)):
-        assert type(row) is Batch and row["id"].shape == (1,) and row.receipt.row == number
+        assert type(row) is Batch and row["id"].shape == (1,) and row.receipt.step == number
 
 
 def with_pair(batch: Any) -> Any:
@@ -212,20 +220,20 @@ def test_ranks_that_count_their_rows_go_from_epoch_to_epoch_together(lake: Path,
     epochs: list[list[int]] = [[], [], []]
     consumed = []
     for rank in range(world_size):
-        case = {"block_size": 6, "num_lanes": 2 * world_size, "rank": rank, "world_size": world_size}
+        case = {"num_lanes": 2 * world_size, "rank": rank, "world_size": world_size}
         loader = loader_of(lake, batch_size=None, **case)
         one = loader if loads else loader.dataset
         for number, epoch in enumerate(epochs):
             epoch += flat(some(one, len(one)))
             assert one.epoch == number
         some(one, 1)
-        consumed.append(loader.stretches())
+        consumed.append(loader._reader.stretches())
     assert [sorted(epoch) for epoch in epochs] == [EVERY] * 3
     assert consumed == consumed[:1] * world_size
 
 
 def test_ranks_say_the_same_until_one_gets_a_last_row_that_does_not_suffice_for_all(lake: Path) -> None:
-    loaders = [loader_of(lake, batch_size=None, block_size=6, rank=rank, world_size=2) for rank in range(2)]
+    loaders = [loader_of(lake, batch_size=None, rank=rank, world_size=2) for rank in range(2)]
     iterators = [iter(loader) for loader in loaders]
     for _ in range(ROWS // 2):
         for iterator in iterators:
@@ -310,7 +318,7 @@ def test_a_prepared_loader_is_not_ahead_of_its_loop_and_enters_its_checkpoints(l
 
 
 def rows_of(lake: Path, **options: Any) -> LakeDataset:
-    return LakeDataset(table_of(lake), batch_size=None, columns=["id"], **options)
+    return dataset_of(table_of(lake), batch_size=None, columns=["id"], **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "multiprocessing_context": "spawn"}])
@@ -458,9 +466,9 @@ def test_the_state_of_an_endless_loader_is_refused_to_lightning_which_has_fetche
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_that_is_read_when_the_interpreter_ends_says_nothing(lake: Path, workers: int) -> None:
     script = f"""
-import torch, lakeckpt, lakeckpt.data.ahead, lakeckpt.data.slots, lakeckpt.reading.positions
+import torch, lakeckpt, lakeckpt.data.ahead, lakeckpt.data.workers.slots, lakeckpt.reading.windows.positions
 # Emptied before torch is, which was loaded sooner:
-torch.kept = [lakeckpt.data.ahead, lakeckpt.data.slots, lakeckpt.reading.positions]
+torch.kept = [lakeckpt.data.ahead, lakeckpt.data.workers.slots, lakeckpt.reading.windows.positions]
 loader = lakeckpt.LakeLoader(lakeckpt.LakeDataset({str(lake)!r}, batch_size=4), num_workers={workers})
 dataset = lakeckpt.LakeDataset({str(lake)!r}, batch_size=4)
 torch.kept += [iter(loader), iter(dataset)]

@@ -60,7 +60,7 @@ def test_every_rank_gives_the_same_state(lake: Path) -> None:
             assert all(state == states[0] for state in states)
 
 
-@pytest.mark.parametrize("case", [{}, {"batch_size": None, "block_size": 5}, {"endless": True}])
+@pytest.mark.parametrize("case", [{}, {"batch_size": None}, {"endless": True}])
 def test_the_state_as_of_every_recent_receipt_is_the_one_of_that_moment(lake: Path, case: dict[str, Any]) -> None:
     loader = loader_of(lake, **case)
     moments: list[tuple[Receipt, Any]] = []
@@ -77,7 +77,7 @@ def test_the_state_as_of_every_recent_receipt_is_the_one_of_that_moment(lake: Pa
 def test_receipts_from_before_the_mark_or_of_others_are_refused(lake: Path) -> None:
     loader = loader_of(lake)
     receipts = [batch.receipt for batch in some(loader, 6)]
-    loader.mark(at=receipts[3])
+    loader._reader.mark(at=receipts[3])
     assert loader.state_dict(at=receipts[3])["step"] == 4
     assert loader.state_dict(at=receipts[5])["step"] == 6
     for receipt in receipts[:3]:
@@ -89,20 +89,20 @@ def test_receipts_from_before_the_mark_or_of_others_are_refused(lake: Path) -> N
     wide = [batch.receipt for batch in some(loader_of(lake, rank=0, world_size=2), 5)]
     with pytest.raises(StateUnavailable):
         loader.state_dict(at=wide[4])
-    loader.mark()
+    loader._reader.mark()
     with pytest.raises(StateUnavailable):
         loader.state_dict(at=receipts[4])
 
 
 @pytest.mark.parametrize(
-    "other", [{"batch_size": 3}, {"num_lanes": 3}, {"rank": 0, "world_size": 1, "batch_size": None, "block_size": 6}]
+    "other", [{"batch_size": 3}, {"num_lanes": 3}, {"rank": 0, "world_size": 1, "batch_size": None}]
 )
 def test_receipts_of_loaders_that_deal_otherwise_are_refused(lake: Path, other: dict[str, Any]) -> None:
     """At the same step and epoch, of as many ranks: their micro-batches are not this loader's."""
     loader = loader_of(lake)
     some(loader, 6)
     for one in some(loader_of(lake, **other), 5)[1:]:  # the first one may be the same
-        for ask in (loader.state_dict, loader.stretches, loader.mark):
+        for ask in (loader.state_dict, loader._reader.stretches, loader._reader.mark):
             with pytest.raises(StateUnavailable, match=r"epoch 0, step \d, micro-batch \d is not among"):
                 ask(one.receipt)
 
@@ -119,7 +119,7 @@ def test_receipts_from_before_a_load_are_of_what_was_delivered_then(lake: Path) 
         more = some(first, 3)
         assert first.state_dict(at=more[-1].receipt) == first.state_dict()
         assert [first.state_dict(at=receipt) for receipt in receipts] == states
-        first.mark(at=more[0].receipt)
+        first._reader.mark(at=more[0].receipt)
         for receipt in receipts:
             with pytest.raises(StateUnavailable):
                 first.state_dict(at=receipt)
@@ -127,16 +127,16 @@ def test_receipts_from_before_a_load_are_of_what_was_delivered_then(lake: Path) 
 
 
 def test_row_by_row_the_mark_itself_is_still_known(lake: Path) -> None:
-    loader = loader_of(lake, batch_size=None, block_size=4)
+    loader = loader_of(lake, batch_size=None)
     for row in itertools.islice(loader, 23):
-        loader.mark(at=row.receipt)
+        loader._reader.mark(at=row.receipt)
         assert loader.state_dict(at=row.receipt) == loader.state_dict()
-        assert loader.stretches() == []
+        assert loader._reader.stretches() == []
 
 
 def test_nothing_is_received_before_the_first_batch_and_after_loading(lake: Path) -> None:
     loader = loader_of(lake)
-    assert loader.last_receipt is None and loader.stretches() == []
+    assert loader.last_receipt is None and loader._reader.stretches() == []
     some(loader, 2)
     assert loader.last_receipt is not None
     loader.load_state_dict(loader.state_dict())
@@ -169,24 +169,20 @@ def test_asking_a_dataset_changes_nothing_for_the_loader_over_it(lake: Path) -> 
     ("changes", "match"),
     [
         ({"step": 10**5}, "step 100000 of epoch 0 is at hand"),
-        ({"row": 4}, "4 rows of step 3 are done"),
-        ({"base": {"begun": [[0, 1, 0, []]], "next_epoch": 1}}, "step 3 of epoch 0 is at hand, which has 0"),
-        ({"segments": [[0, 0, 1, 4, 1], [7, 2, 1, 3, 1]]}, "begins at step 2 and micro-batch 7"),
-        ({"epoch": 2**63 - 1}, "epoch 9223372036854775807 is at hand"),
-        ({"part": {"rank": 0, "world_size": 2, "num_lanes": 2, "lanes": [[0, 0, 0, 0]]}}, "this state has 'part'"),
-        ({"num_lanes": 1, "lanes": [[0, 0, 0, 0]]}, "this state has 'lanes'"),
+        ({"base": {"begun": [[0, 1, 0, []]], "next_epoch": 1}}, r"step \d+ of epoch 0 is at hand, which has 0"),
+        ({"epoch": 2**63 - 1}, "of epoch 9223372036854775807 is at hand"),
     ],
 )
 def test_a_state_that_no_job_comes_to_is_refused_and_nothing_changes(
     lake: Path, batch_size: int | None, changes: dict[str, Any], match: str
 ) -> None:
-    whole = loader_of(lake, batch_size=batch_size, block_size=4)
+    whole = loader_of(lake, batch_size=batch_size)
     some(whole, 3 if batch_size else 12)
     state = {**whole.state_dict(), **changes}
     for one in (whole, whole.dataset):
         with pytest.raises(StateInvalid, match=match):
             one.load_state_dict(state)
-    other = loader_of(lake, batch_size=batch_size, block_size=4)
+    other = loader_of(lake, batch_size=batch_size)
     some(other, 3 if batch_size else 12)
     assert ids(whole) == ids(other)
 
@@ -213,7 +209,7 @@ def positions_since(batches: list[Batch]) -> dict[int, Intervals]:
 
 def stretched(loader: LakeLoader, at: Receipt | None = None) -> dict[int, Intervals]:
     found: dict[int, Intervals] = {}
-    for begin, end in loader.stretches(at):
+    for begin, end in loader._reader.stretches(at):
         for epoch, positions in consumption(begin, end).items():
             assert not found.get(epoch, Intervals.empty()).intersection(positions)
             found[epoch] = found.get(epoch, Intervals.empty()).union(positions)
@@ -242,12 +238,12 @@ def test_stretches_are_what_was_received_since_the_mark(
         if action == "finish" and not endless:
             since += list(loader)
         if action == "mark":
-            loader.mark()
+            loader._reader.mark()
             since = []
         elif action == "mark at" and since:
             place = len(since) // 2
             assert stretched(loader, since[place].receipt) == positions_since(since[: place + 1])
-            loader.mark(since[place].receipt)
+            loader._reader.mark(since[place].receipt)
             since = since[place + 1 :]
         elif action == "reload":
             loader.load_state_dict(as_json(loader.state_dict()))
@@ -264,7 +260,7 @@ def test_a_rewound_epoch_shows_as_two_stretches_over_the_same_rows(lake: Path) -
     some(loader, 3)
     loader.rewind()
     some(loader, 5)
-    first, second = loader.stretches()
+    first, second = loader._reader.stretches()
     once, again = consumption(*first)[0], consumption(*second)[0]
     assert once.intersection(again) == once and again.size == 20
 
@@ -275,7 +271,7 @@ def test_a_lost_state_shows_as_two_stretches_over_the_same_rows(lake: Path) -> N
     some(loader, 3)
     loader.load_state_dict(early)
     some(loader, 2)
-    assert [consumption(*pair)[0].size for pair in loader.stretches()] == [12, 8]
+    assert [consumption(*pair)[0].size for pair in loader._reader.stretches()] == [12, 8]
 
 
 def test_the_state_stays_small_over_many_changes_of_topology(lake: Path) -> None:
@@ -321,6 +317,6 @@ def test_an_epoch_that_is_chosen_after_a_state_of_an_end_is_of_the_new_topology(
 
 def test_a_loader_that_was_started_can_be_copied(lake: Path) -> None:
     reader = LakeLoader(LakeDataset(lake, batch_size=10))
-    reader.start()
+    reader._reader.start()
     other = copy.deepcopy(reader)
     assert [batch["id"].tolist() for batch in other] == [batch["id"].tolist() for batch in reader]

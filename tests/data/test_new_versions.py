@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lakeckpt import LakeDataset, LakeLoader, open_table
+from lakeckpt import LakeDataset, LakeLoader, ReadOptions, open_table
 from tests.data.reading import as_json, flat, some
 
 
@@ -18,7 +18,9 @@ def write(lake: Path, first: int, stop: int) -> None:
 
 
 def loader_of(lake: Path, workers: int) -> LakeLoader:
-    dataset = LakeDataset(open_table(lake), batch_size=4, shuffle=True, on_new_version="next_epoch")
+    dataset = LakeDataset(
+        open_table(lake), batch_size=4, shuffle=True, options=ReadOptions(on_new_version="next_epoch")
+    )
     return LakeLoader(dataset, num_workers=workers)
 
 
@@ -40,10 +42,14 @@ def test_after_the_end_of_an_epoch_of_other_ranks_the_next_one_is_of_the_newest_
 ) -> None:
     write(tmp_path / "lake", 0, 20)
     table = open_table(tmp_path / "lake")
-    of_two = LakeLoader(LakeDataset(table, batch_size=5, shuffle=True, num_lanes=2, rank=0, world_size=2))
+    of_two = LakeLoader(
+        LakeDataset(table, batch_size=5, shuffle=True, options=ReadOptions(num_lanes=2), rank=0, world_size=2)
+    )
     assert len(flat(some(of_two, 2))) == 10
     write(tmp_path / "lake", 20, 33)
-    loader = LakeLoader(LakeDataset(table, batch_size=5, shuffle=True, on_new_version="next_epoch"))
+    loader = LakeLoader(
+        LakeDataset(table, batch_size=5, shuffle=True, options=ReadOptions(on_new_version="next_epoch"))
+    )
     loader.load_state_dict(as_json(of_two.state_dict()))
     assert flat(loader) == []
     assert sorted(flat(loader)) == list(range(33))

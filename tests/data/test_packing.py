@@ -15,7 +15,7 @@ import torch
 
 from lakeckpt import Batch, Ragged
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.data.packing import Layout, Packed, pack
+from lakeckpt.data.workers.packing import Layout, Packed, pack
 from tests.data.reading import same
 
 RECEIPT = Receipt(

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt import LakeDataset, LakeLoader, ReadOptions
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.packing import PlainPacking, pack
 from lakeckpt.data.source import BatchSource
-from lakeckpt.reading.plain import PlainRows
-from tests.data.reading import same
+from lakeckpt.data.workers.packing import PlainPacking, pack
+from lakeckpt.reading.columns.plain import PlainRows
+from tests.data.reading import dataset_of, same
 from tests.data.test_packing import arrived
 
 ROWS, GROUP = 3000, 500
@@ -79,7 +79,7 @@ def test_they_arrive_as_batches_that_were_made(
     options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "output": output, "nulls": "mask"}
 
     def batches() -> list[Any]:
-        return list(LakeLoader(LakeDataset(folder, **options)))
+        return list(LakeLoader(dataset_of(folder, **options)))
 
     some = batches()
     assert bool(packed) == (is_plain and (batch_size < GROUP or shuffle))
@@ -96,7 +96,7 @@ def test_they_arrive_as_batches_that_were_made(
 def test_they_come_from_workers_as_from_none(lake: tuple[Path, bool]) -> None:
     folder, _ = lake
     options: dict[str, Any] = {"batch_size": 50, "num_lanes": 2, "nulls": "mask", "shuffle": True}
-    one, other = (list(LakeLoader(LakeDataset(folder, **options), num_workers=workers)) for workers in (0, 2))
+    one, other = (list(LakeLoader(dataset_of(folder, **options), num_workers=workers)) for workers in (0, 2))
     assert all(same(a, b) for a, b in zip(one, other, strict=True))
     other[0]["id"][:] = -1  # it is the loop's own
     assert not any((batch["id"] < 0).any() for batch in other[1:])
@@ -104,7 +104,10 @@ def test_they_come_from_workers_as_from_none(lake: tuple[Path, bool]) -> None:
 
 def test_what_a_transform_sees_is_made(lake: tuple[Path, bool], packed: list[tuple[int, int]]) -> None:
     folder, _ = lake
-    seen = [batch["id"] for batch in LakeLoader(LakeDataset(folder, batch_size=50, nulls="mask", transform=dict))]
+    seen = [
+        batch["id"]
+        for batch in LakeLoader(LakeDataset(folder, batch_size=50, options=ReadOptions(nulls="mask"), transform=dict))
+    ]
     assert sum(map(len, seen)) == ROWS and not packed
 
 

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors
-from lakeckpt.core.order import EpochLayout, Window
+from lakeckpt.core.order import Window
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.source import BatchSource
-from lakeckpt.reading.needed import NeededWindows
-from lakeckpt.reading.windows import DecodedWindow, WindowDecoder
+from lakeckpt.reading.windows.cache import WindowCache
+from lakeckpt.reading.windows.window import DecodedWindow, WindowDecoder
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import as_json, flat, ids, loader_of, some, until_error
 from tests.patience import PATIENCE_S
@@ -39,13 +39,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The windows whose decoding was begun."""
     found: list[tuple[int, int]] = []
-    inner = NeededWindows._begin
+    inner = WindowCache._begin
 
-    def begin(self: NeededWindows, needed: Any) -> None:
+    def begin(self: WindowCache, needed: Any) -> None:
         found.append((needed.layout.epoch, needed.window.start))
         inner(self, needed)
 
-    monkeypatch.setattr(NeededWindows, "_begin", begin)
+    monkeypatch.setattr(WindowCache, "_begin", begin)
     return found
 
 
@@ -55,12 +55,12 @@ def test_a_loader_that_is_started_has_begun_and_decodes_nothing_twice(
     expected = ids(loader_of(folder))
     decoded.clear()
     loader = loader_of(folder)
-    loader.start()
+    loader._reader.start()
     assert len(decoded) == 1  # the first batches need no more
-    loader.start()
+    loader._reader.start()
     assert ids(loader) == expected
     assert len(decoded) == len(set(decoded)) == 6
-    loader.start()
+    loader._reader.start()
     assert decoded[6][0] == 1
     assert sorted(flat(loader)) == list(range(240)) and len(decoded) == 12
 
@@ -72,7 +72,7 @@ def test_a_place_that_changes_after_the_start_is_read_as_it_is_then(folder: Path
     some(loader, 3)
     saved = as_json(loader.state_dict())
     some(loader, 4)
-    loader.start()
+    loader._reader.start()
     if what == "load":
         loader.load_state_dict(saved)
         assert ids(loader) == whole[0][3:]
@@ -157,11 +157,11 @@ def test_an_iteration_that_another_thread_lets_go_of_takes_nothing_from_the_one_
     clears, may_clear = threading.Event(), threading.Event()
     inner = type(source).clear
 
-    def clear(self: BatchSource, *, again: bool = False) -> None:
+    def clear(self: BatchSource) -> None:
         if threading.current_thread() is closer:
             clears.set()
             may_clear.wait(PATIENCE_S)
-        inner(self, again=again)
+        inner(self)
 
     monkeypatch.setattr(BatchSource, "clear", clear)
     closer = threading.Thread(target=old.close)
@@ -206,14 +206,14 @@ def waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LakeLoade
     here, may_decode = os.getpid(), threading.Event()
     inner = WindowDecoder.decode
 
-    def decode(self: WindowDecoder, layout: EpochLayout, window: Window) -> DecodedWindow:
+    def decode(self: WindowDecoder, window: Window) -> DecodedWindow:
         if os.getpid() == here:
             may_decode.wait(PATIENCE_S)
-        return inner(self, layout, window)
+        return inner(self, window)
 
     monkeypatch.setattr(WindowDecoder, "decode", decode)
     loader = loader_of(folder, num_lanes=12, shuffle_window=1)
-    loader.start()
+    loader._reader.start()
     assert not loader.dataset._source.has_room
     yield loader
     may_decode.set()
@@ -223,8 +223,9 @@ def waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LakeLoade
 def test_workers_forked_while_windows_wait_for_threads_read_all_rows(waiting: LakeLoader, kind: Any) -> None:
     """A thread that waits in the parent is not in the fork, and what it was to do will never be done there."""
     reader = kind(waiting.dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
-    assert sorted(flat(reader)) == list(range(240))
-    assert sorted(flat(reader)) == list(range(240))
+    for epoch in range(2):
+        waiting.dataset.set_epoch(epoch)
+        assert sorted(flat(reader)) == list(range(240))
 
 
 def test_a_fork_made_while_windows_wait_for_threads_reads_all_rows_itself(waiting: LakeLoader) -> None:

@@ -7,53 +7,50 @@ import threading
 
 import torch
 
-from lakeckpt.data.slots import SlotMemory, Slots
+from lakeckpt.data.workers.slots import SlotMemory, Slots
 
 
 def test_a_slot_ends_when_its_last_view_dies_in_whatever_thread() -> None:
-    memory, descriptor = SlotMemory.make()
-    slots = Slots(memory, descriptor)
+    memory = SlotMemory.make()
+    slots = Slots(memory, spare_bytes=1 << 20)
     offset = slots.take(100)
     view = torch.frombuffer(memory.lease(offset, 100), dtype=torch.uint8)[5:9]
-    assert memory.ended() == [] and memory.leased_bytes == 100
+    assert memory.ended() == []
     holds = [view]
     del view
     thread = threading.Thread(target=holds.clear)
     thread.start()
     thread.join()
-    assert memory.ended() == [offset] and memory.ended() == [] and memory.leased_bytes == 0
+    assert memory.ended() == [offset] and memory.ended() == []
     slots.free([offset])
     assert slots.take(99) == offset
-    os.close(descriptor)
 
 
 def test_free_slots_are_used_again_and_most_give_their_memory_back() -> None:
-    memory, descriptor = SlotMemory.make()
-    slots = Slots(memory, descriptor)
-    slots.spare = 2
+    memory = SlotMemory.make()
     size = 1 << 20
+    slots = Slots(memory, spare_bytes=5 * size)
 
     def taken() -> int:
-        return os.fstat(descriptor).st_blocks * 512
+        return os.fstat(memory.descriptor).st_blocks * 512
 
-    offsets = [slots.take(size) for _ in range(8)]
-    assert len(set(offsets)) == 8 and taken() >= 8 * size
+    offsets = [slots.take(size) for _ in range(12)]
+    assert len(set(offsets)) == 12 and taken() >= 12 * size
     slots.free(offsets)
-    assert taken() <= 2.5 * size
-    again = [slots.take(size - 1) for _ in range(8)]
-    assert again[:2] == offsets[:-3:-1] and set(again) == set(offsets)
+    assert 5 * size <= taken() <= 5.5 * size
+    again = [slots.take(size - 1) for _ in range(12)]
+    assert again[:5] == offsets[:-6:-1] and set(again) == set(offsets)
     kept = memory.lease(again[0], size)
     kept[:] = 7
     memory.close()
     assert taken() <= 1.5 * size and (kept == 7).all()
     del kept
     assert taken() < size
-    os.close(descriptor)
 
 
 def test_a_slot_that_a_forked_process_may_see_is_never_written_again() -> None:
-    memory, descriptor = SlotMemory.make()
-    slots = Slots(memory, descriptor)
+    memory = SlotMemory.make()
+    slots = Slots(memory, spare_bytes=1 << 20)
     offset = slots.take(10)
     lease = memory.lease(offset, 10)
     lease[:] = 3
@@ -67,5 +64,28 @@ def test_a_slot_that_a_forked_process_may_see_is_never_written_again() -> None:
     memory.close()
     os.write(told, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    for one in (asks, told, descriptor):
+    for one in (asks, told):
         os.close(one)
+
+
+def test_a_forked_process_that_closes_its_copy_takes_nothing_from_the_parent() -> None:
+    memory = SlotMemory.make()
+    slots = Slots(memory, spare_bytes=1 << 20)
+    child = os.fork()
+    if child == 0:
+        os.read(0, 0)
+        memory.close()
+        os._exit(0)
+    lease = memory.lease(slots.take(5000), 5000)
+    lease[:] = 3
+    os.waitpid(child, 0)
+    assert (lease == 3).all()
+
+
+def test_a_slot_memory_gives_its_descriptor_and_its_addresses_back() -> None:
+    descriptor = SlotMemory.make().descriptor
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return
+    raise AssertionError("its descriptor is open")

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from lakeckpt import Batch, LakeDataset, LakeLoader, Ragged, TransformContext
-from lakeckpt.data.carried_rows import leading_sizes
-from lakeckpt.data.transform import bind_transform
+from lakeckpt.data.transform import bind_transform, leading_sizes
 from lakeckpt.testing import assert_exactly_once
 from tests.data.reading import ROWS, as_json, loader_of, some
 
@@ -70,12 +69,12 @@ def test_row_seeds_survive_a_re_cut_and_differ_between_rows_epochs_and_seeds(lak
 
 def test_rows_have_randomness_of_their_own_and_seeds_as_in_batches(lake: Path) -> None:
     batched = by_row(loader_of(lake, transform=noisy, num_lanes=2), "seeds")
-    rows = list(loader_of(lake, transform=noisy_row, batch_size=None, block_size=5, num_lanes=2))
+    rows = list(loader_of(lake, transform=noisy_row, batch_size=None, num_lanes=2))
     assert {row: (np.uint64(seed).astype(np.int64).item(),) for row, _, seed in rows} == batched
     assert len({noise for _, noise, _ in rows}) == ROWS
-    loader = loader_of(lake, transform=noisy_row, batch_size=None, block_size=5, num_lanes=2, num_workers=2)
+    loader = loader_of(lake, transform=noisy_row, batch_size=None, num_lanes=2, num_workers=2)
     before = some(loader, 8)
-    resumed = loader_of(lake, transform=noisy_row, batch_size=None, block_size=5)
+    resumed = loader_of(lake, transform=noisy_row, batch_size=None)
     resumed.load_state_dict(as_json(loader.state_dict()))
     assert before + list(resumed) == rows
 

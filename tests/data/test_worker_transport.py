@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -14,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,6 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lakeckpt import Batch
-from lakeckpt.data import workers as workers_module
-from lakeckpt.data.workers import AHEAD_BYTES, Workers
 from lakeckpt.errors import StateUnavailable, WorkerDied, WorkerTimeout
 from lakeckpt.testing import LakeSpec
 from tests.data.reading import ROWS, flat, ids, loader_of, same, some, until_error
@@ -46,12 +47,12 @@ def test_batches_that_the_loop_keeps_never_change(lake: Path) -> None:
             assert isinstance(batch, Batch)
             batch["id"] += 1000  # they are writable
             kept.append(batch)
-            copies.append({"id": batch["id"].clone(), "string": batch["string"].tolist()})
+            copies.append({"id": batch["id"].clone(), "string": batch["string"]})
     assert sorted(row - 1000 for batch in kept for row in batch["id"].tolist()) == sorted([*range(ROWS)] * 3)
     del loader, batch
     gc.collect()
     assert all(torch.equal(batch["id"], copy["id"]) for batch, copy in zip(kept, copies, strict=True))
-    assert all(batch["string"].tolist() == copy["string"] for batch, copy in zip(kept, copies, strict=True))
+    assert all(batch["string"] == copy["string"] for batch, copy in zip(kept, copies, strict=True))
 
 
 def big(batch: Batch) -> dict[str, Any]:
@@ -99,10 +100,7 @@ def grows(batch: Batch) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux what is mapped")
-def test_what_the_loop_kept_for_a_while_is_given_back_to_the_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lakeckpt.data.workers.MOST_AHEAD", 64)
+def test_what_the_loop_kept_for_a_while_is_given_back_to_the_system(tmp_path: Path) -> None:
     folder = LakeSpec(files=((420,),)).write(tmp_path / "lake")
     loader = loader_of(folder, batch_size=1, shuffle=False, num_workers=1, transform=grows)
     iterator, kept = iter(loader), []
@@ -114,50 +112,46 @@ def test_what_the_loop_kept_for_a_while_is_given_back_to_the_system(
             kept.clear()
         if batch["id"] == 400:
             break
-    assert sum(memories()) <= 48 << 20, "32 MiB ahead, and not the 60 that were kept, of 2 MiB each"
+    assert file_bytes(batch) <= 112 << 20, "64 MiB of spare slots, 48 in flight, and not the 120 that were kept"
     del iterator
 
 
-@pytest.mark.parametrize("kept", [0, 50])
-def test_what_is_delivered_ahead_keeps_within_the_memory_limit(tmp_path: Path, kept: int) -> None:
-    folder = LakeSpec(files=((120,),)).write(tmp_path / "lake")
-    loader = loader_of(
-        folder,
-        batch_size=2,
-        transform=big,
-        memory_limit_bytes=5 * BIG,
-        num_workers=1,
-        loader={"prefetch_factor": 10, "persistent_workers": True},
-    )
-    holds, ahead = [], []
-    for number, found in enumerate(loader):
-        if number < kept:
-            holds.append(found)
-        assert loader._workers is not None
-        ahead.append(loader._workers._all[0].may_deliver - loader._workers._all[0].received)
-    assert len(ahead) == 60
-    if kept:
-        assert set(ahead[20:49]) == {1}, "what is kept counts, and one is always allowed"
-    else:
-        assert 1 < max(ahead[20:]) <= 5
+def test_groups_in_flight_keep_within_the_memory_limit(tmp_path: Path) -> None:
+    folder = LakeSpec(files=((600,),)).write(tmp_path / "lake")
+    most = {}
+    for limit in (None, 6 * BIG):
+        loader = loader_of(folder, batch_size=2, transform=big, memory_limit_bytes=limit, num_workers=1)
+        iterator = iter(loader)
+        last = deque(itertools.islice(iterator, 150), maxlen=1).pop()
+        until_settled(functools.partial(file_bytes, last))
+        most[limit] = file_bytes(last)
+        del iterator, last
+    assert most[6 * BIG] <= 10 * BIG, "a group of each may end one micro-batch beyond its share"
+    assert 1 << 24 <= most[None] <= 1.125 * (3 * (1 << 24) + 4 * BIG), "slots are an eighth larger at most"
 
 
-def test_micro_batches_that_grow_are_not_delivered_ahead_as_if_they_were_small(tmp_path: Path) -> None:
-    folder = LakeSpec(files=((420,),)).write(tmp_path / "lake")
-    dataset = loader_of(folder, batch_size=1, shuffle=False, transform=grows).dataset
-    workers = Workers(dataset, num_workers=1, base_seed=0)
-    dataset._progress.settle(1, 0)
-    (worker,) = workers._all
-    worker_may = 0
-    for number, _ in enumerate(workers.read(dataset._progress.assignments(0))):
-        if number == 190:
-            worker_may = worker.may_deliver - worker.received
-            while (message := worker.channel.receive(1.0)) is not None:  # until it has nothing more that it may deliver
-                workers._hear(worker, message)
-            large = [entry for _, entry in worker.delivered if entry[3] > 1 << 20]
-            assert sum(entry[3] for entry in large) <= AHEAD_BYTES + large[0][3]
-    assert worker_may > 64, "many more were allowed, if they stay small"
-    workers.close()
+def file_bytes(batch: Any) -> int:
+    """The memory of the worker that ``batch`` is of, whatever process wrote to it."""
+    address = batch["image"].data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(one, 16) for one in line.split()[0].split("-"))
+        if low <= address < high:
+            inode = int(line.split()[4])
+            break
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            about = os.fstat(int(descriptor))
+            if about.st_ino == inode and "lakeckpt-slots" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                return about.st_blocks * 512
+    raise AssertionError("no slot memory")
+
+
+def until_settled(asked: Callable[[], int]) -> None:
+    """Wait until what is asked does not change any more."""
+    before, until = -1, time.monotonic() + PATIENCE_S
+    while (found := asked()) != before and time.monotonic() < until:
+        before = found
+        time.sleep(0.5)
 
 
 def odd(batch: Batch) -> Any:
@@ -167,7 +161,7 @@ def odd(batch: Batch) -> Any:
 
 @pytest.mark.parametrize("output", ["torch", "numpy", "arrow"])
 def test_every_output_comes_from_workers_as_from_none(lake: Path, output: str) -> None:
-    for options in ({}, {"nulls": "mask"}, {"batch_size": None, "block_size": 5}):
+    for options in ({}, {"nulls": "mask"}, {"batch_size": None}):
         alone = list(loader_of(lake, output=output, num_lanes=2, **options))
         assert all(map(same, alone, loader_of(lake, output=output, num_lanes=2, num_workers=1, **options)))
 
@@ -230,10 +224,13 @@ def test_workers_are_what_users_of_torch_know(lake: Path) -> None:
     assert isinstance(error, KeyError) and "worker 0 cannot begin" in str(error)
 
 
+PIN_THREAD = "_pin_memory_loop"
+
+
 def pinning(expected: int = 0) -> int:
     """How many threads pin, once they are as many as ``expected``."""
     until = time.monotonic() + PATIENCE_S
-    while (found := [thread.name for thread in threading.enumerate()].count("lakeckpt-pin")) != expected:
+    while (found := sum(PIN_THREAD in thread.name for thread in threading.enumerate())) != expected:
         if time.monotonic() > until:
             break
         time.sleep(0.001)
@@ -249,47 +246,19 @@ def test_a_thread_pins_and_frees_slots_at_once(lake: Path, accelerator: None, pe
     kept = [next(started)]
     assert pinning(1) == 1
     kept += list(started)
-    assert ids(kept) == expected and kept[0]["string"].tolist()
+    del started
+    assert ids(kept) == expected and kept[0]["string"]
     assert kept[0]["id"].untyped_storage().nbytes() > kept[0]["id"].nbytes, "a view of one pinned slab"
-    assert pinning() == 0
+    lasting = int(persistent)  # torch's thread lives as long as its workers
+    assert pinning(lasting) == lasting
     first = some(loader, 3)
-    assert pinning() == 0
     assert sorted(flat(first) + flat(loader)) == list(range(ROWS))
     older = iter(loader)
     before = [next(older)]
     assert sorted(flat(before) + flat(loader)) == list(range(ROWS)), "a newer iterator goes on with the workers"
-    del older
+    del older, loader
+    gc.collect()
     assert pinning() == 0
-
-
-def test_a_thread_that_still_pins_is_over_before_its_workers_are_at_something_else(
-    lake: Path, accelerator: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, may = threading.Event(), threading.Event()
-    were_over: list[bool] = []
-
-    def late(slab: Any) -> torch.Tensor:
-        begun.set()
-        may.wait(PATIENCE_S)
-        return torch.from_numpy(slab).clone()
-
-    class Noting(workers_module._Results):
-        def __init__(self, *told: Any) -> None:
-            were_over.append(all(not thread.is_alive() for thread in threads))
-            super().__init__(*told)
-
-    monkeypatch.setattr(workers_module, "pinned_copy", late)
-    monkeypatch.setattr(workers_module, "_Results", Noting)
-    threads: list[threading.Thread] = []
-    loader = loader_of(lake, num_workers=1, loader={"pin_memory": True, "persistent_workers": True})
-    loader.start()
-    assert begun.wait(PATIENCE_S)
-    assert loader._workers is not None and loader._workers._pinning is not None
-    threads.append(loader._workers._pinning)
-    loader.rewind()  # nobody refers to that iteration any more, whose thread is at a copy
-    threading.Timer(0.2, may.set).start()
-    assert sorted(flat(loader)) == list(range(ROWS))
-    assert were_over == [True, True]
 
 
 def test_what_goes_wrong_beside_the_loop_is_raised_in_its_place(lake: Path, accelerator: None) -> None:
@@ -299,7 +268,7 @@ def test_what_goes_wrong_beside_the_loop_is_raised_in_its_place(lake: Path, acce
         )
         found, error = until_error(loader)
         # What a worker that is killed had not sent yet is read again by others.
-        assert isinstance(error, kind) and (len(found) == 5 or (kind is WorkerDied and len(found) < 5))
+        assert isinstance(error, kind) and len(found) <= 5 and (len(found) == 5 or kind is WorkerDied)
         assert flat(found) == list(range(4 * len(found))) and loader.state_dict()["step"] == len(found)
         assert pinning() == 0
 
@@ -335,8 +304,7 @@ def exits_at_20(batch: Batch) -> Batch:
     ("transform", "how", "persistent"),
     [
         (dies_at_20, "SIGKILL", False),
-        (dies_at_20, "SIGKILL", True),
-        (dies_of_40_at_20, "signal 40", False),
+        (dies_of_40_at_20, "signal 40", True),
         (exits_at_20, "exit code 3", True),
     ],
 )
@@ -352,7 +320,8 @@ def test_a_worker_that_dies_is_named_and_nothing_is_lost(
     assert pickle.loads(pickle.dumps(error)).exit_code == error.exit_code
     assert loader.state_dict()["step"] == len(found)
     rest, again = until_error(loader)
-    assert rest == [] and isinstance(again, WorkerDied)
+    found += rest
+    assert isinstance(again, WorkerDied) and loader.state_dict()["step"] == len(found)
     assert set(multiprocessing.active_children()) <= before
     resumed = loader_of(lake, shuffle=False)
     resumed.load_state_dict(loader.state_dict())
@@ -364,11 +333,21 @@ def waits(batch: Batch) -> Batch:
     return batch
 
 
-def test_a_worker_that_does_not_answer_is_named_after_the_timeout(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_within_the_timeout_is_an_error_that_says_what_was_due(lake: Path) -> None:
     loader = loader_of(lake, num_workers=1, transform=waits, loader={"timeout": 0.2})
-    monkeypatch.setattr("lakeckpt.data.worker_handle.STOP_S", 0.05)
     _, error = until_error(loader)
-    assert isinstance(error, WorkerTimeout) and "worker 0" in str(error) and isinstance(error, TimeoutError)
+    assert isinstance(error, WorkerTimeout) and "step 0" in str(error) and isinstance(error, TimeoutError)
+
+
+def a_fifth_of_a_second(batch: Batch) -> Batch:
+    threading.Event().wait(0.2)
+    return batch
+
+
+def test_a_slow_transform_is_not_taken_for_one_that_waits_for_ever(lake: Path) -> None:
+    loader = loader_of(lake, num_workers=1, transform=a_fifth_of_a_second, loader={"timeout": 60})
+    began = time.monotonic()
+    assert time.monotonic() - began < 60 and sorted(flat(loader)) == list(range(ROWS))
 
 
 def test_an_iterator_that_is_let_go_of_takes_its_workers_with_it(lake: Path) -> None:
@@ -416,7 +395,7 @@ def test_a_fork_of_the_main_process_takes_nothing_from_its_workers(lake: Path, p
     assert ends_well(goes_on)
     assert ends_well(lambda: len(flat(loader)) == ROWS - len(found[0]["id"])), "with workers of its own"
     assert sorted(flat([*found, *iterator])) == list(range(ROWS))
-    loader.start()
+    loader._reader.start()
     assert ends_well(lambda: len(flat(loader)) == ROWS)
     assert sorted(flat(loader)) == list(range(ROWS))
 
@@ -436,23 +415,23 @@ def ends(pid: int) -> bool:
 
 
 MAIN = """
-import json, os, signal, sys
-from lakeckpt import LakeDataset, LakeLoader
+import json, multiprocessing, os, signal, sys
+from lakeckpt import LakeDataset, LakeLoader, ReadOptions
 
 def main():
-    dataset = LakeDataset(sys.argv[1], batch_size=2, num_lanes=2)
+    dataset = LakeDataset(sys.argv[1], batch_size=2, options=ReadOptions(num_lanes=2))
     loader = LakeLoader(dataset, num_workers=2, multiprocessing_context=sys.argv[2])
     kept = [batch for batch, _ in zip(loader, range(3))] if sys.argv[3] == "exits" else None
     iterator = iter(loader)
     next(iterator)
-    pids = [worker.process.pid for worker in find(iterator)]
-    named = [pid for pid in [os.getpid(), *pids] if "/dev/shm" in open(f"/proc/{pid}/maps").read()]
+    pids = [process.pid for process in multiprocessing.active_children()]
+    named = [line for pid in [os.getpid(), *pids] for line in open(f"/proc/{pid}/maps") if is_named(line)]
     print(json.dumps({"pids": pids, "named": named}), flush=True)
     if sys.argv[3] == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
 
-def find(iterator):
-    return iterator.gi_frame.f_locals["found"]._workers._all
+def is_named(line):
+    return "/dev/shm" in line and "(deleted)" not in line and "/sem." not in line
 
 if __name__ == "__main__":
     main()
@@ -474,5 +453,55 @@ def test_no_process_and_no_memory_outlives_the_main_process(lake: Path, tmp_path
     ran = subprocess.run([sys.executable, script, lake, method, how], capture_output=True, timeout=280)
     assert ran.returncode == (-signal.SIGKILL if how == "is killed" else 0), ran.stderr.decode()
     told = json.loads(ran.stdout)
-    assert len(told["pids"]) == 2 and told["named"] == [] and ran.stderr == b"", (told, ran.stderr.decode())
+    assert len(told["pids"]) == 2 and told["named"] == []
+    # Python's own tracker frees the semaphores of torch's queues behind a process that was killed, and prints that.
+    ours = [line for line in ran.stderr.decode().splitlines() if "resource_tracker" not in line]
+    assert ours == [], ran.stderr.decode()
     assert all(map(ends, told["pids"]))
+
+
+def alternates(batch: Batch) -> dict[str, Any]:
+    first = int(batch["id"][0])
+    return {f"row {first}": batch["id"]} if first % 2 else {"id": batch["id"]}
+
+
+def test_micro_batches_of_many_forms_come_as_they_are(tmp_path: Path) -> None:
+    folder = LakeSpec(files=((256,),)).write(tmp_path / "lake")
+    alone = list(loader_of(folder, batch_size=1, shuffle=False, transform=alternates))
+    loader = loader_of(folder, batch_size=1, shuffle=False, transform=alternates, num_workers=1)
+    assert all(map(same, alone, loader))
+
+
+def test_groups_that_nobody_wanted_give_their_slots_back(tmp_path: Path) -> None:
+    folder = LakeSpec(files=((200,),)).write(tmp_path / "lake")
+    loader = loader_of(folder, batch_size=2, num_workers=1, transform=big, loader={"persistent_workers": True})
+    for _ in range(6):
+        iterator = iter(loader)
+        last = deque(itertools.islice(iterator, 40), maxlen=1).pop()
+        loader.rewind()
+    until_settled(functools.partial(file_bytes, last))
+    assert file_bytes(last) <= 1.125 * (3 * (1 << 24) + 8 * BIG), "as much as one iteration has in flight"
+
+
+@pytest.mark.parametrize("pins", [False, True])
+def test_an_iterator_says_that_start_gave_its_workers_to_the_next_one(
+    lake: Path, accelerator: None, pins: bool
+) -> None:
+    loader = loader_of(lake, num_workers=1, loader={"persistent_workers": True, "pin_memory": pins})
+    iterator = iter(loader)
+    found = [next(iterator)]
+    loader._reader.start()
+    with pytest.raises(StateUnavailable, match="iterate again"):
+        next(iterator)
+    assert sorted(flat([*found, *loader])) == list(range(ROWS))
+
+
+@pytest.mark.parametrize(("num_lanes", "num_workers"), [(1, 2), (4, 3), (5, 4)])
+def test_workers_that_own_more_lanes_than_others_do_not_change_the_order(
+    tmp_path: Path, num_lanes: int, num_workers: int
+) -> None:
+    folder = LakeSpec(files=((2000,), (1500,))).write(tmp_path / "lake")
+    for options in ({}, {"drop_last": True, "rank": 1, "world_size": 2}):
+        lanes = num_lanes * options.get("world_size", 1)
+        alone = ids(loader_of(folder, batch_size=3, num_lanes=lanes, **options))
+        assert ids(loader_of(folder, batch_size=3, num_lanes=lanes, num_workers=num_workers, **options)) == alone

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,17 @@ import pytest
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader
 
-from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt import LakeDataset, LakeLoader, ReadOptions
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.errors import ConfigError, StateInvalid, StateMismatch, StateUnavailable
 from lakeckpt.testing import LakeSpec
-from tests.data.reading import ROWS, flat, ids, some, until_error
+from tests.data.reading import ROWS, dataset_of, flat, ids, some, until_error
 
 EVERY = list(range(ROWS))
 
 
 def plain(lake: Path, num_workers: int, *, batch: int | None = None, loader: Any = None, **dataset: Any) -> Any:
-    made = LakeDataset(lake, **{"batch_size": None if batch else 4, "shuffle": True, "block_size": 6, **dataset})
+    made = dataset_of(lake, **{"batch_size": None if batch else 4, "shuffle": True, **dataset})
     return DataLoader(made, batch_size=batch, num_workers=num_workers, **(loader or {}))
 
 
@@ -32,9 +34,37 @@ def plain(lake: Path, num_workers: int, *, batch: int | None = None, loader: Any
 @pytest.mark.parametrize("loader", [{}, {"persistent_workers": True, "prefetch_factor": 3}])
 def test_each_row_once_an_epoch_over_several_epochs(lake: Path, batch: int | None, loader: dict[str, Any]) -> None:
     reader = plain(lake, 2, batch=batch, loader=loader)
-    orders = [[row for item in reader for row in item["id"].tolist()] for _ in range(3)]
+    orders = []
+    for epoch in range(3):
+        reader.dataset.set_epoch(epoch)
+        orders.append([row for item in reader for row in item["id"].tolist()])
     assert [sorted(order) for order in orders] == [EVERY] * 3
     assert len({tuple(order) for order in orders}) == 3
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_same_shuffled_epoch_again_warns_and_another_order_needs_set_epoch(
+    lake: Path, persistent: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader = plain(lake, 2, loader={"persistent_workers": persistent, "worker_init_fn": show_warnings})
+    first = flat(reader)
+    assert "set_epoch" not in capfd.readouterr().err
+    assert flat(reader) == first and sorted(first) == EVERY
+    assert capfd.readouterr().err.count("dataset.set_epoch(epoch) before this iteration") == 1
+    reader.dataset.set_epoch(1)
+    assert sorted(flat(reader)) == EVERY
+    assert "set_epoch" not in capfd.readouterr().err
+
+
+def show_warnings(worker: int) -> None:
+    """Write them to stderr, as they are where pytest does not record them."""
+    warnings.simplefilter("always")
+    warnings.showwarning = lambda message, *_: os.write(2, str(message).encode())  # type: ignore[assignment]
+
+
+def test_in_table_order_every_iteration_is_the_table(lake: Path) -> None:
+    reader = plain(lake, 2, shuffle=False)
+    assert [sorted(flat(reader)) for _ in range(3)] == [EVERY] * 3
 
 
 def test_in_the_main_process_a_users_own_loader_batches_rows_exactly(lake: Path) -> None:
@@ -61,7 +91,7 @@ def test_workers_read_ahead_so_the_main_process_gives_no_state(lake: Path) -> No
 def test_set_epoch_and_rewind_reach_workers_old_and_new(lake: Path) -> None:
     expected = {}
     for epoch in (0, 1, 4, 5):
-        reference = LakeDataset(lake, batch_size=4, shuffle=True, num_lanes=2)
+        reference = LakeDataset(lake, batch_size=4, shuffle=True, options=ReadOptions(num_lanes=2))
         reference.set_epoch(epoch)
         expected[epoch] = flat(reference)
     for persistent in (False, True):
@@ -71,25 +101,31 @@ def test_set_epoch_and_rewind_reach_workers_old_and_new(lake: Path) -> None:
         assert flat(reader) == expected[0] and dataset.epoch == 0
         dataset.set_epoch(4)
         assert dataset.epoch == 4
-        assert flat(reader) == expected[4] and flat(reader) == expected[5] and dataset.epoch == 5
+        assert flat(reader) == expected[4] and dataset.epoch == 4
+        dataset.set_epoch(5)
+        assert flat(reader) == expected[5] and dataset.epoch == 5
         dataset.rewind()
         assert flat(reader) == expected[5]
         dataset.set_epoch(1)
         dataset.set_epoch(0)
         assert flat(reader) == expected[0]
-        assert flat(reader) == expected[1]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_state_loaded_in_the_main_process_reaches_workers(lake: Path, persistent: bool) -> None:
+def test_workers_refuse_a_place_in_the_midst_of_an_epoch_and_begin_the_one_after_an_end(
+    lake: Path, persistent: bool
+) -> None:
     source = LakeLoader(LakeDataset(lake, batch_size=4, shuffle=True))
-    before = flat(some(source, 3))
-    state = source.state_dict()
+    some(source, 3)
+    inside = source.state_dict()
     reader = plain(lake, 2, loader={"persistent_workers": persistent})
     if persistent:
         flat(reader)  # workers now have an old copy of the dataset
-    reader.dataset.load_state_dict(state)
-    assert sorted(before + flat(reader)) == EVERY
+    reader.dataset.load_state_dict(inside)
+    _, error = until_error(reader)
+    assert isinstance(error, StateUnavailable) and "midst of an epoch" in str(error)
+    flat(source)
+    reader.dataset.load_state_dict(source.state_dict())
     assert sorted(flat(reader)) == EVERY and reader.dataset.epoch == 1
 
 
@@ -97,7 +133,10 @@ def test_len_told_before_workers_begin_stays_true(lake: Path) -> None:
     for world_size, num_workers in itertools.product((1, 2), (0, 3)):
         reader = plain(lake, num_workers, rank=0, world_size=world_size, num_lanes=None if world_size == 1 else 6)
         told = len(reader)
-        items = [item for _ in range(2) for item in [len([1 for _ in reader])]]
+        items = []
+        for epoch in range(2):
+            reader.dataset.set_epoch(epoch)
+            items.append(len([1 for _ in reader]))
         assert items == [told, told] == [len(reader)] * 2
 
 
@@ -129,19 +168,6 @@ def test_the_length_behind_a_state_of_other_lanes_is_not_guessed_either(lake: Pa
     assert sorted(found) == EVERY
 
 
-def test_the_same_base_seed_in_every_epoch_is_told_apart(lake: Path) -> None:
-    import torch
-
-    generator = torch.Generator()
-    reader = plain(lake, 2, loader={"generator": generator})
-    orders = []
-    for _ in range(3):
-        generator.manual_seed(7)
-        orders.append(flat(reader))
-    assert [sorted(order) for order in orders] == [EVERY] * 3
-    assert len({tuple(order) for order in orders}) == 3
-
-
 def test_an_endless_stream_is_one_iteration(lake: Path) -> None:
     reader = plain(lake, 2, endless=True)
     found = flat(some(reader, 40))
@@ -171,7 +197,7 @@ class Workers:
         self.dataset = dataset
         self.copies = [pickle.loads(pickle.dumps(dataset)) for _ in range(workers)]
         for one in self.copies:
-            one._epochs = dataset._epochs
+            one._shared = dataset._shared
         self.seed = seed
 
     def call(self, worker: int, method: str, *arguments: Any) -> Any:
@@ -197,7 +223,8 @@ def test_workers_that_live_on_agree_whatever_their_order(lake: Path, order: list
     dataset = LakeDataset(lake, batch_size=4, shuffle=True)
     workers = Workers(dataset, 3)
     epochs = []
-    for _ in range(3):
+    for epoch in range(3):
+        dataset.set_epoch(epoch)
         found = workers.take(order)
         assert rows_of(found) == EVERY
         epochs.append(dataset.epoch)
@@ -209,7 +236,7 @@ def test_workers_that_live_on_agree_whatever_their_order(lake: Path, order: list
 def test_restored_workers_that_live_on_agree_on_what_follows(lake: Path, loaded: list[int]) -> None:
     dataset = LakeDataset(lake, batch_size=4, shuffle=True)
     first = Workers(dataset, 2)
-    first.take([0, 1])
+    dataset.set_epoch(1)
     before = first.take([0, 1], 2)
     states = {worker: first.call(worker, "state_dict") for worker in (0, 1)}
     later = Workers(LakeDataset(lake, batch_size=4, shuffle=True), 2)
@@ -217,13 +244,16 @@ def test_restored_workers_that_live_on_agree_on_what_follows(lake: Path, loaded:
         later.call(worker, "load_state_dict", states[worker])
     rest = later.take(loaded)
     assert sorted(rows_of(before) + rows_of(rest)) == EVERY
-    assert [later.copies[0].epoch, later.copies[1].epoch] == [1, 1]
-    assert rows_of(later.take([0, 1])) == EVERY and later.copies[0].epoch == 2
-    assert rows_of(later.take([1, 0])) == EVERY and later.copies[0].epoch == 3
+    for epoch, order in ((2, [0, 1]), (3, [1, 0])):
+        later.dataset.set_epoch(epoch)
+        found = later.take(order)
+        assert rows_of(found) == EVERY and later.copies[0].epoch == epoch
+        dataset.set_epoch(epoch)
+        assert found == first.take(order)
 
 
 def test_restored_lanes_are_those_of_the_epochs_that_follow(lake: Path) -> None:
-    wide = LakeDataset(lake, batch_size=4, shuffle=True, num_lanes=6)
+    wide = LakeDataset(lake, batch_size=4, shuffle=True, options=ReadOptions(num_lanes=6))
     first = Workers(wide, 2)
     first.take([0, 1], 1)
     states = {worker: first.call(worker, "state_dict") for worker in (0, 1)}
@@ -231,24 +261,12 @@ def test_restored_lanes_are_those_of_the_epochs_that_follow(lake: Path) -> None:
     for worker in (0, 1):
         later.call(worker, "load_state_dict", states[worker])
     later.take([0, 1])
+    for dataset in (wide, later.dataset):
+        dataset.set_epoch(1)
     following = first.take([0, 1])
     fresh = Workers(later.dataset, 2, seed=200)  # the workers of the next iteration, where they do not live on
     assert fresh.take([0, 1]) == following
     assert fresh.copies[0].epoch == 1
-
-
-def test_a_worker_that_begins_late_reads_the_iteration_that_it_was_started_for(lake: Path) -> None:
-    """An iteration is broken off before its second worker begins, and the next one begins at once."""
-    for lives_on in (True, False):
-        dataset = LakeDataset(lake, batch_size=4, shuffle=True)
-        first = Workers(dataset, 2, seed=1)
-        first.take([0], 1)
-        second = first if lives_on else Workers(dataset, 2, seed=2)
-        begun = second.take([0])
-        late = first.take([1])  # of the first iteration
-        rest = second.take([1])
-        assert rows_of(begun | rest) == EVERY and dataset.epoch == 1
-        assert set(rows_of(late)) != set(rows_of(rest))
 
 
 @pytest.mark.parametrize("endless", [False, True])
@@ -262,7 +280,7 @@ def test_what_ends_before_the_epoch_does_is_an_error_and_not_the_end(
                 raise StopIteration
             return found
 
-    monkeypatch.setattr("lakeckpt.data.worker_turns.Ahead", Ends)
+    monkeypatch.setattr("lakeckpt.data.foreign.workers.Ahead", Ends)
     with pytest.raises(StateUnavailable, match=r"worker 0 of 2.*epoch 0.*step 4.*iter\(loader\)"):
         Workers(LakeDataset(lake, batch_size=4, endless=endless), 2).take([0])
 
@@ -279,11 +297,29 @@ def test_states_of_other_workers_tables_or_jobs_are_refused(lake: Path, tmp_path
     first.take([0, 1], 1)
     state = first.call(1, "state_dict")
     cases = [
-        (LakeDataset(lake, batch_size=4), 0, 2, StateInvalid, "state of worker 1 of 2, given to worker 0 of 2"),
-        (LakeDataset(lake, batch_size=4), 1, 3, StateInvalid, "given to worker 1 of 3.*convert_state"),
-        (LakeDataset(lake, batch_size=4, rank=0, world_size=2), 1, 2, StateInvalid, "job of 1 ranks, not of 2"),
-        (LakeDataset(LakeSpec().write(tmp_path / "o"), batch_size=4), 1, 2, StateMismatch, "rows: 12 became 37"),
-        (LakeDataset(lake, batch_size=4, seed=3), 1, 2, StateMismatch, "seed: 3 became 0"),
+        (
+            LakeDataset(lake, batch_size=4),
+            0,
+            2,
+            StateInvalid,
+            "worker 1 of 2, of 1 ranks, given to worker 0 of 2",
+        ),
+        (LakeDataset(lake, batch_size=4), 1, 3, StateInvalid, "given to worker 1 of 3.*LakeLoader"),
+        (
+            LakeDataset(lake, batch_size=4, rank=0, world_size=2),
+            1,
+            2,
+            StateInvalid,
+            "given to worker 1 of 2, of 2 ranks",
+        ),
+        (
+            LakeDataset(LakeSpec().write(tmp_path / "o"), batch_size=4),
+            1,
+            2,
+            StateMismatch,
+            "rows: 12 in this dataset, 37 in the state",
+        ),
+        (LakeDataset(lake, batch_size=4, seed=3), 1, 2, StateMismatch, "seed: 3 in this dataset, 0 in the state"),
     ]
     for dataset, worker, workers, error, match in cases:
         other = Workers(dataset, workers)

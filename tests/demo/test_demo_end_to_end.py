@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lakeckpt.cli import demo
-from lakeckpt.cli.demo.scenario import DemoConfig, Phase
-from lakeckpt.cli.demo.supervise import DemoFailed, run_job
+from lakeckpt import demo
+from lakeckpt.demo.scenario import DemoConfig, Phase
+from lakeckpt.demo.supervise import DemoFailed, run_job
 from lakeckpt.errors import ConfigError
 
 pytestmark = pytest.mark.soak
@@ -52,12 +52,9 @@ def test_killed_in_a_step_and_in_a_save_and_resumed_on_other_ranks_every_row_cou
     verdict = verdict_in(out)
     assert verdict["green"] and len(verdict["faults"]) == 2
     assert [(count["counted"], count["lost"], count["repeated"]) for count in verdict["rows"]] == [(256, 0, 0)] * 2
-    assert verdict["equal_steps"] == verdict["unchanged_steps"] >= 1
     assert verdict["faults"][-1]["after"] == "3 ranks × 0 workers"
     assert "GREEN" in printed and printed.count("SIGKILL") == 2
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and "Verdict: green" in (
-        out / "index.html"
-    ).read_text()
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert processes_about(out) == []
 
 
@@ -70,11 +67,11 @@ def test_a_restore_that_drops_the_reader_state_turns_the_verdict_red(
     assert status == 1, printed
     verdict = verdict_in(out)
     failed = [check["claim"] for check in verdict["checks"] if not check["holds"]]
-    assert any(claim.startswith("Ids that the training loop") for claim in failed), failed
-    assert any(claim.startswith("Audit of the ledger") for claim in failed), failed
+    assert any(claim.startswith("By the ids") for claim in failed), failed
+    assert any(claim.startswith("By the audit") for claim in failed), failed
     repeated = sum(count["repeated"] for count in verdict["rows"])
     assert repeated == verdict["audit"]["repeated"] > 0
-    assert "RED" in printed and "Verdict: red" in (out / "index.html").read_text()
+    assert "RED" in printed
 
 
 def test_the_switch_that_sabotages_is_not_for_users() -> None:
@@ -93,22 +90,17 @@ def test_a_folder_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
 def config(folder: Path) -> DemoConfig:
     return DemoConfig(
         lake=str(folder / "no-lake-here"),
-        checkpoints=str(folder / "checkpoints"),
-        records=str(folder / "records"),
-        epochs=1,
-        batch_size=8,
-        save_every=4,
-        num_lanes=8,
-        seed=7,
-        learning_rate=0.01,
+        folder=str(folder),
         steps_per_epoch=8,
+        save_every=4,
+        seed=7,
         phases=(Phase(world_size=1, workers=0),),
     )
 
 
 def test_a_launch_that_fails_by_itself_is_told_with_what_its_rank_said(tmp_path: Path) -> None:
     with pytest.raises(DemoFailed, match=r"(?s)launch 0 .* before a fault was due; its log is .*no-lake-here"):
-        run_job(config(tmp_path), tmp_path, on_poll=lambda launch: None)
+        run_job(config(tmp_path), on_poll=lambda launch: None)
 
 
 def test_a_demo_whose_run_fails_is_red_and_quotes_the_log_as_it_is(
@@ -117,7 +109,7 @@ def test_a_demo_whose_run_fails_is_red_and_quotes_the_log_as_it_is(
     def fail(*args: object, **named: object) -> None:
         raise DemoFailed("launch 0 ended: [rank0]: [bold]no such thing[/bold]")
 
-    monkeypatch.setattr("lakeckpt.cli.demo.demo.run_job", fail)
+    monkeypatch.setattr("lakeckpt.demo.demo.run_job", fail)
     assert run_demo(tmp_path / "out") == 1
     assert "RED launch 0 ended: [rank0]: [bold]no such thing[/bold]" in " ".join(capsys.readouterr().out.split())
 
@@ -127,5 +119,5 @@ def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_job(config(tmp_path), tmp_path, on_poll=interrupt)
+        run_job(config(tmp_path), on_poll=interrupt)
     assert processes_about(tmp_path) == []

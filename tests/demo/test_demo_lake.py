@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from lakeckpt.cli.demo.lake import build_lake, lake_ids, sample_rows, source_files
+from lakeckpt.demo.lake import build_lake, lake_ids, sample_rows
 from lakeckpt.errors import ConfigError
 
 
@@ -31,14 +31,12 @@ def test_the_lake_holds_the_joined_text_of_the_sources_in_the_order_of_their_pat
     held = b"".join(bytes(row) for row in table.column("tokens").to_pylist())
     assert held == text.ljust(len(held), b"\n")
     assert facts.rows == len(table) == -(-len(text) // 64)
-    assert (facts.sources, facts.text_bytes) == (2, len(text))
 
 
-def test_ids_count_the_rows_and_sources_say_where_each_block_begins(library: Path, tmp_path: Path) -> None:
+def test_ids_count_the_rows(library: Path, tmp_path: Path) -> None:
     build_lake(tmp_path / "lake", block=64, source=library)
     table = pq.ParquetDataset(tmp_path / "lake").read()
     assert table.column("id").to_pylist() == list(range(len(table)))
-    assert table.column("source").to_pylist() == ["a/x.py" if 64 * row < 7777 else "b.py" for row in range(len(table))]
     assert np.array_equal(lake_ids(tmp_path / "lake"), np.arange(len(table)))
 
 
@@ -52,7 +50,7 @@ def test_files_and_row_groups_are_several_and_uneven(library: Path, tmp_path: Pa
     assert facts.files >= 5
     assert len(groups) == facts.row_groups > facts.files
     assert sum(groups) == facts.rows
-    assert min(groups) == facts.smallest_group < facts.largest_group == max(groups)
+    assert min(groups) < max(groups)
 
 
 def test_one_library_gives_one_lake_byte_for_byte(library: Path, tmp_path: Path) -> None:
@@ -75,11 +73,6 @@ def test_a_sample_is_spread_over_the_whole_lake(library: Path, tmp_path: Path) -
     table = pq.ParquetDataset(tmp_path / "lake").read()
     places = [0, (facts.rows - 1) // 2, facts.rows - 1]
     assert sample.tolist() == [table.column("tokens")[place].as_py() for place in places]
-
-
-def test_installed_packages_are_no_part_of_the_text(library: Path) -> None:
-    names = [path.relative_to(library).as_posix() for path in source_files(library)]
-    assert names == ["a/empty.py", "a/x.py", "b.py"]
 
 
 def test_a_python_without_its_source_is_told_so(tmp_path: Path) -> None:

@@ -8,32 +8,20 @@ from pathlib import Path
 import pytest
 
 import lakeckpt
-from lakeckpt.cli.demo.lake import build_lake
-from lakeckpt.cli.demo.ledger import audit_job
-from lakeckpt.cli.demo.scenario import DemoConfig, Phase
+from lakeckpt.demo.lake import build_lake
+from lakeckpt.demo.scenario import DemoConfig
+from lakeckpt.demo.verdict import audit_of
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> DemoConfig:
     build_lake(tmp_path / "lake", block=64, max_rows=96)
-    return DemoConfig(
-        lake=str(tmp_path / "lake"),
-        checkpoints=str(tmp_path / "checkpoints"),
-        records=str(tmp_path / "records"),
-        epochs=2,
-        batch_size=8,
-        save_every=4,
-        num_lanes=1,
-        seed=7,
-        learning_rate=0.01,
-        steps_per_epoch=12,
-        phases=(Phase(world_size=1, workers=0),),
-    )
+    return DemoConfig(lake=str(tmp_path / "lake"), folder=str(tmp_path), steps_per_epoch=12, save_every=4, seed=7)
 
 
 def train(config: DemoConfig, *, epochs: int, steps_of_last: int = 12) -> None:
     loader = lakeckpt.LakeLoader(lakeckpt.LakeDataset(config.lake, batch_size=8, columns=["id"], shuffle=True))
-    with lakeckpt.CheckpointManager(config.checkpoints, {"reader": loader}, persist_every=4) as manager:
+    with lakeckpt.CheckpointManager(str(config.checkpoints), {"reader": loader}, persist_every=4) as manager:
         manager.restore()
         for epoch in range(loader.epoch, epochs):
             for batch in islice(loader, steps_of_last if epoch == epochs - 1 else None):
@@ -42,17 +30,17 @@ def train(config: DemoConfig, *, epochs: int, steps_of_last: int = 12) -> None:
 
 def test_all_epochs_complete_is_exactly_once(config: DemoConfig) -> None:
     train(config, epochs=2)
-    found = audit_job(config)
+    found = audit_of(config)
     assert (found.exactly_once, found.lost, found.repeated) == (True, 0, 0), found.words
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 12), (2, 7)])
 def test_an_epoch_that_is_not_complete_is_not(config: DemoConfig, epochs: int, steps: int) -> None:
     train(config, epochs=epochs, steps_of_last=steps)
-    found = audit_job(config)
+    found = audit_of(config)
     assert not found.exactly_once
     assert "does not have all rows of epoch 1" in found.words
 
 
 def test_a_job_without_a_ledger_is_not(config: DemoConfig) -> None:
-    assert not audit_job(config).exactly_once
+    assert not audit_of(config).exactly_once

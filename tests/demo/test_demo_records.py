@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lakeckpt.cli.demo.records import Writer, count_rows, read_launches, record_path, surviving_steps
+from lakeckpt.demo.records import Writer, count_rows, read_launches, record_path, surviving_steps
 
 LAKE = np.arange(100, dtype=np.int64)
 
@@ -19,12 +19,10 @@ def write_launch(
     """A launch of ``ranks`` ranks; step s uses the ids 2s and 2s + 1 (plus ``base``), one per rank."""
     for rank in range(ranks):
         writer = Writer(record_path(folder, launch, rank))
-        writer.write("start", restored=restored, world_size=ranks, workers=1, pid=1, time=10.0 * launch + rank)
+        writer.write("start", restored=restored, world_size=ranks, time=10.0 * launch + rank)
         for step in steps:
-            fields = {"step": step, "epoch": 0, "loss_sum": 1.5, "began": 1.0, "ended": 2.0 + rank}
+            fields = {"step": step, "epoch": 0, "loss_sum": 1.5, "ended": 2.0 + rank}
             writer.write("step", ids=[base + 2 * step + rank], digest="d" if rank == 0 else "", **fields)
-            writer.write("cut", step=step, seconds=0.25 * (rank + 1))
-        writer.close()
 
 
 def test_steps_survive_up_to_where_the_next_launch_restored(tmp_path: Path) -> None:
@@ -70,7 +68,7 @@ def test_ranks_that_restored_different_steps_are_an_error(tmp_path: Path) -> Non
     write_launch(tmp_path, 0, 0, [1])
     path = record_path(tmp_path, 0, 1)
     path.write_bytes(path.read_bytes().replace(b'"restored": 0', b'"restored": 1'))
-    with pytest.raises(ValueError, match="restored different steps"):
+    with pytest.raises(ValueError, match="'restored'"):
         read_launches(tmp_path)
 
 
@@ -78,7 +76,7 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
     write_launch(tmp_path, 0, 0, range(1, 4))
     path = record_path(tmp_path, 0, 0)
     data = path.read_bytes()
-    for end in range(data.rindex(b'{"kind": "step"') + 1, data.rindex(b'{"kind": "cut"') - 1):
+    for end in range(data.rindex(b'{"kind": "step"') + 1, len(data) - 1):
         path.write_bytes(data[:end])
         assert list(read_launches(tmp_path)[0].steps) == [1, 2]
 
@@ -94,7 +92,7 @@ def test_steps_join_all_ranks(tmp_path: Path) -> None:
     (launch,) = read_launches(tmp_path)
     step = launch.steps[1]
     assert (step.ids, step.loss, step.ended, step.digest) == ([2, 3, 4], 1.5, 4.0, "d")
-    assert (launch.world_size, launch.ready, launch.cut_seconds) == (3, 32.0, {1: 0.75})
+    assert (launch.world_size, launch.ready) == (3, 32.0)
 
 
 def test_rows_lost_repeated_and_unknown_are_counted(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,26 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from lakeckpt.cli.demo.scenario import Fault
-from lakeckpt.cli.demo.trip import Trip, armed_path
+from lakeckpt.demo.scenario import DemoConfig, Fault, Phase
+from lakeckpt.demo.trip import Trip, armed_path
 
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from lakeckpt.cli.demo.scenario import Fault
-from lakeckpt.cli.demo.trip import Trip
+from lakeckpt.demo.scenario import DemoConfig, Fault, Phase
+from lakeckpt.demo.trip import Trip
 
 class Stood(Exception):
     pass
 
-def stand(self):
+def stop(self):
     raise Stood
 
-Trip._stand = stand
+Trip._stop = stop
 root = Path(sys.argv[1])
-(root / "log").mkdir(parents=True)
-(root / "parts").mkdir()
-trip = Trip(Fault(rank=0, step=3, point=sys.argv[2]), rank=0, folder=root, launch=0, checkpoints=root)
+run = root / "checkpoints"
+for folder in ("log", "parts"):
+    (run / folder).mkdir(parents=True)
+phase = Phase(world_size=1, workers=0, fault=Fault(rank=0, step=3, point=sys.argv[2]))
+config = DemoConfig(lake="", folder=str(root), steps_per_epoch=8, save_every=4, seed=7, phases=(phase,))
+trip = Trip(config, 0, 0)
+root = run
 met = []
 
 def rename(folder):
@@ -46,12 +49,12 @@ def link(folder):
 calls = [(action, folder) for folder in (".", "log", "parts") for action in (rename, link)]
 for step in (2, 3):
     for action, folder in calls:
-        trip.enter_cut(step)
+        trip.save_begins(step)
         try:
             action(folder)
         except Stood:
             met.append((step, action.__name__, folder))
-        trip.leave_cut()
+        trip.save_ends()
         action(folder)
 print(met)
 """
@@ -74,39 +77,45 @@ def test_points_in_a_save_are_met_only_in_the_save_of_their_step(point: str, exp
     assert found.stdout.strip() == repr(expected)
 
 
+def config(folder: Path, fault: Fault | None) -> DemoConfig:
+    phase = Phase(world_size=2, workers=0, fault=fault)
+    made = DemoConfig(lake="", folder=str(folder), steps_per_epoch=8, save_every=4, seed=7, phases=(phase,))
+    made.records.mkdir()
+    return made
+
+
 @pytest.mark.parametrize(
     ("rank", "step", "point"), [(1, 3, "before-update"), (0, 2, "before-update"), (0, 3, "before-cut")]
 )
 def test_other_ranks_steps_and_points_pass(rank: int, step: int, point: str, tmp_path: Path) -> None:
-    fault = Fault(rank=0, step=3, point="before-update")
-    trip = Trip(fault, rank=rank, folder=tmp_path, launch=0, checkpoints=tmp_path / "run")
-    trip.reach(point, step)
-    assert not armed_path(tmp_path, 0).exists()
+    made = config(tmp_path, Fault(rank=0, step=3, point="before-update"))
+    Trip(made, 0, rank).reach(point, step)
+    assert list(made.records.iterdir()) == []
 
 
 def test_without_a_fault_every_point_passes(tmp_path: Path) -> None:
-    trip = Trip(None, rank=0, folder=tmp_path, launch=0, checkpoints=tmp_path / "run")
-    trip.enter_cut(3)
-    trip.leave_cut()
+    made = config(tmp_path, None)
+    trip = Trip(made, 0, 0)
+    trip.save_begins(3)
+    trip.save_ends()
     trip.reach("before-update", 3)
-    assert list(tmp_path.iterdir()) == []
+    assert list(made.records.iterdir()) == []
 
 
 def test_at_its_fault_a_rank_says_who_it_is_and_waits_to_be_killed(tmp_path: Path) -> None:
+    made = config(tmp_path, Fault(rank=0, step=3, point="before-update"))
     script = (
-        "import sys; from pathlib import Path; from lakeckpt.cli.demo.trip import Trip\n"
-        "from lakeckpt.cli.demo.scenario import Fault\n"
-        "folder = Path(sys.argv[1])\n"
-        "fault = Fault(rank=0, step=3, point='before-update')\n"
-        "Trip(fault, rank=0, folder=folder, launch=4, checkpoints=folder / 'run').reach('before-update', 3)\n"
+        "import sys; from lakeckpt.demo.trip import Trip\n"
+        "from lakeckpt.demo.scenario import DemoConfig\n"
+        "Trip(DemoConfig.from_json(sys.argv[1]), 0, 0).reach('before-update', 3)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environment) as process:
+    with subprocess.Popen([sys.executable, "-c", script, made.to_json()], env=environment) as process:
         try:
-            path = armed_path(tmp_path, 4)
+            path = armed_path(made.records, 0)
             while not path.exists():
                 assert process.poll() is None, "it ended instead of waiting"
-            assert json.loads(path.read_text())["pid"] == process.pid
+            assert int(path.read_text()) == process.pid
             assert process.poll() is None
         finally:
             process.kill()

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lakeckpt
+import lakeckpt.bubbles
 
 MANNERS = ("plain", "amp", "compiled", "graphs", "ddp", "fsdp", "watched", "accumulating")
 WIDTH = 256
@@ -118,7 +119,7 @@ def main() -> None:
         how |= {"capture_every": 1, "arenas": args.arenas}
     batches: Any = loader
     if args.manner == "watched":
-        how["bubbles"] = bubbles = lakeckpt.Bubbles(args.device)
+        how["bubbles"] = bubbles = lakeckpt.bubbles.Bubbles(args.device)
         if args.device == "cuda":  # on the CPU it waits for nothing
             bubbles.watch(model)
         batches = bubbles.watch(loader)

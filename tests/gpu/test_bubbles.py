@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from lakeckpt import Bubbles, CheckpointManager
+from lakeckpt import CheckpointManager
+from lakeckpt.bubbles import Bubbles
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.bubbles.cuda_marks import CudaMarks
-from lakeckpt.checkpoint.bubbles.profile import read_profiles
+from lakeckpt.checkpoint.bubbles.device import CudaMarks
+from lakeckpt.checkpoint.bubbles.profile import read_profiles, shares
 from lakeckpt.cli.main import main
-from lakeckpt.core.bubble_record import shares
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.capturing.reading import kept_state
 from tests.gpu.device import DEVICE, MARKS, arenas
 
@@ -72,9 +72,7 @@ def test_captures_move_while_the_device_goes_forward(
         kept = kept_state(ArenaFolder(arenas), newest)[1]
         for key, one in copied[newest].items():
             assert kept[key] == one.cpu().view(-1).view(torch.uint8).numpy().tobytes(), key
-        complete = [one.step for one in manager._background._engine.records if one.complete]  # type: ignore[union-attr]
         records = bubbles.gate.records()
-    assert len(complete) >= STEPS // 3, complete
     assert len(records) >= STEPS // 2
     for one in records:
         for window in one.windows:

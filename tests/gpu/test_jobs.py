@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import lakeckpt
-from lakeckpt.checkpoint.audit import audit
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.gpu.device import DEVICE, MARKS, arenas
 from tests.gpu.job import MANNERS
 

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt import LakeLoader
+from tests.data.reading import dataset_of
 from tests.gpu.device import DEVICE, MARKS
 
 pytestmark = [*MARKS, pytest.mark.skipif(DEVICE != "cuda", reason="only what a device copies is pinned")]
@@ -29,7 +30,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loader_of(table: Path, workers: int, start: str | None = None, **how: Any) -> LakeLoader:
-    dataset = LakeDataset(table, batch_size=64, shuffle=True, seed=3, **how)
+    dataset = dataset_of(table, batch_size=64, shuffle=True, seed=3, **how)
     return LakeLoader(dataset, num_workers=workers, pin_memory=True, multiprocessing_context=start)
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import lakeckpt
-from lakeckpt.checkpoint.ledger import read_history
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Reader
 from tests.gpu.device import DEVICE, MARKS, arenas
 from tests.tracking.processes import run_processes

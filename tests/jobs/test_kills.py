@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from harness import Attempt, Job
 
-from lakeckpt.checkpoint.audit import audit
-from lakeckpt.lake.storage import open_storage
+from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.lake.storage.open import open_storage
 
 ROWS = 1_900
 

@@ -20,7 +20,7 @@ import pytest
 
 from lakeckpt.checkpoint.report import RetentionWarning
 from lakeckpt.errors import LakeckptError
-from lakeckpt.testing.fault_proxy import At, FaultProxy, HttpFault, Request, Where
+from tests.faults.fault_proxy import At, FaultProxy, HttpFault, Request, Where
 from tests.jobs.s3_job import ROWS, counted, train
 from tests.lake.conftest import moto_endpoint
 from tests.patience import PATIENCE_S

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 from harness import Attempt, Job
 
-from lakeckpt.checkpoint.audit import audit
+from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.cli.main import main
-from lakeckpt.lake.storage import open_storage
+from lakeckpt.lake.storage.open import open_storage
 
 deltalake = pytest.importorskip("deltalake")
 

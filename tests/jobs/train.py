@@ -54,10 +54,9 @@ def main() -> None:
         columns=["id", "x"],
         shuffle=args.shuffle,
         seed=5,
-        num_lanes=args.num_lanes,
-        tail=args.tail,
+        options=lakeckpt.ReadOptions(num_lanes=args.num_lanes, on_new_version=args.on_new_version),
+        drop_last=args.tail == "drop",
         endless=args.endless,
-        on_new_version=args.on_new_version,
     )
     loader = lakeckpt.LakeLoader(dataset, num_workers=args.workers)
     state = {"model": model, "optimizer": optimizer, "reader": loader}

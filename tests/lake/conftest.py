@@ -20,8 +20,9 @@ import pytest
 from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 
-from lakeckpt.lake.storage import Storage, open_storage
-from lakeckpt.testing.storage import FaultyStorage
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.storage.open import open_storage
+from tests.faults.faulty_storage import FaultyStorage
 
 CANARY = "canary-5ecr3t-value"
 
@@ -88,7 +89,7 @@ def s3(moto_endpoint: str) -> Iterator[S3]:
     client.close()
 
 
-@pytest.fixture(params=["local", "memory", "s3", "faulty-local"])
+@pytest.fixture(params=["local", "s3", "faulty-local"])
 def make_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Storage]:
     """Opens a new storage object on the same, at first empty, place at each call; one kind of store per test run."""
     kind = request.param
@@ -97,8 +98,6 @@ def make_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[],
     if kind == "s3":
         bucket: S3 = request.getfixturevalue("s3")
         return lambda: open_storage(f"s3://{bucket.bucket}/{name}/run", storage_options=bucket.options)
-    if kind == "memory":
-        return lambda: open_storage(f"memory://{name}/run")
     if kind == "faulty-local":
         return lambda: FaultyStorage(open_storage(tmp_path / name / "run"))
     return lambda: open_storage(tmp_path / name / "run")

@@ -13,16 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, WireDamaged
-from lakeckpt.lake.building import index_of_version, listed
-from lakeckpt.lake.columns import ColumnMapping, StoredField
-from lakeckpt.lake.footer import summarize_all
-from lakeckpt.lake.formats.pinned import PinnedFile, PinnedFiles
-from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.listing import find_files
-from lakeckpt.lake.partitions import STORED, PartitionColumn, coded
-from lakeckpt.lake.table import Table, open_table
-from lakeckpt.lake.version import TableVersion
-from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
+from lakeckpt.lake.formats.pinning import index_of_version, listed
+from lakeckpt.lake.parquet.footer import summarize_all
+from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField
+from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.lake.table.listing import find_files
+from lakeckpt.lake.table.partitions import STORED, PartitionColumn, coded
+from lakeckpt.lake.table.table import Table
+from lakeckpt.lake.table.version import TableVersion
+from lakeckpt.reading.windows.decode import RowGroupDecoder
 
 VERSION = TableVersion(format="iceberg", name="1")
 
@@ -216,8 +217,8 @@ def test_malformed_mappings_are_refused(plain: Any) -> None:
 
 
 def test_a_changed_mapping_in_an_index_is_refused(tmp_path: Path) -> None:
-    from lakeckpt.lake import index as module
-    from lakeckpt.wire import codec
+    from lakeckpt.lake.table import index as module
+    from lakeckpt.wire import envelope as codec
 
     write(tmp_path, "0.parquet", [pa.field("a", pa.int32())], [{"a": 1}])
     mapping = ColumnMapping(fields={"x": StoredField(names=("a",))})

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lakeckpt.errors import ConfigError, ObjectMissing, StorageError
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.storage import clear_leftovers, open_storage, split_uri
+from lakeckpt.lake.storage.base import clear_leftovers, split_uri
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.storage.open import open_storage
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lakeckpt.lake.deferring import Deferring
+from lakeckpt.lake.storage.deferring import Deferring
 from tests.patience import PATIENCE_S
 
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from lakeckpt import open_table
 from lakeckpt.errors import WireDamaged
-from lakeckpt.lake.deletes import Deletes
-from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.table import Table
-from lakeckpt.lake.version import TableVersion
-from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.lake.table.deletes import Deletes
+from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.lake.table.table import Table
+from lakeckpt.lake.table.version import TableVersion
+from lakeckpt.reading.windows.decode import RowGroupDecoder
 from tests.lake.test_index import FILES, index_of
 
 ROWS = st.one_of(st.sets(st.integers(0, 200), min_size=1), st.sets(st.integers(0, 2**40), min_size=1, max_size=9))
@@ -125,8 +125,8 @@ def test_what_a_version_cannot_be_is_refused() -> None:
 
 
 def damaged(change: Callable[[dict[str, Any]], Any]) -> bytes:
-    from lakeckpt.lake import index as module
-    from lakeckpt.wire import codec
+    from lakeckpt.lake.table import index as module
+    from lakeckpt.wire import envelope as codec
 
     index = with_deletes({0: [1]})
     value = codec.loads(index.dumps(), kind=module.KIND, supported=module.VERSION).value

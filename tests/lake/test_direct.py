@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lakeckpt.lake import direct
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.oscalls import OsCalls
+from lakeckpt.lake.storage import direct
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.storage.oscalls import OsCalls
 
 BLOCK = 64 * 1024
 

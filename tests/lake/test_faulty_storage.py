@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lakeckpt.errors import ConfigError, StorageError
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.storage import Storage, describe
-from lakeckpt.testing.storage import Fault, FaultyStorage, Killed
+from lakeckpt.lake.storage.base import Storage, describe
+from lakeckpt.lake.storage.local import LocalStorage
+from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 
 Call = Callable[[Storage], object]
 CALLS: dict[str, Call] = {

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from lakeckpt.errors import DataFileDamaged, SchemaError, StorageError
-from lakeckpt.lake import footer
-from lakeckpt.lake.footer import read_footer, summarize, summarize_all
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.storage import ObjectInfo
-from lakeckpt.testing.storage import Fault, FaultyStorage
+from lakeckpt.lake.parquet import footer
+from lakeckpt.lake.parquet.footer import read_footer, summarize, summarize_all
+from lakeckpt.lake.storage.base import ObjectInfo
+from lakeckpt.lake.storage.local import LocalStorage
+from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.lake.tables import footer_of, write
 from tests.patience import PATIENCE_S
 

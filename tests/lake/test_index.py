@@ -14,13 +14,13 @@ import pyarrow as pa
 import pytest
 
 from lakeckpt.errors import NewerFormat, WireDamaged, WireError
-from lakeckpt.lake import index as module
-from lakeckpt.lake.columns import ColumnMapping, StoredField
-from lakeckpt.lake.deletes import Deletes
-from lakeckpt.lake.index import RestOfEpoch, TableIndex
-from lakeckpt.lake.partitions import PartitionColumn, partition_columns
-from lakeckpt.lake.version import TableVersion
-from lakeckpt.wire import codec
+from lakeckpt.lake.table import index as module
+from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField
+from lakeckpt.lake.table.deletes import Deletes
+from lakeckpt.lake.table.index import RestOfEpoch, TableIndex
+from lakeckpt.lake.table.partitions import PartitionColumn, partition_columns
+from lakeckpt.lake.table.version import TableVersion
+from lakeckpt.wire import envelope as codec
 
 
 def index_of(group_rows: dict[str, list[int]], /, **changes: Any) -> TableIndex:

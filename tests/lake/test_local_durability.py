@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lakeckpt.errors import ConditionalPutUnsupported, ObjectExists, StorageError
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.storage import clear_leftovers
+from lakeckpt.lake.storage.base import clear_leftovers
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.lake.traced import Crash, TracedCalls, assert_durable, summary
 
 Put = Callable[[LocalStorage, str, bytes], object]
@@ -325,7 +325,7 @@ def test_deleting_the_last_object_of_folders_removes_them_but_never_the_root(tmp
 def test_leftovers_of_the_dead_are_cleared_and_those_of_the_living_are_kept(tmp_path: Path) -> None:
     script = (
         "import sys\n"
-        "from lakeckpt.lake.local import LocalStorage\n"
+        "from lakeckpt.lake.storage.local import LocalStorage\n"
         "def chunks():\n"
         "    yield b'x' * 100\n"
         "    print('writing', flush=True)\n"

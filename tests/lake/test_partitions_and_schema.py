@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.errors import SchemaError
-from lakeckpt.lake.partitions import PartitionColumn, partition_columns
-from lakeckpt.lake.schema import plain_type, table_schema
+from lakeckpt.lake.parquet.types import plain_type
+from lakeckpt.lake.table.partitions import PartitionColumn, partition_columns
+from lakeckpt.lake.table.schema import table_schema
 
 
 def values(paths: list[str]) -> dict[str, list[object]]:

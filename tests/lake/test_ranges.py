@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing, StorageError, TableVersionGone
-from lakeckpt.lake import ranges
-from lakeckpt.lake.index import DataFile
-from lakeckpt.lake.ranges import LocalBytes, Range, StoredBytes, coalesced
-from lakeckpt.lake.storage import ObjectInfo
+from lakeckpt.lake.parquet import ranges
+from lakeckpt.lake.parquet.ranges import LocalBytes, Range, StoredBytes, coalesced
+from lakeckpt.lake.storage.base import ObjectInfo
+from lakeckpt.lake.table.index import DataFile
 
 CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 1000, np.uint8))
 FILE = DataFile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lakeckpt.lake.oscalls import OsCalls
+from lakeckpt.lake.storage.oscalls import OsCalls
 
 CHANGES = ("mkdir_path", "mkdir", "create", "write", "fsync", "rename", "link", "unlink", "rmdir")
 

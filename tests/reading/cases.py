@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
-from lakeckpt.lake.storage import ObjectInfo, Storage
-from lakeckpt.lake.table import Table, open_table
+from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.lake.storage.base import ObjectInfo, Storage
+from lakeckpt.lake.table.table import Table
 
 INTEGERS = {
     pa.int8(): (-(2**7), 2**7 - 1),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from lakeckpt.lake.table import Table
+from lakeckpt.lake.table.table import Table
 
 
 class Damage:

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lakeckpt.errors import LakeckptError
-from lakeckpt.lake.table import open_table
-from lakeckpt.reading.decode import RowGroupDecoder
+from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.reading.windows.decode import RowGroupDecoder
 
 
 def read_by_row_groups(path: Path) -> pa.Table:

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.errors import DataFileDamaged, NullValueError, SchemaError
-from lakeckpt.reading import arrays
-from lakeckpt.reading.convert import check_convertible, convert
-from lakeckpt.reading.ragged import Ragged, map_column, map_namespace, to_pylist
+from lakeckpt.lake.parquet.types import plain
+from lakeckpt.reading.columns import forms as arrays
+from lakeckpt.reading.columns.convert import check_convertible, convert
+from lakeckpt.reading.columns.ragged import Ragged, map_column, map_namespace, to_pylist
 from tests.reading.cases import build, columns, has_null
 
 Case = tuple[pa.Field, pa.ChunkedArray, list[Any]]
@@ -222,7 +223,7 @@ def test_any_index_may_lie_under_the_nulls_of_a_parent() -> None:
     outer = pa.StructArray.from_arrays([inner], ["s"], mask=mask)
     fixed = pa.FixedSizeListArray.from_arrays(coded, 1, mask=mask)
     for array, shown in ((outer, {"s": {"d": "a"}}), (fixed, ["a"])):
-        for same in (array, arrays.plain(array)):
+        for same in (array, plain(array)):
             assert to_pylist(convert(table_of(same), nulls="mask"), "x") == [None, shown, None]
 
 

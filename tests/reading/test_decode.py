@@ -15,11 +15,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, SchemaError, StorageError
-from lakeckpt.lake.storage import Storage
-from lakeckpt.lake.table import Table, open_table
-from lakeckpt.reading.convert import convert
-from lakeckpt.reading.decode import RowGroupDecoder, select_columns
-from lakeckpt.reading.ragged import to_pylist
+from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.columns.convert import convert
+from lakeckpt.reading.columns.ragged import to_pylist
+from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
 from tests.reading.cases import CountingStorage, columns, counted, write_file, write_ids
 
 

@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.errors import DataFileChanged, DataFileDamaged, StorageError
-from lakeckpt.lake.storage import Storage
-from lakeckpt.lake.table import Table, open_table
-from lakeckpt.reading import fetching
-from lakeckpt.reading.decode import RowGroupDecoder
-from lakeckpt.testing.storage import Fault, FaultyStorage
+from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.lake.parquet import prefetch as fetching
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.windows.decode import RowGroupDecoder
+from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
 from tests.reading.cases import write_file, write_ids
 
@@ -66,12 +67,12 @@ def test_rows_are_the_same_whatever_was_announced(
     expected = RowGroupDecoder(table)
     decoder = RowGroupDecoder(stored(table), ahead_bytes=ahead_bytes, open_files=open_files)
     for announced, wanted, forgets in data.draw(st.lists(st.tuples(groups, groups, st.booleans()), max_size=4)):
-        decoder.announce(announced)
+        decoder.expect(announced)
         for group in wanted:
             rows = int(table.index.group_rows[group])
             assert decoder.decode(group, 0, rows).equals(expected.decode(group, 0, rows))
         if forgets:
-            decoder.forget()
+            decoder.expect([])
     decoder.close()
 
 
@@ -85,7 +86,7 @@ def test_footers_and_then_row_groups_that_were_announced_are_asked_for_at_once(t
         asked.append(path)
 
     decoder = RowGroupDecoder(stored(table, together))
-    decoder.announce(range(4))
+    decoder.expect(range(4))
     assert [ids(decoder.decode(group, 0, 2)) for group in range(4)] == [[0, 1], [2, 3], [5, 6], [9, 10]]
     assert sorted(asked) == sorted(table.index.paths * 2)
 
@@ -101,12 +102,12 @@ def test_no_more_than_the_bytes_allowed_are_held_ahead(tmp_path: Path) -> None:
 
     probe = RowGroupDecoder(stored(table, note), ["id"])
     probe.decode(0, 0, 1)
-    size = probe._files.lease(0)[0].file.result().reader.plan(0).size_bytes
+    size = next(iter(probe._prefetcher._state.files.values())).result().plan(0).size_bytes
     decoder = RowGroupDecoder(stored(table, note), ["id"], ahead_bytes=2 * size + size // 2)
     while came.acquire(blocking=False):
         pass
     read.clear()
-    decoder.announce(range(6))
+    decoder.expect(range(6))
     for _ in range(3):  # the footer, and two row groups
         assert came.acquire(timeout=BOUND_S)
     for group in range(6):
@@ -114,7 +115,7 @@ def test_no_more_than_the_bytes_allowed_are_held_ahead(tmp_path: Path) -> None:
         assert ids(decoder.decode(group, 0, 1)) == [1000 * group]
     assert len(read) == 7
     small = RowGroupDecoder(stored(table, note), ["id"], ahead_bytes=size // 2)
-    small.announce(range(6))
+    small.expect(range(6))
     assert ids(small.decode(3, 0, 1)) == [3000]
 
 
@@ -122,7 +123,7 @@ def test_a_row_group_larger_than_the_bytes_allowed_holds_up_none_behind_it(tmp_p
     table = write_ids(tmp_path, [[5000], [3], [4]])
     came = threading.Semaphore(0)
     decoder = RowGroupDecoder(stored(table, lambda path, start: came.release()), ahead_bytes=5000)
-    decoder.announce(range(3))
+    decoder.expect(range(3))
     for _ in range(5):  # three footers, two row groups
         assert came.acquire(timeout=BOUND_S)
     assert [ids(decoder.decode(group, 0, 1)) for group in range(3)] == [[0], [5000], [5003]]
@@ -131,27 +132,29 @@ def test_a_row_group_larger_than_the_bytes_allowed_holds_up_none_behind_it(tmp_p
 def test_what_is_wanted_now_does_not_wait_for_what_was_announced_to_be_used(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[1000] * 6])
     decoder = RowGroupDecoder(stored(table), ahead_bytes=30_000)
-    decoder.announce([0, 1, 2, 3])
+    decoder.expect([0, 1, 2, 3])
     assert ids(decoder.decode(5, 0, 1)) == [5000]
-    decoder.announce([4])
+    decoder.expect([4])
     assert [ids(decoder.decode(group, 0, 1)) for group in (4, 4, 3, 0)] == [[4000], [4000], [3000], [0]]
 
 
-def test_row_groups_that_were_announced_and_never_come_do_not_hold_up_those_behind_them(tmp_path: Path) -> None:
+def test_row_groups_that_are_expected_no_more_do_not_hold_up_those_behind_them(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[10] * 300])
     decoder = RowGroupDecoder(stored(table))
     assert decoder.has_room
-    decoder.announce([*range(300)])
+    decoder.expect([*range(300)])
     assert not decoder.has_room
     for group in range(100, 300):
         assert ids(decoder.decode(group, 0, 1)) == [10 * group]
-    assert decoder._fetcher._wanted == [] and decoder._fetcher._held == 0 and decoder.has_room
+    assert not decoder.has_room
+    decoder.expect([*range(240, 300)])
+    assert decoder.has_room
 
 
 def test_a_local_file_is_not_read_ahead(tmp_path: Path) -> None:
     decoder = RowGroupDecoder(write_ids(tmp_path, [[2], [3]]))
-    decoder.announce([0, 1])
-    assert decoder._fetcher._wanted == [] and not decoder.has_room
+    decoder.expect([0, 1])
+    assert not decoder.has_room
     assert ids(decoder.decode(1, 0, 1)) == [2]
 
 
@@ -162,7 +165,7 @@ def test_a_store_that_fails_ahead_is_told_when_the_row_group_is_decoded_and_aske
     table = write_ids(tmp_path, [[2], [3]])
     storage = FaultyStorage(table.storage, fail_at={("read", call): Fault.ERROR})
     decoder = RowGroupDecoder(replace(table, storage=storage))
-    decoder.announce([0])
+    decoder.expect([0])
     with pytest.raises(StorageError, match="injected"):
         decoder.decode(0, 0, 2)
     assert ids(decoder.decode(0, 0, 2)) == [0, 1]
@@ -174,7 +177,7 @@ def test_damage_that_was_fetched_ahead_is_believed_only_once_it_was_read_again(t
     for faults, is_damaged in (([2], False), ([2, 4], True)):  # the first and the third read are of the footer
         storage = FaultyStorage(table.storage, fail_at={("read", call): Fault.FLIPPED for call in faults})
         decoder = RowGroupDecoder(replace(table, storage=storage))
-        decoder.announce([0])
+        decoder.expect([0])
         if is_damaged:
             with pytest.raises(DataFileDamaged, match="'id' of row group 0"):
                 decoder.decode(0, 0, 2)
@@ -188,7 +191,7 @@ def test_a_file_that_was_written_again_is_told_when_it_was_announced_as_well(tmp
     write_ids(tmp_path / "b", [[2], [4]])
     (tmp_path / "b" / table.index.paths[1]).replace(tmp_path / "a" / table.index.paths[1])
     decoder = RowGroupDecoder(stored(table))
-    decoder.announce([0, 1])
+    decoder.expect([0, 1])
     assert ids(decoder.decode(0, 0, 2)) == [0, 1]
     with pytest.raises(DataFileChanged, match=table.index.paths[1]):
         decoder.decode(1, 0, 3)
@@ -199,7 +202,7 @@ def test_threads_may_share_a_decoder(tmp_path: Path, is_stored: bool) -> None:
     table = write_ids(tmp_path, [[5] * 8] * 6)
     decoder = RowGroupDecoder(stored(table) if is_stored else table, open_files=2)
     groups = [*range(48)] * 3
-    decoder.announce(groups)
+    decoder.expect(groups)
     with ThreadPoolExecutor(6) as pool:
         found = pool.map(lambda group: ids(decoder.decode(group, 0, 5)), groups)
         assert list(found) == [list(range(5 * group, 5 * group + 5)) for group in groups]
@@ -211,10 +214,10 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from lakeckpt.lake.ranges import THREADS, in_background
-from lakeckpt.lake.table import open_table
-from lakeckpt.reading.decode import RowGroupDecoder
-from lakeckpt.reading.threads import Threads
+from lakeckpt.lake.parquet.ranges import THREADS, in_background
+from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.reading.windows.decode import RowGroupDecoder
+from lakeckpt.reading.windows.threads import Threads
 from tests.reading.test_fetching import stored
 
 def until_the_interpreter_ends():
@@ -228,7 +231,7 @@ def until_the_interpreter_ends():
 decoder, threads, waits = RowGroupDecoder(stored(open_table(sys.argv[1]))), Threads(1), threading.Event()
 for _ in range(THREADS):
     in_background(until_the_interpreter_ends)
-decoder.announce([0])  # behind them: no thread opens the file any more
+decoder.expect([0])  # behind them: no thread opens the file any more
 
 def decode():
     waits.set()
@@ -256,7 +259,7 @@ def test_a_file_that_no_thread_can_be_asked_to_open_is_told_to_whoever_waits_for
 
     with monkeypatch.context() as patched:
         patched.setattr(fetching, "in_background", refuse)
-        decoder.announce([0])
+        decoder.expect([0])
         with pytest.raises(RuntimeError, match="after interpreter shutdown"):
             decoder.decode(0, 0, 2)
     assert ids(decoder.decode(0, 0, 2)) == [0, 1]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.reading import gather as module
-from lakeckpt.reading.gather import cut, gather, join_rows, laid_out
-from lakeckpt.reading.ragged import Ragged, map_column
+from lakeckpt.reading.columns import gather as module
+from lakeckpt.reading.columns.gather import cut, gather, join_rows, laid_out
+from lakeckpt.reading.columns.ragged import Ragged, map_column
 
 LENGTHS = st.sampled_from([0, 1, 2, 3, 4, 11, 12, 13, 40, 300])
 """Around those at which Arrow keeps contents in the view itself."""

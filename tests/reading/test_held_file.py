@@ -13,7 +13,7 @@ SLOW_TO_LET_GO = """
 import atexit, os, threading, time
 atexit.register(lambda: print("there" if lent() is not None else "gone"))  # called after what is registered later
 import pyarrow as pa
-from lakeckpt.reading import held_file
+from lakeckpt.lake.parquet import held_file
 content = pa.py_buffer(b"12345678")
 other = held_file.HeldFile(8, [(0, content)])
 

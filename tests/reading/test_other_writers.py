@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lakeckpt import LakeDataset, LakeLoader, open_table
+from lakeckpt import LakeDataset, LakeLoader, ReadOptions, open_table
 from lakeckpt.errors import DataFileDamaged, LakeckptError, SchemaError, TableFeatureUnsupported
-from lakeckpt.reading.decode import RowGroupDecoder, select_columns
+from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
 from tests.reading.crafted_files import lie, write_encrypted, write_two_level_list
 from tests.reading.same_rows import held_to_pyarrow, read_by_row_groups
 
@@ -196,7 +196,7 @@ def test_96_bit_timestamps_that_nanoseconds_cannot_hold_are_refused(tmp_path: Pa
         decoder.decode(1, 0, 1)
     assert RowGroupDecoder(open_table(tmp_path), ["n"]).decode(1, 0, 1)["n"].to_pylist() == [2]
     with pytest.raises(SchemaError, match="96-bit"):
-        list(LakeLoader(LakeDataset(tmp_path, batch_size=9, nulls="mask", on_bad_row_group="skip")))
+        list(LakeLoader(LakeDataset(tmp_path, batch_size=9, options=ReadOptions(nulls="mask"))))
 
 
 def test_filters_do_not_take_timestamps_for_others(tmp_path: Path) -> None:
@@ -206,12 +206,12 @@ def test_filters_do_not_take_timestamps_for_others(tmp_path: Path) -> None:
         len(LakeLoader(LakeDataset(tmp_path, batch_size=9, filters=[("at", ">", MOMENT)])))
 
 
-def test_codecs_that_pyarrow_lacks_are_no_damage_to_skip(tmp_path: Path) -> None:
+def test_codecs_that_pyarrow_lacks_are_no_damage(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"n": range(50), "m": range(50)}), path, compression="snappy")
     lie(path, 1, 3, field=0x15)  # the codec of the first column
-    dataset = LakeDataset(path, batch_size=9, on_bad_row_group="skip")
-    with pytest.raises(TableFeatureUnsupported, match=r"'n' of row group 0 .*'a\.parquet' is compressed with LZO"):
+    dataset = LakeDataset(path, batch_size=9)
+    with pytest.raises(TableFeatureUnsupported, match=r"'n' of row group 0 .*'a\.parquet' is .* with the codec LZO"):
         list(LakeLoader(dataset))
     assert sum(len(batch["m"]) for batch in LakeLoader(LakeDataset(path, batch_size=9, columns=["m"]))) == 50
 

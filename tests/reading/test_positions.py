@@ -3,10 +3,10 @@ from __future__ import annotations
 import itertools
 import tempfile
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.errors import ConfigError, DataFileDamaged
-from lakeckpt.lake.table import Table, open_table
-from lakeckpt.reading import arrays
-from lakeckpt.reading.convert import convert
-from lakeckpt.reading.decode import RowGroupDecoder
-from lakeckpt.reading.needed import windows_held_of
-from lakeckpt.reading.parts import Served, parts_of
-from lakeckpt.reading.positions import PositionReader
-from lakeckpt.reading.ragged import to_pylist
+from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.columns import forms as arrays
+from lakeckpt.reading.columns.convert import convert
+from lakeckpt.reading.columns.ragged import to_pylist
+from lakeckpt.reading.windows.cache import Served, WindowCache, windows_held_of
+from lakeckpt.reading.windows.decode import RowGroupDecoder
+from lakeckpt.reading.windows.positions import PositionReader
 from tests.reading.cases import columns, write_ids
 
 LAYOUTS = st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4)
@@ -100,13 +100,14 @@ def test_windows_are_decoded_once_while_lanes_advance_and_let_go_when_served(
         reader = PositionReader(table, ["id"], spec, max_windows=lanes)
         layout = EpochLayout.build(table.index.group_rows, spec, 0, lanes)
         seen: list[int] = []
-        for step in lane_steps(layout, batch):
-            seen += reader.read([step])["id"].tolist()
-            assert reader.windows_held <= windows_held_of(lanes)
+        with patch.object(WindowCache, "_begin", autospec=True, side_effect=WindowCache._begin) as begun:
+            for step in lane_steps(layout, batch):
+                seen += reader.read([step])["id"].tolist()
+                assert reader.windows_held <= windows_held_of(lanes)
         assert sorted(seen) == list(range(table.num_rows))
         bounds = layout.lane_bounds.tolist()
         windows = sum(len(layout.windows(a, b)) for a, b in itertools.pairwise(bounds))
-        assert reader.windows_decoded == windows
+        assert begun.call_count == windows
         assert reader.windows_held == 0
 
 
@@ -147,14 +148,14 @@ def test_a_window_entered_in_its_middle_is_decoded_once_and_alone(tmp_path: Path
 def test_as_many_windows_are_read_ahead_as_are_open_and_two_at_least(tmp_path: Path, lanes: int, most: int) -> None:
     table = write_ids(tmp_path, [[3] * 12])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, lanes)
-    reader, _ = spied(table, ORDERED, lanes)
+    reader, decoded = spied(table, ORDERED, lanes)
     held = []
     waiting = [reader.announce([step]) for step in lane_steps(layout, 1)]
     for announced in waiting:
         held.append(reader.windows_held)
         reader.take(announced)
     assert max(held) == most
-    assert reader.windows_decoded == 12
+    assert len({group for group, _, _ in decoded}) == 12
 
 
 def test_windows_that_are_announced_are_decoded_before_they_are_taken_in_that_order(tmp_path: Path) -> None:
@@ -163,31 +164,10 @@ def test_windows_that_are_announced_are_decoded_before_they_are_taken_in_that_or
     reader, _ = spied(table, ORDERED, 1)
     first, *others = (reader.announce([(layout, start, start + 3)]) for start in (0, 3, 6, 9))
     assert (reader.windows_held, reader.has_room) == (3, False)
-    assert reader.take(first)[0]["id"].tolist() == [0, 1, 2]
+    assert reader.take(first)["id"].tolist() == [0, 1, 2]
     assert reader.windows_held == 3
-    assert [reader.take(one)[0]["id"].tolist() for one in others] == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert [reader.take(one)["id"].tolist() for one in others] == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert (reader.windows_held, reader.has_room) == (0, True)
-
-
-def test_who_waits_for_a_window_is_told_once_when_it_has_been_decoded(tmp_path: Path) -> None:
-    table = write_ids(tmp_path, [[3, 3]])
-    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
-    reader, _ = spied(table, ORDERED, 1)
-    held, told = threading.Event(), threading.Event()
-    calls = []
-
-    def when_over() -> None:
-        calls.append(threading.current_thread())
-        told.set()
-
-    reader._needed._threads.submit(partial(held.wait, 60))
-    reader._needed._threads.submit(partial(held.wait, 60))
-    announced = reader.announce([(layout, 0, 3)])
-    assert reader.waits(announced, when_over) and reader.waits(announced, when_over)
-    held.set()
-    assert told.wait(60)
-    assert not reader.waits(announced, when_over)
-    assert reader.take(announced)[0]["id"].tolist() == [0, 1, 2] and len(calls) == 1
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -203,7 +183,7 @@ def test_what_goes_on_where_a_lane_was_announced_last_is_found_without_looking_f
     steps = lane_steps(layout, 2)
     waiting = [reader.announce([step]) for step in steps]
     assert sorted(looked) == [0, 30, 60]
-    ids = np.concatenate([reader.take(announced)[0]["id"] for announced in waiting])
+    ids = np.concatenate([reader.take(announced)["id"] for announced in waiting])
     other = PositionReader(table, None, layout.spec, max_windows=lanes)
     assert ids.tolist() == np.concatenate([other.read([step])["id"] for step in steps[::-1]][::-1]).tolist()
 
@@ -215,7 +195,7 @@ def test_what_goes_on_where_another_epoch_stopped_is_of_its_own_epoch(tmp_path: 
     reader, _ = spied(table, spec, 1)
     steps = [(layouts[0], 0, 4), (layouts[1], 4, 8), (layouts[0], 4, 8)]
     waiting = [reader.announce([step]) for step in steps]
-    found = [reader.take(announced)[0]["id"].tolist() for announced in waiting]
+    found = [reader.take(announced)["id"].tolist() for announced in waiting]
     assert found == [ids_at(table, *step) for step in steps]
     assert found[1] != found[2]
 
@@ -228,9 +208,9 @@ def test_a_limit_of_memory_holds_back_what_is_not_needed_yet(tmp_path: Path) -> 
         reader, decoded = spied(table, ORDERED, 4, memory_limit_bytes=limit)
         waiting = [reader.announce([span]) for span in spans]
         assert reader.windows_held <= ahead
-        assert reader.take(waiting[0])[0]["id"].tolist() == list(range(100))
+        assert reader.take(waiting[0])["id"].tolist() == list(range(100))
         assert reader.windows_held == most
-        rows = [reader.take(announced)[0]["id"].tolist() for announced in waiting[1:]]
+        rows = [reader.take(announced)["id"].tolist() for announced in waiting[1:]]
         assert rows == [list(range(start, start + 100)) for start in range(100, 800, 100)]
         assert len(decoded) == 8
 
@@ -296,7 +276,7 @@ def test_what_was_announced_before_a_clear_is_decoded_anew(tmp_path: Path) -> No
     reader.read([(layout, 0, 2)])["id"][...] = -1
     waiting = [reader.announce([(layout, start, start + 2)]) for start in range(2, 30, 2)]  # not all have room
     reader.clear()
-    assert [reader.take(one)[0]["id"].tolist() for one in waiting] == [[i, i + 1] for i in range(2, 30, 2)]
+    assert [reader.take(one)["id"].tolist() for one in waiting] == [[i, i + 1] for i in range(2, 30, 2)]
     assert reader.windows_held == 1, "the first one: somebody has its first rows"
 
 
@@ -306,7 +286,7 @@ def test_what_is_taken_before_its_turn_is_not_kept_beyond_what_may_be_held(tmp_p
     reader, _ = spied(table, ORDERED, 1)
     waiting = [(start, reader.announce([(layout, start, start + 1)])) for start in range(0, 36, 3)]
     for start, announced in reversed(waiting):
-        assert reader.take(announced)[0]["id"].tolist() == [start]
+        assert reader.take(announced)["id"].tolist() == [start]
         assert reader.windows_held <= windows_held_of(1)
 
 
@@ -343,7 +323,7 @@ def test_what_a_reader_that_is_let_go_of_had_not_begun_to_decode_is_not_decoded(
         begun.set()
         held.wait(60)
 
-    reader._needed._threads.submit(hold)
+    reader._windows._threads.submit(hold)
     assert begun.wait(60)
     reader.announce([(layout, 0, 6)])
     del reader
@@ -357,13 +337,9 @@ def test_the_collector_may_let_go_of_a_reader_in_a_thread_that_has_its_locks(tmp
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
     reader, decoded = spied(table, ORDERED, 4)
     reader.read([(layout, 0, 3)])
-    decoder = reader._needed.decoder._decoder
-    with decoder._fetcher._state.lock, decoder._files._state.lock, reader._needed.decoder._memory._state.lock:
+    windows = reader._windows.decoder
+    with windows.rows._prefetcher._state.lock, windows._memory._pool._lock:
         reader.clear()  # as an iterator's finalizer does; it would wait for ever
-        assert decoder._files._files
-    with decoder._files._state.lock:
-        decoder._files._state.catch_up()
-        assert not decoder._files._files, "whoever takes the locks does it"
     assert reader.read([(layout, 0, 6)])["id"].tolist() == list(range(6))
     assert len(decoded) == 2
 
@@ -392,7 +368,7 @@ def test_no_pieces_or_empty_ones_are_no_rows_of_the_right_schema(tmp_path: Path)
     reader = PositionReader(table, ["pair", "id"], ORDERED, max_windows=1)
     for pieces in ([], [(layout, 1, 1)]):
         assert reader.read(pieces)["pair"].shape == (0, 2)
-    assert reader.windows_decoded == 0
+    assert reader.windows_held == 0
 
 
 def test_text_too_large_for_32_bit_offsets_is_gathered_all_the_same(
@@ -456,7 +432,7 @@ def test_positions_and_layouts_that_are_not_the_tables_are_refused(tmp_path: Pat
     with pytest.raises(ConfigError, match="max_windows must be at least 1, got 0"):
         PositionReader(table, None, ORDERED, max_windows=0)
     with pytest.raises(ValueError, match=r"positions \[1, 3\) of epoch 0, which has 2 rows"):
-        parts_of([(layout, 1, 3)])
+        PositionReader(table, None, ORDERED, max_windows=1).read([(layout, 1, 3)])
     other = PositionReader(table, None, OrderSpec(seed=1, shuffle=True, window=1), max_windows=1)
     with pytest.raises(ValueError, match="was given to a reader of"):
         other.read([(layout, 0, 1)])

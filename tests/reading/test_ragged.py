@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lakeckpt.reading.ragged import Ragged, slice_column, to_pylist
+from lakeckpt.reading.columns.ragged import Ragged, slice_column, to_pylist
 
 
 def words(*texts: str) -> Ragged[np.ndarray]:

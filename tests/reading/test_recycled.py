@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from lakeckpt.core.hashing import Means, permutation
 from lakeckpt.core.order import EpochLayout, OrderSpec
-from lakeckpt.reading import needed as module
-from lakeckpt.reading.positions import PositionReader
-from lakeckpt.reading.recycled import Recycled
-from lakeckpt.reading.windows import WindowDecoder
+from lakeckpt.reading.columns.recycled import Recycled
+from lakeckpt.reading.windows.positions import PositionReader
+from lakeckpt.reading.windows.window import WindowDecoder
 from lakeckpt.testing.lakes import LakeSpec
 from tests.data.reading import flat, ids, loader_of, some, table_of
 
@@ -50,10 +49,10 @@ def test_of_what_waits_the_oldest_goes_beyond_the_limit() -> None:
     while arrays:
         arrays.pop(0)
     assert memory.new((64,), INT64) is not None
-    assert sum(block.size for block in memory._waiting.values()) == 2048 * 8
+    assert sum(block.size for block in memory._pool._waiting.values()) == 2048 * 8
     memory.limit_bytes = 0
     memory.new((64,), INT64)
-    assert not memory._waiting
+    assert not memory._pool._waiting
 
 
 def test_what_is_in_use_when_all_is_forgotten_does_not_wait_afterwards() -> None:
@@ -64,7 +63,7 @@ def test_what_is_in_use_when_all_is_forgotten_does_not_wait_afterwards() -> None
     assert (array == 7).all()
     del array
     memory.new((64,), INT64)
-    assert not memory._waiting
+    assert not memory._pool._waiting
 
 
 @given(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), st.sampled_from([0, 1, 2, 300, 40_000]))
@@ -121,24 +120,6 @@ def test_memory_stays_from_one_short_epoch_to_the_next(folder: Path, given_back:
     for _ in range(2):
         assert sorted(flat(loader)) == list(range(960))
     assert given_back and not any(given_back)
-
-
-def test_epochs_before_the_last_one_do_not_make_it_long(
-    folder: Path, given_back: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_FEW", 2)  # for three windows at a time: as many as an epoch has
-    loader = loader_of(folder, batch_size=32)
-    for _ in range(3):
-        assert sorted(flat(loader)) == list(range(960))
-    assert given_back and not any(given_back)
-
-
-def test_memory_is_given_back_after_a_long_epoch(
-    folder: Path, given_back: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_FEW", 1)  # of three windows at a time there are six
-    assert sorted(flat(loader_of(folder, batch_size=32))) == list(range(960))
-    assert given_back == [True]
 
 
 def test_memory_is_given_back_where_an_epoch_is_broken_off(folder: Path, given_back: list[bool]) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from lakeckpt.reading.threads import Threads
+from lakeckpt.reading.windows.threads import Threads
 from tests.patience import PATIENCE_S
 
 MAIN = """
 from concurrent.futures import ThreadPoolExecutor
-from lakeckpt.lake.ranges import THREADS, in_background
-from lakeckpt.reading.threads import Threads
+from lakeckpt.lake.parquet.ranges import THREADS, in_background
+from lakeckpt.reading.windows.threads import Threads
 
 def until_the_interpreter_ends():
     other = ThreadPoolExecutor(1)
@@ -68,7 +68,7 @@ def test_what_free_threads_have_not_come_to_yet_does_not_wait_for_them(monkeypat
         def submit(self, _check: object, _pool: object, work: Callable[[], object]) -> None:
             begun.append(work)
 
-    monkeypatch.setattr("lakeckpt.reading.threads.ThreadPoolExecutor", NotYet)
+    monkeypatch.setattr("lakeckpt.reading.windows.threads.ThreadPoolExecutor", NotYet)
     threads = Threads(2)
     threads.submit(int)
     threads.submit(int)

@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-from lakeckpt.lake.oscalls import OsCalls
+from lakeckpt.lake.storage.oscalls import OsCalls
 from tests.system.disks import Disk
 
 _COUNTED = [

@@ -9,8 +9,8 @@ import json
 import socket
 import sys
 
-from lakeckpt.checkpoint.waiting import SystemWaiter
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.rig import Desk
 
 STEPS = (1, 2)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.verify import verify
-from lakeckpt.checkpoint.waiting import SystemWaiter
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.rig import Desk, begin, content, fill, make_arena
 from tests.patience import PATIENCE_S
 from tests.system.persist_cuts import STEPS
@@ -69,7 +69,7 @@ def agent_under_strace(root: Path, arenas: Path, *inject: str) -> Run:
 
 
 def what_is_wrong(root: Path, arenas: Path, run: Run) -> list[str]:
-    """The history after a run, and after another agent has done the last will."""
+    """The history after a run, and after another agent has made the final save."""
     storage = LocalStorage(root)
     wrong = [f"damage: {one}" for one in verify(storage).every_damage]
     steps = [one.step for one in read_history(storage).chain]

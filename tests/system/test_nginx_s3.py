@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from benchmarks.s3_server import NginxS3
-from lakeckpt.lake.storage import Storage, open_storage
-from lakeckpt.testing.storage_law import StorageLaw
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.storage.open import open_storage
+from tests.faults.storage_law import StorageLaw
 
 pytestmark = pytest.mark.system
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lakeckpt.errors import StorageError
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.system.cutting import CuttingCalls, PowerCut
 from tests.system.disks import Disk
 

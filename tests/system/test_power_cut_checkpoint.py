@@ -14,7 +14,7 @@ import torch
 
 from lakeckpt import CheckpointManager
 from lakeckpt.errors import LakeckptError
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.patience import PATIENCE_S
 from tests.system.cutting import CuttingCalls, PowerCut
 from tests.system.disks import Disk

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.patience import PATIENCE_S
 from tests.system.write_objects import PUTS
 

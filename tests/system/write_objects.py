@@ -11,7 +11,7 @@ import socket
 import sys
 
 from lakeckpt.errors import StorageError
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 
 PUTS = [
     ("put", "objects/1/a.bin", "a" * 9000),

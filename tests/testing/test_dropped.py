@@ -1,4 +1,4 @@
-"""What ``tail="drop"`` leaves out is known to the row: a loader that loses one more is caught."""
+"""What ``drop_last=True`` leaves out is known to the row: a loader that loses one more is caught."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt import Batch, LakeDataset
-from lakeckpt.core.ends import Tail
+from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan, replan, start
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.testing import LakeSpec, assert_exactly_once
-from lakeckpt.testing.dropped import dealt, most_dropped, planned_drop
+from lakeckpt.testing.receipt_laws import dealt, most_dropped, planned_drop
+from tests.data.reading import dataset_of
 from tests.testing.wrong_loaders import Wrapped, make_of
 
 ROWS = 33
@@ -30,7 +31,7 @@ def lake(tmp_path: Path) -> Path:
     return LakeSpec(files=((10, 7), (13, 3))).write(tmp_path / "lake")
 
 
-@given(rows=st.integers(0, 120), chain=chains, tail=st.sampled_from(["drop", "even", "short", "rows"]))
+@given(rows=st.integers(0, 120), chain=chains, tail=st.sampled_from(["drop", "short"]))
 def test_the_plan_says_what_is_left_out_and_the_bound_holds_for_any_chain(
     rows: int, chain: list[tuple[int, int, int, int]], tail: Tail
 ) -> None:
@@ -51,7 +52,7 @@ def test_the_plan_says_what_is_left_out_and_the_bound_holds_for_any_chain(
         state = replace(state, step=max(state.step, stop))
     assert sorted(seen) == [row for low, high in dealt(plan) for row in range(low, high)]
     assert rows - len(seen) == planned_drop(plan) <= most_dropped(plan.state)
-    assert most_dropped(plan.state) == 0 or tail in ("drop", "even")
+    assert most_dropped(plan.state) == 0 or tail == "drop"
 
 
 def ids(item: Any) -> list[int]:
@@ -72,7 +73,7 @@ def without_one(batch: Batch) -> dict[str, Any]:
 def test_a_transform_that_loses_rows_is_caught_though_some_may_be_dropped(
     loses: Any, batch_size: int, lake: Path
 ) -> None:
-    make_loader = make_of(None, lake, transform=loses, tail="drop", batch_size=batch_size)
+    make_loader = make_of(None, lake, transform=loses, drop_last=True, batch_size=batch_size)
     with pytest.raises(AssertionError, match=r"rows never consumed: .*may be dropped"):
         assert_exactly_once(make_loader, topologies=FEW, key=ids, expected=range(ROWS))
 
@@ -88,14 +89,21 @@ class _LosesItsFirstRow(LakeDataset):
         yield from items
 
 
-@pytest.mark.parametrize("case", [{"tail": "drop"}, {"tail": "drop", "num_lanes": 6}, {"tail": "short"}], ids=str)
+@pytest.mark.parametrize("case", [{"drop_last": True}, {"drop_last": True, "num_lanes": 6}, {"tail": "short"}], ids=str)
 @pytest.mark.parametrize("batch_size", [3, None])
 def test_without_receipts_a_lost_row_is_caught_though_some_may_be_dropped(
     case: dict[str, Any], batch_size: int | None, lake: Path
 ) -> None:
     def make_loader(rank: int, world_size: int, num_workers: int) -> LakeDataset:
-        return _LosesItsFirstRow(
-            lake, **case, batch_size=batch_size, shuffle=True, rank=rank, world_size=world_size, columns=["id"]
+        return dataset_of(
+            lake,
+            _LosesItsFirstRow,
+            **case,
+            batch_size=batch_size,
+            shuffle=True,
+            rank=rank,
+            world_size=world_size,
+            columns=["id"],
         )
 
     with pytest.raises(AssertionError, match=r"[0-9]+ rows never consumed"):
@@ -105,8 +113,8 @@ def test_without_receipts_a_lost_row_is_caught_though_some_may_be_dropped(
 @pytest.mark.parametrize("batch_size", [4, None])
 def test_without_receipts_what_is_dropped_passes_restored_anywhere(batch_size: int | None, lake: Path) -> None:
     def make_loader(rank: int, world_size: int, num_workers: int, **options: Any) -> LakeDataset:
-        arguments = {"batch_size": batch_size, "tail": "drop", "shuffle": True, "block_size": 4, **options}
-        return LakeDataset(lake, rank=rank, world_size=world_size, **arguments)
+        arguments = {"batch_size": batch_size, "drop_last": True, "shuffle": True, **options}
+        return dataset_of(lake, rank=rank, world_size=world_size, **arguments)
 
     assert_exactly_once(make_loader, topologies=[*FEW, (2, 0, {"num_lanes": 6})], offsets=5)
 
@@ -141,7 +149,7 @@ def two_each(batch: Batch) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:the transform= of a LakeDataset got:UserWarning")
 def test_rows_that_are_dropped_may_have_several_keys_each(lake: Path) -> None:
-    make_loader = make_of(None, lake, transform=two_each, tail="drop", batch_size=4)
+    make_loader = make_of(None, lake, transform=two_each, drop_last=True, batch_size=4)
     twice = [*range(ROWS), *range(ROWS)]
     assert_exactly_once(make_loader, topologies=FEW, key=ids, expected=twice)
     with pytest.raises(AssertionError, match="rows never consumed"):
@@ -149,27 +157,31 @@ def test_rows_that_are_dropped_may_have_several_keys_each(lake: Path) -> None:
 
 
 def test_row_by_row_a_run_without_a_restore_says_what_an_epoch_holds(lake: Path) -> None:
-    assert_exactly_once(make_of(None, lake, batch_size=None, block_size=4), topologies=FEW, key=ids, offsets=4)
+    assert_exactly_once(make_of(None, lake, batch_size=None), topologies=FEW, key=ids, offsets=4)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("batch_size", [4, None])
-def test_what_torchdatas_loader_drops_is_known_too(batch_size: int | None, lake: Path) -> None:
+@pytest.mark.parametrize(
+    ("batch_size", "topology"), [(4, (2, 0)), (4, (3, 0)), (4, (1, 2)), (None, (2, 0)), (None, (3, 0))]
+)
+def test_what_torchdatas_loader_drops_is_known_too(
+    batch_size: int | None, topology: tuple[int, int], lake: Path
+) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
     def make_loader(rank: int, world_size: int, num_workers: int) -> Any:
         dataset = LakeDataset(
-            lake, batch_size=batch_size, tail="drop", shuffle=True, block_size=4, rank=rank, world_size=world_size
+            lake, batch_size=batch_size, drop_last=True, shuffle=True, rank=rank, world_size=world_size
         )
         return torchdata.StatefulDataLoader(
             dataset, batch_size=None if batch_size else 3, num_workers=num_workers, in_order=True
         )
 
-    assert_exactly_once(make_loader, topologies=[(2, 0), (3, 0), (1, 2)], offsets=3, chains=2)
+    assert_exactly_once(make_loader, topologies=[topology], offsets=3, chains=2)
 
 
 def test_a_plan_that_drops_more_than_tails_are_is_not_believed(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_loader = make_of(None, lake, batch_size=1, tail="drop")
+    make_loader = make_of(None, lake, batch_size=1, drop_last=True)
     assert_exactly_once(make_loader, topologies=[(2, 0)], chains=0, offsets=1)
     whole = Plan.steps.func  # type: ignore[attr-defined]
     monkeypatch.setattr(Plan, "steps", property(lambda plan: whole(plan) // 2))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lakeckpt import Batch, LakeDataset, LakeLoader, open_table
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing import Attempt, LakeSpec, Topology, assert_exactly_once, histories, replay, tables, topologies
+from tests.data.reading import dataset_of
 from tests.testing.wrong_loaders import UNTRACKED, WRONG, Wrapped, make_of
 
 SPEC = LakeSpec(files=((7, 0, 5), (), (9, 4)), columns=("string",))
@@ -66,7 +67,7 @@ def test_without_receipts_rows_are_counted(wrong: type[LakeDataset] | None, lake
 
 
 @pytest.mark.parametrize("name", ["CountsPrefetched", "ForgetsTheState", "ResumesOneLate"])
-@pytest.mark.parametrize("case", [{"endless": True}, {"tail": "drop"}, {"batch_size": None}])
+@pytest.mark.parametrize("case", [{"endless": True}, {"drop_last": True}, {"batch_size": None}])
 def test_wrong_loaders_are_caught_at_other_ends_too(name: str, case: dict[str, Any], lake: Path) -> None:
     wrong = next(one for one in WRONG if one.__name__ == name)
     with pytest.raises(AssertionError, match="exactly-once does not hold"):
@@ -87,7 +88,7 @@ def test_a_last_row_that_is_never_given_is_caught(lake: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [{"endless": True}, pytest.param({"tail": "drop"}, marks=pytest.mark.soak), {"batch_size": None, "block_size": 4}],
+    [{"endless": True}, pytest.param({"drop_last": True}, marks=pytest.mark.soak), {"batch_size": None}],
 )
 def test_a_right_loader_passes_at_other_ends(case: dict[str, Any], lake: Path) -> None:
     assert_exactly_once(make_of(None, lake, **case), topologies=FEW, offsets=4)
@@ -176,7 +177,7 @@ def test_histories_print_as_the_source_that_makes_them(history: list[Attempt]) -
 @given(
     spec=tables(nulls=False, max_group_rows=8),
     history=histories(topologies(max_batch_size=6, max_lanes=8), max_attempts=4, max_steps=8),
-    case=st.sampled_from([{}, {"tail": "drop"}, {"endless": True}, {"shuffle": False}, {"batch_size": None}]),
+    case=st.sampled_from([{}, {"drop_last": True}, {"endless": True}, {"shuffle": False}, {"batch_size": None}]),
 )
 def test_any_history_over_any_table_counts_every_row_once(
     make_lake: Callable[[LakeSpec], Path], spec: LakeSpec, history: list[Attempt], case: dict[str, Any]
@@ -186,7 +187,7 @@ def test_any_history_over_any_table_counts_every_row_once(
     table = open_table(make_lake(spec))
 
     def make_loader(rank: int, world_size: int, num_workers: int, batch_size: int, num_lanes: int | None) -> LakeLoader:
-        arguments = {"batch_size": batch_size, "num_lanes": num_lanes, "shuffle": True, "block_size": 3, **case}
-        return LakeLoader(LakeDataset(table, rank=rank, world_size=world_size, **arguments))
+        arguments = {"batch_size": batch_size, "num_lanes": num_lanes, "shuffle": True, **case}
+        return LakeLoader(dataset_of(table, rank=rank, world_size=world_size, **arguments))
 
     replay(make_loader, history)

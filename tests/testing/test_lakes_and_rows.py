@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt import LakeDataset, LakeLoader, Ragged, Receipt
+from lakeckpt import LakeDataset, LakeLoader, Ragged, ReadOptions, Receipt
 from lakeckpt.core.receipts import Span
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing import LakeSpec, tables
@@ -44,7 +44,7 @@ def test_every_kind_of_column_comes_from_loaders_as_it_is_in_the_table(tmp_path:
     folder = spec.write(tmp_path / "lake")
     for output in ("torch", "numpy", "arrow"):
         for batch_size in (4, None):
-            dataset = LakeDataset(folder, batch_size=batch_size, output=output, nulls="mask")  # type: ignore[arg-type]
+            dataset = LakeDataset(folder, batch_size=batch_size, output=output, options=ReadOptions(nulls="mask"))  # type: ignore[arg-type]
             keys = RowKeys(dataset, None, single=batch_size is None)
             expected = [key for group in keys.of_table() for key in group]
             found = [key for item in LakeLoader(dataset) for key in keys.of_item(item)]
@@ -80,19 +80,15 @@ def test_values_become_hashable_and_equal_where_contents_are(value: Any, expecte
     hash(canonical(value))
 
 
-def receipt(*spans: tuple[int, int, int], row: int | None = None) -> Receipt:
+def receipt(*spans: tuple[int, int, int]) -> Receipt:
     made = tuple(Span(epoch=e, start=a, stop=b) for e, a, b in spans)
     rows = sum(span.rows for span in made)
-    return Receipt(epoch=0, micro_batch=0, lane=0, step=0, rank=0, world_size=1, spans=made, step_rows=rows, row=row)
+    return Receipt(epoch=0, micro_batch=0, lane=0, step=0, rank=0, world_size=1, spans=made, step_rows=rows)
 
 
 def test_positions_of_receipts_are_those_of_their_rows() -> None:
     whole = receipt((0, 4, 6), (1, 0, 3))
     assert {epoch: found.pairs() for epoch, found in positions_of(whole).items()} == {0: [(4, 6)], 1: [(0, 3)]}
-    third = receipt((0, 4, 6), (1, 0, 3), row=2)
-    assert {epoch: found.pairs() for epoch, found in positions_of(third).items()} == {1: [(0, 1)]}
-    with pytest.raises(Violation, match="row 5 of 5"):
-        positions_of(receipt((0, 4, 6), (1, 0, 3), row=5))
 
 
 @given(st.lists(st.integers(0, 20)), st.lists(st.integers(0, 20)), st.integers(0, 5))

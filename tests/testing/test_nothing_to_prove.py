@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt import LakeDataset, LakeLoader, ReadOptions
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing import Attempt, LakeSpec, Topology, assert_exactly_once, replay
 from lakeckpt.testing.offsets import VARIABLE, wanted
@@ -40,7 +40,7 @@ def test_a_key_that_is_never_seen_proves_nothing(case: dict[str, Any], lake: Pat
             replay(make_of(None, lake, **case), [Attempt(topology=(2, 0))], key=key)
 
 
-@pytest.mark.parametrize("case", [{}, {"endless": True}, {"tail": "drop"}])
+@pytest.mark.parametrize("case", [{}, {"endless": True}, {"drop_last": True}])
 def test_expecting_nothing_of_a_table_with_rows_proves_nothing(case: dict[str, Any], lake: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected= is empty, and an epoch has 21 rows"):
         assert_exactly_once(make_of(None, lake, **case), topologies=ONE, key=no_keys, expected=[])
@@ -50,7 +50,7 @@ def test_an_epoch_without_rows_has_no_keys(lake: Path) -> None:
     kept_none = make_of(None, lake, filters=[("id", "<", 0)])
     assert_exactly_once(kept_none, topologies=ONE, key=no_keys)
     assert_exactly_once(kept_none, topologies=ONE, key="id", expected=[])
-    assert_exactly_once(make_of(None, lake, tail="drop", batch_size=50), topologies=ONE)
+    assert_exactly_once(make_of(None, lake, drop_last=True, batch_size=50), topologies=ONE)
 
 
 @pytest.mark.parametrize("topology", [(1, 2), (3, 1)])
@@ -100,7 +100,10 @@ def _own_loader(lake: Path) -> Callable[..., Any]:
 
 def _a_worker_always(lake: Path) -> Callable[..., Any]:
     return lambda rank, world_size, num_workers: LakeLoader(
-        LakeDataset(lake, batch_size=4, num_lanes=2, transform=dict, rank=rank, world_size=world_size), num_workers=1
+        LakeDataset(
+            lake, batch_size=4, options=ReadOptions(num_lanes=2), transform=dict, rank=rank, world_size=world_size
+        ),
+        num_workers=1,
     )
 
 

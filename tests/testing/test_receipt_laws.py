@@ -14,6 +14,7 @@ from lakeckpt.core.state import ReaderState
 from lakeckpt.testing import LakeSpec
 from lakeckpt.testing.observed import Violation
 from lakeckpt.testing.receipt_laws import TrueRows, check_receipts
+from tests.data.reading import dataset_of
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def lake(tmp_path: Path) -> Path:
 
 def loaders_of(lake: Path, **case: Any) -> list[LakeLoader]:
     case = {"batch_size": 4, "shuffle": True, **case}
-    return [LakeLoader(LakeDataset(lake, rank=rank, world_size=2, **case)) for rank in range(2)]
+    return [LakeLoader(dataset_of(lake, rank=rank, world_size=2, **case)) for rank in range(2)]
 
 
 def first_step(loaders: list[LakeLoader]) -> list[Receipt]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lakeckpt import Batch, LakeDataset, LakeLoader, Receipt, open_table
+from tests.data.reading import dataset_of
 
 __all__ = ["UNTRACKED", "WRONG", "Wrapped", "make_of"]
 
@@ -265,7 +266,7 @@ def make_of(wrong: type[Wrapped] | None, folder: Any, **fixed: Any) -> Callable[
 
     def make_loader(rank: int, world_size: int, num_workers: int, **options: Any) -> Any:
         arguments = {"batch_size": 3, "num_lanes": 6, "shuffle": True, **fixed, **options}
-        dataset = LakeDataset(table, rank=rank, world_size=world_size, **arguments)
+        dataset = dataset_of(table, rank=rank, world_size=world_size, **arguments)
         loader = LakeLoader(dataset, num_workers=num_workers)
         return loader if wrong is None else wrong(loader)
 

@@ -20,7 +20,7 @@ FORKS.set_forkserver_preload(
         "torch._dynamo",  # two seconds, for which the first optimizer of a process asks
         "lakeckpt.checkpoint.manager",
         "lakeckpt.data.loader",
-        "lakeckpt.lake.table",
+        "lakeckpt.lake.table.table",
         "tests.jobs.s3_job",
     ]
 )

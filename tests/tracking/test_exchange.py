@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from lakeckpt.errors import MissingRanksError, OverlapError, TrackingError
+from lakeckpt.errors import MissingRanksError, TrackingError
 from lakeckpt.tracking.exchange import GlooExchange, Solo, this_node
 from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
@@ -27,7 +27,7 @@ def union(messages: Sequence[bytes]) -> bytes:
 def refuse_twins(messages: Sequence[bytes]) -> bytes:
     found = union(messages)
     if len(set(found)) != len(found):
-        raise OverlapError("a number came twice")
+        raise TrackingError("a number came twice")
     return found
 
 
@@ -59,7 +59,7 @@ def test_every_rank_hears_the_merge_the_refusal_and_the_note(nodes: str, tmp_pat
     run_processes(world_size, talk, world_size, str(tmp_path), nodes)
     every = bytes(range(10, 10 + world_size))
     for rank in range(world_size):
-        told = [(rank, world_size), every, True, "OverlapError: a number came twice", b"\x00later"]
+        told = [(rank, world_size), every, True, "TrackingError: a number came twice", b"\x00later"]
         assert (tmp_path / f"{rank}.txt").read_text() == repr(told)
 
 

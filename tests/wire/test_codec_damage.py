@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.errors import NewerFormat, WireDamaged
-from lakeckpt.wire.codec import TensorRef, dumps, loads
+from lakeckpt.errors import NewerFormat, UnsupportedValue, WireDamaged
+from lakeckpt.wire.envelope import TensorRef, dumps, loads
+from lakeckpt.wire.values import Tag
 from tests.wire.crafted import KIND, VERSION, resealed, sealed
 
 VALUE = {
@@ -108,7 +111,7 @@ def test_a_header_that_contradicts_itself_is_refused_even_with_a_fitting_checksu
 
 
 def test_a_header_alone_is_refused() -> None:
-    with pytest.raises(WireDamaged, match="a value is missing"):
+    with pytest.raises(WireDamaged, match="cannot be read"):
         read(sealed(b""))
     with pytest.raises(WireDamaged):
         read(resealed(struct.pack(">8sBBHHHQ", b"LAKECKPT", 1, 255, 1, 0, 0, 2**64 - 1)))
@@ -124,3 +127,21 @@ def test_a_kind_that_is_no_name_is_refused(kind: str) -> None:
 def test_a_version_out_of_range_is_refused(version: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="a version is"):
         dumps(1, kind=KIND, version=version)
+
+
+@pytest.mark.parametrize("code", [0, *range(8, 128)])
+def test_an_extension_of_an_unknown_type_is_refused(code: int) -> None:
+    with pytest.raises(UnsupportedValue, match=rf"extension type {code} is unknown"):
+        read(sealed(msgpack.packb(msgpack.ExtType(code, b"\x00"))))
+
+
+@given(st.binary(max_size=40))
+def test_any_payload_under_a_right_checksum_is_read_or_refused_by_a_typed_error(payload: bytes) -> None:
+    with contextlib.suppress(WireDamaged, UnsupportedValue):
+        read(sealed(payload))
+
+
+def test_an_array_of_objects_is_refused() -> None:
+    payload = msgpack.packb(msgpack.ExtType(Tag.NUMPY_ARRAY, msgpack.packb(["|O", [1], b"\x00" * 8])))
+    with pytest.raises(WireDamaged, match="Python objects"):
+        read(sealed(payload))

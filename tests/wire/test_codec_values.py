@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.errors import LimitExceeded, UnsupportedValue
-from lakeckpt.wire.codec import Limits, TensorRef, dumps, dumps_map, loads, payload_of
+from lakeckpt.errors import UnsupportedValue
+from lakeckpt.wire.envelope import dumps, dumps_map, loads, payload_of
 from tests.wire.crafted import KIND, VERSION
 from tests.wire.sameness import same
 from tests.wire.strategies import values
@@ -23,10 +23,8 @@ from tests.wire.strategies import values
 Point = namedtuple("Point", "x y")
 
 
-def again(value: object, **limits: int) -> Any:
-    bounds = Limits(**limits)
-    data = dumps(value, kind=KIND, version=VERSION, limits=bounds)
-    return loads(data, kind=KIND, supported=VERSION, limits=bounds).value
+def again(value: object) -> Any:
+    return loads(dumps(value, kind=KIND, version=VERSION), kind=KIND, supported=VERSION).value
 
 
 @given(values)
@@ -99,25 +97,12 @@ def test_an_array_that_came_back_is_writable_and_shares_nothing() -> None:
         np.zeros((3, 0, 2**40), dtype="u1"),
         np.array(5, dtype="M8[ns]"),
         np.zeros(2, dtype=np.dtype([("a", "i1"), ("b", "f8", (2, 2)), ("c", "U3")], align=True)),
-        np.zeros(2, dtype=np.dtype({"names": ["b", "a"], "formats": ["i4", "?"], "offsets": [8, 0], "itemsize": 20})),
     ],
     ids=lambda a: f"{a.dtype.str}{a.shape}",
 )
 def test_arrays_of_any_layout_keep_dtype_shape_and_values(array: np.ndarray[Any, Any]) -> None:
     found = again([array])[0]
     assert found.dtype == array.dtype and found.shape == array.shape and found.tobytes() == array.tobytes()
-
-
-def test_what_memory_held_between_the_fields_of_a_record_is_not_written() -> None:
-    inner = np.dtype({"names": ["x"], "formats": ["u1"], "offsets": [3], "itemsize": 5})
-    dtype = np.dtype([("a", "u1"), ("b", "i4"), ("c", inner, (2,)), ("d", "f8", (2,))], align=True)
-    clean = np.zeros(3, dtype)
-    dirty = np.full(3 * dtype.itemsize, 255, np.uint8).view(dtype)
-    for array in (clean, dirty):
-        array["a"], array["b"], array["c"]["x"], array["d"] = 1, 2, 3, 4
-    assert clean.tobytes() != dirty.tobytes()
-    assert dumps(clean, kind=KIND, version=VERSION) == dumps(dirty, kind=KIND, version=VERSION)
-    assert again(dirty).tolist()[0][:2] == (1, 2)
 
 
 def test_a_dict_keeps_its_order_whatever_its_keys() -> None:
@@ -164,10 +149,8 @@ class _Matrix(np.ndarray[Any, Any]):
         np.zeros(2, "V0"),
         np.zeros(2).view(_Matrix),
         np.zeros(1, [("a", "i4")])[0],
-        np.longdouble(1),
-        np.zeros(2, np.clongdouble),
         np.dtype("O"),
-        np.dtype([(("title", "a"), "i4")]),
+        np.dtype({"names": ["b", "a"], "formats": ["i4", "?"], "offsets": [8, 0], "itemsize": 20}),
         np.dtype("i4", metadata={"a": 1}),
         "\udc80",
     ],
@@ -187,127 +170,13 @@ def test_torch_values_are_refused_with_their_type() -> None:
 
 
 def test_a_bad_key_is_refused_with_the_path_of_its_dict() -> None:
-    with pytest.raises(UnsupportedValue, match=r"a key of the dict at a\[0\]: .*frozenset"):
+    with pytest.raises(UnsupportedValue, match=r"a\[0\]: the key frozenset\(\): .*frozenset"):
         dumps({"a": [{frozenset(): 1}]}, kind=KIND, version=VERSION)
 
 
-def test_a_value_that_holds_itself_is_refused() -> None:
+@pytest.mark.parametrize("wrap", [lambda loop: loop.append(loop), lambda loop: loop.append((loop,))])
+def test_a_value_that_holds_itself_is_refused(wrap: Any) -> None:
     loop: list[object] = []
-    loop.append(loop)
-    with pytest.raises(LimitExceeded, match="more than 64 containers"):
-        dumps(loop, kind=KIND, version=VERSION)
-
-
-def test_a_value_that_repeats_itself_without_end_is_refused_by_its_items() -> None:
-    bomb: list[object] = [0] * 10
-    for _ in range(30):
-        bomb = [bomb] * 10
-    with pytest.raises(LimitExceeded, match="more than 100000 items"):
-        dumps(bomb, kind=KIND, version=VERSION, limits=Limits(items=100_000))
-
-
-@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"a": v}, lambda v: {1: v}])
-@pytest.mark.parametrize(
-    "leaf", [1, np.zeros((2, 2)), np.dtype([("a", "i4")]), np.int8(1), TensorRef(key="w"), 2**99, 1j, "x"]
-)
-def test_what_is_within_the_depth_limit_can_be_read_and_one_deeper_cannot_be_written(wrap: Any, leaf: Any) -> None:
-    value = leaf
-    for _ in range(5):
-        value = wrap(value)
-    assert same(value, again(value, depth=5))
-    with pytest.raises(LimitExceeded, match="more than 4 containers"):
-        again(value, depth=4)
-
-
-@given(values)
-def test_reading_counts_items_as_writing_does(value: object) -> None:
-    def fits(items: int) -> bool:
-        try:
-            dumps(value, kind=KIND, version=VERSION, limits=Limits(items=items))
-        except LimitExceeded:
-            return False
-        return True
-
-    least = next(items for items in range(1, 10_000) if fits(items))
-    data = dumps(value, kind=KIND, version=VERSION)
-    loads(data, kind=KIND, supported=VERSION, limits=Limits(items=least))
-    if least > 1:
-        with pytest.raises(LimitExceeded):
-            loads(data, kind=KIND, supported=VERSION, limits=Limits(items=least - 1))
-
-
-@given(values)
-def test_reading_counts_lists_dicts_and_extensions_as_writing_does(value: object) -> None:
-    nodes = payload_of(value).nodes
-    data = dumps([value], kind=KIND, version=VERSION)
-    beside = (len(data) - 24 - len(KIND) - 16) // 4
-    enough = max(1, nodes + 1 - beside)
-    assert dumps([value], kind=KIND, version=VERSION, limits=Limits(nodes=enough)) == data
-    loads(data, kind=KIND, supported=VERSION, limits=Limits(nodes=enough))
-    if enough > 1:
-        with pytest.raises(LimitExceeded, match="lists, dicts and extensions in"):
-            dumps([value], kind=KIND, version=VERSION, limits=Limits(nodes=enough - 1))
-        with pytest.raises(LimitExceeded, match="lists, dicts and extensions in"):
-            loads(data, kind=KIND, supported=VERSION, limits=Limits(nodes=enough - 1))
-
-
-def test_what_has_too_many_small_lists_is_refused_where_most_of_them_are() -> None:
-    value = {"a": [1] * 90_000, "b": [[] for _ in range(99_999)]}
-    with pytest.raises(LimitExceeded, match=r"^b: the document .* would have 100002 lists, dicts and extensions in"):
-        dumps(value, kind=KIND, version=VERSION, limits=Limits(nodes=1_000))
-
-
-@pytest.mark.parametrize("limits", [{"items": 60}, {"nodes": 40}, {"depth": 3}])
-def test_pieces_that_are_too_much_together_are_refused_as_reading_would(limits: dict[str, int]) -> None:
-    bounds = Limits(**limits)
-    value = {name: [[[]] if "depth" in limits else []] * 32 for name in "ab"}
-    with pytest.raises(LimitExceeded):
-        dumps_map(
-            {name: payload_of(one, limits=bounds) for name, one in value.items()},
-            kind=KIND,
-            version=VERSION,
-            limits=bounds,
-        )
-    with pytest.raises(LimitExceeded):
-        loads(dumps(value, kind=KIND, version=VERSION), kind=KIND, supported=VERSION, limits=bounds)
-    pieces = {name: payload_of(one) for name, one in value.items()}
-    assert dumps_map(pieces, kind=KIND, version=VERSION) == dumps(value, kind=KIND, version=VERSION)
-
-
-def test_a_document_larger_than_the_limit_is_neither_written_nor_read() -> None:
-    data = dumps(b"x" * 100, kind=KIND, version=VERSION)
-    for limit in (len(data) - 1, 50):
-        with pytest.raises(LimitExceeded, match="bytes"):
-            dumps(b"x" * 100, kind=KIND, version=VERSION, limits=Limits(total_bytes=limit))
-        with pytest.raises(LimitExceeded, match="bytes"):
-            loads(data, kind=KIND, supported=VERSION, limits=Limits(total_bytes=limit))
-    with pytest.raises(LimitExceeded, match=r"a\.b: an array of 800 bytes"):
-        dumps({"a": {"b": np.zeros(100)}}, kind=KIND, version=VERSION, limits=Limits(total_bytes=200))
-
-
-@pytest.mark.parametrize("bad", [{"items": 0}, {"depth": 201}, {"total_bytes": -1}, {"depth": True}, {"items": 1.0}])
-def test_limits_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        Limits(**bad)
-
-
-def test_a_stack_almost_full_ends_in_a_typed_error() -> None:
-    value: object = 1
-    for _ in range(60):
-        value = [value]
-    data = dumps(value, kind=KIND, version=VERSION)
-
-    def deep(frames: int, call: Any) -> Any:
-        return call() if not frames else deep(frames - 1, call)
-
-    outcomes = set()
-    for frames in range(700, 990, 3):
-        try:
-            deep(frames, lambda: loads(data, kind=KIND, supported=VERSION))
-            outcomes.add("read")
-        except LimitExceeded:
-            outcomes.add("limit")
-        except RecursionError:  # the call itself did not fit: not the decoder's doing
-            outcomes.add("stack")
-            break
-    assert outcomes >= {"read", "limit"}
+    wrap(loop)
+    with pytest.raises(UnsupportedValue, match=r"^model is nested too deep"):
+        dumps(loop, kind=KIND, version=VERSION, root="model")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lakeckpt.wire.codec import loads
+from lakeckpt.wire.envelope import loads
 from tests.golden.wire.values import FOLDER, GOLDEN, KIND, VERSION, path_of, written
 from tests.wire.sameness import same
 

@@ -13,27 +13,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from lakeckpt.checkpoint.parts import SaveId
-from lakeckpt.checkpoint.waiting import Waiter
+from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.errors import (
     CheckpointError,
     CheckpointIncomplete,
     ConfigError,
     LakeckptError,
     MissingRanksError,
+    ObjectMissing,
     SaveFailed,
     StateError,
     TrackingError,
     UnsupportedValue,
     error_of,
 )
-from lakeckpt.lake.storage import Storage
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.tracking.waiting import Waiter
 
 __all__ = [
     "ListeningWaiter",
     "Notes",
     "error_said",
     "failure_noted",
+    "failure_published",
     "gave_up",
     "leave_note",
     "leave_word",
@@ -93,6 +95,14 @@ def publish_failure(storage: Storage, save: SaveId, rank: int, error: Exception)
     except Exception:
         return False
     return True
+
+
+def failure_published(storage: Storage, save: SaveId, rank: int) -> LakeckptError | None:
+    """Return the error of the note that ``rank`` has left of ``save`` in storage, or None. One request."""
+    try:
+        return _error_of(rank, storage.read(save.failure_path(rank)))
+    except ObjectMissing:
+        return None
 
 
 def gave_up(storage: Storage, path: str, rank: int) -> LakeckptError:

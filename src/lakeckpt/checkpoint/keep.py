@@ -1,8 +1,10 @@
-"""Which checkpoints of a history keep their data?  The newest, one of every so many steps, the best: a pure rule.
+"""This module decides which checkpoints of a history keep their data: the newest, one of every so many steps, the best.
 
-`Keep` is what a user asks for, and what the manifest of a commit records; `kept_of` applies it to a chain of
-checkpoints. What it keeps does not change when what it does not keep is gone, so that a removal that was cut off can be
-taken up, or told from damage, later. Never touches storage; imports without torch.
+`Keep` is the rule that a user asks for, and the manifest of each commit records it. `kept_of` applies the rule to a
+chain of checkpoints. The rule selects the same checkpoints after the others have been removed. So a removal that was
+interrupted can be continued later, and is not mistaken for damage.
+
+The module never touches storage, never imports torch, and starts no threads.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _NO_NUMBER = "metric is a number that says how good the state is"
 
 
 class Ranked(Protocol):
-    """What the rule looks at of a checkpoint."""
+    """The values of a checkpoint that the rule needs."""
 
     @property
     def slot(self) -> int:
@@ -43,7 +45,7 @@ class Ranked(Protocol):
 
     @property
     def metric(self) -> float | None:
-        """How good it is, where that was said."""
+        """How good the state is; None if the user gave no metric."""
         ...
 
 
@@ -52,12 +54,12 @@ _Ranked = TypeVar("_Ranked", bound=Ranked)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Which checkpoints keep their data: all that any of these names.
+    """The rule that selects the checkpoints that keep their data. A checkpoint stays if any of the three selects it.
 
-    ``last``: so many of the newest, at least 1. ``every``: of each so many optimizer steps the first checkpoint at or
-    after them (``every=1000``: the first from step 1000 on, from step 2000 on, …), for good. ``best``: so many with the
-    lowest (or ``"highest"``) ``metric`` that was given to ``manager.step`` or ``save``; of equal ones the newest;
-    without a metric, or with NaN, a checkpoint is none of the best.
+    ``last``: the newest so many checkpoints, at least 1. ``every``: the first checkpoint of each so many optimizer
+    steps (``every=1000``: the first from step 1000 on, the first from step 2000 on, …), for good. ``best``: the so many
+    checkpoints with the lowest (or ``"highest"``) ``metric`` that was given to ``manager.step`` or ``save``; the newest
+    of equal ones. A checkpoint without a metric, or with NaN, is never one of the best.
     """
 
     last: int = 3
@@ -77,12 +79,12 @@ class Keep:
 
     @property
     def looks_back(self) -> bool:
-        """Whether old checkpoints may be kept, beyond the newest."""
+        """Whether the rule may keep checkpoints older than the newest ``last``."""
         return self.every is not None or bool(self.best)
 
 
 def kept_of(chain: Sequence[Ranked], keep: Keep) -> frozenset[int]:
-    """The slots of those that keep their data, of a ``chain`` from the oldest to the newest.
+    """Return the slots of the checkpoints in ``chain`` (the oldest first) that keep their data.
 
     >>> from types import SimpleNamespace as One
     >>> chain = [One(slot=n, step=40 * n, metric=abs(n - 2.0)) for n in range(1, 8)]
@@ -100,7 +102,7 @@ def kept_of(chain: Sequence[Ranked], keep: Keep) -> frozenset[int]:
 
 
 def best_first(checkpoints: Iterable[_Ranked], best_is: Literal["lowest", "highest"]) -> list[_Ranked]:
-    """Those of ``checkpoints`` that have a metric (no NaN), the best one first; of equal ones the newest first."""
+    """Return the ``checkpoints`` that have a metric other than NaN, the best first; of equal ones the newest first."""
     sign = 1.0 if best_is == "lowest" else -1.0
     rated = [
         (sign * one.metric, -one.slot, one) for one in checkpoints if one.metric is not None and not isnan(one.metric)
@@ -109,7 +111,7 @@ def best_first(checkpoints: Iterable[_Ranked], best_is: Literal["lowest", "highe
 
 
 class Commit(Ranked, Protocol):
-    """What was committed, from which it went on, and under which rule (None: it was not recorded then)."""
+    """A commit, with its parent and the rule that it recorded."""
 
     @property
     def parent(self) -> int | None:
@@ -118,13 +120,16 @@ class Commit(Ranked, Protocol):
 
     @property
     def keep(self) -> Keep | None:
-        """What was removed behind it."""
+        """The rule by which data was removed after the commit; None if the manifest does not record it."""
         ...
 
 
 def kept_ever_since(commits: Sequence[Commit], tip: int) -> frozenset[int]:
-    """The slots of the history that ends with ``tip`` whose data none of ``commits`` (all of a log, in its order) had
-    leave to remove: each removed what its rule did not keep of its own history, branches given up later included."""
+    """Return the slots of the history that ends with ``tip`` whose data no commit was allowed to remove.
+
+    ``commits`` are all commits of a log, in its order. Each commit removed the data that its rule did not keep in its
+    own history. This includes the commits of branches that were abandoned later.
+    """
     by_slot = {one.slot: one for one in commits}
     kept: dict[int, frozenset[int]] = {}
     for one in commits:
@@ -137,8 +142,8 @@ def kept_ever_since(commits: Sequence[Commit], tip: int) -> frozenset[int]:
 
 
 def held_metric(metric: Any) -> Any:
-    """What to remember of a metric, for `checked_metric` when it is wanted: of a tensor a copy, so that nobody waits
-    for a GPU, and no graph is kept. `ConfigError` where it can be no number."""
+    """Return the value to remember of a metric until `checked_metric` reads it. For a tensor this is a detached copy:
+    nobody waits for a GPU, and no autograd graph is kept. `ConfigError` if the metric cannot be a number."""
     if not hasattr(metric, "detach"):
         return checked_metric(metric)
     if metric.numel() != 1 or metric.is_complex() or metric.is_meta:
@@ -147,7 +152,7 @@ def held_metric(metric: Any) -> Any:
 
 
 def checked_metric(metric: object) -> float | None:
-    """A metric as a float; `ConfigError` where it is no number."""
+    """Return a metric as a float, or None. `ConfigError` if it is not a number."""
     if metric is None:
         return None
     try:

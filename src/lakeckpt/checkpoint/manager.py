@@ -1,9 +1,10 @@
-"""What does a training loop call?  `CheckpointManager`: restore, step, save, wait, latest, close.
+"""This module defines `CheckpointManager`, which a training loop calls: restore, step, save, wait, latest, close.
 
 All ranks make one and call it alike. Nothing but a save or a restore talks to other ranks, except for the few notes by
 which rank 0 announces saves that fall by the clock. Without ``capture_every``, saves are synchronous: when `step` or
 `save` returns, the checkpoint is committed, and no thread outlives a call. With it, cuts are captured beside training
-and persisted by an agent, and `step` only begins them (see ``background``).
+and persisted by an agent, and `step` only begins them (`lakeckpt.checkpoint.async_save`). What came of such a save is
+taken in by the next call of `step`, `save` or `wait`, on the thread that calls.
 """
 
 from __future__ import annotations
@@ -11,40 +12,41 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
-from lakeckpt.checkpoint.attempt import Attempt
-from lakeckpt.checkpoint.background import Background
-from lakeckpt.checkpoint.commit import Verify
-from lakeckpt.checkpoint.cuts import Journal, ReaderTrack, by_reader, cut_all
+from lakeckpt.checkpoint.async_save import Background
+from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack, by_reader, cut_all
 from lakeckpt.checkpoint.keep import Keep, held_metric
-from lakeckpt.checkpoint.ledger import not_rolled_back
-from lakeckpt.checkpoint.log import read_log
 from lakeckpt.checkpoint.opening import Place, open_background
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.commit import Verify
+from lakeckpt.checkpoint.persist.history import not_rolled_back
+from lakeckpt.checkpoint.persist.log import read_log
+from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.policy import Policy, policy_of
-from lakeckpt.checkpoint.publish import Publisher, Settings
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, said_of_policy
-from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, RestoreReport, SaveWarning
-from lakeckpt.checkpoint.restorer import Restorer
-from lakeckpt.checkpoint.saver import Saver
+from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, RestoreReport, SaveHandle, SaveWarning
+from lakeckpt.checkpoint.restore.restorer import Restorer
+from lakeckpt.checkpoint.restore.votes import Together
 from lakeckpt.checkpoint.schedule import Schedule
-from lakeckpt.checkpoint.together import Together
-from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter
-from lakeckpt.data.deliveries import ConsumptionWarning, Deliveries, ReadAheadWarning, unsaved
-from lakeckpt.errors import CheckpointIncomplete, ConfigError, SaveFailed, SaveLeftOut
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.storage import Storage, describe, open_storage
+from lakeckpt.checkpoint.sync_save import Saver
+from lakeckpt.data.place.deliveries import ConsumptionWarning, Deliveries, ReadAheadWarning, unsaved
+from lakeckpt.errors import CheckpointIncomplete, ConfigError, LakeckptError, SaveFailed, SaveLeftOut
+from lakeckpt.lake.storage.base import Storage, describe
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader
+from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
 if TYPE_CHECKING:
-    from lakeckpt.checkpoint.bubbles.keeper import ProfileKeeper
+    from lakeckpt.checkpoint.bubbles.profile import ProfileKeeper
     from lakeckpt.checkpoint.bubbles.watch import Bubbles
 
 __all__ = ["CheckpointManager"]
@@ -81,7 +83,7 @@ class CheckpointManager:
             process that is restarted loses no more than that. It takes the state's size three times (four times with
             several ranks) of memory. None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
-        bubbles: where this rank is idle (`lakeckpt.Bubbles`): captures then move while it waits. What the last
+        bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. What the last
             iterations were like is written beside the checkpoints once a minute, for ``lakeckpt report``.
         policy: instead of both, an object that says when to save (`lakeckpt.checkpoint.policy.Policy`).
         keep: which checkpoints keep their data: so many of the newest (int), or what a `lakeckpt.Keep` says. The record
@@ -92,9 +94,10 @@ class CheckpointManager:
         verify: what rank 0 looks at before it commits: that all objects are there with their ``"sizes"``, or all
             their ``"bytes"``, read again.
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
-        on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails; default: ``"warn"`` with
-            ``capture_every``, else ``"raise"``. A superseded attempt, a disagreement of the ranks and a state that
-            cannot be taken or written always raise. A save that is left out for a newer one is no failure.
+        on_save: called with the `CheckpointInfo` of each checkpoint that this manager commits, on the training thread.
+        on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails. A superseded attempt, a
+            disagreement of the ranks and a state that cannot be taken or written always raise. A save that is skipped
+            for a newer one is no failure.
 
     Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
     falls.
@@ -118,9 +121,8 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         verify: Verify = "sizes",
         timeout_s: float = 600.0,
-        on_save_failure: Literal["raise", "warn"] | None = None,
-        exchange: Exchange | None = None,
-        waiter: Waiter | None = None,
+        on_save: Callable[[CheckpointInfo], object] | None = None,
+        on_save_failure: Literal["raise", "warn"] = "raise",
     ) -> None:
         self._objects = checked_state(state)
         check_settings(verify, on_save_failure, timeout_s)
@@ -130,8 +132,7 @@ class CheckpointManager:
         if not isinstance(uri, (str, PathLike, Storage)):
             raise ConfigError(f"a run lies at a folder, a URL or in a Storage, got {uri!r}")
         self._storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
-        self._waiter = SystemWaiter() if waiter is None else waiter
-        self._exchange = exchange_of(group, timeout_s, alone=world_size == 1) if exchange is None else exchange
+        self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1)
         check_topology(self._exchange, rank, world_size)
         self._uri = os.fspath(uri) if isinstance(uri, (str, PathLike)) else None
         self._storage_options = dict(storage_options or {})
@@ -141,13 +142,14 @@ class CheckpointManager:
         self._keeper: ProfileKeeper | None = None
         self._background: Background | None = None
         self._settings = Settings(keep=rule, verify=verify, timeout_s=timeout_s)
-        self._warn_only = (on_save_failure or ("raise" if capture_every is None else "warn")) == "warn"
+        self._on_save = on_save
+        self._warn_only = on_save_failure == "warn"
         self._shared = {
             "when to save": said_of_policy(chosen),
             "capture_every": "None" if capture_every is None else said_of_policy(policy_of(capture_every)),
             "keep": repr(rule),
             "verify": verify,
-            "on_save_failure": "warn" if self._warn_only else "raise",
+            "on_save_failure": on_save_failure,
         }
         self._schedule = Schedule(chosen, self._exchange, self._waiter)
         self._tracks: dict[str, ReaderTrack] = {}
@@ -155,12 +157,18 @@ class CheckpointManager:
         self._step = 0
         self._saved_step = 0
         self._failed_step = 0  # of the save that failed last
-        self._unsaid: CheckpointInfo | None = None  # a commit that no call has returned, as a failure came after it
+        self._newest: CheckpointInfo | None = None  # the newest commit of this manager
+        self._handles: list[SaveHandle] = []  # of saves of which nothing is known yet
         self._metric: Any = None
         self._report: RestoreReport | None = None
         self._closed = False
         self._silent_steps = 0  # steps since the restore
         self._unsaved = 0  # what other loaders had delivered when the run was restored
+
+    @staticmethod
+    def _talk(group: Any, timeout_s: float, *, alone: bool) -> tuple[Exchange, Waiter]:
+        """Return how this rank talks to the others, and the clock that it waits by."""
+        return exchange_of(group, timeout_s, alone=alone), SystemWaiter()
 
     # --- what is asked
 
@@ -229,11 +237,11 @@ class CheckpointManager:
         )
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
         for one in objects.values():  # a dataset, or somebody else's loader of one, says where it is by its state alone
-            counted = getattr(getattr(one, "dataset", one), "deliveries", None)
+            counted = getattr(getattr(getattr(one, "dataset", one), "_progress", None), "deliveries", None)
             if isinstance(counted, Deliveries):
                 counted.saved()
         self._unsaved = unsaved()
-        journal = Journal(self._tracks, done, legs=attempt.legs, recorded=attempt.recorded)
+        journal = Journal(self._tracks, done, pending=attempt.pending, recorded=attempt.recorded)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         publisher = Publisher(
             self._storage,
@@ -264,9 +272,9 @@ class CheckpointManager:
         for schedule in filter(None, (self._schedule, self._captures)):
             schedule.start(done)
 
-    def step(self, batch: Any = None, *, metric: float | None = None) -> CheckpointInfo | None:
-        """A cut: call it on every rank after each optimizer step, when schedulers, scaler and averages are updated,
-        too.
+    def step(self, batch: Any = None, *, metric: float | None = None) -> None:
+        """Count an optimizer step, and save if the policy says so. Call it on every rank after each optimizer step,
+        when schedulers, scaler and averages are updated, too: the state is saved as it is then, which is a cut.
 
         ``batch`` is the last batch that the step used: all up to it counts as consumed, and what a queue or a wrapper
         holds beyond it does not. Instead of the batch, give its receipt; or the number that the loader's
@@ -275,8 +283,7 @@ class CheckpointManager:
         that reads ahead: a `ReadAheadWarning` says so where it shows, and ``lakeckpt audit`` then says NOT PROVED.
 
         ``metric`` says how good this state is, for ``keep=Keep(best=…)``, whenever this cut is saved; rank 0's counts.
-        Saves if the policy says so, and returns what was committed, else None. With ``capture_every`` a save only
-        begins, and what is returned, or raised, is what came of an earlier one.
+        With ``capture_every`` a save only begins here; what came of it, ``on_save`` and a later call say.
 
         Errors as for `save`. `ConfigError` where ``batch`` names no batch, or one from before what an earlier step has
         used, or the metric is no number; `StateUnavailable` where the reader has not delivered it since the last save:
@@ -296,19 +303,23 @@ class CheckpointManager:
         self._failed_step = self._step
         try:
             if self._background is not None:
-                return self._cut(self._background, due=due, captured=captured)
-            return self._save(saver) if due else None
+                self._cut(self._background, due=due, captured=captured)
+            elif due:
+                self._save(saver)
         except (SaveFailed, CheckpointIncomplete) as error:
             if not self._warn_only:
                 raise
             text = f"training goes on without a checkpoint of step {self._failed_step}: {error}"
             warnings.warn(text, SaveWarning, stacklevel=2)
-            return None
 
-    def save(self, *, metric: float | None = None, sync: bool = True) -> CheckpointInfo | None:
+    @overload
+    def save(self, *, metric: float | None = None, sync: Literal[True] = True) -> CheckpointInfo: ...
+    @overload
+    def save(self, *, metric: float | None = None, sync: Literal[False]) -> SaveHandle: ...
+    def save(self, *, metric: float | None = None, sync: bool = True) -> CheckpointInfo | SaveHandle:
         """Save the last cut now, whatever the policy says; call it on every rank, right after `step`. ``metric`` as
-        for `step`; default: the one that was given there. Returns what was committed; with ``sync=False`` (where there
-        is ``capture_every``) the save only begins, and None is returned.
+        for `step`; default: the one that was given there. Returns what was committed. With ``sync=False`` the save only
+        begins (where there is ``capture_every``), and the handle that is returned waits for it.
 
         What fails on one rank fails on all, within seconds, and the error says which rank it was and why. Raises
         `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
@@ -321,18 +332,34 @@ class CheckpointManager:
         if metric is not None:
             self._metric = held_metric(metric)
         self._schedule.begins()
+        handle = SaveHandle(self._step, self.wait)
+        self._handles.append(handle)
         if self._background is None:
-            return self._save(saver)
-        return self._save_behind(self._background, sync=sync)
+            self._save(saver)
+        else:
+            self._save_behind(self._background, sync=sync)
+        return handle.wait() if sync else handle
 
     def wait(self) -> CheckpointInfo | None:
-        """Return when everything that was saved is committed: the newest of what was, since the last call that said so.
-        Errors as for `save`."""
+        """Return when everything that was saved is committed: the newest checkpoint that this manager committed, or
+        None where it committed none. Errors as for `save`."""
         self._refuse_closed()
-        if self._background is None:
-            return None
-        self._background.wait()
-        return self._heard(self._background)
+        if self._background is not None:
+            self._background.wait()
+            self._take_in(self._background)
+        return self._newest
+
+    def fence(self) -> None:
+        """Return when the state may change.
+
+        With ``capture_every``, captures read the state beside training until the next ``optimizer.step()``, which calls
+        this by itself. Call it before the state changes in any other place between `step` and the next optimizer step:
+        weights swapped for an evaluation, ``load_state_dict``, an average of weights after a step that a `GradScaler`
+        skipped, the replay of a CUDA graph that holds an optimizer step. Any thread may call it. It does nothing
+        without ``capture_every``.
+        """
+        if self._background is not None:
+            self._background.fence()
 
     def close(self) -> None:
         """Let go of what the manager holds; saves nothing, may be called again. What an agent has begun to persist, it
@@ -407,63 +434,79 @@ class CheckpointManager:
             text = _DELIVERED_NOTHING.format(", ".join(sorted(track.name for track in counting)), _SILENT_STEPS)
             warnings.warn(text, ConsumptionWarning, stacklevel=3)
 
-    def _save(self, saver: Saver) -> CheckpointInfo:
+    def _save(self, saver: Saver) -> None:
         begun_s = self._waiter.now()
-        info = CheckpointInfo.of(saver.save(self._step, metric=self._metric))
-        self._saved_step = self._step
+        try:
+            info = CheckpointInfo.of(saver.save(self._step, metric=self._metric))
+        except BaseException:
+            self._handles.clear()  # `save` raises it
+            raise
         held_s = self._waiter.now() - begun_s
         self._schedule.saved(cost_s=held_s, took_s=held_s)
+        self._committed(info)
         saver.remarks.warn()
-        return info
 
-    def _cut(self, background: Background, *, due: bool, captured: bool) -> CheckpointInfo | None:
+    def _committed(self, info: CheckpointInfo) -> None:
+        self._saved_step, self._newest = info.step, info
+        self._settle(info.step, info)
+        if self._on_save is not None:
+            self._on_save(info)
+
+    def _settle(self, step: int, result: CheckpointInfo | LakeckptError) -> None:
+        for handle in [one for one in self._handles if one.step == step]:
+            handle.settle(result)
+            self._handles.remove(handle)
+
+    def _cut(self, background: Background, *, due: bool, captured: bool) -> None:
         """A cut that may be captured beside training, and is persisted if a save is due."""
         if due:
-            return self._save_behind(background, sync=False)
+            self._save_behind(background, sync=False)
+            return
         if captured:
             background.cut(self._step)
-        return self._heard(background)
+        self._take_in(background)
 
-    def _save_behind(self, background: Background, *, sync: bool) -> CheckpointInfo | None:
+    def _save_behind(self, background: Background, *, sync: bool) -> None:
         begun_s = self._waiter.now()
         if not background.save(self._step, self._metric, patient=sync):
             text = f"saves are synchronous, as cuts cannot be captured on every rank: {background.problem}"
             warnings.warn(text, CaptureWarning, stacklevel=4)
             self._background = None
             background.close(well=True)
-            return self._save(self._ready())
+            self._save(self._ready())
+            return
         self._schedule.saved(cost_s=self._waiter.now() - begun_s)
-        if not sync:
-            return self._heard(background)
-        background.wait()
-        return self._heard(background, wanted=self._step)
+        if sync:
+            background.wait()
+        self._take_in(background, wanted=self._step if sync else None)
 
-    def _heard(self, background: Background, *, wanted: int | None = None) -> CheckpointInfo | None:
-        """The newest commit that was heard of, or what came of the save of step ``wanted``. A failure that was heard of
-        after it is raised; the commit is then what the next call returns, if there is no newer one."""
-        newest, failure, remarks = self._unsaid, None, Remarks()
-        self._unsaid = None
-        for one in background.heard():
+    def _take_in(self, background: Background, *, wanted: int | None = None) -> None:
+        """Take in what came of saves beside training. A failure after the newest commit is raised; one of a save that
+        was skipped for another only where the save of step ``wanted`` was."""
+        failure, remarks = None, Remarks()
+        outcomes = list(background.heard())
+        committed = {one.info.step for one in outcomes if one.info is not None} | {self._saved_step}
+        for one in outcomes:
             if one.info is not None:
-                remarks = one.remarks
+                remarks, failure = one.remarks, None
                 self._schedule.saved(took_s=one.took_s)
-                self._saved_step = one.step
-                newest, failure = one.info, None
-            elif not isinstance(one.error, SaveLeftOut) or one.step == wanted:
+                self._committed(one.info)
+                continue
+            assert one.error is not None
+            if isinstance(one.error, SaveLeftOut) and (one.step in committed or background.is_saving(one.step)):
+                continue  # another save of the same step is, or will be, the result
+            self._settle(one.step, one.error)
+            if not isinstance(one.error, SaveLeftOut) or one.step == wanted:
                 failure, self._failed_step = one.error, one.step
         try:
             remarks.warn()
         finally:  # whether or not warnings are errors
             if failure is not None:
-                self._unsaid = newest
                 raise failure
-        return newest
 
     def _place(self) -> Place:
         """Where the run lies, as an agent can open it."""
         uri = self._storage.name if isinstance(self._storage, LocalStorage) else self._uri
-        if getattr(self._storage, "is_of_this_process", False):
-            uri = None
         return Place(storage=self._storage, uri=uri, storage_options=self._storage_options)
 
     def _ready(self) -> Saver:

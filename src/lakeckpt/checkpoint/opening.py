@@ -1,7 +1,7 @@
-"""Who captures and who persists for this trainer?  A capture engine and an agent, made for an attempt.
+"""This module makes the capture engine and the agent of a trainer, for one attempt.
 
-An agent of its own opens storage by its URL. Storage that is an object, or options that no document can hold, stay in
-this process: a thread persists then, and ends with it.
+The agent is a process, which opens storage by its URL. Where storage is an object, or has options that no message can
+hold, a thread of the trainer persists instead, and ends with it.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lakeckpt.checkpoint.agent import environment
+from lakeckpt import __version__
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
-from lakeckpt.checkpoint.agent.link import AgentLike, AgentLink, InnerAgent
-from lakeckpt.checkpoint.agent.orders import Hello
+from lakeckpt.checkpoint.agent.link import LINGER_S, AgentLike, AgentLink, InnerAgent
+from lakeckpt.checkpoint.agent.orders import Begin
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
-from lakeckpt.checkpoint.attempt import Attempt
-from lakeckpt.checkpoint.background import Background
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
-from lakeckpt.checkpoint.cuts import Journal, ReaderTrack
-from lakeckpt.checkpoint.gate import Gate
-from lakeckpt.checkpoint.publish import Settings
-from lakeckpt.checkpoint.waiting import Waiter
-from lakeckpt.errors import LimitExceeded, UnsupportedValue
-from lakeckpt.lake.storage import Storage
+from lakeckpt.checkpoint.async_save import Background
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.capture.gate import Gate
+from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.publish import Settings
+from lakeckpt.errors import UnsupportedValue
+from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
-from lakeckpt.wire.codec import dumps
+from lakeckpt.tracking.waiting import Waiter
+from lakeckpt.wire.envelope import dumps
 
 __all__ = ["Place", "open_background"]
 
@@ -66,7 +66,13 @@ def open_background(
     agent = _agent(place, attempt, exchange, identity=identity, arenas=arenas, settings=settings, waiter=waiter)
     return Background(
         CaptureEngine(
-            objects, identity, folder=arenas, step=step, gate=gate, generations=_generations(exchange.world_size)
+            objects,
+            identity,
+            folder=arenas,
+            step=step,
+            gate=gate,
+            generations=_generations(exchange.world_size),
+            checksummer=lambda: agent.checksummer,
         ),
         agent,
         Generations(arenas, identity),
@@ -97,10 +103,10 @@ def _agent(
 ) -> AgentLike:
     if place.uri is not None and _fits_a_document(place.storage_options):
         return AgentLink(
-            Hello(
+            Begin(
+                library=__version__,
                 uri=place.uri,
                 storage_options=place.storage_options,
-                environment=environment.told(),
                 run=attempt.run,
                 digest=identity.run,
                 attempt=attempt.number,
@@ -114,6 +120,7 @@ def _agent(
                 keep=settings.keep,
                 verify=settings.verify,
                 timeout_s=float(settings.timeout_s),
+                linger_s=LINGER_S,
             )
         )
     return InnerAgent(
@@ -130,6 +137,6 @@ def _agent(
 def _fits_a_document(options: Mapping[str, Any]) -> bool:
     try:
         dumps(dict(options), kind="value", version=(1, 0))
-    except (UnsupportedValue, LimitExceeded):
+    except UnsupportedValue:
         return False
     return True

@@ -1,18 +1,20 @@
-"""When is a checkpoint due?  By steps: a pure function that every rank computes. By time: rank 0 announces it ahead.
+"""This module decides when checkpoints are due: by steps, by time, or by the rate of failures.
 
-Rank 0 alone looks at its clock. At a *check* it announces two steps: the next save (or none), and the next check; so
-the others read a handful of notes per save instead of one per step. The announcement made at cut c is read at the next
-cut, so that a save is always announced a step ahead.
+A policy by steps is a pure function that every rank computes. For all other policies rank 0 alone looks at its clock.
+At a *check*, rank 0 announces two steps: the next save (or none), and the next check. So the other ranks read a few
+announcements for each save instead of one for each step. They read the announcement of cut c at the next cut, so a save
+is always announced one step ahead.
 
-The next check lies halfway to when the save falls due, and no further than an eighth of the interval, by the slower of
-two paces: since the start, and since the check before. No further, too, than as many steps as were measured: the first
-ones may be quick only because they filled a GPU's queue. So a save is late by no more than what steps of an eighth of
-the interval come to take longer meanwhile. A rank that is alone, and has nobody to tell, checks at every step.
+The next check lies halfway to the time of the next save, but at most an eighth of the interval ahead. Time is converted
+into steps by the slower of two paces: the pace since the start, and the pace since the check before. The next check is
+also no more steps ahead than were measured, because the first steps may be quick only while they fill a GPU's queue. So
+a save is late only by the time by which the steps in an eighth of the interval become slower. A single rank checks at
+every step.
 
-How much time between saves is best follows from what a save costs and how often the job fails (`best_interval_s`):
-seldom saves lose more work to a failure, frequent ones cost more without one.
+The best time between saves follows from the cost of a save and the time between failures (`best_interval_s`): rare
+saves lose more work to a failure, and frequent saves cost more without a failure.
 
-No clock is read here: times are arguments.
+The module reads no clock: times are arguments. It starts no threads.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ __all__ = [
 
 _MOST_STEPS_BETWEEN_CHECKS = 10_000
 _CHECKS = 8
-"""So many checks at least fall into the interval between two saves."""
+"""At least so many checks fall into the interval between two saves."""
 _DEFAULT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What rank 0 says at a check: a save falls at ``save`` (None: none before the next check), the next check at
-    ``check``; both are steps after the one of this check."""
+    """The announcement of rank 0 at a check: the next save falls at step ``save`` (None: no save before the next
+    check), and the next check at step ``check``. Both steps come after the step of this check."""
 
     save: int | None
     check: int
@@ -52,37 +54,38 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What rank 0 has measured at a check."""
+    """The measurements of rank 0 at a check."""
 
     steps_done: int
     """Optimizer steps since the start of this process's training, which took `elapsed_s`."""
     elapsed_s: float
     since_save_s: float
-    """Since the last save began, or the start."""
+    """Seconds since the last save began; before the first save, since the start."""
     saves: int = 0
     """How many saves have begun."""
     cost_s: float | None = None
-    """What a save costs the training loop, the median of the latest ones; None before the first."""
+    """Seconds for which a save blocks the training loop: the median of the latest saves; None before the first."""
     took_s: float | None = None
-    """How long it takes until a save is committed, likewise."""
+    """Seconds from the start of a save to its commit: the median of the latest saves; None before the first."""
     steps_lately: int = 0
-    """Steps since the check before, which took `lately_s`; 0 where there was none."""
+    """Steps since the check before, which took `lately_s`; 0 at the first check."""
     lately_s: float = 0.0
     is_alone: bool = False
-    """Whether there is no other rank to tell, so that a check costs next to nothing."""
+    """Whether there is no other rank, so that a check costs almost nothing."""
 
 
 class Policy(Protocol):
-    """When saves fall. ``by_steps`` policies are asked by every rank at every step, others by rank 0 at checks only."""
+    """Decides when saves fall. Every rank asks a ``by_steps`` policy at every step. Rank 0 alone asks any other policy,
+    and only at checks."""
 
     by_steps: bool
 
     def is_due(self, step: int) -> bool:
-        """Whether a save falls at ``step`` (of a policy by steps): the same on every rank."""
+        """Return whether a save falls at ``step``, for a policy by steps: the same answer on every rank."""
         ...
 
     def announce(self, step: int, pace: Pace) -> Announcement:
-        """What to announce at the cut of ``step``."""
+        """Return the announcement at the cut of ``step``."""
         ...
 
 
@@ -129,11 +132,11 @@ class EverySeconds:
 
 @dataclass(frozen=True, slots=True)
 class ByFailureRate:
-    """Save as often as loses the least time to a job that fails about every ``seconds_between_failures`` seconds.
+    """Save at the interval that loses the least time in a job that fails about every ``seconds_between_failures``.
 
-    The interval is `best_interval_s` of the cost that was measured, and never shorter than a save takes until it is
-    committed. The first save falls at once when the pace is known: it measures the cost, and shows early that saves
-    work.
+    The interval is `best_interval_s` of the measured cost of a save, and never shorter than the time from the begin of
+    a save to its commit. The first save falls as soon as the pace is known: it measures the cost, and shows early that
+    saves work.
     """
 
     seconds_between_failures: float
@@ -154,22 +157,22 @@ class ByFailureRate:
         found = _at_interval(step, pace, self.interval_s(pace))
         if found.save is None or pace.saves:
             return found
-        return Announcement(save=found.save, check=found.save + 1)  # when the cost of the first one is known
+        return Announcement(save=found.save, check=found.save + 1)  # the cost of the first save is known then
 
     def interval_s(self, pace: Pace) -> float:
-        """The seconds between saves that follow from what was measured; 0 before the first save."""
+        """Return the seconds between saves that follow from the measurements; 0 before the first save."""
         if pace.cost_s is None:
             return _DEFAULT_S if pace.saves else 0.0
         return max(best_interval_s(pace.cost_s, self.seconds_between_failures), pace.took_s or 0.0)
 
 
 def best_interval_s(cost_s: float, between_failures_s: float) -> float:
-    """The seconds of training between two saves that lose the least time in all, where a save costs ``cost_s`` and
-    failures come at random, every ``between_failures_s`` in the mean.
+    """Return the seconds of training between two saves that lose the least time in all.
 
+    A save costs ``cost_s``, and failures come at random, every ``between_failures_s`` seconds in the mean. This is
     Daly's higher-order estimate (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
-    dumps", FGCS 22, 2006, equation 37), which for cheap saves is Young's: the root of 2 × cost × time between failures
-    (J. W. Young, CACM 17, 1974), less the cost.
+    dumps", FGCS 22, 2006, equation 37). For cheap saves it is Young's estimate: the root of 2 × cost × time between
+    failures (J. W. Young, CACM 17, 1974), less the cost.
 
     >>> round(best_interval_s(10.0, 86400.0)), round(best_interval_s(0.02, 86400.0))
     (1308, 59)
@@ -181,7 +184,7 @@ def best_interval_s(cost_s: float, between_failures_s: float) -> float:
 
 
 def _at_interval(step: int, pace: Pace, interval_s: float) -> Announcement:
-    """The announcement for a save ``interval_s`` after the last one."""
+    """Return the announcement for a save ``interval_s`` after the last save."""
     if not pace.steps_done:  # no pace yet
         return Announcement(save=None, check=step + 1)
     left_s, step_s = interval_s - pace.since_save_s, _paces_s(pace)
@@ -195,7 +198,7 @@ def _at_interval(step: int, pace: Pace, interval_s: float) -> Announcement:
 
 
 def _paces_s(pace: Pace) -> tuple[float, float]:
-    """The seconds that a step took since the start, and since the check before."""
+    """Return the seconds that a step took since the start, and since the check before."""
     whole_s = pace.elapsed_s / pace.steps_done
     return whole_s, pace.lately_s / pace.steps_lately if pace.steps_lately else whole_s
 
@@ -203,8 +206,9 @@ def _paces_s(pace: Pace) -> tuple[float, float]:
 def policy_of(
     every: int | timedelta | None, policy: Policy | None = None, *, between_failures: timedelta | None = None
 ) -> Policy:
-    """The policy that a user asked for: ``every`` so many steps or so much time, as ``between_failures`` (the mean time
-    between failures) suggests, or ``policy``; else every 10 minutes. `ConfigError` for more than one of them."""
+    """Return the policy that a user asked for: a save ``every`` so many steps or so much time, the interval that
+    follows from ``between_failures`` (the mean time between failures), or ``policy`` itself; by default, a save every
+    10 minutes. `ConfigError` if more than one of them is given."""
     if (every is not None) + (policy is not None) + (between_failures is not None) > 1:
         raise ConfigError("give one of persist_every=, mean_time_between_failures= and policy=, not two")
     if policy is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lakeckpt.checkpoint.agreement import everyone
+from lakeckpt.checkpoint.persist.agreement import everyone
 from lakeckpt.checkpoint.policy import Policy
 from lakeckpt.errors import ConfigError, DisagreementError
 from lakeckpt.tracking.exchange import Exchange, GlooExchange, Solo

@@ -1,13 +1,14 @@
-"""What did a restore find, and what do a checkpoint's users get told?  Small values, and the warning for damage."""
+"""This module defines what a checkpoint manager reports: small values, the handle of a save, and warnings."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lakeckpt.checkpoint.log import Damage
-from lakeckpt.checkpoint.manifest import Manifest
+from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.persist.log import Damage
+from lakeckpt.errors import CheckpointError, LakeckptError
 
 __all__ = [
     "CaptureWarning",
@@ -16,17 +17,20 @@ __all__ = [
     "Remarks",
     "RestoreReport",
     "RetentionWarning",
+    "SaveHandle",
     "SaveWarning",
 ]
 
 
 class CaptureWarning(UserWarning):
-    """Captures cannot run beside training as they should; what they hold is whole all the same."""
+    """Captures cannot run beside training as they should, or take longer. The captured states are complete and correct
+    all the same."""
 
 
 class DamageWarning(UserWarning):
-    """Something of the run is not as it was written; an older checkpoint was taken, or it was not needed. Or a cut in
-    memory is not what can be restored: then the message says that it is not damaged."""
+    """An object of the run is not as it was written. Either the restore took an older checkpoint, or it did not need
+    the object. The warning is also raised for a cut in memory that cannot be restored; its message then says
+    that nothing is damaged."""
 
 
 class RetentionWarning(UserWarning):
@@ -39,15 +43,15 @@ class SaveWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remarks:
-    """What is to be said of a commit, beside that it was made."""
+    """The problems that were found at a successful commit."""
 
     lost: str = ""
-    """What of the run was found to be gone; empty: nothing."""
+    """The objects of the run that are missing; empty if none is."""
     unpruned: str = ""
-    """Why checkpoints that are not to be kept could not be removed behind it; empty: they were."""
+    """Why checkpoints that are not to be kept could not be removed after the commit; empty if they were removed."""
 
     def warn(self) -> None:
-        """Warn of each."""
+        """Warn of each problem."""
         if self.lost:
             warnings.warn(f"damage in the run: {self.lost}", DamageWarning, stacklevel=5)
         if self.unpruned:
@@ -68,11 +72,11 @@ class CheckpointInfo:
     created_s: float
     """Seconds since 1970."""
     metric: float | None = None
-    """How good its state is, where ``manager.step`` or ``save`` was told."""
+    """The metric that was given to ``manager.step`` or ``save``; None if none was given."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> CheckpointInfo:
-        """What a user is told of a manifest."""
+        """Return the values of a manifest that are shown to users."""
         return cls(
             slot=manifest.slot,
             step=manifest.step,
@@ -83,21 +87,52 @@ class CheckpointInfo:
         )
 
 
+class SaveHandle:
+    """A save that has begun, as ``manager.save(sync=False)`` returns it. Only the training thread uses it."""
+
+    def __init__(self, step: int, wait: Callable[[], object]) -> None:
+        self.step = step
+        """The optimizer step that is saved."""
+        self._wait = wait
+        self._result: CheckpointInfo | LakeckptError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the result of the save is known. ``step`` and ``wait`` of the manager, and `wait`, update this."""
+        return self._result is not None
+
+    def wait(self) -> CheckpointInfo:
+        """Wait for the commit and return the checkpoint. Raises the error of a save that failed, as
+        `CheckpointManager.save` does."""
+        if self._result is None:
+            self._wait()
+        if self._result is None:
+            raise CheckpointError(f"the save of step {self.step} has no result: it was raised by an earlier call")
+        if isinstance(self._result, LakeckptError):
+            raise self._result
+        return self._result
+
+    def settle(self, result: CheckpointInfo | LakeckptError) -> None:
+        """Record the result of the save. The manager calls it."""
+        self._result = result
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What `CheckpointManager.restore` did."""
+    """The result of `CheckpointManager.restore`."""
 
     restored: CheckpointInfo | None
-    """The checkpoint taken; None on a fresh start. Where a newer cut in memory was: the one that it goes on from."""
+    """The checkpoint that was restored; None on a fresh start. If a newer cut in memory was restored instead, this is
+    the checkpoint that the cut follows."""
     captured: int | None = None
-    """The optimizer step of the cut in this job's memory that was restored; None where it was the checkpoint."""
+    """The optimizer step of the cut in this job's memory that was restored; None if the checkpoint was restored."""
     attempt: int
     """The attempt that began."""
     damaged: tuple[Damage, ...]
-    """All that was found not to be as it was written, the newer checkpoints passed over included."""
+    """All damage that was found, also the damage of newer checkpoints that were skipped."""
     per_rank: tuple[str, ...]
-    """Units (``tensor:…``, ``tree:…``) of which the ranks had different contents: on as many ranks as saved it, of
-    those that this rank has, where replicas of parts of tensors that drifted apart need not be among them. After a
-    change of the world size, rank r has those of the old rank r, and a new rank those of the old rank r mod W."""
+    """Units (``tensor:…``, ``tree:…``) whose contents differed between ranks. On the same number of ranks these are
+    units of this rank; replicas of a part of a tensor that have diverged may be missing. After a change of the world
+    size, rank r takes the units of the old rank r, and a new rank takes those of the old rank r mod W."""
     given_up: Mapping[str, str] = field(default_factory=dict)
-    """reader → why the rest of its epoch was given up: its table version is gone (``on_version_gone="next_epoch"``)."""
+    """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""

@@ -1,7 +1,9 @@
-"""Does a save fall at this step?  The same answer on every rank, without a message at most steps.
+"""This module decides on every rank whether a save falls at a step, without a message at most steps.
 
-A policy by steps is asked directly. For any other, rank 0 publishes an announcement at each check (see ``policy``), and
-the other ranks, if there are any, fetch it at the cut after the check. What saves cost is measured on rank 0.
+A policy by steps is asked directly. For any other policy, rank 0 publishes an announcement at each check (see
+``policy``), and the other ranks fetch the announcement at the cut after the check. Rank 0 measures the cost of saves.
+
+The module starts no threads. All calls come from the training thread.
 """
 
 from __future__ import annotations
@@ -11,17 +13,20 @@ from collections import deque
 from statistics import median
 
 from lakeckpt.checkpoint.policy import Announcement, Pace, Policy
-from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.waiting import Waiter
 
 __all__ = ["Schedule"]
 
 _COSTS = 5
-"""How many of the latest saves tell what one costs."""
+"""The cost of a save is the median of so many of the latest saves."""
 
 
 class Schedule:
-    """Asked once for every step, in order, by every rank. ``name`` keeps the notes of several schedules apart."""
+    """The schedule of one rank. Every rank calls `is_due` once for every step, in order.
+
+    ``name`` keeps the announcements of several schedules apart.
+    """
 
     __slots__ = (
         "_ahead",
@@ -53,18 +58,18 @@ class Schedule:
         self._took: deque[float] = deque(maxlen=_COSTS)
 
     def start(self, step: int) -> None:
-        """The run goes on after ``step``."""
+        """Begin the schedule of a run that goes on after ``step``."""
         self._first = step
         self._begun_s = self._saved_s = self._waiter.now()
         self._looked = (step, self._begun_s)
         self._check(step)
 
     def is_due(self, step: int) -> bool:
-        """Whether a save falls at ``step``."""
+        """Return whether a save falls at ``step``: the same answer on every rank."""
         if self._policy.by_steps:
             return self._policy.is_due(step)
         if self._checked is not None:
-            plain = json.loads(self._exchange.fetch(self._note(self._checked)))
+            plain = json.loads(self._exchange.fetch(self._note(self._checked), readers=self._exchange.world_size - 1))
             self._ahead, self._checked = Announcement(save=plain["save"], check=plain["check"]), None
         due = self._ahead.save == step
         if due:
@@ -74,12 +79,12 @@ class Schedule:
         return due
 
     def begins(self) -> None:
-        """A save begins now: at a step at which it `is_due` this is known, at another one the caller says so."""
+        """Record that a save begins now. The caller calls this only for a save at a step at which none `is_due`."""
         self._saved_s = self._waiter.now()
         self._saves += 1
 
     def saved(self, *, cost_s: float | None = None, took_s: float | None = None) -> None:
-        """A save held the loop up for ``cost_s``, or was committed ``took_s`` after it had begun."""
+        """Record that a save blocked the loop for ``cost_s``, or was committed ``took_s`` after it had begun."""
         if cost_s is not None:
             self._costs.append(cost_s)
         if took_s is not None:

@@ -1,1 +1,1 @@
-"""The command line: thin commands over the layers below, each printing tables for people or JSON for programs."""
+"""This package holds the command line: thin commands that print tables for people, or JSON for programs."""

@@ -1,6 +1,6 @@
-"""``lakeckpt audit RUN``: the proof, or what stands against it.
+"""This module runs ``lakeckpt audit RUN``: it prints the proof, or the reasons against a proof.
 
-The exit status is 0 for PROVED, 1 for NOT PROVED, 3 for PROVED OF WHAT WAS DELIVERED, and 2 where the audit failed.
+The exit status is 0 for PROVED, 1 for NOT PROVED, 3 for PROVED OF WHAT WAS DELIVERED, and 2 if the audit failed.
 """
 
 from __future__ import annotations
@@ -19,28 +19,33 @@ from lakeckpt.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from lakeckpt.checkpoint.audit_report import AuditReport, EpochAudit, Finding, ReaderAudit
+    from lakeckpt.checkpoint.ledger.report import AuditReport, EpochAudit, Finding, ReaderAudit
 
 __all__ = ["add_arguments", "run"]
 
-_COUNTS = ("once", "lost", "repeated", "again", "skipped", "dropped", "left", "before")
+_COUNTS = ("once", "lost", "repeated", "again", "dropped", "left", "before")
 _ALWAYS = ("once", "lost", "repeated")
 _HEADS = {"again": "to repeat", "left": "to come", "before": "before"}
 _GROUPS = 6
 _WORDS = {"proved": "PROVED", "delivered": "PROVED OF WHAT WAS DELIVERED", "not proved": "NOT PROVED"}
+_ENDS = {
+    "short": "the last batches of an epoch may be smaller",
+    "drop": "drop_last drops the rows that do not fill a batch of every rank",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``lakeckpt audit``."""
+    """Add the options of ``lakeckpt audit``."""
     add_run_arguments(parser)
     parser.add_argument("--tip", type=int, metavar="SLOT", help="audit the history of this checkpoint, not the newest")
     parser.add_argument("--all", action="store_true", help="list every row group of a finding, and every epoch")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Audit and print; the exit status."""
-    from lakeckpt.checkpoint.audit import NAMED_GROUPS, audit
-    from lakeckpt.lake.storage import describe, open_storage
+    """Audit and print. Returns the exit status."""
+    from lakeckpt.checkpoint.ledger.audit import NAMED_GROUPS, audit
+    from lakeckpt.lake.storage.base import describe
+    from lakeckpt.lake.storage.open import open_storage
 
     storage = open_storage(args.place, storage_options=options_of(args.storage_options))
     with progress_bar("auditing", show=not args.json) as progress:
@@ -79,7 +84,9 @@ def _show(report: AuditReport, place: str, *, every: bool) -> None:
                 f"what reader {reader.name!r} delivered is inferred. manager.step(batch) states it"
             )
     if report.verdict != "not proved":
-        print("It rests on " + "; ".join(report.trusted) + ".")
+        print("The verdict trusts:")
+        for one in report.trusted:
+            print(f"  * {one}")
 
 
 def _show_reader(reader: ReaderAudit, *, every: bool) -> None:
@@ -97,27 +104,26 @@ def _show_reader(reader: ReaderAudit, *, every: bool) -> None:
             *(f"{getattr(first, name):,}" for name in shown),
         )
     print(table)
-    for skip in reader.skips if every else reader.skips[:_GROUPS]:
-        print(
-            f"skipped: {say_many(skip.rows, 'row')} of row group {skip.row_group} of {skip.file!r} in epoch "
-            f"{skip.epoch}: {skip.reason}"
-        )
-    if not every and len(reader.skips) > _GROUPS:
-        print(f"… and {len(reader.skips) - _GROUPS:,} more row groups (--all lists them)")
+    for one in reader.excluded if every else reader.excluded[:_GROUPS]:
+        rows = say_many(one.rows, "row")
+        print(f"excluded: {rows} of row group {one.row_group} of {one.file!r} in epoch {one.epoch}")
+    if not every and len(reader.excluded) > _GROUPS:
+        print(f"… and {len(reader.excluded) - _GROUPS:,} more (--all lists them)")
     for note in reader.notes:
         print("note: " + note)
 
 
 def _title(reader: ReaderAudit) -> str:
-    lanes = " → ".join(
-        f"{ranks} × {batch_size} of {lanes} lanes" for lanes, batch_size, ranks in reader.topologies[-4:]
+    topologies = " → ".join(
+        f"{say_many(ranks, 'rank')} × {say_many(batch_size, 'row')} per batch, {say_many(lanes, 'lane')}"
+        for lanes, batch_size, ranks in reader.topologies[-4:]
     )
-    ends = "endless" if reader.endless else f"tail {reader.tail}"
-    return f"{reader.name}: {ends}; ranks × batch {lanes}"
+    ends = "an endless stream" if reader.endless else _ENDS.get(reader.tail, reader.tail)
+    return f"reader {reader.name!r}: {topologies}; {ends}"
 
 
 def _alike(epochs: tuple[EpochAudit, ...], *, every: bool) -> list[tuple[EpochAudit, EpochAudit]]:
-    """Runs of epochs with the same counts, as (first, last)."""
+    """Return runs of epochs with the same counts, as (first, last)."""
     runs: list[tuple[EpochAudit, EpochAudit]] = []
     for epoch in epochs:
         if runs and not every and _counts(runs[-1][1]) == _counts(epoch):

@@ -1,4 +1,4 @@
-"""``lakeckpt convert SOURCE TARGET --to FORM``: import from and export to torch's own forms and safetensors."""
+"""This module runs ``lakeckpt convert SOURCE TARGET --to FORMAT``: it writes a checkpoint in the format of others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ __all__ = ["add_arguments", "run"]
 
 _KINDS = {
     "run": "a run's checkpoint",
-    "lakeckpt": "a checkpoint of LakeStorageWriter",
     "dcp": "a checkpoint of torch's DCP",
     "torch": "a file of torch.save",
     "safetensors": "safetensors",
@@ -19,32 +18,28 @@ _KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``lakeckpt convert``."""
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a run, a folder of DCP (ours or torch's), a file of torch.save, safetensors"
-    )
+    """Add the options of ``lakeckpt convert``."""
+    parser.add_argument("source", metavar="SOURCE", help="a run, a folder of DCP, a file of torch.save, safetensors")
     parser.add_argument("target", metavar="TARGET", help="a new folder, or a URL; a new file, for torch")
-    parser.add_argument(
-        "--to", choices=["dcp", "torch", "safetensors", "lakeckpt"], required=True, help="the form to write"
-    )
+    parser.add_argument("--to", choices=["dcp", "torch", "safetensors"], required=True, help="the format to write")
     parser.add_argument("--item", metavar="NAME", help="write this part of the state alone, such as model")
-    parser.add_argument("--slot", type=int, metavar="N", help="of a run: the checkpoint in this slot (default: newest)")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="of a run: what this rank had (default: 0)")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step (default: newest)")
+    parser.add_argument("--rank", type=int, metavar="R", help="of a run: what this rank had (default: all ranks)")
     parser.add_argument("--storage-options", metavar="JSON", help="for the source's store, as fsspec takes them")
     parser.add_argument("--target-options", metavar="JSON", help="for the target's store, likewise")
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert and print; the exit status."""
-    from lakeckpt.checkpoint.foreign.convert import convert_checkpoint
+    """Convert and print. Returns the exit status."""
+    from lakeckpt.convert import convert_checkpoint
 
     done = convert_checkpoint(
         args.source,
         args.target,
         to=args.to,
         item=args.item,
-        slot=args.slot,
+        step=args.step,
         rank=args.rank,
         storage_options=options_of(args.storage_options),
         target_options=options_of(args.target_options),

@@ -1,6 +1,6 @@
-"""``lakeckpt doctor``: what do runs keep in this node's memory, and what is left of runs that ended badly?
+"""This module runs ``lakeckpt doctor``, which lists and removes what runs keep in this node's memory.
 
-Exit status 0: nothing is left, or it was reclaimed; 1: something is.
+Exit status 0: nothing is left, or it was reclaimed; 1: something is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``lakeckpt doctor``."""
+    """Add the options of ``lakeckpt doctor``."""
     parser.add_argument("places", nargs="*", metavar="RUN", help="where its checkpoints are: look at these runs only")
     parser.add_argument("--arenas", metavar="FOLDER", help="the folder of the arenas; default: this user's in /dev/shm")
     parser.add_argument("--reclaim", action="store_true", help="remove what is left; nothing that is in use")
@@ -38,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    """A run that was named: its place, and the step of its newest checkpoint."""
+    """A run that the user named: its place, and the step of its newest checkpoint."""
 
     place: str
     step: int | None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, reclaim if asked to, and print; the exit status."""
+    """List the arenas, reclaim them if asked to, and print. Returns the exit status."""
     from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
     from lakeckpt.checkpoint.arena.folder import ArenaFolder
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     found = [one for one in kept_in(folder) if not args.places or one.digest in known]
     gone = {info.name for one in found if args.reclaim for info in reclaim(folder, one)}
     stays = args.reclaim and any(arena.info.name not in gone for one in found for arena in one.left)
-    is_left = stays or (not args.reclaim and any(one.left or one.files for one in found))
+    is_left = stays or (not args.reclaim and any(one.left or one.logs for one in found))
     if args.json:
         print_json(
             {
@@ -72,10 +72,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _known(places: Sequence[str], options: Mapping[str, Any] | None) -> dict[str | None, _Known]:
-    """The runs at ``places``, by their digests. `CheckpointNotFound` where there is none."""
+    """Return the runs at ``places``, by their digests. `CheckpointNotFound` if there is no run at a place."""
     from lakeckpt.checkpoint.agent.generations import digest_of_run
-    from lakeckpt.checkpoint.ledger import read_history
-    from lakeckpt.lake.storage import describe, open_storage
+    from lakeckpt.checkpoint.persist.history import read_history
+    from lakeckpt.lake.storage.base import describe
+    from lakeckpt.lake.storage.open import open_storage
 
     found: dict[str | None, _Known] = {}
     for place in places:
@@ -94,8 +95,7 @@ def _plain(kept: KeptRun, known: Mapping[str | None, _Known]) -> dict[str, Any]:
         "run": kept.digest,
         "place": None if place is None else place.place,
         "in_storage": None if place is None else place.step,
-        "agent": kept.agent,
-        "agent_files": kept.files,
+        "logs": list(kept.logs),
         "arenas": [_plain_arena(one) for one in kept.arenas],
     }
 
@@ -109,6 +109,7 @@ def _plain_arena(kept: KeptArena) -> dict[str, Any]:
         "size_bytes": info.size_bytes,
         "steps": list(info.steps),
         "use": kept.use,
+        "agents": list(kept.agents),
         "problem": info.problem,
     }
 
@@ -134,14 +135,14 @@ def _show(
         if arena.info.problem is not None:
             print(f"✗ {arena.info.problem}")
     left = [arena.info for _, arena in arenas if arena.is_left]
-    files = sum(one.files for one in found)
+    logs = sum(len(one.logs) for one in found)
     if gone is not None:
         removed = sum(info.size_bytes for info in left if info.name in gone)
-        what = f"{say_many(len(gone), 'arena')} ({say_bytes(removed)}) and {say_many(files, 'file')} of agents"
+        what = f"{say_many(len(gone), 'arena')} ({say_bytes(removed)}) and {say_many(logs, 'log')} of agents"
         print(f"removed {what} that had ended")
-    elif left or files:
+    elif left or logs:
         what = f"{say_many(len(left), 'arena')} ({say_bytes(sum(one.size_bytes for one in left))})"
-        print(f"left  {what} and {say_many(files, 'file')} of agents that have ended")
+        print(f"left  {what} and {say_many(logs, 'log')} of agents that have ended")
         print("A job that is started again here may go on from a cut in memory. Where none will be:")
         where = "" if folder == ArenaFolder().path else f" --arenas {shlex.quote(folder)}"
         print(f"  lakeckpt doctor{where} --reclaim")
@@ -159,6 +160,6 @@ def _row(kept: KeptRun, arena: KeptArena, known: _Known | None, gone: set[str] |
         say_bytes(info.size_bytes),
         f"{info.steps[0]:,}" if info.steps else "-",
         "-" if known is None or known.step is None else f"{known.step:,}",
-        "-" if kept.agent is None else str(kept.agent or "?"),
+        ", ".join(map(str, arena.agents)) or "-",
         use,
     ]

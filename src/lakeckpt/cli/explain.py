@@ -1,4 +1,4 @@
-"""``lakeckpt explain RUN --step K``: the files, row groups and rows of an optimizer step, rank by rank."""
+"""This module runs ``lakeckpt explain RUN --step K``: it prints the rows of an optimizer step, rank by rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lakeckpt.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from lakeckpt.checkpoint.explain import MicroBatch, RankRows, ReaderStep, StepExplained
+    from lakeckpt.checkpoint.ledger.explain import MicroBatch, RankRows, ReaderStep, StepExplained
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``lakeckpt explain``."""
+    """Add the options of ``lakeckpt explain``."""
     add_run_arguments(parser)
     parser.add_argument("--step", type=int, required=True, metavar="K", help="which optimizer step, counted from 1")
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="only this rank (may be repeated)")
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain and print; 0."""
-    from lakeckpt.checkpoint.explain import explain
-    from lakeckpt.lake.storage import open_storage
+    """Explain and print. Returns 0."""
+    from lakeckpt.checkpoint.ledger.explain import explain
+    from lakeckpt.lake.storage.open import open_storage
 
     storage = open_storage(args.place, storage_options=options_of(args.storage_options))
     found = explain(storage, args.step, tip=args.tip, ranks=args.rank)
@@ -70,8 +70,6 @@ def _row_groups(reader: ReaderStep) -> object:
             head = ("", "")
         if not rank.where:
             table.add_row(*head, "", "", "0", "")
-        if rank.skipped:
-            table.add_row("", "", "", "", f"{rank.skipped:,}", "skipped: could not be read")
     return table
 
 

@@ -1,4 +1,7 @@
-"""``lakeckpt inspect RUN``: its checkpoints, its attempts, and where its readers are. Reads the log, lists the rest."""
+"""This module runs ``lakeckpt inspect RUN``: it prints checkpoints, attempts, and the places of readers.
+
+It reads the log, and lists the other files.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from lakeckpt.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from lakeckpt.checkpoint.ledger import History
-    from lakeckpt.checkpoint.manifest import Manifest
-    from lakeckpt.checkpoint.verify import Kept
+    from lakeckpt.checkpoint.format.manifest import Manifest
+    from lakeckpt.checkpoint.ledger.verify import Kept
+    from lakeckpt.checkpoint.persist.history import History
 
 __all__ = ["add_arguments", "overview", "run"]
 
@@ -28,16 +31,17 @@ _NEWEST = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``lakeckpt inspect``."""
+    """Add the options of ``lakeckpt inspect``."""
     add_run_arguments(parser)
     parser.add_argument("--all", action="store_true", help="every checkpoint and attempt, not only the newest")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Inspect and print; 0, whatever was found."""
-    from lakeckpt.checkpoint.audit import read_run
-    from lakeckpt.checkpoint.verify import Kept
-    from lakeckpt.lake.storage import describe, open_storage
+    """Inspect and print. Returns 0, also if there is damage."""
+    from lakeckpt.checkpoint.ledger.audit import read_run
+    from lakeckpt.checkpoint.ledger.verify import Kept
+    from lakeckpt.lake.storage.base import describe
+    from lakeckpt.lake.storage.open import open_storage
 
     storage = open_storage(args.place, storage_options=options_of(args.storage_options))
     newest = None if args.json or args.all else _NEWEST
@@ -50,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def overview(history: History, kept: Kept, *, newest: int | None = None) -> dict[str, Any]:
-    """All that ``inspect`` says, as JSON-able values; checkpoints and attempts in the order of the log.
+    """Return the output of ``inspect`` as JSON-able values; checkpoints and attempts are in the order of the log.
 
-    Positions of readers are computed for the ``newest`` checkpoints (None: all). ``best_slot`` is that of the
-    checkpoint with the best metric, of those in the history that have their data. A metric that is no finite number is
-    null.
+    Positions of readers are computed for the ``newest`` checkpoints (None: all). ``best_slot`` is the slot of the
+    checkpoint with the best metric, among the checkpoints of the history that have their data. A metric that is not a
+    finite number is null.
     """
     from lakeckpt.checkpoint.keep import best_first
 
@@ -126,7 +130,7 @@ def _checkpoint(manifest: Manifest, in_history: bool, kept: Kept, *, placed: boo
 
 
 def _position(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a reader is, and on what topology it got there."""
+    """Return the place of a reader, and the topology of its last segment."""
     from lakeckpt.core.plan import Plan, consumed
     from lakeckpt.core.state import ReaderState
     from lakeckpt.errors import StateError

@@ -1,7 +1,8 @@
 """This module formats what commands print: plain text in columns for people, one JSON document for programs.
 
-Commands hand over values; what they look like is settled here: bytes, counts, ranges of rows, times. Never decides
-anything.
+Commands pass values, and this module formats them: bytes, counts, ranges of rows, times. It also makes sure that
+output that cannot be written (a narrow encoding, a full disk, a closed pipe) is reported as an error, and does not look
+like a result.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from lakeckpt.cli.streams import holds_all_characters
 from lakeckpt.errors import ConfigError
 
 __all__ = [
     "StatusLine",
     "TextTable",
     "add_run_arguments",
+    "drop_output",
+    "escape_output",
     "options_of",
     "print_json",
     "progress_bar",
@@ -34,9 +37,27 @@ __all__ = [
 Progress = Callable[[int, int], None]
 
 
+def escape_output() -> None:
+    """Make stdout and stderr escape characters that their encoding lacks; a closed stream becomes ``/dev/null``."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def drop_output() -> None:
+    """Redirect stdout to ``/dev/null``. Otherwise Python would fail at its exit, with a status of its own."""
+    with contextlib.suppress(OSError, ValueError):  # stdout may be no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 class TextTable:
-    """Cells in columns; a column whose head begins with ``>`` is aligned to the right. A cell and a head may have
-    several lines. Where no head has a text, there is no line of heads.
+    """A table of cells in columns. A column whose head begins with ``>`` is aligned to the right. Cells and heads may
+    have several lines. A table without any head has no line of heads.
 
     >>> table = TextTable("file", ">rows\\nread", title="A table")
     >>> table.add_row("part-0", "1,000")
@@ -59,7 +80,7 @@ class TextTable:
             self.add_row(*texts)
 
     def add_row(self, *cells: str) -> None:
-        """A cell for each column."""
+        """Add a row, one cell for each column."""
         lines = [cell.split("\n") for cell in cells]
         self._rows += [list(line) for line in itertools.zip_longest(*lines, fillvalue="")]
 
@@ -73,33 +94,33 @@ class TextTable:
 
 
 class StatusLine:
-    """One line on stderr that is written over again and again; nothing where stderr is no terminal."""
+    """A line on stderr that is replaced again and again. Does nothing if stderr is not a terminal."""
 
     def __init__(self) -> None:
         self._shown = ""
 
     def show(self, text: str) -> None:
-        """Show ``text`` instead of what is shown."""
+        """Show ``text`` in place of the present line."""
         if text != self._shown and sys.stderr.isatty():
             print("\r" + text.ljust(len(self._shown)), end="", file=sys.stderr, flush=True)
             self._shown = text
 
     def clear(self) -> None:
-        """Show nothing."""
+        """Clear the line."""
         if self._shown:
             print("\r" + " " * len(self._shown), end="\r", file=sys.stderr, flush=True)
             self._shown = ""
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """One JSON document on stdout."""
-    json.dump(value, sys.stdout, indent=1, ensure_ascii=not holds_all_characters(sys.stdout))
+    """Write one JSON document to stdout, in ASCII."""
+    json.dump(value, sys.stdout, indent=1)
     sys.stdout.write("\n")
 
 
 @contextlib.contextmanager
 def progress_bar(what: str, *, show: bool) -> Iterator[Progress | None]:
-    """While the body runs, how much of it is done, on stderr, if ``show``: gives a ``(done, total)`` callable."""
+    """Give a ``(done, total)`` callable that shows progress on stderr while the body runs; None unless ``show``."""
     line = StatusLine()
     try:
         yield (lambda done, total: line.show(f"{what} {done / max(1, total):.0%}")) if show else None
@@ -108,7 +129,7 @@ def progress_bar(what: str, *, show: bool) -> Iterator[Progress | None]:
 
 
 def say_bytes(size: float) -> str:
-    """In the unit that suits: ``999 B``, ``1.5 MB``.
+    """Return a size in a fitting unit: ``999 B``, ``1.5 MB``.
 
     >>> say_bytes(999), say_bytes(1_500_000), say_bytes(0)
     ('999 B', '1.5 MB', '0 B')
@@ -121,7 +142,7 @@ def say_bytes(size: float) -> str:
 
 
 def say_many(count: int, one: str, many: str | None = None) -> str:
-    """A count and its noun.
+    """Return a count and its noun.
 
     >>> say_many(1, "row"), say_many(2000, "row"), say_many(2, "index", "indexes")
     ('1 row', '2,000 rows', '2 indexes')
@@ -130,7 +151,7 @@ def say_many(count: int, one: str, many: str | None = None) -> str:
 
 
 def say_rows(ranges: Sequence[tuple[int, int]], *, of: int | None = None, most: int = 8) -> str:
-    """Half-open ranges of rows as people write them.
+    """Return half-open ranges of rows as text for people.
 
     >>> say_rows([(0, 1), (3, 6)]), say_rows([(0, 30)], of=30), say_rows([(i, i + 1) for i in range(0, 9, 2)], most=3)
     ('0, 3–5', 'all 30', '0, 2, 4, … 2 more')
@@ -143,7 +164,7 @@ def say_rows(ranges: Sequence[tuple[int, int]], *, of: int | None = None, most: 
 
 
 def say_when(seconds: float) -> str:
-    """Seconds since 1970 as local time."""
+    """Return seconds since 1970 as local time."""
     try:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, OSError, ValueError):
@@ -151,14 +172,14 @@ def say_when(seconds: float) -> str:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of all commands that read a run."""
+    """Add the arguments of all commands that read a run."""
     parser.add_argument("place", metavar="RUN", help="where the run's checkpoints are: a folder, or a URL")
     parser.add_argument("--storage-options", metavar="JSON", help="for the store, as fsspec takes them")
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
 
 
 def options_of(text: str | None) -> dict[str, Any] | None:
-    """What ``--storage-options`` gave: a JSON object. `ConfigError` where it is none."""
+    """Return the value of ``--storage-options``: a JSON object. `ConfigError` if it is anything else."""
     if text is None:
         return None
     try:

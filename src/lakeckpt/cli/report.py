@@ -1,33 +1,26 @@
-"""``lakeckpt report RUN``: where each rank was idle, and how much of what was captured moved in its bubbles."""
+"""This module runs ``lakeckpt report RUN``: it shows where each rank was idle, and which bytes moved in its bubbles."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lakeckpt.cli.output import (
-    TextTable,
-    add_run_arguments,
-    options_of,
-    print_json,
-    say_bytes,
-    say_many,
-)
+from lakeckpt.cli.output import TextTable, add_run_arguments, options_of, print_json, say_bytes, say_many
 from lakeckpt.errors import CheckpointNotFound, ConfigError
 
 if TYPE_CHECKING:
     from lakeckpt.checkpoint.bubbles.profile import BubbleProfile
 
-__all__ = ["add_arguments", "overview", "run"]
+__all__ = ["add_arguments", "overview", "run", "trace_of"]
 
 _SITES = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``lakeckpt report``."""
+    """Add the options of ``lakeckpt report``."""
     add_run_arguments(parser)
     parser.add_argument("--attempt", type=int, help="of which attempt; default: the newest that has a profile")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
@@ -35,30 +28,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Report and print; 0, whatever was found. `CheckpointNotFound` where there is no run."""
+    """Report and print. Returns 0. `CheckpointNotFound` if there is no run."""
     from lakeckpt.checkpoint.bubbles.profile import read_profiles
-    from lakeckpt.checkpoint.log import list_slots
-    from lakeckpt.lake.storage import describe, open_storage
+    from lakeckpt.checkpoint.persist.log import list_slots
+    from lakeckpt.lake.storage.base import describe
+    from lakeckpt.lake.storage.open import open_storage
 
     storage = open_storage(args.place, storage_options=options_of(args.storage_options))
     profiles = read_profiles(storage, args.attempt)
     if not profiles and not list_slots(storage):
         raise CheckpointNotFound(f"there is no run at {describe(storage)}: name the place of a run")
     if args.trace is not None and profiles:
-        _write_trace(args.trace, profiles)
-    plain = overview(profiles)
+        try:
+            args.trace.write_text(json.dumps(trace_of(profiles)), "utf-8")
+        except OSError as error:
+            raise ConfigError(f"the trace cannot be written to {str(args.trace)!r}: {error.strerror}") from error
     if args.json:
-        print_json(plain)
+        print_json(overview(profiles))
     elif not profiles:
-        untraced = "" if args.trace is None else f", so that {args.trace} was not written"
-        print(f"{describe(storage)}  no profile of idle windows was saved here{untraced}")
+        print(f"{describe(storage)}  no profile of idle windows was saved here")
     else:
-        _show(plain, describe(storage), sites=10**9 if args.all else _SITES)
+        _show(overview(profiles), describe(storage), sites=10**9 if args.all else _SITES)
     return 0
 
 
 def overview(profiles: Sequence[BubbleProfile]) -> dict[str, Any]:
-    """All that ``report`` says, as JSON-able values; times are seconds, per iteration."""
+    """Return the output of ``report`` as JSON-able values; times are seconds, per iteration."""
     return {
         "attempt": profiles[0].attempt if profiles else None,
         "world_size": profiles[0].world_size if profiles else None,
@@ -67,10 +62,14 @@ def overview(profiles: Sequence[BubbleProfile]) -> dict[str, Any]:
 
 
 def _rank(profile: BubbleProfile) -> dict[str, Any]:
-    from lakeckpt.core.bubble_record import shares
+    from lakeckpt.checkpoint.bubbles.profile import shares, windows_by_site
 
     found = shares(profile.records)
     each = max(1, found.iterations)
+    sites = [
+        {"site": site, "kind": kind, "times": times, "mean_s": seconds / times, "moved_bytes": round(moved)}
+        for (site, kind), (times, seconds, moved) in windows_by_site(profile.records).items()
+    ]
     return {
         "rank": profile.rank,
         "steps": [profile.records[0].step, profile.records[-1].step] if profile.records else None,
@@ -83,58 +82,61 @@ def _rank(profile: BubbleProfile) -> dict[str, Any]:
         "outside_bytes": round(found.outside_bytes),
         "at_the_fence_bytes": found.urgent_bytes,
         "in_bubbles_share": found.bubble_share,
-        "sites": _sites(profile),
+        "sites": sorted(sites, key=lambda one: -float(one["mean_s"]) * int(one["times"])),
     }
 
 
-def _sites(profile: BubbleProfile) -> list[dict[str, Any]]:
-    """Where the rank waits, the longest in all first, and what moved there."""
-    from lakeckpt.core.bubble_record import windows_by_site
-
-    sites = [
-        {"site": site, "kind": kind, "times": times, "mean_s": seconds / times, "moved_bytes": round(moved)}
-        for (site, kind), (times, seconds, moved) in windows_by_site(profile.records).items()
+def trace_of(profiles: Sequence[BubbleProfile]) -> dict[str, Any]:
+    """Return a trace in the Trace Event Format of the Chromium project: one process for each rank, on one clock."""
+    begins = [profile.epoch_s + one.begin_s for profile in profiles for one in profile.records]
+    events = [
+        {
+            "ph": "X",
+            "pid": profile.rank,
+            "tid": line,
+            "name": name,
+            "ts": round((profile.epoch_s + begin_s - min(begins)) * 1e6, 3),
+            "dur": round((end_s - begin_s) * 1e6, 3),
+            "args": args,
+        }
+        for profile in profiles
+        for line, name, begin_s, end_s, args in _spans(profile)
     ]
-    return sorted(sites, key=lambda one: -float(one["mean_s"]) * int(one["times"]))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _write_trace(path: Path, profiles: Sequence[BubbleProfile]) -> None:
-    from lakeckpt.checkpoint.bubbles.trace import trace_of
-
-    try:
-        path.write_text(json.dumps(trace_of(profiles)), "utf-8")
-    except OSError as error:
-        raise ConfigError(f"the trace cannot be written to {str(path)!r}: {error.strerror}") from error
+def _spans(profile: BubbleProfile) -> Iterator[tuple[str, str, float, float, dict[str, object]]]:
+    """Yield (line, name, begin, end, details) for each window, slice and iteration of a rank."""
+    for record in profile.records:
+        yield "iterations", f"after step {record.step}", record.begin_s, record.end_s, {}
+        for window in record.windows:
+            yield window.kind, window.site, window.begin_s, window.end_s, {}
+        for one in record.slices:
+            details: dict[str, object] = {"size_bytes": one.size_bytes, "at_the_fence": one.urgent}
+            yield "slices", "slice", one.begin_s, one.end_s, details
 
 
 def _show(plain: dict[str, Any], place: str, *, sites: int) -> None:
-    world = say_many(plain["world_size"], "rank")
-    print(f"{place}  attempt {plain['attempt']}, {world}")
+    print(f"{place}  attempt {plain['attempt']}, {say_many(plain['world_size'], 'rank')}")
     times = (">rank", ">iterations", ">each", ">bubbles")
     table = TextTable(*times, ">moved", ">in bubbles", ">free time", ">outside", ">at the fence")
     for one in plain["ranks"]:
-        moved = max(1, one["moved_bytes"])
-        parts = [one[name] / moved for name in ("in_free_time_bytes", "outside_bytes", "at_the_fence_bytes")]
+        moved = one["moved_bytes"]
+        parts = ("in_bubbles_bytes", "in_free_time_bytes", "outside_bytes", "at_the_fence_bytes")
         table.add_row(
             str(one["rank"]),
             f"{one['iterations']:,}",
             _milliseconds(one["iteration_s"]),
             _milliseconds(one["bubble_s"]),
-            say_bytes(one["moved_bytes"]),
-            f"{one['in_bubbles_share']:.1%}" if one["moved_bytes"] else "-",
-            *(f"{part:.1%}" if one["moved_bytes"] else "-" for part in parts),
+            say_bytes(moved),
+            *(f"{one[name] / moved:.1%}" if moved else "-" for name in parts),
         )
     print(table)
     for one in plain["ranks"]:
         shown = TextTable("site", "kind", ">times", ">mean", ">moved", title=f"rank {one['rank']}")
         for site in one["sites"][:sites]:
-            shown.add_row(
-                site["site"],
-                site["kind"],
-                f"{site['times']:,}",
-                _milliseconds(site["mean_s"]),
-                say_bytes(site["moved_bytes"]),
-            )
+            mean, moved = _milliseconds(site["mean_s"]), say_bytes(site["moved_bytes"])
+            shown.add_row(site["site"], site["kind"], f"{site['times']:,}", mean, moved)
         print()
         print(shown)
         if len(one["sites"]) > sites:

@@ -1,4 +1,7 @@
-"""``lakeckpt rollback RUN --step K``: the next restore goes on from the checkpoint of step K. Writes one log entry."""
+"""This module runs ``lakeckpt rollback RUN --step K``: the next restore goes on from the checkpoint of step K.
+
+It writes one entry of the log.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``lakeckpt rollback``."""
+    """Add the options of ``lakeckpt rollback``."""
     add_run_arguments(parser)
     parser.add_argument(
         "--step",
@@ -22,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Roll back and print; 0."""
-    from lakeckpt.checkpoint.rollback import roll_back
-    from lakeckpt.lake.storage import describe, open_storage
+    """Roll back and print. Returns 0."""
+    from lakeckpt.checkpoint.restore.rollback import roll_back
+    from lakeckpt.lake.storage.base import describe
+    from lakeckpt.lake.storage.open import open_storage
 
     storage = open_storage(args.place, storage_options=options_of(args.storage_options))
     found = roll_back(storage, args.step)

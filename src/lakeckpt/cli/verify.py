@@ -1,4 +1,7 @@
-"""``lakeckpt verify RUN``: is every byte of the checkpoints as it was written? Exit status 0 yes, 1 no."""
+"""This module runs ``lakeckpt verify RUN``: it checks every byte of the checkpoints.
+
+The exit status is 0 if every byte is intact, and 1 if there is damage.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,21 @@ from lakeckpt.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from lakeckpt.checkpoint.verify import CheckedCheckpoint, VerifyReport
+    from lakeckpt.checkpoint.ledger.verify import CheckedCheckpoint, VerifyReport
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``lakeckpt verify``."""
+    """Add the options of ``lakeckpt verify``."""
     add_run_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify and print; the exit status."""
-    from lakeckpt.checkpoint.verify import verify
-    from lakeckpt.lake.storage import describe, open_storage
+    """Verify and print. Returns the exit status."""
+    from lakeckpt.checkpoint.ledger.verify import verify
+    from lakeckpt.lake.storage.base import describe
+    from lakeckpt.lake.storage.open import open_storage
 
     storage = open_storage(args.place, storage_options=options_of(args.storage_options))
     with progress_bar("verifying", show=not args.json) as progress:
@@ -71,30 +75,30 @@ def _show(report: VerifyReport, place: str) -> None:
 
 
 def _bound(one: CheckedCheckpoint) -> str:
-    """Where it can be restored alone."""
-    return f"slot {one.slot} is restored on as many ranks alone, divided as it was: {one.bound}"
+    """Return a sentence about the number of ranks on which a checkpoint can be restored."""
+    return f"slot {one.slot} can be restored only on the same number of ranks, divided as before: {one.bound}"
 
 
 def _left(report: VerifyReport) -> str:
-    """What lies there that no checkpoint names."""
+    """Return a sentence about the files that no checkpoint names."""
     left = f"{say_many(report.leftover_files, 'file')} ({say_bytes(report.leftover_bytes)})"
     if report.log_damage:
-        return f"{left} of checkpoints whose entries of the log are damaged, or of saves that were never committed"
+        return f"{left} of checkpoints whose entries in the log are damaged, or of saves that were never committed"
     text = f"{left} of saves that were never committed; the next save removes them"
     if report.leftover_step is None:
         return text
     return (
-        f"{text}. They reach to step {report.leftover_step:,}, behind the newest checkpoint: such a save is under way, "
-        "was cut off, or its entry at the end of the log is lost"
+        f"{text}. They reach to step {report.leftover_step:,}, after the newest checkpoint: such a save is under way, "
+        "was interrupted, or its entry at the end of the log is lost"
     )
 
 
 def _advice(report: VerifyReport) -> str:
-    """What to do about damage."""
-    back = "Put what is named back from a copy, if there is one."
+    """Return advice about damage."""
+    back = "Restore the named files from a copy, if there is one."
     if report.log_damage:
-        back += " Do it before the next save, which removes data that no entry names."
+        back += " Do this before the next save, which removes data that no entry names."
     one = report.restorable
     if one is None:
-        return f"{back} No checkpoint is intact: restore() refuses, and starts nothing anew."
-    return f"{back} restore() goes on from the newest checkpoint that is intact: step {one.step:,} (slot {one.slot})."
+        return f"{back} No checkpoint is intact: restore() refuses the run, and does not start from the beginning."
+    return f"{back} restore() goes on from the newest intact checkpoint: step {one.step:,} (slot {one.slot})."

@@ -1,1 +1,1 @@
-"""The pure core: order, lanes, segments, receipts, frontiers. Standard library and numpy only; no I/O, no clock."""
+"""This package computes the order of rows: lanes, segments, plans, receipts. It imports only numpy, and does no I/O."""

@@ -1,4 +1,4 @@
-"""Which positions?  A set of integers as sorted, disjoint, half-open intervals, with the algebra that cuts need.
+"""This module holds sets of positions as sorted, disjoint, half-open intervals, with the algebra that plans need.
 
 Vectorised over the intervals: every operation is linear (or n log n) in their number, never in the positions.
 It never holds single positions and never changes in place.
@@ -78,6 +78,26 @@ class Intervals:
     def pairs(self) -> list[tuple[int, int]]:
         """Return the intervals as a list of (start, stop)."""
         return list(zip(self.starts.tolist(), self.stops.tolist(), strict=True))
+
+    def to_plain(self) -> list[int]:
+        """Return the gap before each interval and its length, one after the other: numbers that stay small.
+
+        >>> Intervals.of([(0, 5), (7, 1000)]).to_plain()
+        [0, 5, 2, 993]
+        """
+        edges = np.stack([self.starts, self.stops], axis=1).reshape(-1)
+        found: list[int] = np.diff(edges, prepend=0).tolist()
+        return found
+
+    @classmethod
+    def from_plain(cls, value: object) -> Intervals:
+        """Return what `to_plain` made ``value`` of; ValueError where it made none such."""
+        if not isinstance(value, (list, tuple)) or len(value) % 2 or not all(type(one) is int for one in value):
+            raise ValueError(f"intervals are a list of gaps and lengths, got {value!r:.80}")
+        if sum(map(abs, value)) >= 1 << 63:
+            raise ValueError("intervals of 64 bits have a sum of gaps and lengths below 2**63")
+        edges = np.cumsum(np.array(value, dtype=np.int64)).reshape(-1, 2)
+        return cls(edges[:, 0].copy(), edges[:, 1].copy())
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""Which row stands at position p of an epoch?  A pure function of the table's row counts, a seed and a layout.
+"""This module lays out the order of an epoch: a pure function of the row counts of a table, a seed and a layout.
 
 An epoch's order is laid out in four steps, none of which keeps state:
 

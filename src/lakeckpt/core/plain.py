@@ -1,4 +1,4 @@
-"""Is this value read from outside of the type and size it must have?  Small checks that say what was got."""
+"""This module checks the types and sizes of values that are read from outside, and says what was found."""
 
 from __future__ import annotations
 

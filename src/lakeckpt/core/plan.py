@@ -1,12 +1,12 @@
-"""Which rows does rank r get in step s?  From a reader state, without asking anyone.
+"""This module computes from a reader state which rows each rank gets in each step, without asking anyone.
 
 Within a segment that began at micro-batch m0 and step s0, rank r of W takes micro-batch ``m0 + (s - s0) * W + r`` in
-step s. Where the micro-batches left do not fill a step, that last step's rows are dealt out equally, so that every rank
-has the same number of steps (with ``tail="drop"`` they are dropped).
+step s. Where the micro-batches left do not fill a step, the rows of that last step are dealt out equally, so that every
+rank has the same number of steps (with ``drop_last=True`` they are dropped).
 
 `replan` opens a segment where the topology or the batch size changes; while the lanes and the batch size stay, the deal
 goes on, so that micro-batches are the same for every number of ranks that divides the lanes; else what is left is
-re-cut (also where ranks that go on row by row would come out of step). It never reads a table or changes a state.
+re-cut. It never reads a table or changes a state.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lakeckpt.core.deal import Deal, EpochDeal
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import Deal, EpochDeal, Left, Rest
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.core.rest import Left, Rest
-from lakeckpt.core.skips import SkipList
-from lakeckpt.core.state import Identity, ReaderState, Segment
+from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState, Segment
 from lakeckpt.core.stream import StreamDeal
-from lakeckpt.errors import StateMismatch
+from lakeckpt.errors import StateInvalid, StateMismatch
 
 __all__ = [
     "MAX_SEGMENTS",
     "Assignment",
     "LayoutKey",
     "Plan",
+    "check_place",
     "consumed",
     "consumption",
     "deals",
@@ -52,9 +51,6 @@ class LayoutKey:
     rotation: int
 
 
-_NO_SKIPS = SkipList()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """A micro-batch dealt to a rank, with the layouts of the epochs that its positions are of."""
@@ -65,8 +61,6 @@ class Assignment:
     """Which of this rank's lanes it comes from, counted from 0: the worker that owns the lane reads it."""
     lanes: int
     """How many lanes this rank has."""
-    skips: SkipList = _NO_SKIPS
-    """What is known not to be read of these epochs."""
 
 
 def fit_lanes(wanted: int | None, stored: int | None, world_size: int, workers: int) -> int:
@@ -115,6 +109,12 @@ class Plan:
         first = segment.micro_batch + (step - segment.step) * segment.world_size
         return first if end is None or first < end else end
 
+    def owner(self, step: int, rank: int) -> int:
+        """Return which of its lanes ``rank`` reads in ``step``: the ``owner`` of that assignment."""
+        world_size, first = self.segment.world_size, self.micro_batch(step)
+        is_whole = self.micro_batch(step + 1) - first == world_size
+        return (first + rank) % self.segment.num_lanes // world_size if is_whole else 0
+
     def assignment(self, step: int, rank: int) -> Assignment:
         """Return what ``rank`` gets in ``step``."""
         world_size, num_lanes = self.segment.world_size, self.segment.num_lanes
@@ -156,50 +156,24 @@ class Plan:
         """Return how many rows all ranks get in ``step``."""
         return self._rows_between(self.micro_batch(step), self.micro_batch(step + 1))
 
-    def has_rows_for(self, receipt: Receipt, *, from_step: int) -> bool:
-        """Whether a step from ``from_step`` on has rows for the rank of ``receipt``; True for that of another job."""
-        return receipt.world_size != self.segment.world_size or self.has_rows(receipt.rank, from_step=from_step)
-
     def has_rows(self, rank: int, *, from_step: int) -> bool:
-        """Whether a step from ``from_step`` on has rows for ``rank``."""
+        """Return whether a step from ``from_step`` on has rows for ``rank``."""
         return self.steps is None or any(
             self.assignment(step, rank).receipt.rows for step in range(from_step, self.steps)
         )
 
     def _rows_between(self, first: int, stop: int) -> int:
-        rows = self.deal.rows_of(first, stop)
-        if stop - first < self.segment.world_size and self.state.identity.tail == "even":
-            rows -= rows % self.segment.world_size
-        return rows
+        return self.deal.rows_of(first, stop)
 
     def _equal_part(self, first: int, stop: int, rank: int) -> list[Span]:
         spans = [span for number in range(first, stop) for span in self.deal.spans(number)]
         share, extra = divmod(sum(span.rows for span in spans), self.segment.world_size)
-        if self.state.identity.tail == "even":
-            extra = 0
         low = rank * share + min(rank, extra)
         return _cut_spans(spans, low, low + share + (rank < extra))
 
-    def rest(self, step: int, row: int = 0) -> Rest:
-        """Return what is left when ``step`` steps, and ``row`` rows of each rank's next micro-batch, are done."""
-        if not row:
-            return self.deal.rest(self.micro_batch(step))
-        back: list[Span] = []
-        layouts: dict[int, tuple[int, int]] = {}
-        for rank in range(self.segment.world_size):
-            assignment = self.assignment(step, rank)
-            rows = assignment.receipt.rows
-            back += _cut_spans(assignment.receipt.spans, min(row, rows), rows)
-            layouts.update({key.epoch: (key.num_lanes, key.rotation) for key in assignment.layouts})
-        return self.deal.rest(self.micro_batch(step + 1)).plus(back, layouts)
-
-    def in_step_with(self, opened: Segment) -> bool:
-        """Whether ``opened`` may go on with this deal. Not where ranks go on row by row and a step of it would have
-        micro-batches of two turns: at an epoch's end those are not of one size."""
-        if self.state.identity.tail not in ("rows", "even") or opened.topology[:2] != self.segment.topology[:2]:
-            return True
-        first = self.state.segments[self._recut[0]].micro_batch
-        return (opened.micro_batch - first) % opened.world_size == 0
+    def rest(self, step: int) -> Rest:
+        """Return what is left when ``step`` steps are done."""
+        return self.deal.rest(self.micro_batch(step))
 
     @property
     def at_end(self) -> bool:
@@ -241,6 +215,19 @@ def _cut_spans(spans: Iterable[Span], start: int, stop: int) -> list[Span]:
     return cut
 
 
+def check_place(state: ReaderState, *, ahead: int = 0) -> None:
+    """Raise StateInvalid where ``state`` is more than ``ahead`` steps behind the end of its epoch.
+
+    Such a state was damaged or made by hand. Loading it would skip rows without an error.
+    """
+    steps = Plan(state).steps if state.epoch <= MAX_EPOCH else 0
+    if steps is not None and state.step > steps + ahead:
+        raise StateInvalid(
+            f"no job comes to this reader state: step {state.step} of epoch {state.epoch} is at hand, which has "
+            f"{steps}. It was damaged or made by hand: load one as it was saved"
+        )
+
+
 def replan(state: ReaderState, *, num_lanes: int, batch_size: int, world_size: int) -> ReaderState:
     """Return ``state`` going on with another topology: unchanged if it is the same, else with one more segment.
 
@@ -249,7 +236,7 @@ def replan(state: ReaderState, *, num_lanes: int, batch_size: int, world_size: i
     """
     if state.segment.topology == (num_lanes, batch_size, world_size):
         return state
-    if state.step == 0 and state.row == 0 and state.base is None:
+    if state.step == 0 and state.base is None:
         return start(
             state.identity, epoch=state.epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size
         )
@@ -260,9 +247,6 @@ def replan(state: ReaderState, *, num_lanes: int, batch_size: int, world_size: i
     opened = Segment(
         micro_batch=number, step=state.step, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size
     )
-    if state.row or not plan.in_step_with(opened):
-        rest = plan.rest(state.step, state.row)
-        return replace(state, base=rest, segments=(opened,), row=0)
     segments = (*state.segments, opened)
     if len(segments) <= MAX_SEGMENTS:
         return replace(state, segments=segments)
@@ -270,17 +254,15 @@ def replan(state: ReaderState, *, num_lanes: int, batch_size: int, world_size: i
 
 
 def rebase(state: ReaderState, identity: Identity) -> ReaderState:
-    """Return ``state`` with what is left of it dealt anew, as ``identity`` says: of other ends, or in whole
-    micro-batches.
+    """Return ``state`` with what is left of it dealt anew, with the ends that ``identity`` says.
 
     ``identity`` has as many rows in the same order. An epoch that has not begun is only renamed.
     """
-    if state.step == 0 and state.row == 0 and state.base is None:
+    if state.step == 0 and state.base is None:
         return replace(state, identity=identity)
     plan = Plan(state)
     opened = replace(state.segment, micro_batch=plan.micro_batch(state.step), step=state.step)
-    rest = plan.rest(state.step, state.row)
-    return replace(state, identity=identity, base=rest, segments=(opened,), row=0)
+    return replace(state, identity=identity, base=plan.rest(state.step), segments=(opened,))
 
 
 def _shortened(state: ReaderState) -> ReaderState:
@@ -301,7 +283,7 @@ def consumption(before: ReaderState, after: ReaderState) -> dict[int, Intervals]
     if before.identity != after.identity or before.epoch != after.epoch:
         changed = before.identity.differences(after.identity) or [f"epoch: {before.epoch} became {after.epoch}"]
         raise StateMismatch(f"two states that are not of one order of rows: {'; '.join(changed)}")
-    earlier, later = Plan(before).rest(before.step, before.row), Plan(after).rest(after.step, after.row)
+    earlier, later = Plan(before).rest(before.step), Plan(after).rest(after.step)
     first = earlier.begun[0].epoch if earlier.begun else earlier.next_epoch
     found = {}
     for epoch in range(min(first, *(left.epoch for left in later.begun), later.next_epoch), later.next_epoch):
@@ -319,7 +301,7 @@ def consumption(before: ReaderState, after: ReaderState) -> dict[int, Intervals]
 
 def consumed(state: ReaderState) -> dict[int, Intervals]:
     """Return which positions of the epoch at hand (of an endless stream: of every epoch so far) have been consumed."""
-    rest = Plan(state).rest(state.step, state.row)
+    rest = Plan(state).rest(state.step)
     rows, epochs = state.identity.rows, range(state.epoch, rest.next_epoch)  # the state of a stream is of epoch 0
     every = {epoch: Intervals.whole(rows).difference(rest.of(epoch, rows)) for epoch in epochs}
     return {epoch: positions for epoch, positions in every.items() if positions}

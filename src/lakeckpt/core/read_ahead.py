@@ -9,7 +9,8 @@ and the next, and suspects the loop by four rules, each a pure function of these
 * the first step had n1 batches, and both next ones, of one iteration, the same n2 < n1 (the first filled something);
 * a step had no batch since the one before, and the loader had come to the end of its rows.
 
-It never looks at a clock, at rows or at threads itself. Used on the training thread by `lakeckpt.checkpoint.cuts`.
+It never looks at a clock, at rows or at threads itself. Used on the training thread by
+`lakeckpt.checkpoint.consumed.tracks`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from typing import Literal, get_args
 __all__ = ["BASES", "Basis", "ReadAhead", "Span"]
 
 Basis = Literal["stated", "inferred", "undecided", "suspected"]
-"""How it is known that rows were consumed: the loop said so by ``step(batch)``; or it is inferred from what was
-delivered; or so, and too few steps were seen to tell whether something reads ahead; or so, and something seems to."""
+"""The evidence that rows were consumed. The loop states it by ``step(batch)``, or it is inferred from the rows that
+were delivered. An inference is weaker while too few steps were seen to judge it, or where something seems to read
+ahead."""
 
 BASES: tuple[Basis, ...] = get_args(Basis)
 """All of them, the strongest first."""
@@ -50,7 +52,7 @@ class Span:
 
 
 class ReadAhead:
-    """What the spans of one loop, since its run was restored, say of it.
+    """Judges one loop by its spans since the run was restored.
 
     >>> loop = ReadAhead()
     >>> for batches in (3, 1, 1):
@@ -72,7 +74,7 @@ class ReadAhead:
 
     @property
     def basis(self) -> Basis:
-        """How it is known that what the loop was given is consumed."""
+        """The evidence that the rows that the loop was given are consumed."""
         if self.reason:
             return "suspected"
         return "inferred" if self._steps >= _STEPS else "undecided"

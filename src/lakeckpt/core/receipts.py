@@ -1,4 +1,4 @@
-"""Which rows did the training loop just get?  Every micro-batch carries a receipt that says so.
+"""This module holds receipts: each micro-batch carries one that says which rows the training loop got.
 
 A receipt names positions, never rows: with the table's index and the order, positions are enough to find the rows
 again. It never says that its rows were *used*: that is what a cut says of receipts.
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lakeckpt.core.plain import integer, integers, listing
-from lakeckpt.core.skips import Skip
 from lakeckpt.errors import StateInvalid
 
 __all__ = ["EPOCH_NUMBERS", "Receipt", "Span"]
@@ -57,10 +56,6 @@ class Receipt:
     """The positions, in the order of the rows."""
     step_rows: int
     """Rows of all ranks in this step."""
-    row: int | None = None
-    """In row-wise use: which row of the micro-batch this is."""
-    skips: tuple[Skip, ...] = ()
-    """What of the micro-batch could not be read and did not come (``on_bad_row_group="skip"``)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -68,28 +63,17 @@ class Receipt:
         rows = self.rows
         if rows > self.step_rows:
             raise ValueError(f"{rows} rows in a step of {self.step_rows}")
-        if self.skips and self.skipped > self.rows:
-            raise ValueError(f"{self.skipped} of {self.rows} rows were skipped")
 
     @property
     def rows(self) -> int:
-        """The number of rows of the micro-batch, as it was dealt out; ``skipped`` of them did not come."""
+        """The number of rows of the micro-batch."""
         spans = self.spans
         return spans[0].stop - spans[0].start if len(spans) == 1 else sum(span.rows for span in spans)
 
     @property
-    def skipped(self) -> int:
-        """How many of its rows could not be read, and did not come."""
-        return sum(skip.rows for skip in self.skips)
-
-    @property
     def weight(self) -> float:
-        """``(rows - skipped) * world_size / step_rows``: scale the mean loss by it, and DDP's average over ranks is
-        over rows.
-
-        Skipped rows count as rows of no loss, on every rank alike: what a row weighs depends on no other rank's damage.
-        """
-        return (self.rows - self.skipped) * self.world_size / self.step_rows if self.step_rows else 0.0
+        """``rows * world_size / step_rows``: scale the mean loss by it, and DDP's average over ranks is over rows."""
+        return self.rows * self.world_size / self.step_rows if self.step_rows else 0.0
 
     @property
     def number(self) -> int:
@@ -98,7 +82,7 @@ class Receipt:
 
     def to_plain(self) -> dict[str, object]:
         """Return the receipt as JSON-able values."""
-        plain: dict[str, object] = {
+        return {
             "epoch": self.epoch,
             "micro_batch": self.micro_batch,
             "lane": self.lane,
@@ -107,11 +91,7 @@ class Receipt:
             "world_size": self.world_size,
             "spans": [[span.epoch, span.start, span.stop] for span in self.spans],
             "step_rows": self.step_rows,
-            "row": self.row,
         }
-        if self.skips:
-            plain["skips"] = [skip.to_plain() for skip in self.skips]
-        return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, object]) -> Receipt:
@@ -119,14 +99,11 @@ class Receipt:
         if not isinstance(plain, Mapping):
             raise StateInvalid(f"a receipt is a mapping, got {type(plain).__name__}")
         names = ("epoch", "micro_batch", "step", "rank", "world_size", "step_rows")
-        row = plain.get("row")
         triples = [integers(entry, "spans", count=3) for entry in listing(plain, "spans")]
         try:
             return cls(
                 spans=tuple(Span(epoch=epoch, start=start, stop=stop) for epoch, start, stop in triples),
                 lane=integer(plain, "lane", least=-1),
-                row=None if row is None else integer(plain, "row"),
-                skips=tuple(Skip.from_plain(entry) for entry in listing(plain, "skips")) if "skips" in plain else (),
                 **{name: integer(plain, name) for name in names},
             )
         except ValueError as error:

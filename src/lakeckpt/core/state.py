@@ -1,4 +1,4 @@
-"""Where is the whole job in its data?  The reader state: kilobytes, the same on every rank, never per worker.
+"""This module holds the reader state: where the whole job is in its data. It is the same on every rank.
 
 A state names the order it belongs to (`Identity`), the segments of the epoch at hand, and how many steps of it are
 done. From these, `lakeckpt.core.plan` computes everything else: which rank gets which rows next, and which rows have
@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import get_args
 
-from lakeckpt.core.ends import Tail
 from lakeckpt.core.hashing import PERMUTATION_VERSION
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import Left, Rest, Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plain import integer, integers, listing, mapping, text
-from lakeckpt.core.rest import Left, Rest
 from lakeckpt.errors import StateInvalid
 
 __all__ = [
@@ -129,11 +128,11 @@ class Identity:
         """This identity, of the table version and the row selection that ``other`` is of."""
         return replace(self, table=other.table, selection=other.selection, rows=other.rows, version=other.version)
 
-    def differences(self, other: Identity) -> list[str]:
-        """Return one line for each field in which ``other`` differs, naming both values."""
+    def differences(self, other: Identity, *, words: str = "{} became {}") -> list[str]:
+        """Return one line for each field in which ``other`` differs, naming both values by ``words``."""
         mine, its = self.to_plain(), other.to_plain()
         return [
-            f"{name}: {self._said(name)} became {other._said(name)}"
+            f"{name}: {words.format(self._said(name), other._said(name))}"
             for name in mine
             if name != "version" and mine[name] != its[name]
         ]
@@ -195,16 +194,14 @@ class ReaderState:
     """At least one; the last is the one at hand."""
     step: int
     """Steps done, of this epoch; every rank has done as many."""
-    row: int = 0
-    """In row-wise use: rows done of each rank's micro-batch of this step."""
     base: Rest | None = None
     """What was left when the first of ``segments`` began; None: a whole epoch, or stream."""
 
     def __post_init__(self) -> None:
         if not self.segments:
             raise ValueError("a reader state has at least one segment")
-        if self.epoch < 0 or not 0 <= self.row <= self.segment.batch_size:
-            raise ValueError(f"epoch {self.epoch}, row {self.row} of micro-batches of {self.segment.batch_size} rows")
+        if self.epoch < 0:
+            raise ValueError(f"epochs are counted from 0, got {self.epoch}")
         if self.identity.endless and self.epoch:
             raise ValueError(f"an endless stream counts its epochs itself, got epoch {self.epoch}")
         self._check_segments()
@@ -236,20 +233,16 @@ class ReaderState:
         if any(left.num_lanes > MAX_LANES for left in base.begun):
             raise ValueError(f"an epoch has at most {MAX_LANES} lanes")
 
-    def moved(self, *, step: int, row: int) -> ReaderState:
-        """Return the state with ``step`` steps done, in the segment at hand, and ``row`` rows of the next one.
-
-        Once for every micro-batch: what holds of the segments holds still, and is not checked again.
-        """
-        if step < self.segments[-1].step or not 0 <= row <= self.segments[-1].batch_size:
-            raise ValueError(f"step {step}, row {row} are not of the segment that began at {self.segments[-1].step}")
+    def moved(self, *, step: int) -> ReaderState:
+        """Return the state with ``step`` steps done, in the segment at hand. The segments are not checked again."""
+        if step < self.segments[-1].step:
+            raise ValueError(f"step {step} is before the segment that began at {self.segments[-1].step}")
         found = object.__new__(ReaderState)
         for name, value in (
             ("identity", self.identity),
             ("epoch", self.epoch),
             ("segments", self.segments),
             ("step", step),
-            ("row", row),
             ("base", self.base),
         ):
             object.__setattr__(found, name, value)
@@ -267,7 +260,6 @@ class ReaderState:
             "identity": self.identity.to_plain(),
             "epoch": self.epoch,
             "step": self.step,
-            "row": self.row,
             "segments": [segment.to_plain() for segment in self.segments],
             "base": None if self.base is None else _rest_to_plain(self.base),
         }
@@ -286,7 +278,6 @@ class ReaderState:
                 epoch=integer(plain, "epoch"),
                 segments=tuple(Segment.from_plain(entry) for entry in listing(plain, "segments")),
                 step=integer(plain, "step"),
-                row=integer(plain, "row"),
                 base=None if base is None else _rest_from_plain(mapping(plain, "base")),
             )
         except StateInvalid:
@@ -296,22 +287,16 @@ class ReaderState:
 
 
 def _rest_to_plain(rest: Rest) -> dict[str, object]:
-    begun = [
-        [left.epoch, left.num_lanes, left.rotation, [list(pair) for pair in left.positions.pairs()]]
-        for left in rest.begun
-    ]
+    begun = [[left.epoch, left.num_lanes, left.rotation, left.positions.to_plain()] for left in rest.begun]
     return {"begun": begun, "next_epoch": rest.next_epoch}
 
 
 def _rest_from_plain(plain: Mapping[str, object]) -> Rest:
     begun = []
     for entry in listing(plain, "begun"):
-        if not isinstance(entry, (list, tuple)) or len(entry) != 4 or not isinstance(entry[3], (list, tuple)):
+        if not isinstance(entry, (list, tuple)) or len(entry) != 4:
             raise StateInvalid(f"what is left of an epoch is [epoch, lanes, rotation, intervals], got {entry!r}")
         epoch, num_lanes, rotation = integers(entry[:3], "begun", count=3)
-        pairs = [integers(pair, "intervals", count=2) for pair in entry[3]]
-        positions = Intervals.of([(start, stop) for start, stop in pairs])
-        if positions.pairs() != pairs:
-            raise StateInvalid(f"intervals of epoch {epoch} are not sorted and apart: {pairs[:4]} …")
+        positions = Intervals.from_plain(entry[3])
         begun.append(Left(epoch=epoch, positions=positions, num_lanes=num_lanes, rotation=rotation))
     return Rest(begun=tuple(begun), next_epoch=integer(plain, "next_epoch"))

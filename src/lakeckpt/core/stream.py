@@ -1,4 +1,4 @@
-"""Which positions of which epochs does micro-batch m of an endless stream hold?
+"""This module deals the epochs of an endless stream to lanes, as micro-batches.
 
 Lane k of an endless stream holds its share of every epoch, one after the other: micro-batches run over epoch borders
 and are always full. The extra rows of uneven shares rotate over the lanes (epoch e gives its ``rem`` extra rows to the
@@ -17,11 +17,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.deal import turns
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import Left, Rest, spans_of, turns
 from lakeckpt.core.order import lane_bounds
 from lakeckpt.core.receipts import Span
-from lakeckpt.core.rest import Left, Rest, spans_of
 
 __all__ = ["StreamDeal"]
 
@@ -42,7 +41,7 @@ class _Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamDeal:
-    """A `lakeckpt.core.deal.Deal` of epochs without end: see the module."""
+    """A `lakeckpt.core.lanes.Deal` of epochs without end: see the module."""
 
     first: int
     num_lanes: int
@@ -99,7 +98,7 @@ class StreamDeal:
         )
 
     def _unit_of(self, lane: int, offset: int) -> int:
-        """The unit in which ``lane`` has its row ``offset``."""
+        """Return the unit in which ``lane`` has its row ``offset``."""
         for index, unit in enumerate(self._begun):
             if offset < int(unit.before[lane] + unit.bounds[lane + 1] - unit.bounds[lane]):
                 return index
@@ -124,18 +123,18 @@ class StreamDeal:
             index += 1
 
     def spans(self, micro_batch: int) -> list[Span]:
-        """See `lakeckpt.core.deal.Deal`."""
+        """See `lakeckpt.core.lanes.Deal`."""
         turn, lane = divmod(micro_batch - self.first, self.num_lanes)
         start = turn * self.batch_size
         pieces = self._pieces(lane, start, start + self.batch_size)
         return [span for epoch, positions in pieces for span in spans_of(epoch, positions)]
 
     def rows_of(self, start: int, stop: int) -> int:
-        """See `lakeckpt.core.deal.Deal`."""
+        """See `lakeckpt.core.lanes.Deal`."""
         return (stop - start) * self.batch_size
 
     def rest(self, micro_batch: int) -> Rest:
-        """See `lakeckpt.core.deal.Deal`."""
+        """See `lakeckpt.core.lanes.Deal`."""
         done = turns(micro_batch - self.first, self.num_lanes) * self.batch_size
         reached = [self._unit_of(lane, int(done[lane])) for lane in range(self.num_lanes)]
         lefts, entered = [], max(min(reached), len(self._begun)) - 1
@@ -151,7 +150,7 @@ class StreamDeal:
         return Rest(begun=begun, next_epoch=self.start.next_epoch + entered + 1 - len(self._begun))
 
     def layout(self, epoch: int) -> tuple[int, int]:
-        """See `lakeckpt.core.deal.Deal`."""
+        """See `lakeckpt.core.lanes.Deal`."""
         for left in self.start.begun:
             if left.epoch == epoch:
                 return left.num_lanes, left.rotation

@@ -21,8 +21,8 @@ from lakeckpt.data.source import BatchSource
 __all__ = ["Ahead"]
 
 _EACH_TIME = 4
-_MOST = 16384
-"""Assignments that are announced and not taken: about 16 MB of them."""
+_MOST = 4096
+"""Assignments that are announced and not taken: about 4 MB. More of them cost more in garbage collection."""
 
 
 class Ahead(Iterator[tuple[Receipt, Any]]):
@@ -41,11 +41,15 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
         source, announced = self._source, self._announced
         self._announce(_EACH_TIME)
         if not announced:
-            self._close(again=True)
+            self.close()
             raise StopIteration
         while not source.is_ready and self._announce(1):
             pass
-        return source.take(announced.popleft())
+        return self._take(announced.popleft())
+
+    def _take(self, assignment: Assignment) -> tuple[Receipt, Any]:
+        """Return what this yields for ``assignment``; workers of a loader pack it."""
+        return self._source.take(assignment)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # When the interpreter ends, its threads have, and modules may have been emptied: nothing is left to do or use.
@@ -54,12 +58,9 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
 
     def close(self) -> None:
         """Forget what was announced and decoded; end the source's threads."""
-        self._close(again=False)
-
-    def _close(self, *, again: bool) -> None:
         self._assignments = None
         self._announced.clear()
-        self._source.end_turn(self._turn, again=again)
+        self._source.end_turn(self._turn)
 
     def _announce(self, count: int) -> bool:
         """Announce up to ``count`` more; tell whether there may be still more to announce."""

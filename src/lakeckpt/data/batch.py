@@ -1,16 +1,22 @@
-"""What does the training loop get?  A dict of columns that knows its receipt."""
+"""This module defines what the training loop gets: `Batch`, a dict of columns with a receipt.
+
+It also makes columns of tensors: jagged tensors, texts as lists of str, and what moves or pins them. Tensors share the
+memory of the arrays that they were made of. The module starts no threads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.reading.ragged import Ragged
+from lakeckpt.reading.columns.ragged import Ragged
 
-__all__ = ["Batch", "moved"]
+__all__ = ["Batch", "is_text", "jagged", "moved", "pinned", "texts"]
 
 
 class Batch(dict[str, Any]):
@@ -61,6 +67,8 @@ def moved(value: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     """``value.to(*args, **options)``, or what it holds so: of a dict, list, tuple or `Ragged`. Others as they are."""
     if hasattr(value, "to"):
         return value.to(*args, **options)
+    if is_text(value):
+        return value
     if type(value) is dict:
         return {name: moved(one, args, options) for name, one in value.items()}
     if type(value) in (list, tuple):
@@ -68,3 +76,35 @@ def moved(value: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     if isinstance(value, Ragged):
         return value.map_arrays(lambda array: moved(array, args, options))
     return value
+
+
+def pinned(value: Any) -> Any:
+    """Return ``value`` with its tensors in pinned memory, as torch does it, but with no look at each text."""
+    if type(value) is not Batch:
+        return pin_memory(value)  # type: ignore[no-untyped-call]
+    columns = {name: one if is_text(one) else pin_memory(one) for name, one in value.items()}  # type: ignore[no-untyped-call]
+    return Batch(columns, value.__dict__.get("receipt"))
+
+
+def is_text(value: Any) -> bool:
+    """Whether ``value`` is a column of texts, by its first row."""
+    return type(value) is list and bool(value) and type(value[0]) is str
+
+
+def texts(column: Any) -> Any:
+    """Return a `Ragged` of texts as a list of str, and a struct with its texts so; any other column as it is."""
+    if type(column) is dict:
+        return {name: texts(one) for name, one in column.items()}
+    return column.tolist() if type(column) is Ragged and column.kind == "str" else column
+
+
+def jagged(column: Any) -> Any:
+    """Return a `Ragged` of numbers as a nested tensor (``torch.jagged``), shape (rows, *, …), sharing its values.
+
+    Anything else (text, lists of lists, lists whose elements may be null) is returned as it is.
+    """
+    if not isinstance(column, Ragged) or column.kind != "list" or column.masks:
+        return column
+    if not isinstance(column.values, torch.Tensor):
+        return column
+    return torch.nested.nested_tensor_from_jagged(column.values, column.offsets)

@@ -1,45 +1,42 @@
-"""What does the training loop iterate?  `LakeLoader`: batches, receipts, and a state that says what the loop received.
+"""This module defines `LakeLoader`: batches, receipts, and a state of what the training loop received.
 
 The main process plans: it deals assignments to this rank's loader workers, and counts a batch when the loop gets it.
 Workers (if any) only read. So the state is exact whatever has been read ahead, the order does not depend on the number
 of workers, and a loader saved with four workers goes on with none.
 
-Worker processes are started, watched and joined by `lakeckpt.data.workers`.
+Worker processes are those of a torch DataLoader inside (`lakeckpt.data.workers.pool`). What a checkpoint manager asks
+of a loader is in `lakeckpt.data.place.reader`.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Never
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from lakeckpt.core.hashing import derive_key
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
-from lakeckpt.data.arguments import whole
-from lakeckpt.data.counters import check_counted, check_not_fetched_ahead, counts_steps
+from lakeckpt.data.batch import pinned
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.deliveries import Deliveries
-from lakeckpt.data.identity import state_of_job
+from lakeckpt.data.foreign.frameworks import EpochSetter, Prepared, check_counted, check_not_fetched_ahead, counts_steps
+from lakeckpt.data.options import flag, whole
+from lakeckpt.data.place.reader import LoaderReader
 from lakeckpt.data.prefetch import Stage
-from lakeckpt.data.prepared import EpochSetter, Prepared
-from lakeckpt.data.skip_warning import warn_of_skips
-from lakeckpt.data.source import items_of
-from lakeckpt.data.versions import Fit, Pinned
-from lakeckpt.data.workers import Workers
+from lakeckpt.data.source import gives
+from lakeckpt.data.workers.pool import Workers
+from lakeckpt.data.workers.reader import Beginning
 from lakeckpt.errors import ConfigError, StateUnavailable
-from lakeckpt.lake.filters import RowFilter
-from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.selection import RowSelection
-from lakeckpt.lake.table import Table
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.filters.row_filter import RowFilter
+from lakeckpt.reading.filters.selection import RowSelection
 
 __all__ = ["LakeLoader"]
 
@@ -48,7 +45,7 @@ _ELSEWHERE = {
     "shuffle": "the dataset has the order: LakeDataset(…, shuffle=True)",
     "sampler": "the dataset has the order, and each rank's share of it: LakeDataset(…, shuffle=True)",
     "batch_sampler": "the dataset has the order, and each rank's share of it: LakeDataset(…, shuffle=True)",
-    "drop_last": 'the dataset has the ends: LakeDataset(…, tail="drop")',
+    "drop_last": "the dataset has the ends: LakeDataset(…, drop_last=True)",
     "collate_fn": "micro-batches come whole: what is to be made of one is LakeDataset(…, transform=…)",
     "pin_memory_device": "pin_memory=True pins for the accelerator at hand",
     "in_order": "the order of rows never depends on workers",
@@ -63,12 +60,16 @@ class LakeLoader(Prepared, DataLoader[Any]):
         dataset: what to read, which makes the micro-batches itself (so the loader's own ``batch_size`` is None).
         num_workers: worker processes. Decoding releases the GIL, so 0 is right unless a transform costs much Python.
         pin_memory: copy tensors into pinned memory (needs an accelerator).
-        prefetch_factor: micro-batches that each worker may have delivered ahead of the loop; None: two, and more
-            (up to 512, 32 MiB or 0.1 s of work) where they are small and quick to make.
+        prefetch_factor: micro-batches that each worker may have ahead of the loop; None: two groups of them. A group
+            is what a worker reads in 50 ms: up to 512 micro-batches, or 16 MiB, and one at least.
         persistent_workers: keep workers from one iteration to the next.
-        multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: Python's default.
+        multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: ``"forkserver"`` where
+            the table lies in an object store, torch's default elsewhere. What is not forked gets the transform pickled.
         timeout: seconds to wait for a worker, then WorkerTimeout; 0: for ever.
         worker_init_fn: called in each worker with its number before it reads.
+        restart: begin at the first batch of the epoch in each iteration, as a loader for validation does. The epoch
+            stays the same until `set_epoch`; such a loader has no state to save. False: an iteration goes on where the
+            last one stopped.
         receipt_column: a name under which each batch (a dict) also holds an ``int`` that names it. It survives what
             rebuilds the dict or moves its tensors: give it to ``manager.step`` where the receipt is lost. None: no
             batch holds one. Needs a ``batch_size``.
@@ -77,12 +78,12 @@ class LakeLoader(Prepared, DataLoader[Any]):
             draws from torch's global stream.
 
     One iteration is one epoch, the next one the next epoch. After a ``break`` the next iteration goes on with what had
-    not been delivered; `rewind` begins the epoch again.
+    not been delivered; `rewind` begins the epoch again, and `peek` looks at the next batch without taking it.
 
     From a worker a micro-batch comes through shared memory, as views, without a copy in the main process: tensors,
     arrays, Arrow tables, `Batch`, `Ragged`, and dicts, lists and tuples of them. A transform may return anything else
-    that can be pickled, which costs what pickling costs. A worker that dies while it reads is told by WorkerDied; one
-    that dies between two iterations (``persistent_workers``) is replaced.
+    that can be pickled, which costs what pickling costs. A worker that dies while it reads is an error, WorkerDied,
+    within five seconds; a worker that dies between two iterations (``persistent_workers``) is replaced.
     """
 
     dataset: LakeDataset
@@ -100,6 +101,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         worker_init_fn: Callable[[int], None] | None = None,
         generator: torch.Generator | None = None,
         receipt_column: str | None = None,
+        restart: bool = False,
         **others: Never,
     ) -> None:
         for name in others:
@@ -125,6 +127,12 @@ class LakeLoader(Prepared, DataLoader[Any]):
             super().__init__(dataset, batch_size=None, **options)
         except (ValueError, TypeError) as error:
             raise ConfigError(str(error)) from error
+        self._restarts = dataset.epoch if flag("restart", restart) else None
+        """The epoch of every iteration of a loader that restarts; None: it goes on."""
+        if restart and dataset.identity.endless:
+            raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
+        if restart:
+            dataset._progress.deliveries.saved()  # nobody saves its place, and nobody is to warn of that
         object.__setattr__(self, "sampler", EpochSetter(self._told_epoch))  # torch's own refuses another one
         self._progress = dataset._progress
         self._row_wise = dataset.row_wise
@@ -162,10 +170,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """See `LakeDataset.selection`."""
         return self.dataset.selection
 
-    def offer_selection(self, found: RowSelection) -> bool:
-        """See `LakeDataset.offer_selection`."""
-        return self.dataset.offer_selection(found)
-
     @property
     def identity(self) -> Identity:
         """What the order of rows is a function of."""
@@ -179,7 +183,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
     @property
     def epoch(self) -> int:
         """The epoch at hand: where `restore` or the last complete iteration left off."""
-        return self._progress.epoch
+        return self._progress.epoch if self._restarts is None else self._restarts
 
     @property
     def last_receipt(self) -> Receipt | None:
@@ -198,9 +202,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def _iterate(self, stage: Stage | None) -> Iterator[Any]:
         """An iterator over what is left of the epoch; ``stage`` holds batches back on their way to the loop."""
-        self._progress.turn(self.topology[0])
-        self.dataset.move()
-        self._settle()
+        self._turn()
         started, self._early = self._early, None
         # Of a persistent worker that has died since, nothing is due yet: others read what it would have.
         is_dead = self._workers is not None and self._workers_started[1] == os.getpid() and not self._workers.alive
@@ -214,46 +216,72 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_early": None}  # what was begun is this one's
 
-    def start(self) -> None:
-        """Begin to read what the next iteration will deliver, within the limits of memory that hold for iterating.
-
-        It does not wait, and raises nothing that reading raises: the iteration will. `CheckpointManager.restore` calls
-        it (where there are no worker processes) before it loads model and optimizer. What was begun is dropped where
-        the place changes before the next iteration.
-        """
+    def _start(self) -> None:
+        """Begin to read what the next iteration will deliver, within the limits of memory that hold for iterating."""
         self._settle()
         if self._early is None or self._early[0] != self._place():
             self._early = None
             self._early = self._begun()
 
+    def peek(self) -> Any:
+        """Return the batch that the next iteration begins with, and count nothing; None where the epoch has none.
+
+        The next iteration delivers the same batch again, without its ``receipt_column``'s number here. An iterator that
+        was begun before is out of date. Call it on every rank alike. Raises what reading raises.
+        """
+        self._turn()
+        self._start()
+        assert self._early is not None
+        place, found = self._early
+        self._progress.begin_iteration()
+        held = []
+        for receipt, batch in found:
+            held.append((receipt, batch))
+            if gives(receipt, self._row_wise):
+                self._early = place, itertools.chain(held, found)
+                return batch
+        self._early = None
+        return None
+
+    def _turn(self) -> None:
+        """End an epoch that was received, and go on with the newest version of the table where another one begins."""
+        if self._restarts is not None:
+            self._progress.mark(None)
+            self.dataset._go_to(self.epoch)
+        self._progress.turn(self.topology[0])
+        self.dataset._move()
+        self._settle()
+
     def _begun(self) -> tuple[Any, Iterator[tuple[Receipt, Any]]]:
         """Where the next iteration begins, and what it will deliver, being read from now on."""
         rank = self.topology[0]
         assignments = self._progress.assignments(rank)
-        return self._place(), self._found(assignments, self._base_seed(rank))
+        self._seed_workers(rank)
+        return self._place(), self._found(assignments, rank)
 
     def _place(self) -> Any:
-        return self._progress.state, self._progress.skips, self.topology, self.dataset._source.generation, os.getpid()
+        return self._progress.state, self.topology, self.dataset._source.generation, os.getpid()
 
-    def _base_seed(self, rank: int) -> int:
-        """The seed of this iteration's workers, drawn as torch draws it."""
+    def _seed_workers(self, rank: int) -> None:
+        """Seed the generator that this iteration's workers get their seeds from, unless it is the user's."""
         if self._own_generator is not None:
             place = self._progress.state
-            word, _ = derive_key("workers", self.identity.spec.seed, place.epoch, place.step, place.row, rank)
+            word, _ = derive_key("workers", self.identity.spec.seed, place.epoch, place.step, rank)
             self._own_generator.manual_seed(word >> 1)
-        generator = self._own_generator or self.generator
-        return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
-    def _found(self, assignments: Iterator[Assignment], base_seed: int) -> Iterator[tuple[Receipt, Any]]:
+    def _found(self, assignments: Iterator[Assignment], rank: int) -> Iterator[tuple[Receipt, Any]]:
         """What is left of the epoch, read ahead from now on."""
         if self.num_workers:
-            return self._started(base_seed).read(assignments)
+            beginning = Beginning(state=self._progress.state, rank=rank)
+            return self._started().read(assignments, beginning)
+        if self._own_generator is None:  # as torch does it, also where there are no workers to seed
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         found: Iterator[tuple[Receipt, Any]] = Ahead(self.dataset._source, assignments)
         if self.pin_memory and torch.accelerator.is_available():
-            return ((receipt, pin_memory(batch)) for receipt, batch in found)  # type: ignore[no-untyped-call]
+            return ((receipt, pinned(batch)) for receipt, batch in found)
         return found
 
-    def _started(self, base_seed: int) -> Workers:
+    def _started(self) -> Workers:
         """Workers for one iteration, or those that live on and read the version of the table at hand."""
         generation = self.dataset._source.generation
         if self._workers is not None:
@@ -264,13 +292,14 @@ class LakeLoader(Prepared, DataLoader[Any]):
         workers = Workers(
             self.dataset,
             num_workers=self.num_workers,
-            base_seed=base_seed,
-            context=self.multiprocessing_context,
+            multiprocessing_context=self.multiprocessing_context,
             worker_init_fn=self.worker_init_fn,
-            ahead=self._ahead,
-            timeout_s=self.timeout,
+            prefetch_factor=self._ahead,
+            timeout=self.timeout,
             memory_limit_bytes=self.dataset._source.memory_limit_bytes,
-            pins=self.pin_memory and torch.accelerator.is_available(),
+            pin_memory=self.pin_memory,
+            persistent_workers=self.persistent_workers,
+            generator=self._own_generator or self.generator,
         )
         if self.persistent_workers:
             self._workers, self._workers_started = workers, (generation, os.getpid())
@@ -283,19 +312,17 @@ class LakeLoader(Prepared, DataLoader[Any]):
             iteration, found = progress.begin_iteration(), self._begun()[1]
         # Checked before anything is taken: with persistent workers a newer iterator goes on with them.
         progress.check(iteration)
-        step, skip, process = progress.state.step, progress.state.row, os.getpid()
+        step, process = progress.state.step, os.getpid()
         found = found if stage is None else stage(found)
         while (pulled := next(found, None)) is not None:
             receipt, batch = pulled
             self.dataset._carried.check(batch, receipt)
-            for item, mine in items_of(batch, receipt, self._row_wise, skip):
+            if gives(receipt, self._row_wise):
                 progress.check(iteration)
-                if mine.skips:
-                    warn_of_skips(mine, progress.skips)
-                item = item if self.receipt_column is None else self._numbered(item, mine)
-                progress.delivered(mine)
+                item = batch if self.receipt_column is None else self._numbered(batch, receipt)
+                progress.delivered(receipt)
                 yield item
-            step, skip = receipt.step + 1, 0
+            step = receipt.step + 1
             progress.check(iteration)
             if self.num_workers and os.getpid() != process:
                 raise StateUnavailable(
@@ -322,6 +349,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle."""
         self._early = None
         self.dataset.set_epoch(epoch)
+        if self._restarts is not None:
+            self._restarts = epoch
 
     def _told_epoch(self, epoch: int) -> None:
         """A framework says which epoch begins. It may have asked for an iterator already."""
@@ -343,8 +372,10 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """Return the state of all that the loop has received, or of all up to the receipt ``at``.
 
         Plain types, the same on every rank in lockstep, without communication; valid before the first batch, after the
-        last, and as often as wanted. Raises StateUnavailable for a receipt from before the last checkpoint.
+        last, and as often as wanted. Raises StateUnavailable for a receipt from before the last checkpoint, and of a
+        loader with ``restart=True``.
         """
+        self._check_goes_on()
         self._settle()
         if at is None and self.identity.endless:
             check_not_fetched_ahead()
@@ -356,7 +387,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         Raises StateMismatch, without a change, where the state is of another order of rows; it says what differs.
         StateInvalid where it is none of a LakeLoader, or none that a job comes to.
         """
-        found, counts = state_of_job(state), counts_steps()
+        self._check_goes_on()
+        found, counts = ReaderState.from_plain(state), counts_steps()
         if counts:
             check_counted(found, self.topology[1])
         self._progress.load(found)
@@ -365,62 +397,18 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._progress.turn(self.topology[0], loaded=True)
 
     @property
-    def deliveries(self) -> Deliveries:
-        """What the loop was given since the last step, for checkpoint managers."""
-        return self._progress.deliveries
+    def _reader(self) -> LoaderReader:
+        """What a checkpoint manager asks (`lakeckpt.tracking.readers`); ConfigError where there is nothing to save."""
+        if self._restarts is not None:
+            raise ConfigError(
+                "a LakeLoader with restart=True begins anew in each iteration: it has no state, so leave it out of the "
+                "manager's state"
+            )
+        return LoaderReader(self)
 
-    def receipt_of(self, number: int) -> Receipt:
-        """Return the receipt of the batch that held ``number`` in its ``receipt_column``.
-
-        Raises StateUnavailable where no such batch was delivered since the last checkpoint.
-        """
-        self._settle()
-        return self._progress.receipt_of(number, self.topology[0])
-
-    def mark(self, at: Receipt | None = None) -> None:
-        """Forget what was consumed up to ``at``: a checkpoint has recorded it."""
-        self._settle()
-        self._progress.mark(at)
-
-    def stretches(self, at: Receipt | None = None) -> list[tuple[ReaderState, ReaderState]]:
-        """Return what was consumed since the mark up to ``at``, as (from, to) pairs of states of one epoch each."""
-        self._settle()
-        return self._progress.stretches(at)
-
-    def skipped(self, at: Receipt | None = None) -> SkipList:
-        """Return the row groups that this rank had to skip (``on_bad_row_group="skip"``) up to ``at``: of the epoch at
-        hand, and of all since the last checkpoint.
-
-        The state does not hold it, being the same on every rank. `CheckpointManager` joins what the ranks skipped and
-        records it; who saves states alone saves all ranks' lists (``to_plain``) beside it.
-        """
-        return self._progress.skipped(at)
-
-    def load_skipped(self, skips: SkipList) -> None:
-        """Skip what is listed, without trying to read it, from the next iteration on; after `load_state_dict`.
-
-        Raises StateMismatch in row-wise use, where the list is not empty.
-        """
-        self._progress.load_skipped(skips)
-
-    # --- table versions, for checkpoint managers
-
-    @property
-    def versions(self) -> list[Pinned]:
-        """The table versions that something was read of since the last checkpoint, and the one at hand."""
-        return self.dataset._versions.read
-
-    def fit(self, state: Mapping[str, Any], saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
-        """See `lakeckpt.data.versions.Versions.fit`."""
-        return self.dataset._versions.fit(ReaderState.from_plain(state), saved, look=look)
-
-    def repin(self, index: TableIndex) -> Callable[[], None]:
-        """Read the table version that ``index`` pins; a state is loaded next. Returns what undoes it."""
-        return self.dataset._versions.repin(index)
-
-    def next_epoch(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of the start of the epoch after that of ``state``, at the version at hand."""
-        return self._progress.following(ReaderState.from_plain(state)).to_plain()
+    def _check_goes_on(self) -> None:
+        if self._restarts is not None:
+            raise StateUnavailable("a LakeLoader with restart=True begins anew in each iteration: it has no state")
 
 
 def _without_others(init: Any) -> inspect.Signature:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.arguments import positive
 from lakeckpt.data.batch import moved
+from lakeckpt.data.options import positive
 from lakeckpt.errors import ConfigError
-from lakeckpt.reading.ragged import Ragged
+from lakeckpt.reading.columns.ragged import Ragged
 
 if TYPE_CHECKING:
     from lakeckpt.data.loader import LakeLoader

@@ -1,16 +1,14 @@
-"""How does an assignment become a batch?  Read, convert, transform: the same in the main process and in workers.
+"""This module makes batches of assignments: it reads, converts and transforms rows, in any process alike.
 
 A source is a pure function of assignments, with a cache of decoded windows: it holds no place in the data, so that any
-worker can serve any assignment, in any order. It is picklable; what is decoded is not part of it. What it cannot read
-and may skip is told by the receipts that it returns, and remembered until the process or the epoch ends.
+worker can serve any assignment, in any order. It is picklable; what is decoded is not part of it.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -21,24 +19,25 @@ from torch.utils.data import get_worker_info
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Assignment, LayoutKey
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.batch import Batch
-from lakeckpt.data.nulls import placed
-from lakeckpt.data.selecting import Selecting
-from lakeckpt.data.tensors import jagged
+from lakeckpt.data.batch import Batch, jagged, texts
+from lakeckpt.data.memory import limit_of
+from lakeckpt.data.options import ReadOptions
+from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.data.transform import TransformContext
-from lakeckpt.errors import LakeckptError
-from lakeckpt.lake.deferring import Deferring
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.table import Table
-from lakeckpt.reading.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder
-from lakeckpt.reading.filtered import FilteredDecoder
-from lakeckpt.reading.plain import PlainRows
-from lakeckpt.reading.positions import Announced, NullFound, PositionReader
-from lakeckpt.reading.ragged import Ragged
-from lakeckpt.reading.skipping import Skipper
-from lakeckpt.reading.threads import usual_threads
+from lakeckpt.errors import LakeckptError, NullValueError
+from lakeckpt.lake.storage.deferring import Deferring
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.columns.convert import Nulls, convert
+from lakeckpt.reading.columns.plain import PlainRows
+from lakeckpt.reading.columns.ragged import Ragged
+from lakeckpt.reading.filters.decoder import FilteredDecoder
+from lakeckpt.reading.windows.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder
+from lakeckpt.reading.windows.positions import Announced, NullFound, PositionReader
+from lakeckpt.reading.windows.threads import usual_threads
 
-__all__ = ["BatchSource", "Output", "items_of", "row_of", "split_rows"]
+__all__ = ["BatchSource", "Output", "gives", "row_of"]
 
 Output = Literal["torch", "numpy", "arrow"]
 _LAYOUTS_KEPT = 4
@@ -47,7 +46,7 @@ _LAYOUTS_KEPT = 4
 class BatchSource:
     """Reads the rows of assignments of one table. Not safe for use by several threads.
 
-    Windows of assignments that were announced are decoded ahead, within ``memory_limit_bytes``.
+    Windows of assignments that were announced are decoded ahead, within the memory limit of ``options``.
     ``selecting``: where positions count the rows that a filter keeps.
     """
 
@@ -58,26 +57,24 @@ class BatchSource:
         columns: list[str] | None,
         spec: OrderSpec,
         output: Output,
-        nulls: Literal["error", "mask"],
-        jagged: bool,
+        options: ReadOptions,
         transform: Callable[[Any, TransformContext], Any] | None,
         row_wise: bool,
         selecting: Selecting | None = None,
-        skips_bad: bool = False,
-        memory_limit_bytes: int | None = None,
     ) -> None:
         self._table = table
         self._columns = columns
         self._spec = spec
         self._output = output
-        self._nulls: Literal["error", "mask"] = nulls
-        self._jagged = jagged
+        self._nulls: Nulls = options.nulls
+        self._jagged = options.jagged
+        self._gives_texts = options.text == "str" and output != "arrow"
+        self._texts: tuple[str, ...] = ()
+        """The columns in which texts are made lists of str."""
         self._transform = transform
         self._row_wise = row_wise
         self._selecting = selecting
-        self._skips_bad = skips_bad
-        self.memory_limit_bytes = memory_limit_bytes
-        self._skipper: Skipper | None = None
+        self.memory_limit_bytes = options.memory_limit_bytes
         self._reader: PositionReader | None = None
         self._lanes = 0
         self._layouts: dict[LayoutKey, EpochLayout] = {}
@@ -94,7 +91,6 @@ class BatchSource:
         return {
             **self.__dict__,
             "_reader": None,
-            "_skipper": None,
             "_layouts": {},
             "_recent": (None, None),
             "_announced": deque(),
@@ -106,7 +102,7 @@ class BatchSource:
         """Read another version of the table from now on."""
         self.clear()
         self._table, self._columns, self._selecting = table, columns, selecting
-        self._reader, self._skipper, self._layouts, self._recent = None, None, {}, (None, None)
+        self._reader, self._layouts, self._recent = None, {}, (None, None)
         self.generation += 1
 
     def begin_turn(self) -> int:
@@ -119,22 +115,22 @@ class BatchSource:
             self._turn += 1
             return self._turn
 
-    def end_turn(self, turn: int, *, again: bool) -> None:
+    def end_turn(self, turn: int) -> None:
         """``clear``, unless another turn was begun since. Waits for nothing: the garbage collector may call it."""
 
         def end() -> None:
             if self._turn == turn:
                 self._turn += 1
-                self.clear(again=again)
+                self.clear()
 
         if self._process == os.getpid():
             self._turns.when_free(end)
 
-    def clear(self, *, again: bool = False) -> None:
-        """Forget what was announced and decoded, and end threads. ``again``: as much will be read, as of an epoch."""
+    def clear(self) -> None:
+        """Forget what was announced and decoded, and end threads."""
         self._announced.clear()
         if self._reader is not None:
-            self._reader.clear(again=again)
+            self._reader.clear()
 
     def announce(self, assignment: Assignment) -> bool:
         """Say that ``assignment`` will be taken, after those that were announced before it; tells whether more may be.
@@ -159,29 +155,23 @@ class BatchSource:
         """Whether `take` of what was announced first would not wait."""
         return not self._announced or PositionReader.is_ready(self._announced[0][1])
 
-    def waits(self, when_over: Callable[[], None]) -> bool:
-        """Whether windows of what was announced first are being decoded; ``when_over`` is called, in any thread, when
-        one is. Nothing is promised of what there was no room to begin with."""
-        return bool(self._announced) and PositionReader.waits(self._announced[0][1], when_over)
-
     def take(self, assignment: Assignment) -> tuple[Receipt, Any]:
-        """Return what the loop gets for ``assignment``: a batch; in row-wise use with a transform, a list of rows.
+        """Return what the loop gets for ``assignment``: a batch, or the one row that it has.
 
         Assignments that were announced are best taken in that order; any other may be taken at any time, too.
-        The receipt is the assignment's, and says what was skipped.
         """
         announced = self._recall(assignment)
         receipt = assignment.receipt
         assert self._reader is not None
         try:
-            rows, skips = self._reader.take(announced)
+            rows = self._reader.take(announced)
         except NullFound as found:
             assert self._output != "arrow"
-            raise placed(found, receipt, index=self._table.index, nulls=self._nulls) from found.error
-        if skips:
-            receipt = replace(receipt, skips=skips)
+            raise _placed(found, receipt, index=self._table.index, nulls=self._nulls) from found.error
         if self._output == "arrow":
             return receipt, self._finished(rows, receipt)
+        for name in self._texts:
+            rows[name] = texts(rows[name])
         if self._jagged:
             rows = {name: jagged(column) for name, column in rows.items()}
         return receipt, self._finished(Batch(rows, receipt), receipt)
@@ -189,7 +179,7 @@ class BatchSource:
     def take_plain(self, assignment: Assignment) -> tuple[PlainRows, int, int] | None:
         """`take` for whoever copies the batch that ``assignment`` gives: where its rows lie. None where that cannot be
         told so: nothing was taken then, and the batch is to be taken."""
-        if self._transform is not None or self._output == "arrow":
+        if self._transform is not None or self._row_wise or self._output == "arrow":
             return None
         if self._reader is None or not self._announced or self._announced[0][0] is not assignment:
             return None
@@ -197,6 +187,11 @@ class BatchSource:
         if found is not None:
             self._announced.popleft()
         return found
+
+    @property
+    def transform(self) -> Callable[..., Any] | None:
+        """The transform that batches or rows go through; picklable where the user's function is."""
+        return self._transform
 
     @property
     def gives_arrays(self) -> bool:
@@ -215,20 +210,18 @@ class BatchSource:
         return self._announce(assignment)
 
     def _finished(self, batch: Any, receipt: Receipt) -> Any:
-        if self._transform is None:
-            return batch
         if self._row_wise:
-            return [self._transformed(row, receipt, index) for index, row in enumerate(split_rows(batch))]
-        return self._transformed(batch, receipt)
+            if not receipt.rows:
+                return None
+            batch = batch if isinstance(batch, pa.Table) else Batch(row_of(batch, 0), receipt)
+        return batch if self._transform is None else self._transformed(self._transform, batch, receipt)
 
-    def _transformed(self, batch: Any, receipt: Receipt, row: int | None = None) -> Any:
-        assert self._transform is not None
+    def _transformed(self, transform: Callable[[Any, TransformContext], Any], batch: Any, receipt: Receipt) -> Any:
         try:
-            result = self._transform(batch, TransformContext(seed=self._spec.seed, receipt=receipt, row=row))
+            result = transform(batch, TransformContext(seed=self._spec.seed, receipt=receipt))
         except Exception as error:
-            which = f"row {row} of " if row is not None else ""
             where = (
-                f"in the transform of {which}micro-batch {receipt.micro_batch} (epoch {receipt.epoch}, step "
+                f"in the transform of micro-batch {receipt.micro_batch} (epoch {receipt.epoch}, step "
                 f"{receipt.step} of rank {receipt.rank})"
             )
             if isinstance(error, StopIteration):  # it would end the loop as the end of the rows does
@@ -245,9 +238,6 @@ class BatchSource:
         if self._reader is None or assignment.lanes != self._lanes:
             self._reader = self._new_reader(assignment.lanes)
             self._lanes = assignment.lanes
-        assert self._skipper is not None
-        if assignment.skips and self._skipper.learn(assignment.skips):
-            self._reader.clear()  # what is held may be of row groups that are skipped from now on
         spans = assignment.receipt.spans
         known, layout = self._recent
         if assignment.layouts is known and len(spans) == 1:  # nearly all are
@@ -259,10 +249,8 @@ class BatchSource:
 
     def _new_reader(self, lanes: int) -> PositionReader:
         """A reader of windows of which one is open for each of ``lanes``."""
-        if self._skipper is None:
-            selection = "" if self._selecting is None else self._selecting.get().digest
-            self._skipper = Skipper(self._table.index, selection=selection, finds_more=self._skips_bad)
-        limit, ahead = self.memory_limit_bytes, DEFAULT_AHEAD_BYTES
+        window, ahead = self._spec.window, DEFAULT_AHEAD_BYTES
+        limit = limit_of(self.memory_limit_bytes, self._table, self._columns, window=window, lanes=lanes)
         if isinstance(self._table.storage, LocalStorage):
             ahead = 0
         elif limit is not None:
@@ -274,7 +262,7 @@ class BatchSource:
         else:
             kept = self._selecting.kept
             new_decoder = partial(FilteredDecoder, self._table, self._columns, kept, ahead_bytes=ahead)
-        return PositionReader(
+        reader = PositionReader(
             self._table,
             self._columns,
             self._spec,
@@ -284,8 +272,10 @@ class BatchSource:
             memory_limit_bytes=limit,
             threads=_threads(),
             new_decoder=new_decoder,
-            skipper=self._skipper,
         )
+        if self._gives_texts:
+            self._texts = tuple(field.name for field in reader.schema if _holds_text(field.type))
+        return reader
 
     def _layout(self, key: LayoutKey) -> EpochLayout:
         layout = self._layouts.get(key)
@@ -298,40 +288,51 @@ class BatchSource:
         return layout
 
 
+def _holds_text(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return any(_holds_text(kind.field(number).type) for number in range(kind.num_fields))
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _placed(found: NullFound, receipt: Receipt, *, index: TableIndex, nulls: Nulls) -> NullValueError:
+    """Return the error of ``found`` with the file and the row group of the first null; its rows are at hand."""
+    low, high = 0, found.table.num_rows  # the first ``low`` rows have no null, the first ``high`` have
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            convert(found.table.slice(low, middle - low), nulls=nulls)
+            low = middle
+        except NullValueError:
+            high = middle
+    groups, _ = found.layout.locate(found.positions[low : low + 1])
+    file, row_group = index.group(int(groups[0]))
+    path = index.paths[file]
+    return NullValueError(
+        f"{found.error} (the first one of micro-batch {receipt.micro_batch}, epoch {receipt.epoch}: row group "
+        f"{row_group} of the data file {path!r})",
+        file=path,
+        row_group=row_group,
+        column=found.error.column,
+    )
+
+
 def _threads() -> int:
     """What this process may have decoding: were each of the loader's to take all processors, the first would wait."""
     info = get_worker_info()
     return usual_threads(1 if info is None else info.num_workers)
 
 
-def items_of(found: Any, receipt: Receipt, row_wise: bool, skip: int) -> Iterable[tuple[Any, Receipt]]:
-    """What the loop gets of one micro-batch, with receipts; of rows, all but the first ``skip``."""
-    return _rows_of(found, receipt, skip) if row_wise else ((found, receipt),)
+def gives(receipt: Receipt, row_wise: bool) -> bool:
+    """Whether the loop gets something for ``receipt``: not for a row that another rank got at the end of an epoch."""
+    return not row_wise or receipt.rows > 0
 
 
-def _rows_of(found: Any, receipt: Receipt, skip: int) -> Iterator[tuple[Any, Receipt]]:
-    rows = found if isinstance(found, list) else split_rows(found)
-    for number in range(skip, receipt.rows):
-        mine = replace(receipt, row=number)
-        row = rows[number]
-        if hasattr(row, "receipt"):
-            row.receipt = mine
-        yield row, mine
-
-
-def split_rows(batch: Any) -> list[Any]:
-    """Return the rows of a micro-batch: of a `Batch` one `Batch` a row, of an Arrow table one table a row.
+def row_of(columns: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Return one row of ``columns``. Masks of a list's elements stand beside it, as ``<name>.values.is_null``.
 
     Fixed-width columns give one element each (torch: a tensor without the first dimension), others what
     `lakeckpt.Ragged` gives for a row.
     """
-    if isinstance(batch, pa.Table):
-        return [batch.slice(row, 1) for row in range(batch.num_rows)]
-    return [Batch(row_of(batch, row), batch.receipt) for row in range(batch.receipt.rows)]
-
-
-def row_of(columns: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """Return one row of ``columns``. Masks of a list's elements stand beside it, as ``<name>.values.is_null``."""
     found: dict[str, Any] = {}
     for name, column in columns.items():
         if isinstance(column, dict):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lakeckpt.data.arguments import whole
+from lakeckpt.data.options import whole
 from lakeckpt.errors import ConfigError
 
 __all__ = ["check_topology", "resolve_topology"]

@@ -1,1 +1,1 @@
-"""Where bytes lie: storage, Parquet footers, a table's pinned listing. Never decodes a row, never imports torch."""
+"""This package finds and reads the bytes of tables: storage, pinned listings, Parquet files. It never imports torch."""

@@ -1,1 +1,1 @@
-"""From positions to columns: decode row groups, gather rows, convert to numpy. Never imports torch."""
+"""This package reads rows by position: it decodes, gathers and converts row groups to numpy. It imports no torch."""

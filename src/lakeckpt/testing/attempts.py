@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lakeckpt.errors import ConfigError
-from lakeckpt.testing.counts import count
+from lakeckpt.testing.offsets import count
 
 __all__ = ["Attempt", "Topology", "TopologyLike", "script"]
 

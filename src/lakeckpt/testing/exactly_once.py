@@ -19,10 +19,9 @@ from functools import partial
 
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Attempt, Topology, TopologyLike, script
-from lakeckpt.testing.counts import count
 from lakeckpt.testing.job import Job, MakeLoader, Saved, Step
 from lakeckpt.testing.observed import Observed, Violation
-from lakeckpt.testing.offsets import Offsets, chosen, wanted
+from lakeckpt.testing.offsets import Offsets, chosen, count, wanted
 from lakeckpt.testing.row_keys import Key, canonical
 
 __all__ = ["DEFAULT_TOPOLOGIES", "assert_exactly_once", "replay"]
@@ -48,8 +47,8 @@ def assert_exactly_once(
     Args:
         make_loader: called as ``make_loader(rank, world_size, num_workers, **options)``; returns a new
             `lakeckpt.LakeLoader` over a new `lakeckpt.LakeDataset` made with these ``rank`` and ``world_size`` (or the
-            dataset itself, or a torchdata ``StatefulDataLoader`` over one; states then go on elsewhere by
-            `lakeckpt.convert_state`). Small tables: every restore reads the rest of the epoch.
+            dataset itself, or a torchdata ``StatefulDataLoader`` over one, which goes on with as many ranks and workers
+            as it had: give it one topology at a time). Small tables: every restore reads the rest of the epoch.
         topologies: (ranks, workers), or (ranks, workers, options), or `Topology`; all ranks run in this process. A
             loader that has not the ``num_workers`` that its topology asks for is refused.
         offsets: at how many steps of an epoch to restore, 1 or more, or ``"all"``. None: 12, or what the pytest plugin
@@ -116,7 +115,7 @@ class _Law:
         self._in_order = probe.tracked
         if probe.keys.comparable:
             self._groups = probe.keys.of_table()
-        self._drops = probe.dataset.identity.tail in ("drop", "even")
+        self._drops = probe.dataset.identity.tail == "drop"
         self._endless = probe.endless
         probe.close()
         self._rows = probe.dataset.identity.rows
@@ -205,7 +204,7 @@ class _Law:
         if self._endless or self._drops:
             raise ConfigError(
                 "what one epoch holds is not known from the table (a transform, or key=function, makes rows of its "
-                'own), nor from a run without a restore (endless=True, or tail="drop"): give expected=, or '
+                "own), nor from a run without a restore (endless=True, or drop_last=True): give expected=, or "
                 'key="a column"'
             )
         job = self._job(Topology(world_size=1, num_workers=0, options=topology.options), None, Observed())

@@ -16,15 +16,13 @@ from typing import Any
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Plan, consumed, replan, start
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import ReaderState
-from lakeckpt.data.convert_state import convert_state
+from lakeckpt.core.state import FORMAT, ReaderState
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Topology
-from lakeckpt.testing.dropped import dealt, most_dropped, planned_drop
 from lakeckpt.testing.observed import Observed, Violation
-from lakeckpt.testing.receipt_laws import TrueRows, check_receipts
+from lakeckpt.testing.receipt_laws import TrueRows, check_receipts, dealt, most_dropped, planned_drop
 from lakeckpt.testing.row_keys import Key, RowKeys
 
 __all__ = ["Job", "MakeLoader", "Saved", "Step"]
@@ -107,7 +105,10 @@ class Job:
             elif same:
                 loader.load_state_dict(saved.states[rank])
             else:
-                loader.dataset.load_state_dict(convert_state(saved.states[0]))
+                raise ConfigError(
+                    f"a {type(loader).__name__} goes on with as many ranks and workers as it had, and its state of "
+                    f"{saved.topology} was to go on as {self.topology}: give one of topologies= at a time"
+                )
 
     # --- steps
 
@@ -130,7 +131,7 @@ class Job:
         ranks = f"epoch {self.epoch}: ranks {ended} of {self.topology.world_size} have ended"
         if self._ended:
             raise Violation(f"{ranks}, and the others go on for more than one row")
-        if ended and self.dataset.identity.tail != "rows":
+        if ended and (not self.dataset.row_wise or self.dataset.identity.tail == "drop"):
             raise Violation(f"{ranks} and the others go on")
 
     def _begin(self) -> None:
@@ -139,6 +140,9 @@ class Job:
             if not self.endless and any(epoch != self.epoch for epoch in epochs):
                 raise Violation(f"epoch {self.epoch} comes next, but the ranks' loader.epoch are {epochs}")
             self._plan = Plan(ReaderState.from_plain(self.loaders[0].state_dict()))
+        for loader in self.loaders:
+            if not self.tracked and not self.endless and getattr(loader, "num_workers", None):
+                loader.dataset.set_epoch(self.epoch)  # as a training loop must, over the workers of such a loader
         self._iterators = [iter(loader) for loader in self.loaders]
 
     def _taken(self, items: list[Any]) -> Step:
@@ -226,12 +230,12 @@ class Job:
             raise Violation(f"epoch {ended} has ended, and its positions {missing} were never given")
 
     def may_miss(self) -> int:
-        """How many keys the epoch that has ended may lack: those of the rows that ``tail="drop"`` leaves out.
+        """How many keys the epoch that has ended may lack: those of the rows that ``drop_last=True`` leaves out.
 
         One each; where rows have several, as many as the items had that gave the most.
         """
         identity = self.dataset.identity
-        if identity.endless or identity.tail not in ("drop", "even"):
+        if identity.endless or identity.tail != "drop":
             return 0
         rows = planned_drop(self._plan) if self._plan is not None else self._dropped_untracked()
         items = -(-rows // self._most_rows)
@@ -240,13 +244,24 @@ class Job:
     def _dropped_untracked(self) -> int:
         """As many as are planned from where this job began; once a state was re-cut, parts of workers may have gone on
         without that, and only the bound is known."""
-        ended, now = self.epoch - 1, ReaderState.from_plain(convert_state(self.loaders[0].state_dict())).segment
+        ended, now = self.epoch - 1, _state_in(self.loaders[0].state_dict()).segment
         topology = {"num_lanes": now.num_lanes, "batch_size": now.batch_size, "world_size": now.world_size}
-        state = None if self._saved is None else ReaderState.from_plain(convert_state(self._saved.states[0]))
+        state = None if self._saved is None else _state_in(self._saved.states[0])
         if state is None or state.epoch != ended:
             state = start(self.dataset.identity, epoch=ended, **topology)
         state = replan(state, **topology)
         return planned_drop(Plan(state)) if state.base is None else most_dropped(state)
+
+
+def _state_in(state: Mapping[str, Any]) -> ReaderState:
+    """Return the reader state in ``state``; of a StatefulDataLoader with workers, that of one of them."""
+    todo = [state]
+    while todo:
+        one = todo.pop()
+        if one.get("format") == FORMAT:
+            return ReaderState.from_plain(one)
+        todo += [value for value in one.values() if isinstance(value, Mapping)]
+    raise Violation("the loader's state holds no reader state")
 
 
 def _dataset_of(loader: Any) -> LakeDataset:
@@ -280,7 +295,7 @@ def _check_workers(loaders: list[Any], topology: Topology) -> None:
 
 def _rows_of_an_item(loader: Any, dataset: LakeDataset) -> int:
     """How many rows an item of ``loader`` has at most."""
-    dealt_at_once = 1 if dataset.row_wise else dataset.block_size
+    dealt_at_once = dataset.batch_size or 1
     return dealt_at_once if loader is dataset else dealt_at_once * (getattr(loader, "batch_size", None) or 1)
 
 
@@ -297,13 +312,6 @@ def _as_json(state: Any) -> Mapping[str, Any]:
 
 def _split(keys: list[Hashable], receipt: Receipt) -> Iterator[tuple[int, list[Hashable]]]:
     """Yield the keys of each of the receipt's epochs."""
-    if receipt.row is not None:
-        at = receipt.row
-        for span in receipt.spans:
-            if at < span.rows:
-                yield span.epoch, keys
-                return
-            at -= span.rows
     if len(keys) != receipt.rows:
         raise Violation(f"{len(keys)} rows with a receipt of {receipt.rows}: {receipt}")
     start = 0

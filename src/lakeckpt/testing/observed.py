@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.receipts import Receipt, Span
+from lakeckpt.core.receipts import Receipt
 
 __all__ = ["Observed", "Violation", "positions_of"]
 
@@ -69,17 +69,8 @@ def _listed(what: str, rows: Counter[Hashable]) -> str:
 
 
 def positions_of(receipt: Receipt) -> dict[int, Intervals]:
-    """Return the positions that ``receipt`` is of, per epoch; in row-wise use of its one row."""
-    spans = receipt.spans if receipt.row is None else [_row_span(receipt, receipt.row)]
+    """Return the positions that ``receipt`` is of, per epoch."""
     found: dict[int, list[tuple[int, int]]] = {}
-    for span in spans:
+    for span in receipt.spans:
         found.setdefault(span.epoch, []).append((span.start, span.stop))
     return {epoch: Intervals.of(pairs) for epoch, pairs in found.items()}
-
-
-def _row_span(receipt: Receipt, row: int) -> Span:
-    for span in receipt.spans:
-        if row < span.rows:
-            return Span(epoch=span.epoch, start=span.start + row, stop=span.start + row + 1)
-        row -= span.rows
-    raise Violation(f"a receipt names row {receipt.row} of {receipt.rows}: {receipt}")

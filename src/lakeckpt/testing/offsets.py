@@ -1,18 +1,18 @@
-"""At how many offsets of an epoch is a job restored, and at which?
+"""This module chooses the offsets of an epoch at which a job is restored, and checks arguments that count something.
 
-The caller says; else the environment variable that the pytest plugin sets; else a dozen, the first and the last among
-them.
+The caller says how many offsets; else the environment variable that the pytest plugin sets; else a dozen, the first and
+the last among them. Integers of numpy are as good as Python's; a bool is none. It costs a test suite no import.
 """
 
 from __future__ import annotations
 
+import operator
 import os
-from typing import Literal
+from typing import Any, Literal
 
 from lakeckpt.errors import ConfigError
-from lakeckpt.testing.counts import count
 
-__all__ = ["DEFAULT_OFFSETS", "VARIABLE", "Offsets", "chosen", "told", "wanted"]
+__all__ = ["DEFAULT_OFFSETS", "VARIABLE", "Offsets", "chosen", "count", "told", "wanted"]
 
 Offsets = int | Literal["all"]
 
@@ -47,3 +47,20 @@ def chosen(offsets: Offsets, existing: int) -> list[int]:
     if offsets == 1:
         return [existing // 2]
     return sorted({round(i * (existing - 1) / (offsets - 1)) for i in range(offsets)})
+
+
+def count(name: str, value: Any, *, least: int, otherwise: str = "") -> int:
+    """Return ``value`` as an integer; ConfigError where it is none, or below ``least``.
+
+    ``otherwise`` says, for people, what it may be instead.
+
+    >>> count("chains", 3, least=0)
+    3
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}{otherwise}, got {value!r}")
+    return number

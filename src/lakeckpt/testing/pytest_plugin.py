@@ -1,14 +1,12 @@
-"""What does a test suite get by installing lakeckpt?  A fixture that makes tables, a marker and an option.
+"""This module gives a test suite that installs lakeckpt a fixture that makes tables, a marker and an option.
 
-* ``lakeckpt_table``: a factory, ``lakeckpt_table(files=((5, 3), (4,)), columns=("string",))``, that writes the files of
-a
-  `lakeckpt.testing.LakeSpec` into the test's ``tmp_path`` and opens them as a `lakeckpt.Table`;
-* ``@pytest.mark.lakeckpt_offsets(n)`` (or ``"all"``): at how many offsets `lakeckpt.testing.assert_exactly_once`
-restores
-  in this test, where its call does not say;
-* ``--lakeckpt-offsets=n|all``: the same for the whole run (a nightly job says ``all``).
+* ``lakeckpt_table`` is a factory: ``lakeckpt_table(files=((5, 3), (4,)), columns=("string",))`` writes the files of a
+  `lakeckpt.testing.LakeSpec` into the test's ``tmp_path`` and opens them as a `lakeckpt.Table`.
+* ``@pytest.mark.lakeckpt_offsets(n)`` (or ``"all"``) sets at how many offsets `lakeckpt.testing.assert_exactly_once`
+  restores in this test, where its call does not set it.
+* ``--lakeckpt-offsets=n|all`` sets the same for the whole run (a nightly job passes ``all``).
 
-Registered under the entry point ``pytest11``. It imports nothing but pytest and a few small modules until a test uses
+The entry point ``pytest11`` registers it. It imports nothing but pytest and a few small modules until a test uses
 it, changes no other test, and collects nothing.
 """
 
@@ -24,7 +22,7 @@ import pytest
 from lakeckpt.testing.offsets import VARIABLE, told
 
 if TYPE_CHECKING:
-    from lakeckpt.lake.table import Table
+    from lakeckpt.lake.table.table import Table
 
 __all__ = ["lakeckpt_table", "pytest_addoption", "pytest_configure", "pytest_runtest_call"]
 
@@ -42,8 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and have the assertions of `lakeckpt.testing.StorageLaw` say what they found."""
-    pytest.register_assert_rewrite("lakeckpt.testing.storage_law")
+    """Register the marker."""
     config.addinivalue_line(
         "markers",
         "lakeckpt_offsets(n): at how many offsets lakeckpt.testing.assert_exactly_once restores ('all': each)",
@@ -74,7 +71,7 @@ def lakeckpt_table(tmp_path: Path) -> Callable[..., Table]:
     made: list[Path] = []
 
     def make(**spec: Any) -> Table:
-        from lakeckpt.lake.table import open_table
+        from lakeckpt.lake.formats.dispatch import open_table
         from lakeckpt.testing.lakes import LakeSpec
 
         folder = tmp_path / f"lakeckpt-table-{len(made)}"

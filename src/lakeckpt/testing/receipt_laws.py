@@ -1,23 +1,29 @@
-"""Are receipts true?  What those of one step must add up to, and which rows of the table they stand for.
+"""This module holds receipts to the table: those of one step add up, and each stands for the rows that it names.
 
 Rows are looked up in the table's own order (row group and row), by the layout of the epoch that the state names: a
 loader whose batches hold other rows than their receipts say is found here at once, not only when something is lost.
+
+An epoch leaves out no row by default; with ``drop_last=True``, what its plan leaves at the end. The plan is computed by
+what is being tested, so `most_dropped` bounds it by the promise alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from dataclasses import replace
 
 import numpy as np
 
+from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import EpochLayout
-from lakeckpt.core.plan import Plan
+from lakeckpt.core.plan import Plan, consumed
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.state import ReaderState
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.testing.observed import Violation, positions_of
+from lakeckpt.testing.observed import Violation
 
-__all__ = ["TrueRows", "check_receipts"]
+__all__ = ["TrueRows", "check_receipts", "dealt", "most_dropped", "planned_drop"]
 
 
 def check_receipts(receipts: list[Receipt], world_size: int, dataset: LakeDataset) -> None:
@@ -25,11 +31,11 @@ def check_receipts(receipts: list[Receipt], world_size: int, dataset: LakeDatase
     for rank, receipt in enumerate(receipts):
         if len(receipts) == world_size and (receipt.rank, receipt.world_size) != (rank, world_size):
             raise Violation(f"rank {rank} of {world_size} got a receipt of another: {receipt}")
-        if receipt.rows > dataset.block_size:
+        if receipt.rows > (dataset.batch_size or 1):
             raise Violation(
-                f"a micro-batch of {receipt.rows} rows is above the batch size {dataset.block_size}: {receipt}"
+                f"a micro-batch of {receipt.rows} rows is above the batch size {(dataset.batch_size or 1)}: {receipt}"
             )
-        if dataset.identity.endless and receipt.rows != dataset.block_size:
+        if dataset.identity.endless and receipt.rows != (dataset.batch_size or 1):
             raise Violation(f"a micro-batch of an endless stream is full, got {receipt}")
     _check_places(receipts)
     if len(receipts) != world_size:  # row by row, some ranks may have ended before the last row
@@ -43,13 +49,10 @@ def check_receipts(receipts: list[Receipt], world_size: int, dataset: LakeDatase
 
 
 def _check_places(receipts: list[Receipt]) -> None:
-    """All ranks are at one step; those that go on row by row at one row of it, too."""
-    places = [(receipt.step, receipt.row) for receipt in receipts]
-    if len(set(places)) <= 1:
-        return
-    if all(row is None for _, row in places):
-        raise Violation(f"the ranks are at steps {[step for step, _ in places]}")
-    raise Violation(f"the ranks are not in step: they are at (step, row) {places}")
+    """All ranks are at one step."""
+    steps = [receipt.step for receipt in receipts]
+    if len(set(steps)) > 1:
+        raise Violation(f"the ranks are at steps {steps}")
 
 
 class TrueRows:
@@ -90,6 +93,27 @@ class TrueRows:
 
 
 def _in_order(receipt: Receipt) -> list[tuple[int, np.ndarray[tuple[int], np.dtype[np.int64]]]]:
-    if receipt.row is None:
-        return [(span.epoch, np.arange(span.start, span.stop)) for span in receipt.spans]
-    return [(epoch, np.array([positions.starts[0]])) for epoch, positions in positions_of(receipt).items()]
+    return [(span.epoch, np.arange(span.start, span.stop)) for span in receipt.spans]
+
+
+def dealt(plan: Plan) -> Intervals:
+    """Return the positions that are consumed when the epoch of ``plan``, which is not endless, has ended."""
+    assert plan.steps is not None
+    ended = replace(plan.state, step=plan.steps)
+    return consumed(ended).get(ended.epoch, Intervals.empty())
+
+
+def planned_drop(plan: Plan) -> int:
+    """Return how many rows the epoch of ``plan`` leaves out: as the plan says, but no more than `most_dropped`."""
+    most = most_dropped(plan.state)
+    return min(most, plan.state.identity.rows - dealt(plan).size) if most else 0
+
+
+def most_dropped(state: ReaderState) -> int:
+    """Return how many rows the epoch of ``state`` leaves out at most.
+
+    Of every lane less than a micro-batch and a row; then the micro-batches that do not fill a step of all ranks.
+    """
+    if state.identity.endless or state.identity.tail != "drop":
+        return 0
+    return (state.segment.num_lanes + state.segment.world_size - 1) * state.segment.batch_size

@@ -1,7 +1,9 @@
-"""Which rows are these?  Rows of batches, and of the table itself, as values that can be counted.
+"""This module makes values that can be counted of rows: of those in batches, and of those that the table has.
 
 A row is by default all of its columns, as plain Python values; or one column; or what a function of the caller's makes
-of it. The table's own rows are decoded row group after row group, without any order, lanes or workers.
+of it. The table's own rows are read by `pyarrow.dataset`, row group after row group, so that the law sees an error of
+lakeckpt's decoder. The decoder reads them where pyarrow knows less than the table's format: of partition columns,
+renamed columns, and tables that are not local files.
 
 It changes nothing that it looks at.
 """
@@ -11,17 +13,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import torch
+from pyarrow.fs import LocalFileSystem
 
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.source import row_of
 from lakeckpt.errors import ConfigError
-from lakeckpt.reading.convert import convert
-from lakeckpt.reading.decode import RowGroupDecoder, select_columns
-from lakeckpt.reading.ragged import Ragged, to_pylist
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.columns.convert import convert
+from lakeckpt.reading.columns.ragged import Ragged, to_pylist
+from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
 
 __all__ = ["Key", "RowKeys", "canonical"]
 
@@ -70,14 +78,15 @@ class RowKeys:
         decoder = RowGroupDecoder(dataset.table, list(dict.fromkeys([*wanted, *(keep.columns if keep else ())])))
         groups: list[list[Hashable]] = []
         for group, existing in enumerate(dataset.table.index.group_rows.tolist()):
-            table = decoder.decode(group, 0, existing)
+            table = _read_by_pyarrow(dataset.table, group, decoder.schema)
+            table = decoder.decode(group, 0, existing) if table is None else table
             # By pyarrow's own filter, not by what was counted: the law would not notice wrong counts otherwise.
             table = (table if keep is None else table.filter(keep.expression)).select(wanted)
             rows = table.num_rows
             if dataset.output == "arrow":
                 groups.append(_arrow_rows(table, self._key if isinstance(self._key, str) else None))
                 continue
-            columns: dict[str, Any] = dict(convert(table, nulls=dataset.nulls))
+            columns: dict[str, Any] = dict(convert(table, nulls=dataset.options.nulls))
             if isinstance(self._key, str):
                 groups.append(_column_rows({self._key: columns[self._key]}))
             elif self.single:
@@ -86,6 +95,21 @@ class RowKeys:
                 groups.append(_column_rows(columns))
         decoder.close()
         return groups
+
+
+def _read_by_pyarrow(table: Table, group: int, schema: pa.Schema) -> pa.Table | None:
+    """Return the rows of a row group that are not deleted; None where pyarrow alone cannot tell them."""
+    index, storage = table.index, table.storage
+    if index.partitions or index.columns or not isinstance(storage, LocalStorage):
+        return None
+    ordinal, inside = index.group(group)
+    file = Path(storage.name, index.paths[ordinal])
+    if not set(schema.names) <= set(pq.read_schema(file).names):  # a column that this file lacks
+        return None
+    fragment = ds.ParquetFileFormat().make_fragment(str(file), LocalFileSystem(), row_groups=[inside])
+    rows = fragment.to_table(columns=schema.names).cast(schema)
+    surviving = index.surviving(group)
+    return rows if surviving is None else rows.filter(pa.array(surviving))
 
 
 def _column(item: Mapping[str, Any], name: str) -> Any:

@@ -27,7 +27,7 @@ from lakeckpt import errors
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import MissingRanksError, TrackingError
 from lakeckpt.tracking.tally import name_ranks
-from lakeckpt.wire.codec import dumps, loads
+from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = ["Exchange", "GlooExchange", "Merge", "Solo", "this_node"]
 
@@ -40,8 +40,7 @@ _KINDS: dict[str, type[TrackingError]] = {
     one.kind: one
     for one in (
         errors.TrackingError,
-        errors.OverlapError,
-        errors.GapError,
+        errors.TrackingError,
         errors.MissingRanksError,
         errors.DisagreementError,
     )
@@ -66,8 +65,11 @@ class Exchange(Protocol):
         """Leave a note that every rank can fetch; never waits for anyone."""
         ...
 
-    def fetch(self, key: str) -> bytes:
-        """The note of that key, waiting for it; `MissingRanksError` if it does not come within the deadline."""
+    def fetch(self, key: str, *, readers: int | None = None) -> bytes:
+        """The note of that key, waiting for it; `MissingRanksError` if it does not come within the deadline.
+
+        With ``readers``, the last of so many removes the note.
+        """
         ...
 
     def peek(self, key: str) -> bytes | None:
@@ -96,7 +98,7 @@ class Solo:
         """See `Exchange`."""
         self._notes = {key: data}
 
-    def fetch(self, key: str) -> bytes:
+    def fetch(self, key: str, *, readers: int | None = None) -> bytes:
         """See `Exchange`."""
         return self._notes[key]
 
@@ -284,11 +286,15 @@ class GlooExchange:
         """See `Exchange`."""
         self._store.set(key, data.hex())
 
-    def fetch(self, key: str) -> bytes:
+    def fetch(self, key: str, *, readers: int | None = None) -> bytes:
         """See `Exchange`."""
         try:
             self._store.wait([key], timedelta(seconds=self._timeout_s))
-            return bytes.fromhex(self._store.get(key).decode("ascii"))
+            data = bytes.fromhex(self._store.get(key).decode("ascii"))
+            if readers is not None and self._store.add(f"{key}/read", 1) == readers:
+                for used in (key, f"{key}/read"):
+                    self._store.delete_key(used)
+            return data
         except RuntimeError as error:
             raise MissingRanksError(
                 f"rank 0 did not announce {key!r} within {self._timeout_s:g} s: see its log ({error})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lakeckpt.wire.codec import dumps
+from lakeckpt.wire.envelope import dumps
 
 __all__ = ["facts_of"]
 

@@ -1,8 +1,8 @@
-"""What does a checkpoint ask of a reader that can say what was consumed?
+"""This module defines what a checkpoint manager asks of a reader that can say what was consumed.
 
-Anything with ``state_dict`` and ``load_state_dict`` can be checkpointed. What also has the three other members is
-recognised as a tracked reader, `lakeckpt.LakeLoader` being one: its state is taken as of a receipt, must agree on all
-ranks, and its consumption enters the ledger.
+Anything with ``state_dict`` and ``load_state_dict`` can be checkpointed. What also has the three other members of
+`TrackedReader` is a tracked reader: its state is taken as of a receipt, must agree on all ranks, and its consumption
+enters the ledger. A `lakeckpt.LakeLoader` has these members on an object of its own, its ``_reader`` (`reader_of`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from typing import Any, Protocol, runtime_checkable
 
 from lakeckpt.core.read_ahead import Span
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.skips import SkipList
 from lakeckpt.core.state import ReaderState
 
 __all__ = [
     "Delivered",
     "DeliveringReader",
-    "SkippingReader",
     "StartingReader",
     "TrackedReader",
     "VersionedReader",
     "index_of",
+    "reader_of",
     "selection_of",
     "versions_of",
 ]
@@ -61,6 +60,12 @@ class TrackedReader(Protocol):
         ...
 
 
+def reader_of(one: Any) -> Any:
+    """Return the tracked reader that ``one`` keeps for managers; ``one`` itself where it keeps none."""
+    found = getattr(one, "_reader", None)
+    return found if isinstance(found, TrackedReader) else one
+
+
 @runtime_checkable
 class StartingReader(Protocol):
     """A reader that can begin to read before it is iterated. Called by the training thread only."""
@@ -86,8 +91,9 @@ class VersionedReader(Protocol):
         ...
 
     def fit(self, state: Mapping[str, Any], saved: Any, *, look: bool) -> Any:
-        """How to go on from ``state``: ``index`` (of the version to `repin` to first; None: the one at hand does), and
-        ``given_up``: why the rest of its epoch is given up; empty: it is not.
+        """How to go on from ``state``: ``index`` (of the version to `repin` to first; None: the one at hand does),
+        ``excluding`` (what that index becomes with the row groups that are excluded now; None: it has the same ones),
+        and ``given_up``: why the rest of its epoch is given up; empty: it is not.
 
         ``saved`` gives the index that was kept under a digest, or None. With ``look``, the files of the version are
         compared with the store. Raises a `TableError` where the version is needed and gone.
@@ -143,19 +149,6 @@ class DeliveringReader(Protocol):
 
     def receipt_of(self, number: int, /) -> Receipt:
         """The receipt of a recent batch by its `Receipt.number`; raises `StateError` where it is none."""
-        ...
-
-
-@runtime_checkable
-class SkippingReader(Protocol):
-    """A tracked reader that may go on without rows that cannot be read. What it skips, each rank knows of itself."""
-
-    def skipped(self, at: Receipt | None = None) -> SkipList:
-        """What this rank skipped (or was loaded with) up to ``at``: at least that of all epochs that are not over."""
-        ...
-
-    def load_skipped(self, skips: SkipList, /) -> None:
-        """Skip what is listed. Raises `StateError` without a change where that cannot be."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Up to where had the reader been consumed when optimizer step K was done?  A run-length record, one per reader.
 
-After each optimizer step the manager notes the reader's *frontier*: epoch, steps of the loader that are done in it,
-and rows of the next micro-batch (row-wise use). What step K consumed lies between the frontiers after K-1 and after K.
-A job in lockstep advances by the same stride every step, so that thousands of steps are one run of seven numbers.
+After each optimizer step the manager notes the reader's *frontier*: the epoch, and the steps of the loader that are
+done in it. What step K consumed lies between the frontiers after K-1 and after K. A job in lockstep advances by the
+same stride every step, so that thousands of steps are one run of five numbers.
 
 Never holds rows or positions: with the reader's state, frontiers are enough to find them.
 """
@@ -19,30 +19,26 @@ __all__ = ["Frontier", "Run", "StepRecord", "StepRecorder", "frontier_after"]
 
 
 class Frontier(NamedTuple):
-    """Up to where a reader has been consumed: ``step`` steps of ``epoch``, and ``row`` rows of the next micro-batch."""
+    """Up to where a reader has been consumed: ``step`` steps of ``epoch``."""
 
     epoch: int
     step: int
-    row: int = 0
 
 
 def frontier_after(receipt: Receipt) -> Frontier:
     """The frontier when all up to ``receipt`` has been consumed."""
-    if receipt.row is None or receipt.row + 1 >= receipt.rows:
-        return Frontier(receipt.epoch, receipt.step + 1)
-    return Frontier(receipt.epoch, receipt.step, receipt.row + 1)
+    return Frontier(receipt.epoch, receipt.step + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Optimizer steps ``first`` … ``first + count - 1``: after the i-th of them, the frontier is ``start`` moved on by
-    i times ``stride`` loader steps and ``row_stride`` rows."""
+    i times ``stride`` loader steps."""
 
     first: int
     count: int
     start: Frontier
     stride: int
-    row_stride: int
 
     def __post_init__(self) -> None:
         if self.first < 1 or self.count < 1 or min(self.start) < 0:
@@ -50,8 +46,8 @@ class Run:
 
     def at(self, index: int) -> Frontier:
         """The frontier after the ``index``-th step of the run, from 0."""
-        epoch, step, row = self.start
-        return Frontier(epoch, step + index * self.stride, row + index * self.row_stride)
+        epoch, step = self.start
+        return Frontier(epoch, step + index * self.stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,19 +69,18 @@ class StepRecord:
         return None
 
     def to_plain(self) -> list[list[int]]:
-        """Lists of [first, count, epoch, step, row, stride, row stride]."""
-        return [[run.first, run.count, *run.start, run.stride, run.row_stride] for run in self.runs]
+        """Lists of [first, count, epoch, step, stride]."""
+        return [[run.first, run.count, *run.start, run.stride] for run in self.runs]
 
     @classmethod
     def from_plain(cls, plain: Sequence[Sequence[int]]) -> StepRecord:
         """The record that `to_plain` made ``plain`` of; ValueError where it is none."""
         runs = []
         for entry in plain:
-            if len(entry) != 7 or not all(type(number) is int for number in entry):
-                raise ValueError(f"a run of steps is seven integers, got {entry!r}")
-            first, count, epoch, step, row, stride, row_stride = entry
-            start = Frontier(epoch, step, row)
-            runs.append(Run(first=first, count=count, start=start, stride=stride, row_stride=row_stride))
+            if len(entry) != 5 or not all(type(number) is int for number in entry):
+                raise ValueError(f"a run of steps is five integers, got {entry!r}")
+            first, count, epoch, step, stride = entry
+            runs.append(Run(first=first, count=count, start=Frontier(epoch, step), stride=stride))
         return cls(runs=tuple(runs))
 
 
@@ -101,34 +96,24 @@ class StepRecorder:
         """Note that after optimizer step ``step`` the reader was consumed up to ``frontier``. Constant time."""
         if self._runs:
             run = self._runs[-1]
-            first, count, epoch, start, row, stride, row_stride = run
+            first, count, epoch, start, stride = run
             if step == first + count and frontier.epoch == epoch:
-                moved, moved_rows = frontier.step - start, frontier.row - row
+                moved = frontier.step - start
                 if count == 1:
-                    run[1], run[5], run[6] = 2, moved, moved_rows
+                    run[1], run[4] = 2, moved
                     return
-                if moved == count * stride and moved_rows == count * row_stride:
+                if moved == count * stride:
                     run[1] = count + 1
                     return
-        self._runs.append([step, 1, *frontier, 0, 0])
+        self._runs.append([step, 1, *frontier, 0])
 
     def forget(self, up_to: int) -> None:
         """Forget the steps up to and including ``up_to``: a commit has recorded them."""
         kept = []
-        for first, count, epoch, start, row, stride, row_stride in self._runs:
+        for first, count, epoch, start, stride in self._runs:
             skip = min(max(up_to + 1 - first, 0), count)
             if skip < count:
-                kept.append(
-                    [
-                        first + skip,
-                        count - skip,
-                        epoch,
-                        start + skip * stride,
-                        row + skip * row_stride,
-                        stride,
-                        row_stride,
-                    ]
-                )
+                kept.append([first + skip, count - skip, epoch, start + skip * stride, stride])
         self._runs = kept
 
     def record(self, up_to: int) -> StepRecord:
@@ -138,7 +123,5 @@ class StepRecorder:
         for run in whole.runs:
             count = min(run.count, up_to + 1 - run.first)
             if count > 0:
-                runs.append(
-                    Run(first=run.first, count=count, start=run.start, stride=run.stride, row_stride=run.row_stride)
-                )
+                runs.append(Run(first=run.first, count=count, start=run.start, stride=run.stride))
         return StepRecord(runs=tuple(runs))

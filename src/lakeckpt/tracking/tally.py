@@ -1,37 +1,32 @@
-"""Do the reports of all workers and ranks add up to one cut?  An algebra whose merge is associative and commutative.
+"""This module adds up the reports of ranks of one cut, with a merge that is associative and commutative.
 
-A tally holds which ranks have reported, what they state (named facts, such as the step and the digest of the reader's
-state) and which positions they claim to have consumed. Workers' tallies merge into their rank's, ranks' into their
-node's, nodes' into the job's, in any order and grouping with one result; what does not add up raises by name:
-a rank or a position reported twice as soon as the two meet, missing ranks, disagreement and gaps in `Tally.settle`.
+A `Tally` holds which ranks have reported and what they state: named facts, such as the step and the digest of the
+reader's state. Tallies merge in any order and grouping with one result. `Tally.merge` raises where a rank reports
+twice, `Tally.settle` where ranks are missing or disagree; both name the ranks.
 
-Never communicates (`lakeckpt.tracking.exchange` does) and never lists single rows.
+It never communicates (`lakeckpt.tracking.exchange` does).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.receipts import Receipt
-from lakeckpt.errors import DisagreementError, GapError, MissingRanksError, OverlapError, WireDamaged, WireError
-from lakeckpt.wire.codec import dumps, loads
-from lakeckpt.wire.varint import pack_intervals, unpack_intervals
+from lakeckpt.errors import DisagreementError, MissingRanksError, TrackingError, WireDamaged, WireError
+from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = ["Tally", "name_ranks"]
 
 Facts = Mapping[str, Mapping[str, Intervals]]
-Claims = Mapping[tuple[int, int], Intervals]
 _VERSION = (1, 0)
 _MOST_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """What some of the workers and ranks of a job report of one cut."""
+    """What some of the ranks of a job report of one cut."""
 
     world_size: int
     """The number of ranks of the whole job."""
@@ -39,40 +34,21 @@ class Tally:
     """The ranks whose report is in."""
     facts: Facts = field(default_factory=dict)
     """name of a fact → what is stated → the ranks that state it."""
-    claims: Claims = field(default_factory=dict)
-    """(epoch, rank) → the positions that the rank has consumed; never empty ones."""
 
     def __post_init__(self) -> None:
         ranks = [self.reported, *(who for values in self.facts.values() for who in values.values())]
         if self.world_size < 1 or any(one and one.stops[-1] > self.world_size for one in ranks):
             raise ValueError(f"a tally of {self.world_size} ranks names ranks {self.reported}")
-        if any(not 0 <= rank < self.world_size or epoch < 0 for epoch, rank in self.claims):
-            raise ValueError(f"a tally of {self.world_size} ranks holds claims of {sorted(self.claims)[:8]}")
 
     @classmethod
-    def of_worker(cls, receipts: Iterable[Receipt], *, rank: int, world_size: int) -> Tally:
-        """What one worker of ``rank`` delivered. Raises `OverlapError` where a position was delivered twice."""
-        spans: dict[int, list[tuple[int, int]]] = {}
-        for receipt in receipts:
-            for span in receipt.spans:
-                spans.setdefault(span.epoch, []).append((span.start, span.stop))
-        claims = {(epoch, rank): Intervals.of(pairs) for epoch, pairs in spans.items()}
-        for epoch, pairs in spans.items():
-            if claims[epoch, rank].size != sum(stop - start for start, stop in pairs):
-                raise OverlapError(
-                    f"epoch {epoch}: rank {rank} delivered positions twice, within {claims[epoch, rank]}"
-                )
-        return cls(world_size=world_size, claims=claims)
-
-    @classmethod
-    def of_rank(cls, rank: int, *, world_size: int, facts: Mapping[str, str], workers: Iterable[Tally] = ()) -> Tally:
-        """The report of a whole rank: what it states, and what its ``workers`` delivered."""
+    def of_rank(cls, rank: int, *, world_size: int, facts: Mapping[str, str]) -> Tally:
+        """Return the report of one rank."""
         mine = Intervals.of([(rank, rank + 1)])
         stated = {name: {value: mine} for name, value in facts.items()}
-        return cls(world_size=world_size, reported=mine, facts=stated).merge(*workers)
+        return cls(world_size=world_size, reported=mine, facts=stated)
 
     def merge(self, *others: Tally) -> Tally:
-        """The tally of all together. Raises `OverlapError` naming ranks and positions that were reported twice."""
+        """Return the tally of all together. Raises `TrackingError` naming the ranks that reported twice."""
         every = (self, *others)
         sizes = list(dict.fromkeys(one.world_size for one in every))
         if len(sizes) > 1:
@@ -81,7 +57,7 @@ class Tally:
         for one in every:
             twice = reported.intersection(one.reported)
             if twice:
-                raise OverlapError(f"{name_ranks(twice)} reported twice for one cut")
+                raise TrackingError(f"{name_ranks(twice)} reported twice for one cut")
             reported = reported.union(one.reported)
         said: dict[str, dict[str, list[Intervals]]] = {}
         for one in every:
@@ -90,25 +66,12 @@ class Tally:
                 for value, ranks in values.items():
                     known.setdefault(value, []).append(ranks)
         facts = {name: {value: _united(ranks) for value, ranks in values.items()} for name, values in said.items()}
-        return Tally(
-            world_size=self.world_size,
-            reported=reported,
-            facts=facts,
-            claims=_joined_claims([one.claims for one in every]),
-        )
+        return Tally(world_size=self.world_size, reported=reported, facts=facts)
 
-    def consumed(self) -> dict[int, Intervals]:
-        """epoch → the positions that all ranks together claim."""
-        found: dict[int, Intervals] = {}
-        for (epoch, _), positions in sorted(self.claims.items()):
-            found[epoch] = found[epoch].union(positions) if epoch in found else positions
-        return found
+    def settle(self, *, agreed: Iterable[str] = ()) -> None:
+        """Raise unless the whole job has reported and agrees on the facts ``agreed``.
 
-    def settle(self, *, agreed: Iterable[str] = (), expected: Mapping[int, Intervals] | None = None) -> None:
-        """Raise unless the whole job has reported, agrees on the facts ``agreed``, and claims what was ``expected``.
-
-        `MissingRanksError`, `DisagreementError` and `GapError` name the ranks or positions; claims beyond ``expected``
-        (epoch → positions; None: not checked) raise `OverlapError`: they had been consumed before.
+        `MissingRanksError` and `DisagreementError` name the ranks.
         """
         missing = self.reported.complement(self.world_size)
         if missing:
@@ -121,20 +84,6 @@ class Tally:
             said = ", and ".join(map(self.describe, differ[:_MOST_NAMED]))
             more = f", and {len(differ) - _MOST_NAMED} more" if len(differ) > _MOST_NAMED else ""
             raise DisagreementError(f"the ranks are not at one cut: {said}{more}")
-        if expected is not None:
-            self._settle_claims(expected)
-
-    def _settle_claims(self, expected: Mapping[int, Intervals]) -> None:
-        claimed = self.consumed()
-        for epoch in sorted({*claimed, *expected}):
-            have, want = claimed.get(epoch, Intervals.empty()), expected.get(epoch, Intervals.empty())
-            gap, beyond = want.difference(have), have.difference(want)
-            if gap:
-                raise GapError(f"epoch {epoch}: {gap.size} positions were reported by no rank: {gap}")
-            if beyond:
-                ranks = [rank for (at, rank), rows in self.claims.items() if at == epoch and rows.intersection(beyond)]
-                who = name_ranks(Intervals.of([(rank, rank + 1) for rank in ranks]))
-                raise OverlapError(f"epoch {epoch}: {who} reported positions that had been consumed before: {beyond}")
 
     def describe(self, name: str) -> str:
         """Who states what of one fact, the fewest last: ``step: 8 on ranks 0-2; 7 on rank 3``."""
@@ -145,15 +94,13 @@ class Tally:
     def to_bytes(self) -> bytes:
         """The tally as a message; equal tallies give equal bytes."""
         facts = {
-            name: {value: pack_intervals(ranks.pairs()) for value, ranks in sorted(values.items())}
+            name: {value: ranks.to_plain() for value, ranks in sorted(values.items())}
             for name, values in sorted(self.facts.items())
         }
-        claims = [[*who, pack_intervals(rows.pairs())] for who, rows in sorted(self.claims.items())]
         plain = {
             "world_size": self.world_size,
-            "reported": pack_intervals(self.reported.pairs()),
+            "reported": self.reported.to_plain(),
             "facts": facts,
-            "claims": claims,
         }
         return dumps(plain, kind="tally", version=_VERSION)
 
@@ -172,44 +119,16 @@ class Tally:
     def _from_plain(cls, plain: dict[str, Any]) -> Tally:
         return cls(
             world_size=plain["world_size"],
-            reported=_unpacked(plain["reported"]),
+            reported=Intervals.from_plain(plain["reported"]),
             facts={
-                name: {value: _unpacked(ranks) for value, ranks in values.items()}
+                name: {value: Intervals.from_plain(ranks) for value, ranks in values.items()}
                 for name, values in plain["facts"].items()
             },
-            claims={(epoch, rank): _unpacked(rows) for epoch, rank, rows in plain["claims"]},
         )
-
-
-def _unpacked(data: bytes) -> Intervals:
-    return Intervals.of(unpack_intervals(data))
 
 
 def _united(sets: list[Intervals]) -> Intervals:
     return sets[0].union(*sets[1:]) if len(sets) > 1 else sets[0]
-
-
-def _joined_claims(several: Sequence[Claims]) -> Claims:
-    found: dict[tuple[int, int], list[Intervals]] = {}
-    for claims in several:
-        for who, rows in claims.items():
-            found.setdefault(who, []).append(rows)
-    for epoch in {epoch for epoch, _ in found}:
-        every = [(rank, one) for (at, rank), rows in found.items() if at == epoch for one in rows]
-        if len(every) > 1:
-            union = Intervals.empty().union(*(rows for _, rows in every))
-            if union.size != sum(rows.size for _, rows in every):
-                raise OverlapError(_name_overlap(epoch, every))
-    return {who: _united(rows) for who, rows in found.items()}
-
-
-def _name_overlap(epoch: int, every: list[tuple[int, Intervals]]) -> str:
-    for (rank, rows), (other, others) in combinations(every, 2):
-        twice = rows.intersection(others)
-        if twice:
-            who = f"two workers of rank {rank}" if rank == other else f"ranks {min(rank, other)} and {max(rank, other)}"
-            return f"epoch {epoch}: {who} both report {twice.size} positions: {twice}"
-    raise AssertionError("claims overlap and no two of them do")
 
 
 def name_ranks(ranks: Intervals) -> str:

@@ -1,1 +1,1 @@
-"""Bytes that last: versioned, checksummed msgpack over a closed list of types. ``codec`` is the way in."""
+"""This package writes documents: versioned, checksummed msgpack of a closed list of types. `envelope` is the way in."""

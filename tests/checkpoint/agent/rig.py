@@ -13,15 +13,15 @@ from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTab
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaLayout
 from lakeckpt.checkpoint.arena.slices import SlicePlan, plan_slices
-from lakeckpt.checkpoint.attempt import Attempt
-from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.manifest import Begin
+from lakeckpt.checkpoint.format.parts import RANDOM
 from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.log import put_entry
-from lakeckpt.checkpoint.manifest import Begin
-from lakeckpt.checkpoint.parts import RANDOM
-from lakeckpt.checkpoint.publish import Settings
-from lakeckpt.checkpoint.waiting import Waiter
-from lakeckpt.lake.storage import Storage
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.log import put_entry
+from lakeckpt.checkpoint.persist.publish import Settings
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.tracking.waiting import Waiter
 
 RUN = "0123456789abcdef" * 2
 DIGEST = bytes(range(16))
@@ -115,8 +115,8 @@ class Desk:
         self.outcomes.append(outcome)
         self.settled.set()
 
-    def order(self, step: int, number: int, *, again: bool = False) -> None:
-        self.persister.order(Order(step=step, number=number, again=again))
+    def order(self, step: int, number: int) -> None:
+        self.persister.order(Order(step=step, number=number))
 
     def said(self) -> list[tuple[int, str]]:
         """For each order that was answered, in order: its step, and what kind of an error it was ("" if none)."""

@@ -1,4 +1,4 @@
-"""The agent as a process of its own: it outlives trainers, does their last will, and never stays when all is done."""
+"""The agent is a process of its own: it outlives its trainer, makes the final save, and ends when all is done."""
 
 from __future__ import annotations
 
@@ -11,43 +11,41 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lakeckpt.checkpoint.agent.environment import take_over, told
+from lakeckpt import __version__
+from lakeckpt.checkpoint.agent import link as link_module
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Hello, Order, Outcome
-from lakeckpt.checkpoint.agent.place import AgentPlace
-from lakeckpt.checkpoint.agent.server import STILL_ENDS, Agent
+from lakeckpt.checkpoint.agent.logs import agents_of, log_path
+from lakeckpt.checkpoint.agent.orders import AGENT_LOST, Begin, Order, Outcome
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.verify import verify
-from lakeckpt.checkpoint.waiting import SystemWaiter, poll
-from lakeckpt.errors import AgentError, ConfigError
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.storage import Storage, open_storage
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.errors import AgentError
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.tracking.waiting import SystemWaiter, poll
 from tests.checkpoint.agent.rig import DIGEST, RUN, begin, fill, make_arena
 from tests.patience import PATIENCE_S
 
 
 class Node:
-    """A node of a run: the folder of its arenas, and the agent that serves it."""
+    """A node of a run: the folder of its arenas, and the run's storage."""
 
     def __init__(self, root: str | Path) -> None:
         self.arenas, self.storage = Path(root) / "arenas", LocalStorage(Path(root) / "run")
         self.arenas.mkdir(mode=0o700, exist_ok=True)
 
-    def hello(self, rank: int = 0, world_size: int = 1, *, attempt: int = 0) -> Hello:
-        return Hello(
+    def begin(self, rank: int = 0, world_size: int = 1, *, attempt: int = 0, linger_s: float = 0.0) -> Begin:
+        return Begin(
+            library=__version__,
             uri=self.storage.name,
             storage_options={},
-            environment=told(),
             run=RUN,
             digest=DIGEST,
             attempt=attempt,
@@ -61,23 +59,18 @@ class Node:
             keep=Keep(last=3),
             verify="sizes",
             timeout_s=PATIENCE_S,
+            linger_s=linger_s,
         )
 
-    def link(self, rank: int = 0, world_size: int = 1, *, linger_s: float = 0.0) -> AgentLink:
-        return AgentLink(self.hello(rank, world_size), linger_s=linger_s)
+    def link(self, rank: int = 0, world_size: int = 1) -> AgentLink:
+        return AgentLink(self.begin(rank, world_size))
 
-    @property
-    def place(self) -> AgentPlace:
-        return AgentPlace(str(self.arenas), DIGEST.hex())
+    def log(self, rank: int = 0) -> str:
+        return Path(log_path(str(self.arenas), DIGEST.hex(), rank)).read_text()
 
-    @property
-    def pid(self) -> int:
-        """The agent's process."""
-        return int(Path(self.place.lock).read_text())
-
-    @property
-    def log(self) -> str:
-        return Path(self.place.log).read_text()
+    def agents(self) -> list[int]:
+        """The agents of all ranks that live."""
+        return [one for path in sorted(self.arenas.glob("*.log")) for one in agents_of(str(path))]
 
     def committed(self) -> list[int]:
         """The steps of the history; all of it is whole."""
@@ -85,8 +78,9 @@ class Node:
         return [one.step for one in read_history(self.storage).chain]
 
 
-def ended(pid: int) -> bool:
+def ended(pid: int | None) -> bool:
     """Wait until a process has ended."""
+    assert pid is not None
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -95,14 +89,6 @@ def ended(pid: int) -> bool:
         return bool(select.select([watched], [], [], PATIENCE_S)[0])
     finally:
         os.close(watched)
-
-
-def turned_away(node: Node) -> bool:
-    """Whether nobody can connect to the agent any more: it was told to end."""
-    connection = node.place.connected()
-    if connection is not None:
-        connection.close()
-    return connection is None
 
 
 def answer(link: AgentLink) -> Outcome:
@@ -117,25 +103,25 @@ def answer(link: AgentLink) -> Outcome:
 def node(tmp_path: Path) -> Iterator[Node]:
     made = Node(tmp_path)
     yield made
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        if b"checkpoint.agent" in Path(f"/proc/{made.pid}/cmdline").read_bytes():
-            os.kill(made.pid, signal.SIGKILL)
+    for pid in made.agents() if made.arenas.is_dir() else ():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def test_it_commits_what_is_ordered_and_ends_with_its_trainer_leaving_nothing(node: Node) -> None:
+def test_it_commits_what_is_ordered_and_ends_with_its_trainer_leaving_no_memory(node: Node) -> None:
     begin(node.storage)
     arena = make_arena(node.arenas)
     fill(arena, 3)
     link = node.link()
+    pid = link.pid
     link.order(Order(step=3, number=0, documents={"index/a.lkc": b"an index"}))
     found = answer(link)
     assert (found.step, found.slot, found.kind) == (3, 1, "")
-    pid = node.pid
     arena.close()
     link.close(well=True)
     assert ended(pid) and node.committed() == [3]
     assert node.storage.read("index/a.lkc") == b"an index"
-    assert ArenaFolder(node.arenas).found() == [] and not os.path.exists(node.place.socket)
+    assert ArenaFolder(node.arenas).found() == [] and "step 3: committed in slot 1" in node.log()
 
 
 def test_what_was_ordered_is_persisted_though_the_trainer_has_said_goodbye(node: Node) -> None:
@@ -143,24 +129,25 @@ def test_what_was_ordered_is_persisted_though_the_trainer_has_said_goodbye(node:
     with make_arena(node.arenas) as arena:
         fill(arena, 3)
         link = node.link()
+        pid = link.pid
         link.order(Order(step=3, number=0))
-        pid = node.pid
         link.close(well=True)
         assert ended(pid) and node.committed() == [3]
 
 
-def test_two_ranks_on_a_node_have_one_agent(node: Node) -> None:
+def test_two_ranks_on_a_node_have_an_agent_each_and_commit_together(node: Node) -> None:
     begin(node.storage, world_size=2)
     arenas = [make_arena(node.arenas, rank, 2) for rank in range(2)]
     links = [node.link(rank, 2) for rank in range(2)]
-    pid = node.pid
+    pids = [link.pid for link in links]
+    assert len(set(pids)) == 2
     for arena, link in zip(arenas, links, strict=True):
         fill(arena, 8)
         link.order(Order(step=8, number=0))
-    assert [answer(link).slot for link in links] == [1, 1] and node.pid == pid
+    assert [answer(link).slot for link in links] == [1, 1]
     for link in links:
         link.close(well=True)
-    assert ended(pid) and node.committed() == [8]
+    assert all(map(ended, pids)) and node.committed() == [8]
 
 
 TRAINER = """
@@ -172,6 +159,7 @@ TRAINER = """
     node = Node(sys.argv[1])
     arena = make_arena(node.arenas, rank, world_size)
     link = node.link(rank, world_size)
+    print(link.pid, flush=True)
     fill(arena, 1)
     link.order(Order(step=1, number=0))
     assert answer(link).slot == 1
@@ -184,87 +172,159 @@ TRAINER = """
 
 def test_trainers_that_are_killed_lose_nothing_that_was_captured_on_all_ranks(node: Node, tmp_path: Path) -> None:
     begin(node.storage, world_size=2)
-    keeper = node.link(0, 2)  # the agent's process, whose number is wanted
-    pid = node.pid
-    script = textwrap.dedent(TRAINER)
-    command = [sys.executable, "-c", script, str(tmp_path)]
+    command = [sys.executable, "-c", textwrap.dedent(TRAINER), str(tmp_path)]
     trainers = [
-        subprocess.Popen([*command, str(rank), "2", str(newest)], stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(rank), "2", str(newest)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for rank, newest in ((0, 6), (1, 5))
     ]
     for trainer in trainers:
-        _, said = trainer.communicate(timeout=PATIENCE_S)
+        told, said = trainer.communicate(timeout=PATIENCE_S)
         assert trainer.returncode == -signal.SIGKILL, said
-    keeper.close(well=True)
-    assert ended(pid), node.log
-    assert node.committed() == [1, 5]
+        assert ended(int(told)), node.log()
+    assert node.committed() == [1, 5], node.log()
 
 
-def test_an_agent_that_is_killed_is_replaced_and_its_order_done_by_the_next(node: Node) -> None:
+STUCK = """
+    import os, sys, time
+    import torch
+    from tests.checkpoint.agent.rig import fill, make_arena
+    from tests.checkpoint.agent.test_agent import Node
+
+    class Stuck(torch.utils.data.Dataset):
+        def __len__(self):
+            return 2
+        def __getitem__(self, index):
+            print(os.getpid(), flush=True)
+            time.sleep(60)
+
+    node = Node(sys.argv[1])
+    arena = make_arena(node.arenas)
+    fill(arena, 4)
+    link = node.link()
+    os.set_inheritable(link._child.orders, True)
+    print(link.pid, flush=True)
+    os.posix_spawn("/bin/sleep", ["sleep", "60"], {})  # keeps the pipe open, as a fork in C does
+    next(iter(torch.utils.data.DataLoader(Stuck(), num_workers=1, multiprocessing_context="fork")))
+"""
+
+
+def test_a_trainer_that_is_killed_is_missed_at_once_though_a_worker_of_it_is_stuck(node: Node, tmp_path: Path) -> None:
+    begin(node.storage)
+    command = [sys.executable, "-c", textwrap.dedent(STUCK), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as trainer:
+        assert trainer.stdout is not None
+        agent, worker = int(trainer.stdout.readline()), int(trainer.stdout.readline())
+        try:
+            trainer.kill()
+            assert ended(agent) and node.committed() == [4], node.log()
+            assert "the trainer is gone without a goodbye" in node.log()
+            state = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0]
+            assert state not in "XZ", "the worker, which sleeps for 60 s, ended first"
+        finally:
+            os.killpg(trainer.pid, signal.SIGKILL)
+
+
+TORN_DOWN = """
+    import signal, sys
+    from lakeckpt.checkpoint.agent.orders import Order
+    from tests.checkpoint.agent.rig import fill, make_arena
+    from tests.checkpoint.agent.test_agent import Node
+    node = Node(sys.argv[1])
+    arena = make_arena(node.arenas)
+    fill(arena, 4)
+    link = node.link()
+    link.order(Order(step=4, number=0))
+    print(link.pid, flush=True)
+    signal.pause()
+"""
+
+
+def test_a_launcher_that_ends_the_whole_process_group_does_not_end_a_save(node: Node, tmp_path: Path) -> None:
+    begin(node.storage)
+    command = [sys.executable, "-c", textwrap.dedent(TORN_DOWN), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as trainer:
+        assert trainer.stdout is not None
+        agent = int(trainer.stdout.readline())
+        os.killpg(trainer.pid, signal.SIGTERM)
+        os.killpg(trainer.pid, signal.SIGKILL)
+    assert ended(agent) and node.committed() == [4], node.log()
+
+
+def test_signals_for_its_job_do_not_end_it(node: Node) -> None:
+    begin(node.storage)
+    with make_arena(node.arenas) as arena:
+        link = node.link()
+        assert link.pid is not None
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(link.pid, number)
+        fill(arena, 3)
+        link.order(Order(step=3, number=0))
+        assert answer(link).slot == 1
+        link.close(well=True)
+
+
+def test_an_agent_that_is_killed_is_reported_and_another_one_does_the_next_order(node: Node) -> None:
     begin(node.storage)
     with make_arena(node.arenas) as arena:
         fill(arena, 3)
         link = node.link()
+        first = link.pid
+        assert first is not None
         link.order(Order(step=3, number=0))
         assert answer(link).slot == 1
-        first = node.pid
         os.kill(first, signal.SIGSTOP)  # it takes an order, and comes no further
         fill(arena, 4)
         link.order(Order(step=4, number=1))
         os.kill(first, signal.SIGKILL)
         assert ended(first)
         found = answer(link)
-        assert (found.step, found.number, found.slot, found.kind) == (4, 1, 2, "") and node.pid != first
-        second = node.pid
+        assert (found.step, found.number, found.kind) == (4, 1, "save_failed")
+        assert f"process {first}) was killed by signal 9: see '{node.arenas}" in found.text
+        second = link.pid
+        link.order(Order(step=4, number=2))
+        assert answer(link).slot == 2 and second != first
         link.close(well=True)
         assert ended(second) and node.committed() == [3, 4]
 
 
-def test_a_trainer_that_comes_back_finds_the_agent_that_waits_for_it(node: Node) -> None:
-    begin(node.storage)
-    arena = make_arena(node.arenas)
-    fill(arena, 3)
-    link = node.link(linger_s=PATIENCE_S)
-    pid = node.pid
-    link.close(well=False)
-    arena.close()
-    again = node.link(linger_s=PATIENCE_S)
-    assert node.pid == pid
-    again.close(well=True)
-    assert ended(pid)
-
-
-def test_sigterm_ends_it_when_what_was_ordered_is_persisted(node: Node) -> None:
+def test_an_agent_that_is_killed_while_idle_is_reported_and_replaced_before_the_next_order(node: Node) -> None:
     begin(node.storage)
     with make_arena(node.arenas) as arena:
-        fill(arena, 3)
         link = node.link()
-        link.order(Order(step=3, number=0))
-        assert answer(link).slot == 1
-        pid = node.pid
-        fill(arena, 4)
-        link.order(Order(step=4, number=1))
-        os.kill(pid, signal.SIGTERM)
-        assert ended(pid) and set(node.committed()) <= {3, 4}
-        link.close(well=True)
-
-
-def test_where_an_agent_died_and_none_can_be_started_saves_fail_and_training_goes_on(node: Node) -> None:
-    begin(node.storage)
-    with make_arena(node.arenas) as arena:
-        fill(arena, 3)
-        link = node.link()
-        os.kill(node.pid, signal.SIGKILL)
-        assert ended(node.pid)
-        link._python = "/nowhere/python"
-        link.order(Order(step=3, number=0))
+        first = link.pid
+        os.kill(first or 0, signal.SIGKILL)
+        assert ended(first)
         (found,) = link.outcomes()
-        assert (found.step, found.kind) == (3, "save_failed") and "cannot be started" in found.text
-        link._python = sys.executable
+        assert (found.step, found.kind) == (AGENT_LOST, "save_failed") and "killed by signal 9" in found.text
+        second = link.pid
+        assert second not in (None, first)
+        link.keep({"index/a.lkc": b"an index"})
+        fill(arena, 3)
+    link.close(well=False)  # it dies, and has ordered nothing
+    assert ended(second) and node.committed() == [3] and node.storage.read("index/a.lkc") == b"an index"
+
+
+def test_where_an_agent_died_and_none_can_be_started_saves_fail_and_training_goes_on(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(node.storage)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 3)
+        link = node.link()
+        first = link.pid
+        with monkeypatch.context() as patch:
+            patch.setattr(link, "_python", "/nowhere/python")
+            os.kill(first or 0, signal.SIGKILL)
+            assert ended(first)
+            assert [one.step for one in link.outcomes()] == [AGENT_LOST, AGENT_LOST]
+            link.order(Order(step=3, number=0))
+            (found,) = link.outcomes()
+            assert (found.step, found.kind) == (3, "save_failed") and "cannot be started" in found.text
         link.order(Order(step=3, number=1))
         assert answer(link).slot == 1
-        assert "step 3: committed in slot 1" in node.log
-        pid = node.pid
+        pid = link.pid
         link.close(well=True)
         assert ended(pid)
 
@@ -274,12 +334,12 @@ def test_an_agent_that_takes_no_messages_does_not_hold_training_up(node: Node) -
     with make_arena(node.arenas) as arena:
         fill(arena, 3)
         link, index = node.link(), os.urandom(2**23)
-        os.kill(node.pid, signal.SIGSTOP)
-        link.order(Order(step=3, number=0, documents={"index/a.lkc": index}))  # more than a socket holds
+        pid = link.pid
+        os.kill(pid or 0, signal.SIGSTOP)
+        link.order(Order(step=3, number=0, documents={"index/a.lkc": index}))  # more than a pipe holds
         assert link.outcomes() == []
-        os.kill(node.pid, signal.SIGCONT)
+        os.kill(pid or 0, signal.SIGCONT)
         assert answer(link).slot == 1 and node.storage.read("index/a.lkc") == index
-        pid = node.pid
         link.close(well=True)
         assert ended(pid) and node.committed() == [3]
 
@@ -293,51 +353,30 @@ def test_a_trainer_that_had_a_thousand_files_open_hears_of_its_saves(node: Node)
         while many.enter_context(open(os.devnull, "rb")).fileno() < 1024:
             pass
         link = node.link()
+        pid = link.pid
         many.close()
         link.order(Order(step=3, number=0))
         assert answer(link).slot == 1
-        pid = node.pid
         link.close(well=True)
         assert ended(pid) and node.committed() == [3]
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_where_the_folder_was_removed_the_next_agent_makes_it_and_the_last_one_leaves_it_alone(node: Node) -> None:
-    begin(node.storage)
-    first, agent = node.link(), node.pid
-    shutil.rmtree(node.arenas)
-    link = node.link()
-    another = node.pid
-    assert another != agent
-    first.close(well=True)
-    assert ended(agent)
-    with node.place.connected() or pytest.fail("the socket was that of the other one"):
-        pass
-    with make_arena(node.arenas) as arena:
-        fill(arena, 3)
-        link.order(Order(step=3, number=0))
-        assert answer(link).slot == 1
-    link.close(well=True)
-    assert ended(another) and node.committed() == [3]
-
-
-def test_an_agent_whose_log_takes_no_more_persists_all_the_same(node: Node) -> None:
+def test_an_agent_whose_log_takes_no_more_persists_all_the_same(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory is full, in which arenas and logs lie."""
     begin(node.storage)
-    command = [sys.executable, "-m", "lakeckpt.checkpoint.agent", str(node.arenas), DIGEST.hex(), "0"]
-    with open("/dev/full", "wb") as full:
-        subprocess.run(command, stderr=full, check=True, timeout=PATIENCE_S, start_new_session=True)
-    link, pid = node.link(), node.pid
+    monkeypatch.setattr(link_module, "open_log", lambda path: os.open("/dev/full", os.O_WRONLY))
+    link = node.link()
+    pid = link.pid
     with make_arena(node.arenas) as arena:
         fill(arena, 3)
         link.order(Order(step=3, number=0))
         assert answer(link).slot == 1
     link.close(well=True)
     assert ended(pid) and node.committed() == [3]
-    assert not os.path.exists(node.place.log), "another agent took its place"
 
 
-def test_an_agent_that_has_nowhere_to_be_is_told_as_that(node: Node) -> None:
+def test_an_agent_that_has_nowhere_to_write_its_log_is_an_error(node: Node) -> None:
     shutil.rmtree(node.arenas)
     node.arenas.write_text("no folder")
     with pytest.raises(AgentError, match=r"an agent cannot be started, as its log cannot be written: .*arenas"):
@@ -345,75 +384,14 @@ def test_an_agent_that_has_nowhere_to_be_is_told_as_that(node: Node) -> None:
     node.arenas.unlink()
 
 
-def test_what_is_to_be_kept_is_kept_by_the_agent_that_takes_the_place_of_another(node: Node) -> None:
-    begin(node.storage)
-    with make_arena(node.arenas) as arena:
-        link = node.link()
-        link.keep({"index/a.lkc": b"an index"})
-        fill(arena, 3)
-        first = node.pid
-        os.kill(first, signal.SIGKILL)
-        assert ended(first)
-        assert link.outcomes() == []
-        second = node.pid
-        assert second != first
-    link.close(well=False)  # it dies, and has ordered nothing
-    assert ended(second) and node.committed() == [3] and node.storage.read("index/a.lkc") == b"an index"
-
-
-def test_a_job_that_is_started_while_the_last_agent_ends_waits_for_its_end(node: Node) -> None:
-    begin(node.storage)
-    first = node.link(linger_s=PATIENCE_S)
-    agent = node.pid
-    first.order(Order(step=0, number=0))
-    assert answer(first).kind, "it is served, and has captured nothing"
-    os.kill(agent, signal.SIGTERM)
-    assert poll(lambda: True if turned_away(node) else None, waiter=SystemWaiter(), timeout_s=PATIENCE_S)
-    came: list[AgentLink] = []
-    coming = threading.Thread(target=lambda: came.append(node.link(linger_s=0.0)))
-    coming.start()
-    coming.join(1.0)
-    assert coming.is_alive(), "the one before serves its trainer"
-    first.close(well=True)
-    coming.join(PATIENCE_S)
-    assert came and ended(agent)
-    another = node.pid
-    came[0].close(well=True)
-    assert another != agent and ended(another)
-
-
-def test_an_agent_that_does_not_end_is_named(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = node.place.take()
-    assert lock is not None
-    os.write(lock, b"4711")
-    monkeypatch.setattr(
-        subprocess,
-        "run",
-        lambda command, **_: (_ for _ in ()).throw(subprocess.CalledProcessError(STILL_ENDS, command)),
-    )
-    with pytest.raises(AgentError, match="the agent before, which was told to end, still works: process 4711"):
-        node.link()
-    os.close(lock)
-
-
-def test_what_a_later_attempt_has_captured_is_not_removed_by_the_agent_of_an_earlier_one(node: Node) -> None:
-    begin(node.storage)
-    within = Within(node, linger_s=0.0)
-    arena = make_arena(node.arenas)
-    link = node.link()
-    fill(arena, 1, attempt=3)
-    link.close(well=True)
-    arena.close()
-    within.end()
-    assert [info.steps for info in ArenaFolder(node.arenas).found()] == [(1,)], within.said
-
-
 ELSEWHERE = """
     import os, sys
     from tests.checkpoint.agent.test_agent import Node
     node = Node(sys.argv[1])
     os.chdir("/")
-    node.link().close(well=True)
+    link = node.link()
+    print(link.pid)
+    link.close(well=True)
 """
 
 
@@ -421,8 +399,8 @@ def test_it_is_started_wherever_the_trainer_has_gone_and_whatever_its_path_says(
     root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."])}
     command = [sys.executable, "-c", textwrap.dedent(ELSEWHERE), str(tmp_path)]
-    subprocess.run(command, cwd=root, env=environment, check=True, timeout=PATIENCE_S)
-    assert ended(node.pid)
+    told = subprocess.run(command, cwd=root, env=environment, check=True, timeout=PATIENCE_S, stdout=subprocess.PIPE)
+    assert ended(int(told.stdout))
 
 
 def test_it_is_started_where_the_folder_that_the_trainer_was_in_is_gone(
@@ -434,167 +412,53 @@ def test_it_is_started_where_the_folder_that_the_trainer_was_in_is_gone(
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as an interactive Python has it
     begin(node.storage)
     link = node.link()
-    pid = node.pid
+    pid = link.pid
     link.close(well=True)
     assert ended(pid)
 
 
 def test_it_loads_no_torch() -> None:
-    modules = "lakeckpt.checkpoint.agent.server, lakeckpt.checkpoint.agent.link"
+    modules = "lakeckpt.checkpoint.agent.process, lakeckpt.checkpoint.agent.link"
     script = f"import sys; sys.modules['torch'] = None; import {modules}"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)
 
 
-def test_memory_that_an_earlier_attempt_left_stays_where_the_next_one_dies_before_it_captures(node: Node) -> None:
+def test_memory_that_an_earlier_attempt_left_stays_where_the_next_one_dies_before_it_captures(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin(node.storage)
     with make_arena(node.arenas) as arena:
         for step in range(1, 5):
             fill(arena, step, common=step - 1)
     begin(node.storage, slot=1)
-    link = AgentLink(node.hello(attempt=1), linger_s=0.2)
-    agent = node.pid
+    link = AgentLink(node.begin(attempt=1))
+    agent = link.pid
     link.close(well=False)
     assert ended(agent) and [info.steps for info in ArenaFolder(node.arenas).found()]
 
 
-@pytest.mark.parametrize("says_bye", [True, False])
-def test_what_was_captured_when_the_agent_has_to_end_is_in_storage_or_stays_in_memory(
-    node: Node, says_bye: bool
-) -> None:
+def test_an_agent_that_is_superseded_makes_no_final_save_and_leaves_the_memory_to_the_next_attempt(node: Node) -> None:
     begin(node.storage)
-    arena = make_arena(node.arenas)
-    fill(arena, 1)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 3)
     link = node.link()
-    link.order(Order(step=1, number=0))
-    assert answer(link).slot == 1
-    agent = node.pid
-    fill(arena, 2)
-    fill(arena, 3)
-    os.kill(agent, signal.SIGTERM)
-    link.order(Order(step=3, number=1))
-    arena.close()
-    link.close(well=says_bye)
-    assert ended(agent)
-    in_memory = [max(info.steps) for info in ArenaFolder(node.arenas).found()]
-    assert node.committed() == [1, 3] or (node.committed() == [1] and in_memory == [3])
-
-
-@pytest.mark.parametrize("says_bye", [True, False])
-def test_a_job_that_is_told_to_end_with_its_agent_loses_nothing(node: Node, *, says_bye: bool) -> None:
-    """Slurm and systemd signal all processes of a job: its trainers save once more, or just die."""
-    begin(node.storage)
-    with make_arena(node.arenas) as arena:
-        fill(arena, 1)
-        link = node.link(linger_s=PATIENCE_S)
-        agent = node.pid
-        link.order(Order(step=1, number=0))
-        assert answer(link).slot == 1, "it is served"
-        os.kill(agent, signal.SIGTERM)
-        assert poll(lambda: True if turned_away(node) else None, waiter=SystemWaiter(), timeout_s=PATIENCE_S)
-        fill(arena, 2)
-        if says_bye:
-            link.order(Order(step=2, number=1))
-            assert answer(link).slot == 2
-    link.close(well=says_bye)
-    assert ended(agent) and node.committed() == [1, 2] and ArenaFolder(node.arenas).found() == []
-
-
-class Within:
-    """An agent in a thread of the test."""
-
-    def __init__(self, node: Node, **options: Any) -> None:
-        lock = node.place.take()
-        assert lock is not None
-        self.lock, self.said = lock, list[str]()
-        self.agent = Agent(node.place.listener(), log=self.said.append, **options)
-        self.thread = threading.Thread(target=self.agent.serve, daemon=True)
-        self.thread.start()
-
-    def end(self) -> None:
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive(), self.said
-        os.close(self.lock)
-
-
-def test_an_agent_that_was_told_to_end_does_not_wait_for_ever_for_a_trainer_that_lives_on(node: Node) -> None:
-    begin(node.storage)
-    within = Within(node, grace_s=0.5, linger_s=PATIENCE_S)
-    with make_arena(node.arenas) as arena:
-        fill(arena, 1)
-        link = node.link()
-        link.order(Order(step=1, number=0))
-        assert answer(link).slot == 1
-        within.agent.drain()
-        within.end()
+    agent = link.pid
+    begin(node.storage, slot=1)
     link.close(well=False)
-    assert node.committed() == [1]
+    assert ended(agent) and node.committed() == []
+    assert [info.steps for info in ArenaFolder(node.arenas).found()] == [(3,)]
 
 
-def test_an_agent_opens_storage_in_the_environment_of_the_trainer_that_came_last(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"uri": "s3://"}, "a URL of a store looks like"), ({"library": "9.9"}, "this trainer runs 9.9")],
+)
+def test_an_agent_that_cannot_serve_its_trainer_says_why_when_it_begins(
+    node: Node, change: dict[str, str], why: str
 ) -> None:
-    """A job that is started again has new credentials; the agent that waits for it had those of the last one."""
-    begin(node.storage)
-    monkeypatch.setenv("LAKECKPT_TOKEN", "old")
-    monkeypatch.setenv("LAKECKPT_PROXY", "gone by now")
-    found: list[tuple[str | None, str | None]] = []
-
-    def opened(hello: Hello) -> Storage:
-        found.append((os.environ.get("LAKECKPT_TOKEN"), os.environ.get("LAKECKPT_PROXY")))
-        return open_storage(hello.uri)
-
-    within = Within(node, open_place=opened, linger_s=0.2)
-    others = dict(os.environb)
-    del others[b"LAKECKPT_PROXY"]
-    others[b"LAKECKPT_TOKEN"] = b"new=\xff"
-    new = b"\0".join(b"%s=%s" % one for one in others.items())
-    for one in (node.hello(), replace(node.hello(), environment=new)):
-        link = AgentLink(one, linger_s=0.2)
-        link.order(Order(step=0, number=0))
-        answer(link)
-        link.close(well=False)
-    within.end()
-    assert found == [("old", "gone by now"), ("new=\udcff", None)] and dict(os.environb) == others
-    take_over(told())
-    assert dict(os.environb) == others
-
-
-def test_a_variable_that_cannot_be_set_keeps_no_other_one_from_being_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LAKECKPT_TOKEN", "old")
-    before = told()
-    assert take_over(before + b"\0=odd\0LAKECKPT_TOKEN=new") == [""]
-    assert os.environ["LAKECKPT_TOKEN"] == "new"
-    take_over(before)
-
-
-def test_an_agent_that_cannot_open_the_place_says_why_when_it_begins_and_fails_saves_later(node: Node) -> None:
-    begin(node.storage)
-    broken = threading.Event()
-
-    def opened(hello: Hello) -> Storage:
-        if broken.is_set():
-            raise ConfigError("no such store")
-        return open_storage(hello.uri)
-
-    within = Within(node, open_place=opened, linger_s=PATIENCE_S)
-    with make_arena(node.arenas) as arena:
-        fill(arena, 1)
-        link = node.link()
-        link.order(Order(step=1, number=0))
-        assert answer(link).slot == 1
-        broken.set()
-        link._hang_up()
-        link.order(Order(step=2, number=1))  # it connects anew
-        found = answer(link)
-        assert (found.step, found.kind) == (2, "save_failed") and "no such store" in found.text
-        another = node.link()
-        with pytest.raises(AgentError, match="cannot work for this trainer: no such store"):
-            answer(another)
-        broken.clear()
-        link.close(well=True)
-        another.close(well=False)
-    within.agent.drain()
-    within.end()
+    with pytest.raises(AgentError, match=f"cannot work for this trainer: .*{why}"):
+        AgentLink(replace(node.begin(), **change))  # type: ignore[arg-type]
+    assert why in node.log()
 
 
 def test_a_save_that_fails_before_the_first_step_is_told_as_one(node: Node) -> None:
@@ -606,14 +470,16 @@ def test_a_save_that_fails_before_the_first_step_is_told_as_one(node: Node) -> N
     link.close(well=True)
 
 
-def test_a_fork_does_not_hide_from_the_agent_that_the_trainer_is_gone(node: Node) -> None:
+def test_a_fork_keeps_neither_the_agent_nor_its_pipes(node: Node) -> None:
     begin(node.storage)
     with make_arena(node.arenas) as arena:
         fill(arena, 1)
-    link = AgentLink(node.hello(), linger_s=0.2)
-    agent = node.pid
+    link = node.link()
+    agent = link.pid
     reading, writing = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if not child:
         os.close(writing)
         os.read(reading, 1)  # until the test is over
@@ -627,38 +493,27 @@ def test_a_fork_does_not_hide_from_the_agent_that_the_trainer_is_gone(node: Node
         os.waitpid(child, 0)
 
 
-def test_an_agent_that_is_told_to_end_while_a_trainer_comes_ends(node: Node) -> None:
-    begin(node.storage)
-    comes, may_come = threading.Event(), threading.Event()
-
-    def opened(hello: Hello) -> Storage:
-        comes.set()
-        may_come.wait(PATIENCE_S)
-        return open_storage(hello.uri)
-
-    within = Within(node, open_place=opened, linger_s=0.0)
-    link = AgentLink(node.hello())
-    assert comes.wait(PATIENCE_S)
-    within.agent.drain()
-    may_come.set()
-    within.end()
-    link.close(well=False)
-
-
-def test_an_agent_that_ends_before_a_trainer_has_reached_it_is_started_again_soon(
-    node: Node, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_the_end_of_the_pipe_is_a_death_where_there_is_no_pidfd(
+    node: Node, monkeypatch: pytest.MonkeyPatch, has_pidfd: bool
 ) -> None:
-    """Other ranks' agent is there as this rank starts one, and ends with them before it connects."""
+    if not has_pidfd:
+        monkeypatch.setattr(link_module, "_own_pidfd", lambda: -1)
     begin(node.storage)
-    start, starts = AgentLink._start, []
-
-    def there_at_first(link: AgentLink, place: AgentPlace) -> None:
-        starts.append(SystemWaiter().now())
-        if len(starts) > 1:
-            start(link, place)
-
-    monkeypatch.setattr(AgentLink, "_start", there_at_first)
+    with make_arena(node.arenas) as arena:
+        fill(arena, 2)
     link = node.link()
-    agent = node.pid
-    link.close(well=True)
-    assert ended(agent) and len(starts) == 2 and starts[1] - starts[0] < 30
+    agent = link.pid
+    link.close(well=False)
+    assert ended(agent) and node.committed() == [2]
+    assert "gone without a goodbye" in node.log()
+
+
+def test_agents_that_end_are_reaped_by_the_next_start(node: Node) -> None:
+    begin(node.storage)
+    first = node.link()
+    pid = first.pid
+    first.close(well=True)
+    assert ended(pid)
+    node.link().close(well=True)
+    assert poll(lambda: None if Path(f"/proc/{pid}").exists() else True, waiter=SystemWaiter(), timeout_s=PATIENCE_S)

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
 from lakeckpt.checkpoint.agent.orders import GivenUp, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import chosen
-from lakeckpt.checkpoint.agent.will import WILL, agree_on_will, will_folder
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
+from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.parts import SaveId
-from lakeckpt.checkpoint.verify import verify
-from lakeckpt.checkpoint.waiting import SystemWaiter
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import ArenaError, StorageError
-from lakeckpt.lake.storage import Buffer, Storage
-from lakeckpt.testing.storage import Fault, FaultyStorage
+from lakeckpt.lake.storage.base import Buffer, Storage
+from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.rig import SETTINGS, Desk, begin, content, fill, make_arena
 from tests.checkpoint.rig import EventWaiter, MemoryStorage, good, run_ranks
+from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
 
 
@@ -117,27 +117,6 @@ def test_orders_that_are_left_out_cost_a_rank_that_is_alone_no_time_at_the_store
     assert committed(storage) == [3] and holds(storage, 3) and notes == []
 
 
-def test_an_order_that_is_left_out_is_told_and_noted_as_committed_where_it_was(tmp_path: Path) -> None:
-    """An agent that died before it told of it."""
-    storage, notes = MemoryStorage(), list[str]()
-    begin(storage, world_size=2)
-    arenas = [make_arena(tmp_path, rank, 2) for rank in range(2)]
-    for orders in ([(4, 0)], [(4, 0), (5, 1), (6, 2)]):
-        desks, _ = ranks(storage, tmp_path, 2, places={0: noted(storage, notes)})
-        for arena, desk in zip(arenas, desks, strict=True):
-            for step, number in orders:
-                if number != 1:
-                    fill(arena, step)
-                desk.order(step, number, again=True)
-            desk.persister.leave()
-        finish(desks)
-    assert committed(storage) == [4, 6]
-    assert [desk.said() for desk in desks] == [[(4, ""), (5, "save_left_out"), (6, "")]] * 2
-    assert [Path(note).name for note in notes] == ["00000.failed"] and SaveId(
-        attempt=0, step=5, number=1
-    ).folder in notes[0]
-
-
 def test_notes_on_what_is_left_out_are_no_reason_to_lose_the_cut_that_is_not(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage, world_size=2)
@@ -165,7 +144,6 @@ def test_notes_on_what_is_left_out_are_no_reason_to_lose_the_cut_that_is_not(tmp
 def test_that_a_cut_is_left_out_is_told_when_other_ranks_can_see_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that is killed before it has said so to them is ordered again; one that has told its trainer is not."""
     storage = MemoryStorage()
     begin(storage, world_size=2)
     report, noted = Desk._report, list[bool]()
@@ -229,7 +207,7 @@ def test_what_an_agent_left_out_before_it_died_is_not_committed_behind_a_newer_s
             fill(arena, step)
         serve(Desk(storage, tmp_path, EventWaiter(storage)), (1, 0), (2, 1))
         second = Desk(storage, tmp_path, EventWaiter(storage))
-        second.order(1, 0, again=True)
+        second.order(1, 2)
         second.persister.leave()
         run(second)
     assert committed(storage) == [2] and second.said() == [(1, "save_left_out")]
@@ -456,11 +434,11 @@ def test_when_a_trainer_dies_its_newest_complete_cut_is_persisted(tmp_path: Path
     desk = Desk(storage, tmp_path, EventWaiter(storage))
     desk.persister.die()
     run(desk)
-    assert committed(storage) == [6] and holds(storage, 6) and desk.outcomes[0].number == WILL
-    assert storage.list(will_folder(0)) == []  # nobody else is to be told
+    assert committed(storage) == [6] and holds(storage, 6) and desk.outcomes[0].number == FINAL
+    assert storage.list(final_folder(0)) == []  # nobody else is to be told
 
 
-def test_a_last_will_takes_along_what_the_trainer_gave_to_be_kept_and_with_orders_that_waited(tmp_path: Path) -> None:
+def test_a_final_save_takes_along_what_the_trainer_gave_to_be_kept_and_with_orders_that_waited(tmp_path: Path) -> None:
     """And no order that waited keeps it from trying again where the store fails once."""
     storage = MemoryStorage()
     begin(storage)
@@ -480,7 +458,7 @@ def test_a_last_will_takes_along_what_the_trainer_gave_to_be_kept_and_with_order
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_with_nothing_new_does_not_wait_for_a_last_will(tmp_path: Path, rank: int) -> None:
+def test_a_rank_with_nothing_new_does_not_wait_for_a_final_save(tmp_path: Path, rank: int) -> None:
     storage = MemoryStorage()
     begin(storage, world_size=2)
     waiter = SystemWaiter()
@@ -494,21 +472,7 @@ def test_a_rank_with_nothing_new_does_not_wait_for_a_last_will(tmp_path: Path, r
     assert committed(storage) == [] and "no cut of all ranks" in desks[0].log[-1]
 
 
-def test_a_last_will_that_waits_for_others_ends_in_time_where_the_agent_has_to(tmp_path: Path) -> None:
-    storage = MemoryStorage()
-    begin(storage, world_size=2)
-    desk = Desk(
-        storage, tmp_path, SystemWaiter(), world_size=2, settings=replace(SETTINGS, timeout_s=0.5), linger_s=10**6
-    )
-    with make_arena(tmp_path, 0, 2) as arena:
-        fill(arena, 5)
-    desk.persister.start()
-    desk.persister.die()
-    desk.persister.hurry()
-    assert desk.persister.join(PATIENCE_S) and "told to end" in desk.log[-1]
-
-
-def test_a_cut_that_is_committed_already_is_no_last_will(tmp_path: Path) -> None:
+def test_a_cut_that_is_committed_already_is_no_final_save(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
     with make_arena(tmp_path) as arena:
@@ -521,7 +485,7 @@ def test_a_cut_that_is_committed_already_is_no_last_will(tmp_path: Path) -> None
     assert committed(storage) == [5] and again.said() == []
 
 
-def test_cuts_of_another_attempt_are_no_last_will(tmp_path: Path) -> None:
+def test_cuts_of_another_attempt_are_no_final_save(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
     with make_arena(tmp_path) as arena:
@@ -532,7 +496,7 @@ def test_cuts_of_another_attempt_are_no_last_will(tmp_path: Path) -> None:
     assert committed(storage) == []
 
 
-def test_the_last_will_of_several_ranks_is_the_newest_cut_that_all_have(tmp_path: Path) -> None:
+def test_the_final_save_of_several_ranks_is_the_newest_cut_that_all_have(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage, world_size=3)
     desks, _ = ranks(storage, tmp_path, 3)
@@ -547,7 +511,7 @@ def test_the_last_will_of_several_ranks_is_the_newest_cut_that_all_have(tmp_path
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_last_will_waits_for_ranks_that_notice_later_that_another_died(tmp_path: Path, late: int) -> None:
+def test_a_final_save_waits_for_ranks_that_notice_later_that_another_died(tmp_path: Path, late: int) -> None:
     """One that waits for a collective ends when its watchdog does, which is later than a save may take."""
     storage, waiter = MemoryStorage(), SystemWaiter()
     begin(storage, world_size=2)
@@ -569,7 +533,7 @@ def test_a_last_will_waits_for_ranks_that_notice_later_that_another_died(tmp_pat
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_last_will_that_waits_for_others_ends_when_another_attempt_begins(tmp_path: Path, rank: int) -> None:
+def test_a_final_save_that_waits_for_others_ends_when_another_attempt_begins(tmp_path: Path, rank: int) -> None:
     storage = MemoryStorage()
     begin(storage, world_size=2)
     desk = Desk(storage, tmp_path, SystemWaiter(), rank=rank, world_size=2, linger_s=10**6)
@@ -602,7 +566,7 @@ def test_an_order_that_only_some_trainers_gave_before_they_died_holds_nobody_up(
     assert committed(storage) == [5] and waiter.time_s < 20.0
 
 
-def test_a_trainer_that_has_left_has_no_last_will(tmp_path: Path) -> None:
+def test_a_trainer_that_has_left_has_no_final_save(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
     with make_arena(tmp_path) as arena:
@@ -615,7 +579,7 @@ def test_a_trainer_that_has_left_has_no_last_will(tmp_path: Path) -> None:
     assert committed(storage) == [5] and desk.said() == [(5, "")]
 
 
-def test_a_last_will_has_all_its_time_however_long_ago_the_last_order_was(tmp_path: Path) -> None:
+def test_a_final_save_has_all_its_time_however_long_ago_the_last_order_was(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
     waiter = EventWaiter(storage)
@@ -672,7 +636,7 @@ def test_no_cut_is_persisted_that_is_no_newer_than_what_any_rank_knows_committed
     waiter = EventWaiter(storage)
 
     def say(rank: int, exchange: object) -> int | None:
-        return agree_on_will(
+        return agree_on_final_save(
             storage,
             7,
             [(4, 5), (5, 6)][rank],
@@ -730,7 +694,7 @@ def test_an_agent_that_died_within_a_save_is_not_waited_for_when_another_attempt
     assert desks[0].persister.join(PATIENCE_S) and desks[0].said() == [(5, "attempt_superseded")]
 
 
-def test_what_an_agent_left_unfinished_is_found_committed_or_done_by_the_next(tmp_path: Path) -> None:
+def test_what_an_agent_committed_and_did_not_report_is_found_by_the_next(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
     with make_arena(tmp_path) as arena:
@@ -739,29 +703,11 @@ def test_what_an_agent_left_unfinished_is_found_committed_or_done_by_the_next(tm
         serve(first, (5, 0))
         fill(arena, 6)
         second = Desk(storage, tmp_path, EventWaiter(storage))
-        second.order(5, 0, again=True)
-        second.order(6, 1, again=True)
+        second.order(6, 1)
         second.persister.leave()
         run(second)
-    assert second.said() == [(5, ""), (6, "")] and [one.slot for one in second.outcomes] == [1, 2]
+    assert second.said() == [(6, "")] and [one.slot for one in second.outcomes] == [2]
     assert committed(storage) == [5, 6]
-
-
-def test_what_an_agent_gave_up_before_it_died_stays_given_up(tmp_path: Path) -> None:
-    storage = MemoryStorage()
-    begin(storage)
-    with make_arena(tmp_path) as arena:
-        fill(arena, 6)
-        first = Desk(FaultyStorage(storage, fail_at={("put_new", 1): Fault.ERROR}), tmp_path, EventWaiter(storage))
-        first.order(5, 0)  # there is no such cut
-        first.persister.leave()
-        run(first)
-        storage.put(SaveId(attempt=0, step=5, number=0).failure_path(0), [b"save_left_out\nno memory"])
-        second = Desk(storage, tmp_path, EventWaiter(storage))
-        second.order(5, 0, again=True)
-        second.persister.leave()
-        run(second)
-    assert second.said() == [(5, "save_left_out")] and "no memory" in second.outcomes[0].text
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -769,10 +715,10 @@ def test_what_an_agent_gave_up_before_it_died_stays_given_up(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "kind", ["put", *(pytest.param(one, marks=pytest.mark.soak) for one in ("put_new", "list", "read"))]
 )
-def test_an_agent_of_several_ranks_killed_at_any_call_is_replaced_and_the_save_goes_on(
+def test_an_agent_of_several_ranks_killed_at_any_call_is_replaced_and_the_next_save_is_done(
     tmp_path: Path, kind: str, killed: int
 ) -> None:
-    """The other rank's agent has not noticed anything: both commit the cut, or hear why not."""
+    """Its trainer reports the save as failed, which ends the other rank's wait; the next save is done by all."""
     for n in range(1, 100):
         storage, folder = MemoryStorage(), tmp_path / str(n)
         begin(storage, world_size=2)
@@ -782,18 +728,24 @@ def test_an_agent_of_several_ranks_killed_at_any_call_is_replaced_and_the_save_g
         for arena, desk in zip(arenas, desks, strict=True):
             fill(arena, 5)
             desk.order(5, 0)
-            desk.persister.leave()
             desk.persister.start()
+        desks[killed].persister.leave()
         assert desks[killed].persister.join(PATIENCE_S)
-        if faulty.dead and not desks[killed].said():
-            desks[killed] = Desk(storage, folder, waiter, rank=killed, world_size=2)
-            desks[killed].order(5, 0, again=True)
-            desks[killed].persister.leave()
-            desks[killed].persister.start()
+        failed = faulty.dead and not desks[killed].said()
+        if failed:
+            other = desks[1 - killed].persister
+            other.give_up(GivenUp(step=5, number=0, failure="save_failed\nthe agent was killed"))
+            storage.put("anything", [b""])  # an `EventWaiter` looks again
+        desks[killed] = Desk(storage, folder, waiter, rank=killed, world_size=2)
+        desks[killed].persister.start()
+        for arena, desk in zip(arenas, desks, strict=True):
+            fill(arena, 6)
+            desk.order(6, 1)
+            desk.persister.leave()
         for desk in desks:
             assert desk.persister.join(PATIENCE_S), f"rank {desk.persister.rank} does not end: {n}"
-            assert desk.said() == [(5, "")], (n, desk.outcomes)
-        assert committed(storage) == [5] and holds(storage, 5, 2)
+            assert desk.said()[-1] == (6, ""), (n, desk.outcomes)
+        assert committed(storage) in ([5, 6], [6] if failed else []) and holds(storage, 6, 2)
         if not faulty.dead:
             return
     raise AssertionError("the sweep did not come to its end")
@@ -818,14 +770,17 @@ def test_an_agent_killed_at_any_call_of_the_store_loses_no_commit_and_leaves_no_
             told = dict(first.said()).get(5) == ""
             assert not told or committed(storage) == [5]
             second = Desk(storage, folder, EventWaiter(storage))
-            if n % 2:  # the trainer lives, and orders it again; or it dies, too
-                second.order(5, 0, again=True)
+            if n % 2:  # the trainer lives, and saves again; or it dies, too
+                fill(arena, 6)
+                second.order(6, 1)
                 second.persister.leave()
             else:
                 second.persister.die()
             run(second)
-            assert committed(storage) == [5] and holds(storage, 5)
-            assert n % 2 == 0 or second.said() == [(5, "")]
+            newest = 6 if n % 2 else 5
+            assert committed(storage)[-1] == newest and holds(storage, newest)
+            assert n % 2 == 0 or second.said() == [(6, "")]
+            assert not told or committed(storage)[0] == 5
         if not faulty.dead:
             return
     raise AssertionError("the sweep did not come to its end")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lakeckpt.checkpoint.log import read_log
-from lakeckpt.checkpoint.waiting import SystemWaiter
+from lakeckpt.checkpoint.persist.log import read_log
+from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.rig import RUN, SETTINGS, Desk, attempt, begin, fill, make_arena
 from tests.checkpoint.rig import Counter, EventWaiter, MemoryStorage, manager
 from tests.patience import PATIENCE_S
@@ -29,7 +29,7 @@ def ended(desk: Desk, end: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_last_will_of_a_run_that_was_removed_is_not_done(tmp_path: Path, rank: int) -> None:
+def test_the_final_save_of_a_run_that_was_removed_is_not_done(tmp_path: Path, rank: int) -> None:
     storage = MemoryStorage()
     begin(storage, world_size=2)
     with make_arena(tmp_path, rank, 2) as arena:
@@ -41,7 +41,7 @@ def test_the_last_will_of_a_run_that_was_removed_is_not_done(tmp_path: Path, ran
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_last_will_that_waits_for_other_ranks_sees_that_the_run_was_removed(tmp_path: Path, rank: int) -> None:
+def test_a_final_save_that_waits_for_other_ranks_sees_that_the_run_was_removed(tmp_path: Path, rank: int) -> None:
     storage = MemoryStorage()
     begin(storage, world_size=2)
     desk = Desk(storage, tmp_path, SystemWaiter(), rank=rank, world_size=2, linger_s=10**6)
@@ -69,7 +69,7 @@ def test_orders_of_a_trainer_that_is_gone_do_not_bring_a_removed_run_back(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["objects/", "parts/"])
-def test_a_run_that_is_removed_while_a_last_will_is_written_is_not_begun_again(tmp_path: Path, kind: str) -> None:
+def test_a_run_that_is_removed_while_a_final_save_is_written_is_not_begun_again(tmp_path: Path, kind: str) -> None:
     class Removed(MemoryStorage):
         def put(self, path: str, chunks: object) -> int:
             size = super().put(path, chunks)  # type: ignore[arg-type]

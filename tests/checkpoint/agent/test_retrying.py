@@ -10,7 +10,7 @@ import pytest
 
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.errors import ConditionalPutUnsupported, ObjectChanged, ObjectExists, ObjectMissing, StorageError
-from lakeckpt.lake.storage import Storage, describe
+from lakeckpt.lake.storage.base import Storage, describe
 
 CALLS: dict[str, Callable[[Storage], Any]] = {
     "list": lambda storage: storage.list("folder"),

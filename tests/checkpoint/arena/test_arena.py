@@ -27,7 +27,7 @@ from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.filling import Filling, Run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
-from lakeckpt.checkpoint.digests import leaf_digests
+from lakeckpt.checkpoint.format.digests import leaf_digests
 from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaInUse, ArenaTooLarge
 
 SLICE, SLICES = 64, 5

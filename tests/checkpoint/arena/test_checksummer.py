@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import random
 import signal
 import subprocess
-import sys
-import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +13,9 @@ import pytest
 
 from lakeckpt.checkpoint.arena import checksummer as module
 from lakeckpt.checkpoint.arena.checksummer import Checksummer
-from lakeckpt.checkpoint.digests import leaf_digests
+from lakeckpt.checkpoint.format.digests import leaf_digests
 from lakeckpt.errors import ArenaError
+from tests.checkpoint.arena.summing import summing
 from tests.patience import PATIENCE_S
 
 LEAF = 1000
@@ -34,18 +30,15 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def checksummer(file: Path) -> Iterator[Checksummer]:
-    found = Checksummer(str(file), leaf_bytes=LEAF)
-    yield found
-    found.close()
-    assert found._process.returncode is not None
+def running(file: Path) -> Iterator[tuple[Checksummer, subprocess.Popen[bytes]]]:
+    with summing(file.parent) as found:
+        found[0].use(file.name, leaf_bytes=LEAF)
+        yield found
 
 
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone before, or while, it is read
-        return False
+@pytest.fixture
+def checksummer(running: tuple[Checksummer, subprocess.Popen[bytes]]) -> Checksummer:
+    return running[0]
 
 
 def test_checksums_are_those_of_this_process_in_the_order_of_asking(file: Path, checksummer: Checksummer) -> None:
@@ -76,57 +69,15 @@ def test_more_answers_than_a_pipe_holds_keep_nobody_waiting(file: Path, checksum
     assert all(checksummer.take() == expected for _ in range(100))
 
 
-def test_one_that_was_killed_is_an_error(file: Path, checksummer: Checksummer) -> None:
-    checksummer.ask([(0, LEAF)])
-    assert len(checksummer.take()) == 16
-    os.kill(checksummer._process.pid, signal.SIGKILL)
-    checksummer._process.wait(PATIENCE_S)
-    with pytest.raises(ArenaError, match=r"process \d+, which takes the checksums of an arena, does not answer"):
-        checksummer.ask([(0, LEAF)])
-    checksummer._asked.append(16)
-    with pytest.raises(ArenaError, match="its exit status is -9"):
-        checksummer.take()
-
-
-def test_signals_that_end_trainers_leave_it_to_its_trainer(file: Path, checksummer: Checksummer) -> None:
-    checksummer.ask([(0, LEAF)])
-    checksummer.take()
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        os.kill(checksummer._process.pid, ignored)
-    checksummer.ask([(0, LEAF)])
-    assert len(checksummer.take()) == 16
-
-
-def test_it_ends_with_a_trainer_that_was_killed(file: Path) -> None:
-    script = """
-        import sys, time
-        from lakeckpt.checkpoint.arena.checksummer import Checksummer
-        found = Checksummer(sys.argv[1], leaf_bytes=1000)
-        found.ask([(0, 1000)])
-        found.take()
-        print(found._process.pid, flush=True)
-        time.sleep(1000)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None
-        process = int(trainer.stdout.readline())
-        assert is_alive(process)
-        trainer.kill()
-    until = time.monotonic() + PATIENCE_S
-    while is_alive(process):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_one_that_is_stopped_is_waited_for_and_then_given_up(
-    file: Path, checksummer: Checksummer, monkeypatch: pytest.MonkeyPatch
+    running: tuple[Checksummer, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    checksummer, process = running
     monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(module, "_ONCE_MORE_S", 0.1)
     checksummer.ask([(0, LEAF)])
     checksummer.take()
-    os.kill(checksummer._process.pid, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
     checksummer.ask([(0, LEAF)])
     with pytest.raises(ArenaError, match="nothing came in"):
         checksummer.take()
@@ -134,57 +85,28 @@ def test_one_that_is_stopped_is_waited_for_and_then_given_up(
         checksummer.ask([(0, LEAF)] * 10_000)  # more than the pipe holds
 
 
-def opened_by(process: int) -> set[str]:
-    """What the process has open. It may be closing some of it meanwhile."""
-    found = set()
-    for one in os.listdir(f"/proc/{process}/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found.add(os.readlink(f"/proc/{process}/fd/{one}"))
-    return found
+def test_a_process_that_was_killed_is_an_error(running: tuple[Checksummer, subprocess.Popen[bytes]]) -> None:
+    checksummer, process = running
+    checksummer.ask([(0, LEAF)])
+    assert len(checksummer.take()) == 16
+    process.kill()
+    process.wait(PATIENCE_S)
+    with pytest.raises(ArenaError, match="the agent, which takes the checksums of an arena, does not answer"):
+        checksummer.ask([(0, LEAF)])
+    checksummer._asked.append(16)
+    with pytest.raises(ArenaError, match="it has ended"):
+        checksummer.take()
 
 
-def test_one_that_was_closed_is_an_error_for_whoever_still_has_it(file: Path) -> None:
-    found = Checksummer(str(file), leaf_bytes=LEAF)
-    found.ask([(0, LEAF)])
-    found.close()
-    for call in (lambda: found.ask([(0, LEAF)]), found.take):
-        with pytest.raises(ArenaError, match="it was closed"):
-            call()
-
-
-def test_forked_children_keep_it_neither_alive_nor_waited_for(file: Path) -> None:
-    found = Checksummer(str(file), leaf_bytes=LEAF)
-    child = os.fork()
-    if not child:
-        time.sleep(1000)  # longer than any test may take
-        os._exit(0)
-    try:
-        assert found._to.fileno() >= 0 and len(os.listdir(f"/proc/{child}/fd")) > 0
-        pipes = {os.readlink(f"/proc/self/fd/{pipe.fileno()}") for pipe in (found._to, found._from)}
-        until = time.monotonic() + PATIENCE_S
-        while pipes & opened_by(child):
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        found.ask([(0, LEAF)])
-        assert len(found.take()) == 16
-        found.close()
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it waits for its own process only"
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def test_one_that_nobody_refers_to_any_more_is_ended(file: Path) -> None:
-    found = Checksummer(str(file), leaf_bytes=LEAF)
-    process = found._process.pid
-    del found
-    gc.collect()
-    assert not is_alive(process)
-
-
-def test_an_arena_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    found = Checksummer(str(tmp_path / "none"), leaf_bytes=LEAF)
-    found._process.wait(PATIENCE_S)
+def test_an_arena_that_is_gone_is_an_error_and_another_one_can_be_used(
+    running: tuple[Checksummer, subprocess.Popen[bytes]], file: Path
+) -> None:
+    checksummer, _ = running
+    (file.parent / "other").write_bytes(b"x" * LEAF)
+    checksummer.use("other", leaf_bytes=LEAF // 2)
+    checksummer.ask([(0, LEAF)])
+    assert checksummer.take() == leaf_digests(b"x" * LEAF, LEAF // 2)
+    checksummer.use("none", leaf_bytes=LEAF)
+    checksummer.ask([(0, 1)])
     with pytest.raises(ArenaError, match="does not answer"):
-        found.ask([(0, 1)])
-    found.close()
+        checksummer.take()

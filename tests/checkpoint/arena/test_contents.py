@@ -15,10 +15,10 @@ from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTab
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.arena.slices import plan_slices
-from lakeckpt.checkpoint.digests import LEAF_BYTES, leaf_digests
-from lakeckpt.checkpoint.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.errors import ArenaDamaged, WireError
-from lakeckpt.wire.codec import dumps
+from lakeckpt.wire.envelope import dumps
 
 SPECS = [
     TensorSpec(key="model/weight", dtype="float32", shape=(5, 7)),

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.checkpoint.arena.slices import fitting_slice_bytes, plan_slices
-from lakeckpt.checkpoint.digests import LEAF_BYTES
-from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES
+from lakeckpt.lake.storage.direct import PAGE_BYTES, STRAIGHT_BYTES
 
 
 @given(st.lists(st.integers(0, 700), max_size=30), st.integers(1, 8))

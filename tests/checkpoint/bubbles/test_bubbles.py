@@ -12,13 +12,11 @@ import torch
 from torch import nn
 
 from lakeckpt.checkpoint.bubbles import watch
-from lakeckpt.checkpoint.bubbles.keeper import ProfileKeeper
-from lakeckpt.checkpoint.bubbles.profile import BUBBLES, read_profiles
+from lakeckpt.checkpoint.bubbles.profile import BUBBLES, ProfileKeeper, read_profiles, shares
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
 from lakeckpt.checkpoint.report import SaveWarning
-from lakeckpt.core.bubble_record import shares
 from lakeckpt.errors import ConfigError, StorageError
-from lakeckpt.lake.storage import open_storage
+from lakeckpt.lake.storage.open import open_storage
 from tests.checkpoint.rig import MemoryStorage, manager, train_step, training
 from tests.patience import PATIENCE_S
 
@@ -67,7 +65,7 @@ def test_the_last_iterations_are_saved_beside_a_run(tmp_path: Path) -> None:
     for step in range(3):
         bubbles.gate.cut(step)
     storage = open_storage(tmp_path)
-    bubbles.save(storage, attempt=1, rank=0, world_size=1)
+    bubbles.kept(storage, attempt=1, rank=0, world_size=1).end()
     (profile,) = read_profiles(storage)
     assert [one.step for one in profile.records] == [0, 1]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lakeckpt.checkpoint.bubbles.ddp import _Watched
+from lakeckpt.checkpoint.bubbles.collectives import _BucketHook
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
 
 Future = torch.futures.Future[torch.Tensor]
@@ -37,7 +37,7 @@ def test_the_bubble_lasts_until_every_bucket_is_summed() -> None:
         futures.append(torch.futures.Future())
         return futures[-1]
 
-    hook = _Watched(gate, sums, "state", "ddp")
+    hook = _BucketHook(gate, sums, "state")
     gate.cut(0)
     returned = [hook(None, Bucket(last)) for last in (False, False, True)]  # type: ignore[arg-type]
     futures[0].set_result(torch.zeros(1))
@@ -52,7 +52,7 @@ def test_buckets_that_are_summed_while_the_rank_computes_are_no_bubble() -> None
     gate = BubbleGate()
     done: Future = torch.futures.Future()
     done.set_result(torch.zeros(1))
-    hook = _Watched(gate, lambda state, bucket: done, None, "ddp")
+    hook = _BucketHook(gate, lambda state, bucket: done, None)
     gate.cut(0)
     hook(None, Bucket(False))  # type: ignore[arg-type]
     assert sites(gate, 1) == []

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from lakeckpt.checkpoint.bubbles.device import DeviceGate
-from lakeckpt.core.bubble_policy import BubblePolicy, IdleWindow
-from lakeckpt.core.bubble_record import shares
+from lakeckpt.checkpoint.bubbles.policy import BubblePolicy, IdleWindow
+from lakeckpt.checkpoint.bubbles.profile import shares
 from tests.patience import PATIENCE_S
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from lakeckpt.checkpoint.bubbles.data import watch_data
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.core.bubble_record import shares
+from lakeckpt.checkpoint.bubbles.profile import shares
+from lakeckpt.checkpoint.bubbles.watch import watch_data
 from tests.patience import PATIENCE_S
 
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, profile_path, read_profiles, save_profile
-from lakeckpt.checkpoint.bubbles.trace import trace_of
+from lakeckpt.checkpoint.bubbles.policy import IdleWindow
+from lakeckpt.checkpoint.bubbles.profile import (
+    BubbleProfile,
+    IterationRecord,
+    MovedSlice,
+    profile_path,
+    read_profiles,
+    save_profile,
+)
 from lakeckpt.cli.main import main
-from lakeckpt.core.bubble_policy import IdleWindow
-from lakeckpt.core.bubble_record import IterationRecord, MovedSlice
+from lakeckpt.cli.report import trace_of
 from lakeckpt.errors import NewerFormat, WireDamaged
-from lakeckpt.lake.storage import Storage, open_storage
-from lakeckpt.wire.codec import dumps
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.storage.open import open_storage
+from lakeckpt.wire.envelope import dumps
 
 RECORD = IterationRecord(
     step=7,
     begin_s=10.0,
     end_s=11.0,
     windows=(
-        IdleWindow(site="pipeline after 0F1 0", kind="bubble", begin_s=10.2, end_s=10.4),
+        IdleWindow(site="pipeline 3", kind="bubble", begin_s=10.2, end_s=10.4),
         IdleWindow(site="forward 0", kind="free", begin_s=10.5, end_s=10.6),
     ),
     slices=(
@@ -87,28 +93,13 @@ def test_a_damaged_profile_is_told(run: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_trace_shows_ranks_side_by_side_on_one_clock() -> None:
     events = trace_of([profile(0), profile(1)])["traceEvents"]
-    iterations = [one for one in events if one.get("cat") == "iterations"]
-    assert [(one["pid"], one["ts"], one["dur"]) for one in iterations] == [
-        (0, 0, 1e6),
-        (0, 0, 1e6),
-        (1, 1e6, 1e6),
-        (1, 1e6, 1e6),
-    ]
-    slices = [one["args"] for one in events if one.get("cat") == "slices" and one["pid"] == 0][:2]
-    assert [(one["size_bytes"], one["in_bubbles"], one["at_the_fence"]) for one in slices] == [
-        (3000, 1.0, False),
-        (1000, 0.0, True),
-    ]
-    assert slices[0]["bytes_per_s"] == pytest.approx(30_000)
-    bubbles = [one for one in events if one.get("cat") == "bubble"]
-    assert len(bubbles) == 4 and {one["name"] for one in bubbles} == {"pipeline after 0F1 0"}
-    assert {one["args"]["name"] for one in events if one["ph"] == "M"} >= {"rank 0", "rank 1", "bubbles"}
-
-
-def test_a_trace_of_nothing_is_one() -> None:
+    iterations = [(one["pid"], one["ts"], one["dur"]) for one in events if one["tid"] == "iterations"]
+    assert iterations == [(0, 0, 1e6), (0, 0, 1e6), (1, 1e6, 1e6), (1, 1e6, 1e6)]
+    slices = [one["args"] for one in events if one["tid"] == "slices" and one["pid"] == 0][:2]
+    assert slices == [{"size_bytes": 3000, "at_the_fence": False}, {"size_bytes": 1000, "at_the_fence": True}]
+    bubbles = [one for one in events if one["tid"] == "bubble"]
+    assert len(bubbles) == 4 and {one["name"] for one in bubbles} == {"pipeline 3"}
     assert trace_of([])["traceEvents"] == []
-    empty = replace(profile(0), records=())
-    assert [one["ph"] for one in trace_of([empty])["traceEvents"]] == ["M"] * 5
 
 
 def test_report_says_where_the_bytes_moved(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +112,7 @@ def test_report_says_where_the_bytes_moved(run: Path, tmp_path: Path, capsys: py
     assert (one["moved_bytes"], one["in_bubbles_bytes"], one["outside_bytes"]) == (8000, 6000, 2000)
     assert (one["in_bubbles_share"], one["at_the_fence_bytes"], one["in_free_time_bytes"]) == (0.75, 2000, 0)
     assert [(site["site"], site["times"], site["moved_bytes"]) for site in one["sites"]] == [
-        ("pipeline after 0F1 0", 2, 6000),
+        ("pipeline 3", 2, 6000),
         ("forward 0", 2, 0),
     ]
     assert json.loads(trace.read_text()) == json.loads(json.dumps(trace_of([profile(0), profile(1)])))
@@ -130,7 +121,7 @@ def test_report_says_where_the_bytes_moved(run: Path, tmp_path: Path, capsys: py
 def test_report_speaks_to_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run), "--attempt", "4"]) == 0
     told = capsys.readouterr().out
-    assert "attempt 4, 2 ranks" in told and "75.0%" in told and "pipeline after 0F1" in told
+    assert "attempt 4, 2 ranks" in told and "75.0%" in told and "pipeline 3" in told
 
 
 def test_a_run_without_a_profile_is_no_error_and_no_run_is_one(
@@ -140,8 +131,6 @@ def test_a_run_without_a_profile_is_no_error_and_no_run_is_one(
     (run / "log" / "0000000001.lkc").write_bytes(b"an entry")
     trace = tmp_path / "none.json"
     assert main(["report", str(run), "--attempt", "9", "--trace", str(trace)]) == 0 and not trace.exists()
-    assert "was not written" in " ".join(capsys.readouterr().out.split())
-    assert main(["report", str(run), "--attempt", "9"]) == 0
     assert "no profile" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "there is no run at" in capsys.readouterr().err

@@ -5,7 +5,6 @@ That a rank waits is shown without a clock: the other one goes on only when a sl
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -107,73 +106,23 @@ def watch_pipelines(rank: int, folder: Path) -> None:
     leave()
 
 
-def watch_pipelines_by_gaps(rank: int, folder: Path) -> None:
-    """As with a torch that has no function of which waits could be told."""
-    from lakeckpt.checkpoint.bubbles import pipeline as watches
-
-    store = join(rank, folder, "gaps")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watches, "can_be_told", lambda: False)
-        for name in SCHEDULES:
-            watch_pipeline(rank, name, by_gaps=True)
-        assert watch_pipelines_wait(rank, store)
-    leave()
-
-
-def watch_a_schedule_that_waits_in_its_own_way(rank: int, folder: Path) -> None:
+def watch_pipeline(rank: int, name: str) -> None:
     from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
 
-    join(rank, folder, "own")
-    schedule, _ = pipeline(rank, "ScheduleInterleaved1F1B")
-    gate = BubbleGate()
-    watch_schedule(gate, schedule)
-    with pytest.MonkeyPatch.context() as patch:
-        tell = "lakeckpt.checkpoint.bubbles.pipeline.told_of_waits"
-        patch.setattr(tell, lambda _: contextlib.nullcontext())
-        for number in range(3):
-            gate.cut(number)
-            step(schedule, rank, "ScheduleInterleaved1F1B")
-        gate.cut(3)
-    first, *others = ({window.site for window in record.windows} for record in gate.records())
-    assert not first and all(f"pipeline after {rank}F0 0" in sites for sites in others)
-    leave()
-
-
-def watch_pipeline(rank: int, name: str, *, by_gaps: bool = False) -> None:
-    from torch.distributed.pipelining import schedules
-
-    from lakeckpt.checkpoint.bubbles.pipeline import tables_of, watch_schedule
-
-    wait = schedules._wait_batch_p2p
     bare, bare_modules = pipeline(rank, name)
     schedule, modules = pipeline(rank, name)
     gate = BubbleGate()
-    watch = watch_schedule(gate, schedule)
+    watch_schedule(gate, schedule)
     for number in range(3):
         gate.cut(number)
         step(schedule, rank, name)
-        step(bare, rank, name)
+        step(bare, rank, name)  # nobody watches it
     gate.cut(3)
     for mine, other in zip(modules, bare_modules, strict=True):
         for one, two in zip(mine.parameters(), other.parameters(), strict=True):
             assert one.grad is not None and two.grad is not None and torch.equal(one.grad, two.grad)
-    sites = {window.site for window in gate.records()[-1].windows}
-    actions = {f"pipeline after {one}" for one in tables_of(schedule)[rank]}
-    predicted = watch.predicted()
-    assert all(length > 0 for length in predicted.values())
-    # Where ranks have stages of both ends, these fill each other's gaps: by what the calls took, there may be none.
-    assert predicted or name in V_SCHEDULES, f"by its table and calls, rank {rank} never waits in {name}"
-    if by_gaps:
-        assert {"pipeline begin 0", *(f"{one} 0" for one in actions)} <= sites, (name, actions, sites)
-        assert {f"{site} 0" for site in predicted} <= sites
-    else:
-        assert sites and {site.rpartition(" ")[0] for site in sites} <= {"pipeline begin", *actions}, (name, sites)
-        assert {f"{site} 0" for site in predicted} & sites or not predicted, (name, predicted, sites)
-    watch.close()
-    assert not {"step", "_compute_loss"} & set(vars(schedule))
-    stages = [schedule._stage] if name in SINGLE_SCHEDULES else schedule._stages
-    assert all("forward_one_chunk" not in vars(stage) for stage in stages)
-    assert schedules._wait_batch_p2p is wait
+    second, third = ([window.site for window in record.windows] for record in gate.records()[1:])
+    assert second == third == [f"pipeline {number}" for number in range(len(third))] and third, name
 
 
 def watch_pipelines_wait(rank: int, store: dist.Store) -> bool:
@@ -231,7 +180,7 @@ def watch_shards(rank: int, store: dist.Store) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from lakeckpt.checkpoint.bubbles.fsdp import watch_forward, watch_fsdp
+    from lakeckpt.checkpoint.bubbles.collectives import watch_forward, watch_fsdp
     from lakeckpt.errors import ConfigError
 
     mesh = init_device_mesh("cpu", (2,))
@@ -243,30 +192,20 @@ def watch_shards(rank: int, store: dist.Store) -> None:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    assert watch_fsdp(gate, model) == watch_fsdp(gate, model) > 0
-    handles = watch_forward(gate, model)
+    watch_fsdp(gate, model)
+    watch_forward(gate, model)
     copier = Copier(gate, dist.PrefixStore("shards", store)) if rank == 0 else None
     gate.cut(0)
     model(torch.ones(2, WIDTH)).sum().backward()
     gate.cut(1)
     kinds = {(one.site.rpartition(" ")[0], one.kind) for one in gate.records()[0].windows}
     assert kinds == {("fsdp gather", "bubble"), ("fsdp scatter", "bubble"), ("forward", "free")}
-    for handle in handles:
-        handle.remove()
     if copier is not None:
         copier.join(PATIENCE_S)
 
 
 def test_pipelines_wait_where_the_gate_says_and_compute_the_same(tmp_path: Path) -> None:
     run_processes(2, watch_pipelines, tmp_path)
-
-
-def test_pipelines_of_a_torch_that_cannot_tell_of_waits_are_watched_by_their_gaps(tmp_path: Path) -> None:
-    run_processes(2, watch_pipelines_by_gaps, tmp_path)
-
-
-def test_a_schedule_that_waits_in_its_own_way_is_watched_by_its_gaps_from_the_second_step_on(tmp_path: Path) -> None:
-    run_processes(2, watch_a_schedule_that_waits_in_its_own_way, tmp_path)
 
 
 def test_ddp_and_fsdp_wait_where_the_gate_says_and_sum_the_same(tmp_path: Path) -> None:
@@ -279,3 +218,50 @@ def test_what_is_no_schedule_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="Schedule1F1B"):
         watch_schedule(BubbleGate(), nn.Linear(2, 2))
+
+
+def test_a_torch_that_waits_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.pipelining import schedules
+
+    from lakeckpt.checkpoint.bubbles import pipeline as watches
+    from lakeckpt.errors import ConfigError
+
+    monkeypatch.setattr(watches, "is_schedule", lambda what: True)
+    monkeypatch.delattr(schedules, "_wait_batch_p2p")
+    with pytest.raises(ConfigError, match="idle"):
+        watches.watch_schedule(BubbleGate(), object())
+
+
+def test_waits_of_other_threads_and_of_nothing_are_not_reported() -> None:
+    from torch.distributed.pipelining import schedules
+
+    from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
+
+    class Work:
+        waited = 0
+
+        def wait(self) -> None:
+            self.waited += 1
+
+    class Schedule(schedules.PipelineScheduleSingle):
+        def __init__(self) -> None:
+            """No stage."""
+
+        def step(self, work: Any) -> None:  # type: ignore[override]
+            schedules._wait_batch_p2p([])
+            thread = threading.Thread(target=schedules._wait_batch_p2p, args=([work],))
+            thread.start()
+            thread.join()
+            schedules._wait_batch_p2p([work])
+
+        def _step_microbatches(self, *args: Any, **how: Any) -> None:
+            """Nothing."""
+
+    gate, work, schedule = BubbleGate(), Work(), Schedule()
+    watch_schedule(gate, schedule)
+    gate.cut(0)
+    schedule.step(work)
+    schedules._wait_batch_p2p([work])
+    gate.cut(1)
+    assert work.waited == 3
+    assert [one.site for one in gate.records()[0].windows] == ["pipeline 0"]

@@ -9,8 +9,8 @@ from typing import Any
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
-from lakeckpt.core.bubble_record import shares
+from lakeckpt.checkpoint.bubbles.profile import shares
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
 from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps
 from tests.patience import PATIENCE_S

@@ -11,13 +11,15 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from lakeckpt.checkpoint.capturing.packing import Batch
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.capture.links import Batch, Link
 
-__all__ = ["Device", "SimulatedLink"]
+__all__ = ["Device", "LinkedEngine", "SimulatedLink"]
 
 
 class Event:
@@ -128,3 +130,14 @@ class SimulatedLink:
 
     def pin(self, memory: torch.Tensor, /) -> Callable[[], None]:
         return lambda: None
+
+
+class LinkedEngine(CaptureEngine):
+    """An engine that takes ``links`` for the links of devices, and so much of their memory."""
+
+    def __init__(
+        self, *args: Any, links: Mapping[torch.device, Link], scratch_bytes: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.scratch_bytes = self.scratch_bytes if scratch_bytes is None else scratch_bytes
+        self.open_link = links.get

@@ -12,9 +12,9 @@ from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
-from lakeckpt.checkpoint.capture import capture
-from lakeckpt.checkpoint.tensors import host_bytes, on_host
-from lakeckpt.checkpoint.tree import tree_from_bytes
+from lakeckpt.checkpoint.state.snapshot import snapshot
+from lakeckpt.checkpoint.state.tensors import host_bytes, on_host
+from lakeckpt.checkpoint.state.tree import tree_from_bytes
 
 IDENTITY = ArenaIdentity(run=b"r" * 16, rank=0, world=1)
 CUT = b"c" * 16
@@ -24,11 +24,10 @@ State = tuple[dict[str, Any], dict[str, bytes]]
 
 def state_of(objects: Mapping[str, Any]) -> State:
     """The state of ``objects`` now, copied by the synchronous path."""
-    taken = capture(objects)
-    tensors = {key: tensor for flat in taken.items for key, tensor in flat.tensors.items()}
+    taken = snapshot(objects)
     return (
-        {item: tree_from_bytes(document) for item, document in taken.documents.items()},
-        {key: bytes(host_bytes(on_host(one))) for key, one in tensors.items()},
+        {item: tree_from_bytes(document)[0] for item, document in taken.documents.items()},
+        {key: bytes(host_bytes(on_host(one))) for key, one in taken.tensors.items()},
     )
 
 
@@ -50,7 +49,7 @@ def held_state(arena: Arena, step: int | None = None) -> State:
         assert held is not None, f"there is no generation of step {step}"
         contents = contents_of(held)
         return (
-            {item: tree_from_bytes(document) for item, document in contents.documents.trees.items()},
+            {item: tree_from_bytes(document)[0] for item, document in contents.documents.trees.items()},
             {key: bytes(contents.tensor(key)) for key in contents.specs},
         )
 
@@ -70,7 +69,7 @@ def same(one: Any, other: Any) -> bool:
 
 def assert_same(found: State, expected: State) -> None:
     """That a generation holds the state, every bit of it."""
-    assert same(found[0], expected[0]), "the trees differ"
+    assert same(dict(sorted(found[0].items())), dict(sorted(expected[0].items()))), "the trees differ"
     assert set(found[1]) == set(expected[1])
     assert [key for key in found[1] if found[1][key] != expected[1][key]] == []
 

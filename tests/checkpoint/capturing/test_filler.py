@@ -1,4 +1,4 @@
-"""What a device brings is summed beside: each slice gets its own checksums, and what should be still is compared."""
+"""Slices of a device are summed beside the copier: each gets its own checksums, whoever takes them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lakeckpt.checkpoint.arena.slices import plan_slices
-from lakeckpt.checkpoint.capturing.filler import Filler
+from lakeckpt.checkpoint.capture.filler import Filler
 from lakeckpt.errors import ArenaError
 from tests.patience import PATIENCE_S
 
-SLICES = plan_slices({"still": 60, "other": 164}, slice_bytes=128)  # the first slice holds some of both
+SLICES = plan_slices({"one": 60, "other": 164}, slice_bytes=128)  # the first slice holds some of both
 
 
 class Filling:
@@ -66,25 +66,18 @@ class Helpers:
 
 
 def filler_of(filling: Filling, summer: Summer | None, **more: Any) -> Filler:
-    plan = SimpleNamespace(parted=SimpleNamespace(still=frozenset({"still"})), slices=SLICES)
-    options: dict[str, Any] = {"digests": {}, "doubts": None, "lost": None, "copier": Helpers(), **more}
-    return Filler(plan, filling, checksummer=summer, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"lost": None, "copier": Helpers(), **more}
+    return Filler(filling, checksummer=summer, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("summer", [Summer(), None])
-def test_what_has_changed_though_it_is_still_is_told_wherever_it_is_summed(summer: Summer | None) -> None:
-    moved: list[str] = []
-    digests: dict[tuple[str, int], bytes] = {}
-    for value, expected in ((0, []), (0, []), (7, ["still"])):
-        filling = Filling()
-        filling.data[59], filling.data[130] = value, value + len(digests)
-        doubts = SimpleNamespace(moved=moved.append)
-        filler = filler_of(filling, summer, digests=digests, doubts=doubts)
-        filler.fill_beside([0, 1])
-        filler.wait()
-        assert moved == expected
-        assert summer is None or filling.checksums == {0: b"(0, 128)", 1: b"(128, 228)"}
-        assert summer is not None or filling.here == [0, 1]
+def test_each_slice_gets_its_own_checksums_wherever_it_is_summed(summer: Summer | None) -> None:
+    filling = Filling()
+    filler = filler_of(filling, summer)
+    filler.fill_beside([0, 1])
+    filler.wait()
+    assert summer is None or filling.checksums == {0: b"(0, 128)", 1: b"(128, 228)"}
+    assert summer is not None or filling.here == [0, 1]
 
 
 @pytest.mark.parametrize("when", ["asked", "answering", "given up"])
@@ -113,25 +106,22 @@ def test_a_capture_that_is_given_up_takes_its_answers_with_it() -> None:
     assert filling.checksums == {1: b"(128, 228)"} and not summer.asked
 
 
-@pytest.mark.parametrize("process", [True, False])
-def test_a_capture_that_is_given_up_is_left_by_those_who_are_at_it_first(process: bool) -> None:
+def test_a_capture_that_is_given_up_is_left_by_its_helpers_first() -> None:
     """Its generation is begun again then, by another capture."""
     at_it, may_end, order = threading.Event(), threading.Event(), list[str]()
 
-    def moved(key: str) -> None:
-        at_it.set()
-        assert may_end.wait(PATIENCE_S)
-        order.append("written")
+    class Slow(Filling):
+        def filled(self, number: int) -> None:
+            at_it.set()
+            assert may_end.wait(PATIENCE_S)
+            order.append("written")
 
     def give_up() -> None:
         filler.give_up()
         order.append("given up")
 
-    others = {("still", 0): b"another"}
     with ThreadPoolExecutor(1) as helpers:
-        copier = SimpleNamespace(beside=helpers.submit)
-        doubts = SimpleNamespace(moved=moved)
-        filler = filler_of(Filling(), Summer() if process else None, digests=others, doubts=doubts, copier=copier)
+        filler = filler_of(Slow(), None, copier=SimpleNamespace(beside=helpers.submit))
         filler.fill_beside([0])
         assert at_it.wait(PATIENCE_S)
         giving_up = threading.Thread(target=give_up)

@@ -14,8 +14,8 @@ from torch import nn
 
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
-from lakeckpt.checkpoint.gate import OpenGate
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.capture.gate import OpenGate
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of
 from tests.checkpoint.rig import MemoryStorage
 from tests.patience import PATIENCE_S
@@ -97,6 +97,7 @@ def test_every_kind_of_module_is_captured_as_it_was_at_its_cut(kind: str, tmp_pa
         expected[number] = state_of(objects)
         assert engine.cut(number, attempt="a", cut=CUT, must=True)
         if number == 2:
+            engine.fence()
             objects["model"].load_state_dict(other)
         else:
             step(objects)

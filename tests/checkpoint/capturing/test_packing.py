@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.capturing.moves import Moves, joined
-from lakeckpt.checkpoint.capturing.packing import Batch, packed
+from lakeckpt.checkpoint.capture.links import Batch, packed
+from lakeckpt.checkpoint.capture.moves import Moves, joined
 from tests.checkpoint.capturing.device import Device, SimulatedLink
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
-from lakeckpt.checkpoint.report import CaptureWarning
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of
 
 
@@ -147,22 +146,3 @@ def test_a_module_whose_own_state_dict_was_replaced_is_taken_apart_at_every_cut(
 @pytest.fixture
 def folder(tmp_path: Any) -> ArenaFolder:
     return ArenaFolder(tmp_path / "arenas")
-
-
-def test_two_optimizers_of_the_same_parameters_announce_each_others_updates(folder: ArenaFolder) -> None:
-    """As in adversarial training: one steps each time, the other seldom."""
-    job = Job()
-    job.objects["other"] = other = torch.optim.SGD(job.model.parameters(), lr=0.01)
-    engine = CaptureEngine(job.objects, IDENTITY, folder=folder, slice_bytes=4096)
-    try:
-        other.step()
-        for number in range(1, 6):  # a warning is an error
-            job.step()
-            assert engine.cut(number, attempt="a", cut=CUT, must=True)
-            engine.wait()
-        with torch.no_grad():
-            job.model.body.weight.add_(1)
-        with pytest.warns(CaptureWarning, match="'(optimizer|other)' changes parameters without saying so"):
-            engine.cut(6, attempt="a", cut=CUT, must=True)
-    finally:
-        engine.close()

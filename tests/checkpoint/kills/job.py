@@ -1,8 +1,8 @@
 """Trainers and their agents that are killed, and what is found afterwards.
 
 `Site` is the place of a run. Its trainers are whole ones (`Trainer`), one for each rank, in processes that are forked
-from one that has torch loaded; agents are processes, too, forked by whoever forks the trainers instead of being started
-anew, which would take half a second. Ranks have a node each, with memory and an agent of its own, or share one.
+from one that has torch loaded; each has an agent, a process, too, forked by whoever forks the trainers instead of being
+started anew, which would take half a second. Ranks have a node each, with memory of its own, or share one.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from types import ModuleType
 
 import torch
 
-from lakeckpt.checkpoint.agent import server
+from lakeckpt.checkpoint.agent import process
 from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
-from lakeckpt.checkpoint.agent.place import AgentPlace
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.foreign.convert import read_state
-from lakeckpt.checkpoint.ledger import read_history
-from lakeckpt.checkpoint.log import LOG
-from lakeckpt.checkpoint.manifest import Manifest
-from lakeckpt.checkpoint.verify import verify
+from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.interop.run_state import RunState
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.persist.log import LOG
 from lakeckpt.errors import ArenaDamaged
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.test_agent import ended
 from tests.checkpoint.capturing.stamped import Own, check_stamps
-from tests.checkpoint.kills.points import Doom, Notes, Points, agent, trainer
-from tests.checkpoint.kills.trainer import WAITS, Trainer
+from tests.checkpoint.kills.points import MOST_RANKS, Doom, Notes, Points, agent, trainer
+from tests.checkpoint.kills.trainer import ASKS_AGENT, WAITS, Trainer
 from tests.patience import PATIENCE_S
 
 __all__ = ["Site", "adopt"]
@@ -54,7 +53,7 @@ class Site:
     ``shares``: its ranks share a node. ``device``: the state lies on a (simulated) device, and not in host memory.
     ``waits``: in its midst, trainers wait for what is being persisted. Where they never do, captures want memory that
     is being persisted, some are left out, on one rank these and on another one those, and ranks need not keep a step
-    that all of them had.
+    that all of them had. ``agents_count_after``: the points of agents count when this many kills have happened.
     """
 
     def __init__(
@@ -66,10 +65,12 @@ class Site:
         device: bool = False,
         persist_every: int = 2,
         waits: bool = True,
+        agents_count_after: int = 0,
     ) -> None:
         self.root, self.run = root, root / "run"
         self.ranks, self.shares, self.device = ranks, shares, device
         self.persist_every, self.waits = persist_every, waits
+        self.agents_count_after = agents_count_after
         self.notes = Notes()
         self.agents: list[int] = []
         self.trainings = 0
@@ -127,15 +128,14 @@ class Site:
             assert found, f"trainers hang: {self.failure}"
             for one in found:
                 rank = trainers[one]
-                asked = _asked(one)
+                asked, pipes = _asked(one)
                 if asked == WAITS:
                     waiting.add(rank)
-                elif asked:
-                    node = self.node(rank)
-                    self._start_agent(*json.loads(asked), node, *(() if started[node] else (dooms, modules)))
-                    started[node] += 1
+                elif asked == ASKS_AGENT:
+                    pid = self._start_agent(rank, pipes, *(() if started[rank] else (dooms, modules)))
+                    started[rank] += 1
                     with contextlib.suppress(OSError):  # the trainer may be dead
-                        one.send(b"+")
+                        one.send(b"%d" % pid)
                 else:
                     codes[rank] = self._ended(rank)
                     del trainers[one]
@@ -186,7 +186,8 @@ class Site:
         failure = (self.root / f"failure of {name}").open("a")
         try:
             faulthandler.dump_traceback_later(_HANGS_S, exit=True, file=failure)
-            points = Points(self.notes, name, dooms)
+            after = self.agents_count_after if name.startswith("agent") else 0
+            points = Points(self.notes, name, dooms, after=after)
             if points.doom is not None or not any(":" in one.label for one in dooms):
                 points.watch(modules)
             body(points)
@@ -200,53 +201,44 @@ class Site:
             os._exit(status)
 
     def _start_agent(
-        self, arenas: str, run: str, node: int, dooms: Sequence[Doom] = (), modules: tuple[ModuleType, ...] = ()
-    ) -> None:
-        """Start an agent as `AgentLink` does, by a process that ends when trainers can connect."""
-        name = agent(node)
+        self, rank: int, pipes: Sequence[int], dooms: Sequence[Doom] = (), modules: tuple[ModuleType, ...] = ()
+    ) -> int:
+        """Start an agent as `AgentLink` does, by a fork."""
+        name = agent(rank)
+        orders, outcomes, asked, answers, watched, log = pipes
 
         def be(_: Points) -> None:
-            log = os.open(self.root / f"log of {name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(log, 2)
-            asked, listener = os.getpid(), AgentPlace.listener
-
-            def noted(place: AgentPlace) -> socket.socket:
-                self.notes[name] = os.getpid()
-                return listener(place)
-
-            AgentPlace.listener = noted  # type: ignore[method-assign]
-            status = server.main(arenas, run, linger_s=PATIENCE_S)
-            if self.notes[name] != os.getpid():  # it is who has started it, or another one serves
-                os._exit(status if os.getpid() == asked else 0)
+            os.setsid()
+            for one, its in ((orders, 0), (outcomes, 1), (log, 2)):
+                os.dup2(one, its)
+                os.close(one)
+            process.main(asked, answers, watched)
 
         if not (child := os.fork()):
             self._be(name, dooms, modules, be)
-        if os.waitpid(child, 0)[1] != 0:
-            assert self.notes["killed"], f"an agent cannot be started: {self.failure}"
-            self._start_agent(arenas, run, node)
-        elif self.notes[name] not in self.agents:
-            self.agents.append(self.notes[name])
+        for one in pipes:
+            os.close(one)
+        self.notes[name] = child
+        self.agents.append(child)
+        return child
 
     # --- what is found
 
-    def drain(self, nodes: Iterable[int] | None = None) -> None:
-        """Have the agents of nodes (None: all) do what is left to do, and wait for their end."""
-        some = self.agents if nodes is None else [self.notes[agent(node)] for node in nodes]
-        for pid in some:
-            os.kill(pid, signal.SIGTERM)
-        for pid in some:
-            assert ended(pid), "an agent does not end"
-        if nodes is None:
+    def drain(self, ranks: Iterable[int] | None = None) -> None:
+        """Wait for the end of the agents of ranks (None: all), which do first what is left to do."""
+        for rank in () if ranks is None else ranks:
+            assert ended(self.notes[agent(rank)]), "an agent does not end"
+        if ranks is None:
             self.join()
 
     def join(self) -> None:
-        """Wait until all agents have ended. They are children of this process, which is told to adopt them."""
+        """Wait until all agents have ended. They are children of this process."""
         for pid in self.agents:
             assert ended(pid), "an agent does not end"
             os.waitpid(pid, 0)
         self.agents.clear()
-        for node in self.nodes:
-            self.notes[agent(node)] = 0
+        for rank in range(MOST_RANKS):
+            self.notes[agent(rank)] = 0
 
     def kill(self) -> None:
         """Leave no agent behind."""
@@ -267,7 +259,8 @@ class Site:
         return chain[-1].step if chain else 0
 
     def _check(self, one: Manifest, rank: int) -> None:
-        state = read_state(self.run, slot=one.slot, rank=rank)
+        whole = RunState(LocalStorage(self.run), one, rank)
+        state = whole.read(whole.tree)
         own = state.pop("own")["stamps"]
         assert torch.equal(own, Own.of(one.step, rank)), f"the checkpoint of step {one.step}, rank {rank}: {own}"
         found = {float(value) for tensor in _tensors(state) for value in tensor.flatten().tolist()}
@@ -279,7 +272,8 @@ class Site:
         for node in self.nodes:
             folder = ArenaFolder(self.arenas(node))
             for info in folder.found():
-                with contextlib.suppress(ArenaDamaged), folder.open(info.name) as arena:  # it may be being made
+                # It may be being made, or an agent removes it when its steps are in storage: `committed` finds them.
+                with contextlib.suppress(ArenaDamaged, FileNotFoundError), folder.open(info.name) as arena:
                     check_stamps(arena)
                     if arena.layout.identity.world == self.ranks:
                         of_ranks[arena.layout.identity.rank] |= {(one.attempt, one.step) for one in arena.complete()}
@@ -294,12 +288,13 @@ class Site:
         return [info.name for folder in every for info in folder.found()]
 
 
-def _asked(trainer: socket.socket) -> bytes:
-    """What a trainer asks for; nothing where it has ended."""
+def _asked(trainer: socket.socket) -> tuple[bytes, list[int]]:
+    """What a trainer asks for, and with which open files; nothing where it has ended."""
     try:
-        return trainer.recv(4096)
+        asked, pipes, _, _ = socket.recv_fds(trainer, 4096, 8)
     except ConnectionResetError:  # it was killed before it heard an answer
-        return b""
+        return b"", []
+    return asked, pipes
 
 
 def adopt() -> None:

@@ -30,9 +30,9 @@ def trainer(rank: int) -> str:
     return f"trainer {rank}"
 
 
-def agent(node: int) -> str:
-    """The name of the agent of a node."""
-    return f"agent {node}"
+def agent(rank: int) -> str:
+    """The name of the agent of ``rank``."""
+    return f"agent {rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,13 @@ class Notes:
 
 
 class Points:
-    """Counts the points that this process meets, and ends whom that of the ``dooms`` names which is its own."""
+    """Counts the points that this process meets, and ends whom that of the ``dooms`` names which is its own.
 
-    def __init__(self, notes: Notes, process: str, dooms: Iterable[Doom]) -> None:
+    ``after``: points count when this many kills have happened.
+    """
+
+    def __init__(self, notes: Notes, process: str, dooms: Iterable[Doom], *, after: int = 0) -> None:
+        self._after = after
         self.met: Counter[str] = Counter()
         self._notes, self.doom = notes, next((one for one in dooms if one.process == process), None)
         self._lock = threading.Lock()
@@ -79,6 +83,8 @@ class Points:
 
     def meet(self, label: str) -> None:
         """This point is met."""
+        if self._notes["killed"] < self._after:
+            return
         with self._lock:
             self.met[label] += 1
             doom = self.doom

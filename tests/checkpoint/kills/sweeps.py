@@ -15,21 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from lakeckpt.checkpoint import (
-    agreement,
-    background,
-    choosing,
-    commit,
-    opening,
-    publish,
-    records,
-    remembered,
-    restorer,
-    together,
-)
-from lakeckpt.checkpoint.agent import generations, link, persister, server, will
+from lakeckpt.checkpoint import async_save as background
+from lakeckpt.checkpoint import opening
+from lakeckpt.checkpoint.agent import final_save, generations, link, persister
+from lakeckpt.checkpoint.agent import process as agent_process
 from lakeckpt.checkpoint.arena import arena, contents, folder
-from lakeckpt.checkpoint.capturing import capture, copier, engine, hooks, job, moves, store
+from lakeckpt.checkpoint.capture import engine, fence, job, moves, slice_copier, store
+from lakeckpt.checkpoint.persist import agreement, commit, publish, records
+from lakeckpt.checkpoint.restore import choosing, restorer
+from lakeckpt.checkpoint.restore import from_memory as remembered
+from lakeckpt.checkpoint.restore import votes as together
 from tests.checkpoint.kills.job import Site, adopt
 from tests.checkpoint.kills.points import Doom, agent, trainer
 from tests.checkpoint.kills.trainer import LAST, LEFT
@@ -42,11 +37,11 @@ EVERY = os.environ.get("LAKECKPT_EVERY_KILL") == "1"
 SWEEP_S = 14000.0 if EVERY else PATIENCE_S
 Modules = tuple[ModuleType, ...]
 CAPTURING: Modules = (
-    *(engine, capture, copier, hooks, job, store, moves),
+    *(engine, slice_copier, fence, job, store, moves),
     *(arena, folder, background, link, generations),
 )
-PERSISTING: Modules = (server, persister, generations, arena, contents, publish, commit, agreement, records)
-WILLS: Modules = (server, persister, will, records, commit)
+PERSISTING: Modules = (agent_process, persister, generations, arena, contents, publish, commit, agreement, records)
+FINAL_SAVES: Modules = (agent_process, persister, final_save, records, commit)
 RESTORING: Modules = (restorer, opening, arena, folder, contents, generations, choosing, together, remembered)
 MODULES: dict[str, Modules] = {
     "midst": (),
@@ -54,7 +49,7 @@ MODULES: dict[str, Modules] = {
     "behind": (),
     "capturing": CAPTURING,
     "persisting": PERSISTING,
-    "wills": WILLS,
+    "final saves": FINAL_SAVES,
     "restoring": RESTORING,
 }
 """kind of sweep → of which modules the lines are points. Without any, the points are those in the midst of copies and
@@ -65,7 +60,7 @@ updates (``hurried``: of a job that never waits for what is being persisted), or
 class Fate:
     """Who is killed, and what becomes of the job until it is started again.
 
-    ``leaves``: trainers that were not killed find out for themselves, and end. ``drains``: agents do the last will
+    ``leaves``: trainers that were not killed find out for themselves, and end. ``drains``: agents make the final save
     first, and end. ``lost``: the memory of these nodes is gone. ``ranks``: there are so many then.
     """
 
@@ -94,27 +89,30 @@ class Sweep:
     @property
     def of_agents(self) -> bool:
         """Whether the points are those of agents."""
-        return self.kind in ("persisting", "wills")
-
-    @property
-    def nodes(self) -> range:
-        """The nodes of its jobs."""
-        return range(1 if self.shares else self.ranks)
+        return self.kind in ("persisting", "final saves")
 
     def site(self, root: Path) -> Site:
         """The place of one of its jobs."""
         every = 3 if self.kind == "behind" else 2  # the newest step of all ranks is not in storage then
         waits = self.kind != "hurried"
-        return Site(root, ranks=self.ranks, shares=self.shares, device=self.device, persist_every=every, waits=waits)
+        return Site(
+            root,
+            ranks=self.ranks,
+            shares=self.shares,
+            device=self.device,
+            persist_every=every,
+            waits=waits,
+            agents_count_after=len(self.begins()),  # the points of a final save are those behind its trainer's death
+        )
 
     def prepare(self, site: Site) -> None:
         """Where it is to be restored, a job was under way, and all of it was killed."""
         if self.kind == "restoring":
-            site.train(self._ahead(*map(trainer, range(self.ranks)), *map(agent, self.nodes)))
+            site.train(self._ahead(*map(trainer, range(self.ranks)), *map(agent, range(self.ranks))))
 
     def begins(self) -> list[Doom]:
         """What happens before a point is met."""
-        return [self._ahead(*map(trainer, range(self.ranks)))] if self.kind == "wills" else []
+        return [self._ahead(*map(trainer, range(self.ranks)))] if self.kind == "final saves" else []
 
     @staticmethod
     def _ahead(*victims: str) -> Doom:
@@ -131,7 +129,7 @@ class Sweep:
         assert begins or not any(codes), site.failure
         site.drain() if begins else site.join()
         assert site.committed() == (LAST - 1 if begins else LAST)
-        processes = map(agent, self.nodes) if self.of_agents else map(trainer, range(self.ranks))
+        processes = map(agent, range(self.ranks)) if self.of_agents else map(trainer, range(self.ranks))
         return [
             (process, label, hits)
             for process in processes
@@ -161,12 +159,13 @@ class Sweep:
         """What may happen when ``process`` comes to its point."""
         here = number_of(process)
         node = 0 if self.shares else here
-        trainers, agents = tuple(map(trainer, range(self.ranks))), tuple(map(agent, self.nodes))
-        own = trainers if self.shares and self.of_agents else (trainer(here),)
-        of_node = (*(trainers if self.shares else own), agent(node))
+        own_agent = agent(here)
+        trainers, agents = tuple(map(trainer, range(self.ranks))), tuple(map(agent, range(self.ranks)))
+        own = (trainer(here),)
+        of_node = (*trainers, *agents) if self.shares else (*own, own_agent)
         other = trainer((here + 1) % self.ranks)
-        if self.kind == "wills":
-            return [Fate(victims=(agent(node),)), Fate(victims=agents), Fate(victims=agents, ranks=self.ranks % 3 + 1)]
+        if self.kind == "final saves":
+            return [Fate(victims=(own_agent,)), Fate(victims=agents), Fate(victims=agents, ranks=self.ranks % 3 + 1)]
         if self.ranks == 1:
             if self.of_agents:
                 return [Fate(victims=agents), Fate(victims=of_node)]
@@ -182,9 +181,9 @@ class Sweep:
             return [*every, Fate(victims=of_node, lost=(node,)), Fate(victims=(*trainers, *agents))]
         return [
             Fate(victims=own),
-            Fate(victims=(agent(node),)),
+            Fate(victims=(own_agent,)),
             Fate(victims=own, leaves=True),
-            Fate(victims=(*own, agent(node))),
+            Fate(victims=(*own, own_agent)),
             Fate(victims=of_node, lost=(node,)),
             Fate(victims=trainers, drains=True),
             Fate(victims=(*trainers, *agents)),
@@ -217,7 +216,8 @@ class Trial:
             site.drain([number_of(self.doom.process)])
         if any(codes):  # else agents were killed, or nobody was, or an agent came to its point behind trainers' ends
             victims = [one for doom in (self.doom, *begins) for one in doom.victims]
-            assert site.notes["killed"] and any(map(is_trainer, victims)), site.failure
+            # A trainer whose agent is killed raises `SaveFailed` if a save was pending.
+            assert site.notes["killed"] and (any(map(is_trainer, victims)) or LEFT in codes), site.failure
             assert {*codes} <= {0, -signal.SIGKILL, LEFT}, site.failure
             self._go_on()
 
@@ -282,7 +282,7 @@ def is_trainer(process: str) -> bool:
 
 
 def number_of(process: str) -> int:
-    """The rank of a trainer, the node of an agent."""
+    """The rank of a trainer or of its agent."""
     return int(process.partition(" ")[2])
 
 

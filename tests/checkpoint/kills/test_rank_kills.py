@@ -6,7 +6,7 @@ and that is lost though their memory is there, fail. Where one trainer dies the 
 or find that out for themselves; a node may lose its memory, and the job come back on another number of ranks.
 
 The default tests end processes in the midst of copies and updates, ``soak`` at lines of what captures, hands over,
-persists, does last wills and restores; with ``LAKECKPT_EVERY_KILL=1`` at every one of them.
+persists, does final saves and restores; with ``LAKECKPT_EVERY_KILL=1`` at every one of them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def test_where_a_rank_dies_a_step_behind_the_others_all_go_on_from_the_newest_st
 @pytest.mark.parametrize(
     ("kind", "ranks", "shares"),
     [
-        *((kind, 2, False) for kind in ("capturing", "persisting", "wills", "restoring")),
+        *((kind, 2, False) for kind in ("capturing", "persisting", "final saves", "restoring")),
         *((kind, 2, True) for kind in ("persisting", "restoring")),
-        *((kind, 3, False) for kind in ("persisting", "wills")),
+        *((kind, 3, False) for kind in ("persisting", "final saves")),
     ],
 )
 def test_killed_at_a_line_of_what_captures_persists_or_restores_all_ranks_go_on_from_one_whole_cut(

@@ -21,7 +21,7 @@ def test_killed_in_the_midst_of_copies_and_updates_a_job_goes_on_from_a_whole_cu
 @pytest.mark.timeout(14000 if EVERY else 300)
 @pytest.mark.parametrize(
     ("kind", "device"),
-    [("capturing", False), ("capturing", True), ("persisting", False), ("wills", False), ("restoring", False)],
+    [("capturing", False), ("capturing", True), ("persisting", False), ("final saves", False), ("restoring", False)],
 )
 def test_killed_at_a_line_of_what_captures_persists_or_restores_a_job_goes_on_from_a_whole_cut(
     kind: str, device: bool

@@ -7,11 +7,11 @@ Its state says its step in every element, what is its own says the rank, too, an
 from __future__ import annotations
 
 import functools
-import json
 import os
+import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,28 +20,49 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent import link
 from lakeckpt.checkpoint.arena.arena import Arena
-from lakeckpt.checkpoint.bubbles.keeper import ProfileKeeper
-from lakeckpt.checkpoint.capturing import job, moves
-from lakeckpt.checkpoint.capturing.engine import CaptureEngine
-from lakeckpt.checkpoint.gate import OpenGate
-from lakeckpt.errors import CheckpointIncomplete, MissingRanksError, SaveFailed
+from lakeckpt.checkpoint.bubbles.profile import ProfileKeeper
+from lakeckpt.checkpoint.capture import job, moves
+from lakeckpt.checkpoint.capture.gate import OpenGate
+from lakeckpt.errors import AgentError, CheckpointIncomplete, MissingRanksError, SaveFailed
 from lakeckpt.tracking.exchange import GlooExchange
-from tests.checkpoint.capturing.device import Device, SimulatedLink
+from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.stamped import Own, Stamped, Stamper, local
 from tests.checkpoint.kills.points import Notes, Points
+from tests.checkpoint.seams import manager_with
 from tests.patience import PATIENCE_S
 
-__all__ = ["LAST", "LEFT", "WAITS", "Trainer"]
+__all__ = ["ASKS_AGENT", "LAST", "LEFT", "WAITS", "Trainer"]
 
 LAST = 6
 LEFT = 3
 """With what a trainer ends that has noticed that another one is gone."""
+ASKS_AGENT = b"agent"
+"""What it says, with an agent's pipes, when it wants one."""
 WAITS = b"waits"
 """What it says when it waits for its agent, which may wait for those of others."""
+
+
+class ForkedAgent:
+    """Stands in for the process that a link has started: it is no child of the trainer."""
+
+    returncode: int | None = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._watched = pid, os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Whether it has ended."""
+        if select.select([self._watched], [], [], 0)[0]:
+            self.returncode = 0
+        return self.returncode
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for its end."""
+        select.select([self._watched], [], [], timeout_s)
+        return self.poll()
 
 
 class HalfShut(OpenGate):
@@ -59,7 +80,7 @@ class HalfShut(OpenGate):
 
 
 class Watched:
-    """Stands in for `lakeckpt.Bubbles`: only its gate counts here."""
+    """Stands in for `lakeckpt.bubbles.Bubbles`: only its gate counts here."""
 
     def __init__(self) -> None:
         self.gate = HalfShut()
@@ -93,17 +114,19 @@ class Trainer:
         """Train to the end."""
         try:
             self._train(points)
-        except (RuntimeError, MissingRanksError, CheckpointIncomplete, SaveFailed):
-            if not self.notes["killed"] or self.ranks == 1:
+        except (RuntimeError, MissingRanksError, CheckpointIncomplete, SaveFailed, AgentError) as error:
+            # Where there is one rank, only the death of its agent ends a trainer: with a save pending, or at the start.
+            if not self.notes["killed"] or (self.ranks == 1 and not isinstance(error, (SaveFailed, AgentError))):
                 raise
             os._exit(LEFT)
 
     def _train(self, points: Points) -> None:
-        link.AgentLink._start = lambda agent, place: self._start_agent(agent)  # type: ignore[method-assign]
+        opening.LINGER_S = 0.0
+        link._spawned = self._start_agent  # type: ignore[assignment]
         simulated = Device(os.getpid())
-        links = {torch.device("cpu"): SimulatedLink(simulated)} if self.device else None
-        opening.CaptureEngine = functools.partial(  # type: ignore[attr-defined]
-            CaptureEngine, slice_bytes=256, links=links, **({"scratch_bytes": 2000} if self.device else {})
+        links = {torch.device("cpu"): SimulatedLink(simulated)} if self.device else {}
+        opening.CaptureEngine = functools.partial(  # type: ignore[misc,assignment]
+            LinkedEngine, slice_bytes=256, links=links, scratch_bytes=2000
         )
         halve_copies(points)
 
@@ -114,7 +137,7 @@ class Trainer:
         mesh, exchange = self._meet()
         model, own = Stamped(divided=(7, 2), mesh=mesh), Own()
         optimizer = Stamper(model, launch)
-        manager = CheckpointManager(
+        manager = manager_with(
             self.run,
             {"model": model, "optimizer": optimizer, "own": own},
             capture_every=1,
@@ -161,9 +184,9 @@ class Trainer:
         if self.ranks > 1:
             dist.all_reduce(torch.ones(1))
 
-    def _start_agent(self, agent: link.AgentLink) -> None:
-        self.asks.send(json.dumps([agent._hello.arenas, agent._hello.digest.hex()]).encode())
-        assert self.asks.recv(1) == b"+"
+    def _start_agent(self, python: str, pipes: Sequence[int], *, trainer: int, log: int) -> ForkedAgent:
+        socket.send_fds(self.asks, [ASKS_AGENT], [*pipes, trainer, log])
+        return ForkedAgent(int(self.asks.recv(32)))
 
     def _check(self, model: Stamped, optimizer: Stamper, own: Own, step: int) -> None:
         """All of it is of ``step``, and what is this rank's own is what it had itself."""

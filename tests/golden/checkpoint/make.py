@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from lakeckpt import __version__
-from lakeckpt.checkpoint.manager import CheckpointManager
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, Reader, good, run_ranks
+from tests.checkpoint.seams import manager_with
 
 FOLDER = Path(__file__).parent
 
@@ -58,7 +58,7 @@ def main() -> None:
             objects["model"].weight.copy_(values["weight"])
             objects["model"].bias.copy_(values["bias"])
         objects["own"].value, objects["note"].value = values["own"], values["note"]
-        manager = CheckpointManager(memory, objects, persist_every=1, exchange=exchange, waiter=waiter)
+        manager = manager_with(memory, objects, persist_every=1, exchange=exchange, waiter=waiter)
         manager.restore()
         batches = iter(objects["reader"])
         for _ in range(2):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lakeckpt.lake.selection import RowSelection
+from lakeckpt.reading.filters.selection import EVERY, NONE, RowSelection
 
 PATH = Path(__file__).parent / "selection-1.0.lkc"
 
@@ -19,9 +19,11 @@ def selection() -> RowSelection:
     """What was written."""
     return RowSelection(
         table="3dda028a9ccb2b40ad41948578ae8716",
-        filter="d02c2b606852466ea9cac5938e066d71",
         text='a > 3 and b in ["x", "日本"]',
+        expression="d02c2b606852466ea9cac5938e066d71",
+        pyarrow="26.0.1",
         group_rows=np.array([0, 5, 12, 2**31], np.int64),
+        group_digests=np.array([NONE, EVERY, 0x0123456789ABCDEF, 2**63], np.uint64),
     )
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from deltalake import DeltaTable, QueryBuilder, write_deltalake
 
 from lakeckpt import open_table
-from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.table.index import TableIndex
 from tests.lake.formats.delta_log import versions
 from tests.lake.formats.rows import delivered_of, rows_of
 

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from lakeckpt import LakeDataset, LakeLoader, open_table
-from lakeckpt.lake.table import Table
+from lakeckpt.lake.table.table import Table
 
 
 def delivered(source: Any, *, columns: list[str] | None = None, **asked: Any) -> Counter[Hashable]:

@@ -11,7 +11,7 @@ from deltalake import write_deltalake
 
 from lakeckpt import open_table
 from lakeckpt.errors import ConfigError
-from lakeckpt.lake.formats.clients import object_store_options
+from lakeckpt.lake.storage.store_options import object_store_options
 from tests.lake.conftest import CANARY, S3
 
 
@@ -35,9 +35,9 @@ def test_options_by_every_librarys_names_are_told_by_object_stores(given: dict[s
         "aws_access_key_id": "K",
         "aws_secret_access_key": "S",
         "aws_endpoint": "http://h:1",
-        "aws_allow_http": "true",
         "aws_region": "r",
     }
+    assert told["allow_http"] == "true"
 
 
 def test_everything_that_is_said_of_a_store_is_told() -> None:
@@ -46,8 +46,9 @@ def test_everything_that_is_said_of_a_store_is_told() -> None:
     assert told["aws_skip_signature"] == told["aws_request_payer"] == told["allow_invalid_certificates"] == "true"
     assert (told["aws_region"], told["proxy_url"]) == ("eu-north-1", "http://p:1")
     assert told["aws_virtual_hosted_style_request"] == "true" and "aws_endpoint" not in told
-    with pytest.raises(ConfigError, match="no storage option 'secrt' for S3"):
-        object_store_options("s3://b/t", {"secrt": CANARY})
+    with pytest.raises(ConfigError, match="'secrt' is not valid") as caught:
+        open_table("s3://b/t", storage_options={"secrt": CANARY})
+    assert CANARY not in str(caught.value)
 
 
 def test_credentials_of_the_environment_and_of_profiles_open_a_table(
@@ -61,8 +62,6 @@ def test_credentials_of_the_environment_and_of_profiles_open_a_table(
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3.endpoint)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    with pytest.raises(ConfigError, match="no credentials were found for"):
-        open_table(place)
     (tmp_path / "credentials").write_text(f"[lake]\naws_access_key_id = test-key\naws_secret_access_key = {CANARY}\n")
     assert open_table(place, storage_options={"profile": "lake"}).num_rows == 3
     with pytest.raises(ConfigError, match="profile"):

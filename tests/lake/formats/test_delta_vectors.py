@@ -13,9 +13,10 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from lakeckpt import LakeDataset, LakeLoader, open_table
+from lakeckpt import LakeLoader, open_table
 from lakeckpt.errors import DataFileDamaged, TableVersionGone
 from lakeckpt.testing import assert_exactly_once
+from tests.data.reading import dataset_of
 from tests.lake.formats.delta_log import adds, commit, delete_rows, upgrade
 from tests.lake.formats.delta_tables import actions_of, assert_all_versions, of, theirs, write
 from tests.lake.formats.rows import bag, delivered_of
@@ -72,8 +73,8 @@ def test_every_row_that_exists_counts_once(tmp_path: Path) -> None:
     assert 0 < table.num_rows < 37
 
     def make_loader(rank: int, world_size: int, num_workers: int, **options: Any) -> LakeLoader:
-        dataset = LakeDataset(table, batch_size=3, shuffle=True, columns=["id", "p"], nulls="mask", rank=rank,
-                              world_size=world_size, **options)  # fmt: skip
+        dataset = dataset_of(table, batch_size=3, shuffle=True, columns=["id", "p"], nulls="mask", rank=rank,
+                             world_size=world_size, **options)  # fmt: skip
         return LakeLoader(dataset, num_workers=num_workers)
 
     expected = theirs(root)

@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 from pyiceberg.types import LongType, StringType
 
 from lakeckpt import LakeDataset, LakeLoader, Table, open_table
-from lakeckpt.lake.filters import row_filter
-from lakeckpt.reading.count import count_rows
-from lakeckpt.testing.fault_proxy import At, FaultProxy, HttpFault
+from lakeckpt.reading.filters.count import count_rows
+from lakeckpt.reading.filters.row_filter import row_filter
+from tests.faults.fault_proxy import At, FaultProxy, HttpFault
 from tests.lake.conftest import S3
-from tests.lake.filtering import expressions, kept_by_pyarrow, tables
 from tests.lake.formats.delta_log import add_file, commit, delete_rows, upgrade
 from tests.lake.formats.delta_tables import actions_of, of, write
 from tests.lake.formats.iceberg_tables import commit as commit_iceberg
 from tests.lake.formats.iceberg_tables import data_files, equality_deletes, position_deletes, warehouse
 from tests.lake.formats.rows import rows_of
+from tests.reading.filters.filtering import expressions, kept_by_pyarrow, tables
 
 f = pc.field
 

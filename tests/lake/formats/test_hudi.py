@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakeckpt import LakeDataset, LakeLoader, keep_version, open_table
+from lakeckpt import LakeLoader, open_table
 from lakeckpt.errors import (
     ConfigError,
     DataFileChanged,
@@ -26,9 +26,10 @@ from lakeckpt.errors import (
     TableNotFound,
     TableVersionGone,
 )
-from lakeckpt.lake.index import TableIndex
-from lakeckpt.lake.table import Table
+from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.lake.table.table import Table
 from lakeckpt.testing import assert_exactly_once
+from tests.data.reading import dataset_of
 from tests.lake.conftest import CANARY, S3
 from tests.lake.formats.hudi_tables import SPARK, Crafted, instants, theirs, written_by_spark
 from tests.lake.formats.rows import bag, delivered_of
@@ -246,8 +247,6 @@ def test_files_that_were_cleaned_or_written_again_are_named(root: Path) -> None:
     path.write_bytes(kept + b"more")
     with pytest.raises(DataFileChanged, match="bytes, not"):
         open_table(root, version=T1)
-    with pytest.raises(ConfigError, match="cleaner"):
-        keep_version(pinned, str(root), name="run")
 
 
 def test_files_whose_commits_are_archived_are_missed_too(root: Path) -> None:
@@ -278,7 +277,7 @@ def test_damaged_timelines_are_said_to_be(root: Path) -> None:
 
 
 def test_without_hudi_the_error_says_what_to_install(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lakeckpt.lake.formats import pinned
+    from lakeckpt.lake.formats import dispatch as pinned
 
     Crafted(root).commit(T1, {("", "f1-0"): rows(0, 3)})
     find = pinned.importlib.util.find_spec
@@ -294,7 +293,7 @@ def test_every_row_that_exists_counts_once(root: Path) -> None:
     table = open_table(root, version=T2)
 
     def make_loader(rank: int, world_size: int, num_workers: int, **options: Any) -> LakeLoader:
-        dataset = LakeDataset(
+        dataset = dataset_of(
             table, batch_size=3, shuffle=True, columns=["id"], rank=rank, world_size=world_size, **options
         )
         return LakeLoader(dataset, num_workers=num_workers)

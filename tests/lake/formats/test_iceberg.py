@@ -24,7 +24,7 @@ from lakeckpt.errors import (
     TableNotFound,
     TableVersionGone,
 )
-from lakeckpt.lake.index import TableIndex
+from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.testing import assert_exactly_once
 from tests.lake.formats.iceberg_tables import (
     Entry,
@@ -73,7 +73,7 @@ def test_every_snapshot_has_the_rows_that_pyiceberg_reads(table: Table) -> None:
 
 
 def test_a_table_is_found_by_catalog_by_metadata_and_by_folder(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lakeckpt.lake.formats.iceberg_source.load_catalog", lambda name: {"prod": table.catalog}[name])
+    monkeypatch.setattr("lakeckpt.lake.formats.iceberg.source.load_catalog", lambda name: {"prod": table.catalog}[name])
     folder = Path(table.location().removeprefix("file://"))
     metadata = Path(table.metadata_location.removeprefix("file://"))
     opened = [
@@ -209,7 +209,7 @@ def test_compressed_metadata_is_read_and_damaged_metadata_refused(table: Table, 
 
 
 def test_names_that_no_catalog_has_are_refused(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lakeckpt.lake.formats.iceberg_source.load_catalog", lambda name: {"prod": table.catalog}[name])
+    monkeypatch.setattr("lakeckpt.lake.formats.iceberg.source.load_catalog", lambda name: {"prod": table.catalog}[name])
     with pytest.raises(TableNotFound, match=r"no table 'db\.nothing'"):
         open_table("iceberg://prod/db.nothing")
     with pytest.raises(ConfigError, match="'elsewhere' cannot be loaded"):

@@ -27,8 +27,8 @@ from pyiceberg.types import LongType, NestedField, StringType, UUIDType
 
 from lakeckpt import open_table
 from lakeckpt.errors import DataFileDamaged, TableError, TableFeatureUnsupported, TableVersionGone
-from lakeckpt.lake.formats.iceberg_deletes import deleted_rows
-from lakeckpt.lake.formats.iceberg_plan import DeleteFile, PlannedFile
+from lakeckpt.lake.formats.iceberg.plan import DeleteFile, PlannedFile
+from lakeckpt.lake.formats.iceberg.position_deletes import deleted_rows
 from tests.lake.formats.iceberg_tables import (
     Entry,
     at_version_3,

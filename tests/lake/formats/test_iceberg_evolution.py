@@ -41,7 +41,7 @@ from pyiceberg.types import (
 
 from lakeckpt import open_table
 from lakeckpt.errors import SchemaError, TableError, TableFeatureUnsupported
-from lakeckpt.lake.formats.iceberg_schema import column_mapping
+from lakeckpt.lake.formats.iceberg.schema import column_mapping
 from tests.lake.formats.iceberg_tables import (
     Entry,
     commit,

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
-from lakeckpt.checkpoint.audit import audit
+from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.errors import TableVersionGone
-from lakeckpt.lake.local import LocalStorage
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.lake.formats.hudi_tables import Crafted
 from tests.lake.formats.iceberg_tables import commit, data_files, position_deletes, warehouse
 

@@ -1,1 +1,1 @@
-"""The process that persists cuts beside the trainers of a node, and outlives them."""
+"""This package persists captured cuts in a process beside each trainer, which outlives its trainer."""

@@ -1,14 +1,13 @@
-"""``python -m lakeckpt.checkpoint.agent FOLDER DIGEST [LINGER_S]``: the agent of a run on this node.
+"""This module runs ``python -m lakeckpt.checkpoint.agent ASKED ANSWERS TRAINER``: an agent, for the calling trainer.
 
-Trainers start it.
+The arguments are numbers of inherited file descriptors; see `lakeckpt.checkpoint.agent.process`.
 """
 
 import os
 import sys
 
-from lakeckpt.checkpoint.agent.server import LINGER_S, main
+from lakeckpt.checkpoint.agent.process import main
 
 if __name__ == "__main__":
-    status = main(sys.argv[1], sys.argv[2], linger_s=float(sys.argv[3]) if len(sys.argv) > 3 else LINGER_S)
-    sys.stderr.flush()
-    os._exit(status)  # threads that wait for a silent store or trainer must not keep the process
+    status = main(*map(int, sys.argv[1:4]))
+    os._exit(status)  # a thread that waits for a silent store must not keep the process

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from lakeckpt.checkpoint.arena.arena import Arena, Held
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
-from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.errors import ArenaError
-from lakeckpt.lake.local import LocalStorage
-from lakeckpt.lake.storage import Storage
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.storage.local import LocalStorage
 
 __all__ = ["Generations", "digest_of_run", "identity_of"]
 

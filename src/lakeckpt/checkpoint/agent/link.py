@@ -1,290 +1,368 @@
-"""How does a trainer reach its agent?  A socket to it, an agent started where there is none, and what came of orders.
+"""This module connects a trainer to whoever persists its cuts: an agent process, or a thread of the trainer.
 
-`AgentLink` talks to the agent's process; `InnerAgent` persists in a thread of the trainer, where storage is an object
-that no other process can open: it ends with the trainer. Neither makes the trainer wait, but for `wait`, and
-`AgentLink` while it starts an agent: as it is made, and where one has died. The orders that a dead agent has left are
-given to the next one, which goes on with them. Where none can be started any more, they have failed, and training goes
-on: the next order tries again.
+`AgentLink` starts an agent as a child of the trainer, and talks to it on pipes. It waits for the agent when it is
+made, and in `wait`; else it never blocks training. An agent that ends early (killed for memory, say) takes its pending
+orders with it: the link reports them as failed at the next look, starts one other agent at once, so that there is one
+if the trainer dies, and tries again at each order where that fails. `InnerAgent` persists in a thread of the trainer,
+where the storage is an object that no other process can open; it ends with the trainer.
 
 Imports without torch.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
-import socket
 import subprocess
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import NOT_SERVED, Bye, Documents, GivenUp, Hello, Order, Outcome, framed, receive
+from lakeckpt.checkpoint.agent.logs import log_path, open_log
+from lakeckpt.checkpoint.agent.orders import (
+    AGENT_LOST,
+    Begin,
+    Bye,
+    Documents,
+    Frames,
+    GivenUp,
+    Message,
+    Order,
+    Outcome,
+    Ready,
+    framed,
+)
 from lakeckpt.checkpoint.agent.persister import Persister
-from lakeckpt.checkpoint.agent.place import AgentPlace
-from lakeckpt.checkpoint.agent.server import LINGER_S, STILL_ENDS
+from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.attempt import Attempt
-from lakeckpt.checkpoint.publish import Settings
-from lakeckpt.checkpoint.waiting import SystemWaiter, Waiter, poll
-from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
-from lakeckpt.lake.storage import Storage
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.publish import Settings
+from lakeckpt.errors import AgentError, ArenaError, CheckpointIncomplete, SaveFailed, WireError
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
-__all__ = ["AgentLike", "AgentLink", "InnerAgent"]
+__all__ = ["LINGER_S", "AgentLike", "AgentLink", "InnerAgent"]
 
+LINGER_S = 900.0
+"""How much longer than a save the final save waits for other ranks: a NCCL watchdog ends a trainer after ten
+minutes."""
 _START_S = 60.0
-_ANSWER_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 28.5)
-"""How long an agent that was there, or was started, is waited for, until another one is started: it may have ended."""
-_AGAIN_S = 0.05
-"""How long a trainer waits before it tries again to reach an agent that has just turned it away, or has gone."""
-_LONGEST_WAIT_S = 3600.0
 _BYE_S = 5.0
-"""How long a goodbye waits for an agent that takes no message."""
+_LOOK_S = 1.0
+"""How often the process itself is looked at: the end of its pipe does not show where a fork has a copy of it."""
 
 
 class AgentLike(Protocol):
-    """Whoever persists the cuts of this trainer. Called by one thread."""
+    """Persists the cuts of this trainer. Called by one thread, but for `checksummer`."""
+
+    @property
+    def checksummer(self) -> Checksummer | None:
+        """Takes the checksums of captured slices in another process, for as long as it lives; None: there is none."""
+        ...
 
     def order(self, order: Order | GivenUp, /) -> None:
-        """Hand a cut over, or say of one that another rank has given it up: nobody waits for that rank then, and the
-        outcome says why. Never raises for want of an agent: that is an outcome, too."""
+        """Hand a cut over; or say that another rank has given its save up: the agent stops waiting for that rank, and
+        the outcome says why. An agent that is missing is an outcome, too, never an error here."""
         ...
 
     def keep(self, documents: Mapping[str, bytes], /) -> None:
-        """Have these (path → document) in storage before the next commit, also where it is a last will."""
+        """Have these (path → document) in storage before the next commit, also before the final save."""
         ...
 
     def outcomes(self) -> list[Outcome]:
-        """What came of orders since the last call; never waits."""
+        """Return the outcomes since the last call, without waiting. One of step `AGENT_LOST` is of no order: the agent
+        ended, and has no documents any more."""
         ...
 
     def wait(self, timeout_s: float, /) -> bool:
-        """Wait until something came of an order (True), at most about ``timeout_s``."""
+        """Wait until there is an outcome (True), at most about ``timeout_s``."""
         ...
 
     def close(self, *, well: bool) -> None:
-        """The trainer ends: ``well``, or as one that died. What was handed over is persisted all the same."""
+        """End the agent's work: ``well``, or as a trainer that died. What was handed over is persisted all the same."""
         ...
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Child:
+    """An agent process and this side of its pipes."""
+
+    process: subprocess.Popen[bytes]
+    orders: int
+    outcomes: int
+    checksummer: Checksummer
+    is_ready: bool = False
+
+    def hang_up(self) -> None:
+        """Close the pipes, but for those of checksums: the thread that copies may be about to use them."""
+        os.close(self.orders)
+        os.close(self.outcomes)
+
+
 _links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
+_ending: list[subprocess.Popen[bytes]] = []
+"""Agents that outlive their link; they are reaped when the next agent is started."""
 
 
-def _let_go() -> None:
-    """In a process that was forked: the agent is to notice when the trainer dies, not when this one ends."""
+def _leave_in_fork() -> None:
+    """Close the pipes in a forked process, so that the agent sees their end when the trainer ends."""
     for link in list(_links):
-        link._hang_up()
-        link._gone = True
+        link._leave_in_fork()
+    _forget_ending()
 
 
-os.register_at_fork(after_in_child=_let_go)
+def _forget_ending() -> None:
+    """Let agents that outlive this process be: nobody here waits for them."""
+    for one in _ending:
+        one.returncode = 0
+
+
+os.register_at_fork(after_in_child=_leave_in_fork)
+atexit.register(_forget_ending)
 
 
 class AgentLink:
-    """A trainer's link to the agent of its run on this node; ``hello`` says who it is."""
+    """A trainer's link to its agent; ``begin`` says who the trainer is. Raises `AgentError` where no agent can
+    serve."""
 
-    def __init__(self, hello: Hello, *, linger_s: float = LINGER_S, python: str = sys.executable) -> None:
-        self._hello = hello
-        self._linger_s = linger_s
+    def __init__(self, begin: Begin, *, python: str = sys.executable) -> None:
+        self._begin = begin
         self._python = python
-        self._pending: dict[tuple[int, int], Order] = {}
-        self._newest = -1  # the number of the last order
-        self._kept: list[tuple[int, Mapping[str, bytes]]] = []
-        """What was to be kept, and the last order before it: one after that takes it into storage when it commits."""
+        self._log = log_path(begin.arenas, begin.digest.hex(), begin.rank)
+        self._child: _Child | None = None
+        self._pending: set[tuple[int, int]] = set()
         self._got: list[Outcome] = []
-        self._connection: socket.socket | None = None
         self._unsent = bytearray()
-        self._gone = False  # no agent could be started any more
-        self._was_served = False
-        self._connect()
+        self._start()
+        self._wait_until_ready()
         _links.add(self)
+
+    @property
+    def pid(self) -> int | None:
+        """The agent's process."""
+        return None if self._child is None else self._child.process.pid
+
+    @property
+    def checksummer(self) -> Checksummer | None:
+        """Takes the checksums of captured slices in the agent, for as long as this agent lives."""
+        return None if self._child is None else self._child.checksummer
 
     def order(self, order: Order | GivenUp, /) -> None:
         """See `AgentLike`."""
-        if isinstance(order, GivenUp):
-            if self._connection is not None:
-                self._unsent += framed(order)
-                self._send()
-            return
-        self._read_all()
-        self._pending[order.step, order.number] = order
-        self._newest = max(self._newest, order.number)
-        if self._connection is not None:
-            self._unsent += framed(order)
-            self._send()
-        if self._connection is None:
-            self._go_on()
+        self._look()
+        if isinstance(order, Order):
+            self._pending.add((order.step, order.number))
+            if self._child is None:
+                self._start_again()
+        self._say(order)
 
     def keep(self, documents: Mapping[str, bytes], /) -> None:
-        """See `AgentLike`. An agent that takes the place of this one is told, too."""
-        self._kept.append((self._newest, documents))
-        self._read_all()
-        if self._connection is not None:
-            self._unsent += framed(Documents(documents=documents))
-            self._send()
+        """See `AgentLike`."""
+        self._look()
+        self._say(Documents(documents=documents))
 
     def outcomes(self) -> list[Outcome]:
         """See `AgentLike`."""
-        self._read_all()
-        self._send()
-        if self._connection is None and not self._gone:
-            self._go_on()  # also where nothing is pending: an agent is to be there if the trainer dies
-            self._read_all()
+        self._look()
         found, self._got = self._got, []
         return found
 
     def wait(self, timeout_s: float, /) -> bool:
         """See `AgentLike`."""
-        self._read_all()
         waiter = SystemWaiter()
         until_s = waiter.now() + timeout_s
-        while not self._got and (connection := self._connection) is not None:
-            left_s = max(until_s - waiter.now(), 0.0)
-            found, takes = _ready(connection, sends=bool(self._unsent), timeout_s=left_s)
-            if found or not takes:
-                return found
-            self._send()
-        if not self._got:
-            waiter.wait(min(timeout_s, _AGAIN_S))
-        return True
+        self._look()
+        while not self._got and (child := self._child) is not None:
+            left_s = until_s - waiter.now()
+            if left_s <= 0:
+                return False
+            _ready(child, sends=bool(self._unsent), timeout_s=min(left_s, _LOOK_S))
+            self._look()
+        return bool(self._got)
 
     def close(self, *, well: bool) -> None:
         """See `AgentLike`."""
-        with contextlib.suppress(AgentError, OSError):
-            self._read_all()
-            if well and self._connection is None:
-                self._go_on()  # what is pending is to be persisted, and the arenas are to be removed
-            if well and self._connection is not None:
-                self._unsent += framed(Bye())
-                self._connection.settimeout(_BYE_S)
-                self._connection.sendall(self._unsent)
-        self._hang_up()
+        self._look()
+        if well and self._child is None:
+            self._start_again()  # the arena is to be removed
+        if well and (child := self._child) is not None:
+            self._say(Bye())
+            waiter = SystemWaiter()
+            until_s = waiter.now() + _BYE_S
+            while self._unsent and self._child is child and (left_s := until_s - waiter.now()) > 0:
+                _ready(child, sends=True, timeout_s=left_s, hears=False)
+                self._send()
+        self._end()
 
-    # --- the connection
+    # --- the process
 
-    def _send(self) -> None:
-        """Send as much as the agent takes now of what is to be sent: one that takes nothing holds nobody up."""
+    def _start(self) -> None:
+        """Start an agent. Raises `AgentError`."""
+        _ending[:] = [one for one in _ending if one.poll() is None]
+        ours, theirs = [], []
         try:
-            while self._connection is not None and self._unsent:
-                del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
-        except BlockingIOError:
+            ArenaFolder(self._begin.arenas).make()
+            log = open_log(self._log)
+        except (OSError, ArenaError) as error:
+            raise AgentError(f"an agent cannot be started, as its log cannot be written: {error}") from error
+        theirs.append(log)
+        try:
+            for is_to_agent in (True, False, True, False):  # orders, outcomes, asked checksums, their answers
+                reads, writes = os.pipe()
+                ours.append(writes if is_to_agent else reads)
+                theirs.append(reads if is_to_agent else writes)
+            trainer = _own_pidfd()
+            theirs += [] if trainer < 0 else [trainer]
+            process = _spawned(self._python, theirs[1:5], trainer=trainer, log=log)
+        except (OSError, subprocess.SubprocessError) as error:
+            for one in ours:
+                os.close(one)
+            raise AgentError(f"an agent cannot be started with {self._python!r}: {error}") from error
+        finally:
+            for one in theirs:
+                os.close(one)
+        for one in ours:
+            os.set_blocking(one, False)
+        self._frames = Frames()
+        self._child = _Child(
+            process=process, orders=ours[0], outcomes=ours[1], checksummer=Checksummer(ours[2], ours[3])
+        )
+        self._say(self._begin)
+
+    def _wait_until_ready(self) -> None:
+        waiter = SystemWaiter()
+        until_s = waiter.now() + _START_S
+        while self._child is not None and not self._child.is_ready and waiter.now() < until_s:
+            _ready(self._child, sends=bool(self._unsent), timeout_s=_LOOK_S)
+            self._look(again=False)
+        if self._child is None:
+            raise AgentError(self._got[-1].text)
+        if not self._child.is_ready:
+            self._end()
+            raise AgentError(f"the agent does not answer within {_START_S:g} s of being started: see {self._log!r}")
+
+    def _look(self, *, again: bool = True) -> None:
+        """Read what the agent says, send what is to be sent, and see whether it lives."""
+        child = self._child
+        if child is None:
             return
-        except OSError:
-            self._hang_up()
-
-    def _read_all(self) -> None:
-        while self._connection is not None and _ready(self._connection)[0]:
-            try:
-                message = receive(self._connection)
-            except (WireError, OSError):
-                message = None
-            if not isinstance(message, Outcome):
-                self._hang_up()
-                return
-            if message.step == NOT_SERVED:
-                self._hang_up()
-                text = f"the agent cannot work for this trainer: {message.text}"
-                if not self._was_served:
-                    raise AgentError(text)
-                self._fail(text)
-                return
-            self._was_served = True
-            self._pending.pop((message.step, message.number), None)
-            if message.slot is not None:
-                self._kept = [one for one in self._kept if one[0] >= message.number]
-                known = max(self._hello.last, message.slot)
-                self._hello = replace(
-                    self._hello, last=known, parent=known, recorded=max(self._hello.recorded, message.step)
-                )
-            self._got.append(message)
-
-    def _go_on(self) -> None:
-        """Have an agent go on with what is pending, after one has died; where there can be none, it has failed."""
+        has_ended = child.process.poll() is not None  # before the last bytes are read
+        self._send()
         try:
-            self._connect()
-            self._gone = False
+            while data := os.read(child.outcomes, 2**16):
+                for message in self._frames.add(data):
+                    self._hear(child, message)
+            has_ended = True
+        except BlockingIOError:
+            pass
+        except (OSError, WireError):
+            has_ended = True
+        if has_ended and self._child is child:
+            self._lose(child)
+        if self._child is None and again and child.is_ready:
+            self._start_again()
+
+    def _hear(self, child: _Child, message: Message) -> None:
+        if isinstance(message, Outcome):
+            self._pending.discard((message.step, message.number))
+            self._got.append(message)
+        elif isinstance(message, Ready):
+            child.is_ready = not message.kind
+            if message.kind:
+                self._fail(f"the agent cannot work for this trainer: {message.text}")
+                self._end()
+
+    def _lose(self, child: _Child) -> None:
+        self._end()
+        try:
+            status: int | None = child.process.wait(_LOOK_S)
+        except subprocess.TimeoutExpired:
+            status = None
+        how = f"was killed by signal {-status}" if status and status < 0 else f"ended with status {status}"
+        self._fail(f"the agent (process {child.process.pid}) {how}: see {self._log!r}")
+
+    def _fail(self, text: str) -> None:
+        """All that is pending has failed; where nothing is, the trainer hears of it all the same."""
+        lost = sorted(self._pending) or [(AGENT_LOST, 0)]
+        self._pending.clear()
+        self._got += [Outcome(step=step, number=number, kind=SaveFailed.kind, text=text) for step, number in lost]
+
+    def _start_again(self) -> None:
+        try:
+            self._start()
         except AgentError as error:
             self._fail(str(error))
 
-    def _fail(self, text: str) -> None:
-        self._gone = True
-        self._got += [
-            Outcome(step=step, number=number, kind=SaveFailed.kind, text=text) for step, number in self._pending
-        ]
-        self._pending.clear()
-
-    def _hang_up(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+    def _end(self) -> None:
+        child, self._child = self._child, None
         self._unsent.clear()
+        if child is not None:
+            child.hang_up()
+            if child.process.poll() is None:
+                _ending.append(child.process)
 
-    def _connect(self) -> None:
-        place = AgentPlace(self._hello.arenas, self._hello.digest.hex())
-        for answer_s in _ANSWER_S:
-            connection = place.connected()
-            if connection is None:
-                self._start(place)
-                connection = poll(place.connected, waiter=SystemWaiter(), timeout_s=answer_s)
-            if connection is not None:
-                self._unsent += framed(self._hello)
-                for _, documents in self._kept:
-                    self._unsent += framed(Documents(documents=documents))
-                for order in self._pending.values():
-                    self._unsent += framed(replace(order, again=True))
-                self._connection = connection
-                self._send()
-                if self._connection is not None:
-                    return  # else it was about to end: another one is started
-        raise AgentError(
-            f"no agent answers at {place.socket!r} within {sum(_ANSWER_S):g} s of being started: see {place.log!r}"
-        )
+    def _leave_in_fork(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.hang_up()
+            child.checksummer.close()
+            child.process.returncode = 0  # it is no child of this process
 
-    def _start(self, place: AgentPlace) -> None:
-        """Start an agent; the process that is started here ends as soon as the agent runs in the background."""
-        log = place.log
-        command = [
-            self._python, "-P", "-m", "lakeckpt.checkpoint.agent",
-            self._hello.arenas, self._hello.digest.hex(), str(self._linger_s),
-        ]  # fmt: skip
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            ArenaFolder(self._hello.arenas).make()  # it may have been removed since
-            told = os.open(log, flags, 0o600)
-        except (OSError, ArenaError) as error:
-            raise AgentError(f"an agent cannot be started, as its log cannot be written: {error}") from error
-        try:
-            subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=told, stderr=told, start_new_session=True, check=True,
-                timeout=_START_S, env={**os.environ, "PYTHONPATH": _imported_from()},
-            )  # fmt: skip
-        except (OSError, subprocess.SubprocessError) as error:
-            if getattr(error, "returncode", None) == STILL_ENDS:
-                raise AgentError(
-                    f"the agent before, which was told to end, still works: process {place.agent()}, see {place.log!r}"
-                ) from error
-            raise AgentError(f"an agent cannot be started with {' '.join(command)}: {error}. See {log!r}") from error
-        finally:
-            os.close(told)
+    # --- what is said
+
+    def _say(self, message: Message) -> None:
+        if self._child is not None:
+            self._unsent += framed(message)
+            self._send()
+
+    def _send(self) -> None:
+        """Send as much as the agent takes now: an agent that takes nothing does not block training."""
+        with contextlib.suppress(OSError):  # it is full, or `_look` finds that the agent is gone
+            while self._child is not None and self._unsent:
+                del self._unsent[: os.write(self._child.orders, self._unsent)]
 
 
-def _ready(connection: socket.socket, *, sends: bool = False, timeout_s: float = 0.0) -> tuple[bool, bool]:
-    """Whether there is something to read, or the end; and, where that ``sends``, whether it takes something. Waits for
-    either. (``select`` refuses a connection that was made when a thousand files were open.)"""
+def _spawned(python: str, pipes: Sequence[int], *, trainer: int, log: int) -> subprocess.Popen[bytes]:
+    """Start the process, which imports what this process imports."""
+    orders, outcomes, asked, answers = pipes
+    return subprocess.Popen(
+        [python, "-P", "-m", "lakeckpt.checkpoint.agent", str(asked), str(answers), str(trainer)],
+        stdin=orders,
+        stdout=outcomes,
+        stderr=log,
+        pass_fds=[asked, answers, *([] if trainer < 0 else [trainer])],
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": _imported_from()},
+    )
+
+
+def _own_pidfd() -> int:
+    """Return a pidfd of this process, or -1 where the system has none."""
+    try:
+        return os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return -1
+
+
+def _ready(child: _Child, *, sends: bool, timeout_s: float, hears: bool = True) -> None:
+    """Wait until the agent says or, if it ``sends``, takes something. (``select`` refuses descriptors above 1023.)"""
     waits = select.poll()
-    waits.register(connection, select.POLLIN | (select.POLLOUT if sends else 0))
-    (events,) = [found for _, found in waits.poll(1000 * min(timeout_s, _LONGEST_WAIT_S))] or [0]
-    return bool(events & ~select.POLLOUT), bool(events & select.POLLOUT)
+    if hears:
+        waits.register(child.outcomes, select.POLLIN)
+    if sends:
+        waits.register(child.orders, select.POLLOUT)
+    waits.poll(1000 * timeout_s)
 
 
 def _imported_from() -> str:
-    """From where this process imports, so that an agent does, wherever either of them is by now."""
+    """Return the places from which this process imports, as absolute paths."""
     places = []
     for one in sys.path:
         with contextlib.suppress(FileNotFoundError):  # the folder that this process was in is gone
@@ -322,6 +400,11 @@ class InnerAgent:
         )
         self._persister.start()
 
+    @property
+    def checksummer(self) -> None:
+        """See `AgentLike`: threads of the trainer take them."""
+        return
+
     def order(self, order: Order | GivenUp, /) -> None:
         """See `AgentLike`."""
         if isinstance(order, GivenUp):
@@ -343,9 +426,15 @@ class InnerAgent:
         return bool(self._got) or self._came.wait(timeout_s)
 
     def close(self, *, well: bool) -> None:
-        """See `AgentLike`. Waits until all is persisted: nobody else would do it."""
+        """See `AgentLike`. Waits until all is persisted, as no other process would do it. Raises `CheckpointIncomplete`
+        where that takes too long; the arena then stays as it is, since the thread still reads it."""
         self._persister.leave()
-        self._persister.join(2 * self._timeout_s)
+        if not self._persister.join(2 * self._timeout_s):
+            if well:
+                raise CheckpointIncomplete(
+                    f"what was ordered is not in storage {2 * self._timeout_s:g} s after the end: its store is stuck"
+                )
+            return
         if well:
             self._generations.remove()
         self._generations.close()

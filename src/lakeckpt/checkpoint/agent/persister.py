@@ -1,13 +1,13 @@
-"""How do the cuts of one rank get from its arena to storage, whatever happens to its trainer?  One thread, one rank.
+"""This module persists the cuts of one rank from its arena to storage, on one thread.
 
-It takes the orders of the trainer, one after the other: holds the generation, digests it, agrees with the other ranks
-through records in storage, writes its share, and commits or waits for the commit. Rank 0 leads: it takes the newest
-order, and leaves a note where it leaves one out; the others go through theirs and see its notes. A store that fails is
-tried again until a newer order waits or the time is over. Training never waits for any of this.
+It takes the trainer's orders one after the other: it holds the generation, agrees with the other ranks through records
+in storage, writes its share, and commits or waits for the commit. Rank 0 leads: it takes the newest order and writes a
+note where it skips one; the other ranks take theirs in order and read its notes. A store that fails is tried again
+until a newer order waits or the time is over. Training never waits for any of this.
 
-Where the trainer dies, what it had begun is finished, and then its last will is done: the newest cut that all ranks
-have complete is persisted, if that is newer than the newest commit. A run that somebody has removed since is not begun
-again for that. Imports without torch.
+Where the trainer dies, the save under way is finished, and then the final save is made: the newest cut that all ranks
+have complete is persisted, if it is newer than the newest commit. It is not made into a run that somebody has removed.
+Imports without torch.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
+from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.orders import GivenUp, Order, Outcome
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
-from lakeckpt.checkpoint.agent.will import WILL, agree_on_will, will_folder
 from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
-from lakeckpt.checkpoint.attempt import Attempt
-from lakeckpt.checkpoint.digests import short_digest
+from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
 from lakeckpt.checkpoint.failures import ListeningWaiter, error_said, gave_up, publish_failure
-from lakeckpt.checkpoint.journal import legs_from_bytes
-from lakeckpt.checkpoint.manifest import Manifest
-from lakeckpt.checkpoint.parts import PARTS, SaveId
-from lakeckpt.checkpoint.publish import Publisher, Settings
-from lakeckpt.checkpoint.records import RecordTalk
-from lakeckpt.checkpoint.staged import Staged, StagedCut, StagedTensor, StagedTree
-from lakeckpt.checkpoint.waiting import Waiter
+from lakeckpt.checkpoint.format.digests import short_digest
+from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.parts import PARTS, SaveId
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.publish import Publisher, Settings
+from lakeckpt.checkpoint.persist.records import RecordTalk
+from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, SaveLeftOut, StorageError
-from lakeckpt.lake.storage import Storage
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.tracking.waiting import Waiter
 
 __all__ = ["Persister", "chosen"]
 
@@ -48,8 +48,8 @@ def chosen(waiting: Sequence[Order], *, leads: bool) -> tuple[Order, tuple[Order
 
 
 class Persister:
-    """Persists cuts out of ``generations``. ``report`` is told what came of each order, on a thread of the persister's.
-    ``linger_s``: how much longer than a save a last will waits for other ranks' trainers, which may die later.
+    """Persists cuts out of ``generations``. ``report`` gets the outcome of each order, on a thread of the persister's.
+    ``linger_s``: how much longer than a save the final save waits for other ranks, whose trainers may die later.
 
     `start` starts the thread; it ends when the trainer has gone (`leave`, `die`) and nothing is left to be done;
     `join` waits for that.
@@ -98,9 +98,9 @@ class Persister:
         self._elsewhere: dict[tuple[int, int], str] = {}  # saves that other ranks gave up, and why
         self._left = self._died = False
         self._superseded: AttemptSuperseded | None = None
-        self._committed: dict[SaveId, Manifest] | None = None  # by agents before this one; None: not looked for yet
+        self._caught_up = False  # with what an agent before this one has committed
         self._unsaid: dict[SaveId, tuple[Exception, float]] = {}  # saves that failed with the store, and until when
-        self._until_s = self._hurried_s = float("inf")
+        self._until_s = float("inf")
         self._thread = threading.Thread(target=self._run, name=f"lakeckpt-persister-{rank}", daemon=True)
 
     # --- what the trainer does
@@ -121,25 +121,21 @@ class Persister:
             self._elsewhere[save.step, save.number] = save.failure
 
     def keep(self, documents: Mapping[str, bytes]) -> None:
-        """Have these written before the next commit, of whatever."""
+        """Have these written before the next commit of any cut."""
         with self._changed:
             self._documents |= documents
 
     def leave(self) -> None:
-        """The trainer ends well, or the agent has to: what is ordered is done, and then nothing more."""
+        """The trainer ends well: what is ordered is done, and then nothing more."""
         with self._changed:
             self._left = True
             self._changed.notify_all()
 
     def die(self) -> None:
-        """The trainer died: do its last will."""
+        """The trainer died: make the final save."""
         with self._changed:
             self._died = True
             self._changed.notify_all()
-
-    def hurry(self) -> None:
-        """The agent has to end: a last will waits no longer for others than a save does."""
-        self._hurried_s = min(self._hurried_s, self._waiter.now())
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until all is done; False where it is not by then."""
@@ -169,14 +165,14 @@ class Persister:
         if self._died and not self._left and self._superseded is None:
             self._begin_work()
             try:
-                self._do_will()
+                self._save_finally()
             except LakeckptError as error:  # there is nobody left to be told but the log
-                self._log(f"its last will was not done: {error.kind}: {error}")
+                self._log(f"the final save was not made: {error.kind}: {error}")
 
     def _next(self) -> tuple[Order, tuple[Order, ...]] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._left or self._died)
-            if self._died and not self._left:  # a trainer's last will is newer than what it ordered
+            if self._died and not self._left:  # the final save is newer than what the trainer ordered
                 self._documents |= {path: data for one in self._waiting for path, data in one.documents.items()}
                 self._waiting = []
             if not self._waiting:
@@ -209,18 +205,20 @@ class Persister:
     # --- orders
 
     def _look_back(self) -> None:
-        """Find what an agent before this one has committed without telling. `StorageError`."""
-        if self._committed is None and self._superseded is None:
+        """Catch up with what an agent before this one has committed and not reported. Raises `StorageError`."""
+        if not self._caught_up and self._superseded is None:
             try:
-                self._committed = {one.save: one for one in self._publisher.catch_up()}
+                self._publisher.catch_up()
+                self._caught_up = True
             except AttemptSuperseded as newer:
                 self._superseded = newer
 
     @contextlib.contextmanager
     def _leaving_out(self, orders: Sequence[Order]) -> Iterator[None]:
-        """These are left out for another, which is done meanwhile: whoever waits for one of them sees its note."""
+        """Write a note for each of ``orders``, which are left out for another order, while that order is done: ranks
+        that wait for one of them read its note."""
         removed: LakeckptError | None = None
-        told: list[tuple[Order, Manifest | Exception, Future[bool] | None]] = []
+        told: list[tuple[Order, LakeckptError, Future[bool] | None]] = []
         with ThreadPoolExecutor(_NOTE_THREADS, thread_name_prefix="lakeckpt-notes") as pool:
             try:
                 if orders:
@@ -229,22 +227,20 @@ class Persister:
                 removed = refused
             for order in orders:
                 save = self._save_of(order)
-                committed = (self._committed or {}).get(save)
                 error = removed or SaveLeftOut(f"step {order.step} was left out: a newer cut waits to be persisted")
                 note = None
-                if committed is None and removed is None and self.world_size > 1:  # alone, nobody reads it
+                if removed is None and self.world_size > 1:  # alone, nobody reads it
                     note = pool.submit(publish_failure, self._storage, save, self.rank, error)
-                told.append((order, committed or error, note))
+                told.append((order, error, note))
             pool.submit(self._tell_left_out, told)
             yield
 
-    def _tell_left_out(self, told: Sequence[tuple[Order, Manifest | Exception, Future[bool] | None]]) -> None:
-        """Tell of each when its note is there. An agent that takes the place of this one before that is given the order
-        again, and leaves the note; without it the other ranks would wait for this one."""
-        for order, found, note in told:
-            if isinstance(found, Exception) and note is not None and not note.result():
-                self._unsaid[self._save_of(order)] = (found, self._waiter.now() + 2 * self._settings.timeout_s)
-            self._tell(order, found, 0.0)
+    def _tell_left_out(self, told: Sequence[tuple[Order, LakeckptError, Future[bool] | None]]) -> None:
+        """Report each when its note is written: without it the other ranks would wait for this rank."""
+        for order, error, note in told:
+            if note is not None and not note.result():
+                self._unsaid[self._save_of(order)] = (error, self._waiter.now() + 2 * self._settings.timeout_s)
+            self._tell(order, error, 0.0)
 
     def _do(self, order: Order, left_out: Sequence[Order] = ()) -> None:
         begun_s = self._waiter.now()
@@ -303,13 +299,14 @@ class Persister:
         if self.world_size == 1 and order.step < self.recorded:  # an agent before this one has left it out
             raise SaveLeftOut(f"step {order.step} was left out: step {self.recorded} is committed")
         save = self._save_of(order)
-        self._refuse_given_up(save, ranks=sorted({0, self.rank} if order.again else {0} - {self.rank}))
-        return (self._committed or {}).get(save) or self._publish(save, order, held)
+        if self.rank:
+            self._refuse_given_up(save.failure_path(0))
+        return self._publish(save, order, held)
 
-    def _refuse_given_up(self, save: SaveId, *, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            if any(info.path == save.failure_path(rank) for info in self._storage.list(save.failure_path(rank))):
-                raise gave_up(self._storage, save.failure_path(rank), rank)
+    def _refuse_given_up(self, note: str) -> None:
+        """Raise what rank 0 has noted at ``note``, if it has given this save up."""
+        if any(info.path == note for info in self._storage.list(note)):
+            raise gave_up(self._storage, note, 0)
 
     def _publish(self, save: SaveId, order: Order, held: Held | Exception | None) -> Manifest:
         talk = RecordTalk(
@@ -341,7 +338,7 @@ class Persister:
             taken = _staged(contents_of(held), order, documents)
         except Exception as error:
             taken = error
-        manifest = self._publisher.publish(save, taken, talk, again=order.again)
+        manifest = self._publisher.publish(save, taken, talk)
         with self._changed:
             self._documents = {path: data for path, data in self._documents.items() if path not in documents}
         return manifest
@@ -366,9 +363,9 @@ class Persister:
         """Raise where the other ranks may never come to what this one is at: trainers died between two orders, or their
         agents with them."""
         self._refuse_pointless()
-        if order.number == WILL or not self._died:
+        if order.number == FINAL or not self._died:
             return
-        if self._storage.list(will_folder(self._publisher.attempt.number)):
+        if self._storage.list(final_folder(self._publisher.attempt.number)):
             raise SaveFailed(f"the save of step {order.step} was begun by some ranks only before their trainers died")
 
     def _tell(self, order: Order, found: Manifest | Exception, took_s: float) -> None:
@@ -394,13 +391,13 @@ class Persister:
             self._log(f"damage in the run: {outcome.lost}")
         self._report(outcome)
 
-    # --- the last will
+    # --- the final save
 
-    def _do_will(self) -> None:
+    def _save_finally(self) -> None:
         attempt = self._publisher.attempt
         self._refuse_superseded()
         self._until_s += self._linger_s
-        step = agree_on_will(
+        step = agree_on_final_save(
             self._storage,
             attempt.number,
             self._generations.steps(str(attempt.number)),
@@ -416,15 +413,13 @@ class Persister:
         if step is None:
             self._log("no cut of all ranks is newer than the newest commit")
         else:
-            self._do(Order(step=step, number=WILL))
+            self._do(Order(step=step, number=FINAL))
 
     def _refuse_superseded(self) -> None:
-        """Raise where another attempt has begun, or the run was removed, so that nobody needs the will any more, or
-        the agent has to end."""
+        """Raise where another attempt has begun, or the run was removed, so that nobody needs the final save any
+        more."""
         self._publisher.catch_up()
         self._refuse_removed()
-        if self._waiter.now() > self._hurried_s + self._settings.timeout_s:
-            raise SaveFailed("the agent was told to end, and other ranks' trainers seem to live")
 
 
 def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) -> StagedCut:
@@ -441,7 +436,7 @@ def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) ->
     return StagedCut(
         step=order.step,
         staged=Staged(tensors=tensors, trees=trees),
-        readers={name: legs_from_bytes(data) for name, data in contents.documents.readers.items()},
+        readers={name: pending_from_bytes(data) for name, data in contents.documents.readers.items()},
         metric=order.metric,
         documents={path: partial(bytes, data) for path, data in documents.items()},
         intact=contents.verify_mapped,

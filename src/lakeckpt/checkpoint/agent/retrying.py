@@ -13,9 +13,9 @@ import errno
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from lakeckpt.checkpoint.waiting import Waiter
 from lakeckpt.errors import ConditionalPutUnsupported, ObjectChanged, ObjectExists, ObjectMissing, StorageError
-from lakeckpt.lake.storage import Buffer, ObjectInfo, Storage, describe
+from lakeckpt.lake.storage.base import Buffer, ObjectInfo, Storage, describe
+from lakeckpt.tracking.waiting import Waiter
 
 __all__ = ["RetryingStorage"]
 

@@ -27,7 +27,7 @@ from typing import Self
 from lakeckpt.checkpoint.arena.filling import Filling, checksum
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES, SUPERBLOCK_BYTES, ArenaLayout, GenerationRecord
 from lakeckpt.checkpoint.arena.locks import FileLocks
-from lakeckpt.checkpoint.digests import leaf_digests
+from lakeckpt.checkpoint.format.digests import leaf_digests
 from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaInUse, WireError
 
 __all__ = ["Arena", "Held"]

@@ -1,11 +1,9 @@
-"""Who takes the checksums of what a device brings?  A process of its own, since the trainer has one interpreter's lock.
+"""This module has the checksums of captured slices taken by another process, which maps the arena: the agent.
 
-A checksum lets go of that lock and takes it again, a thousand times for each gigabyte, and every time the thread that
-trains may have to wait for it, which has it to itself while it queues kernels. So a process that maps the arena, and
-has a lock of its own, takes them; it is told which bytes, and answers in that order.
-
-The process is started by `Checksummer` and ended by `close`; where the trainer has died, it ends with its standard
-input. It reads the arena, and never writes to it. Imports without torch.
+A checksum takes and releases the interpreter's lock a thousand times for each gigabyte, and each time the thread that
+trains may wait for the lock while it has kernels to queue. The agent has a lock of its own. `Checksummer` asks on a
+pipe and takes the answers in the same order from another pipe; `answer` is the agent's side. Neither starts a process.
+The agent's side reads arenas and never writes to them. Imports without torch.
 """
 
 from __future__ import annotations
@@ -15,88 +13,63 @@ import mmap
 import os
 import queue
 import select
-import signal
 import struct
-import subprocess
-import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from lakeckpt.checkpoint.digests import DIGEST_BYTES, leaf_digests
+from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, leaf_digests
 from lakeckpt.errors import ArenaError
 
-__all__ = ["Checksummer", "main"]
+__all__ = ["Checksummer", "answer"]
 
-_ASKED = struct.Struct("<QQ")
-"""[start, stop): bytes of the arena's file."""
+_ASKED = struct.Struct("<64sQQQ")
+"""The name of the arena's file, [start, stop): bytes of it, and how long leaves are."""
 _THREADS = 3
 _PATIENCE_S = 60.0
 _ONCE_MORE_S = 2.0
 
-_live: weakref.WeakSet[Checksummer] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """In a process that was forked: the checksummer is to end with its trainer, whoever else lives on."""
-    for one in list(_live):
-        one.close()
-        one._process.returncode = 0  # it is no child of ours
-
-
-os.register_at_fork(after_in_child=_let_go)
-
 
 class Checksummer:
-    """Takes the checksums of leaves of ``leaf_bytes`` of the arena at ``path``. Called by one thread.
+    """Asks on the pipe ``to`` for checksums, and takes them from the pipe ``come``. Called by one thread."""
 
-    ``OSError`` where the process cannot be started.
-    """
-
-    def __init__(self, path: str, *, leaf_bytes: int, python: str = sys.executable) -> None:
-        # It imports what this process imports, wherever either of them is by now.
-        places = dict.fromkeys(os.path.abspath(one) for one in sys.path if isinstance(one, str))
-        command = [python, "-P", "-m", __name__, path, str(leaf_bytes)]
-        self._leaf_bytes = leaf_bytes
+    def __init__(self, to: int, come: int) -> None:
+        self._to, self._from = to, come
         self._asked: deque[int] = deque()
-        """How many bytes each answer will have that was not taken yet."""
+        """How many bytes each answer has that was not taken yet."""
         self._come = bytearray()
-        self._process = subprocess.Popen(
-            command,
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # signals of a terminal are for its trainer
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._to, self._from = self._process.stdin, self._process.stdout
-        os.set_blocking(self._to.fileno(), False)
-        self._end = weakref.finalize(self, _end, self._process, os.getpid())
-        _live.add(self)
+        self._name, self._leaf_bytes = b"", 1
+        # Not closed before the last user has let go: another thread may be about to read.
+        self._close = weakref.finalize(self, _closed, to, come)
+
+    def use(self, name: str, *, leaf_bytes: int) -> None:
+        """Ask of the arena ``name`` from now on."""
+        self._name, self._leaf_bytes = name.encode(), leaf_bytes
 
     def ask(self, bounds: Sequence[tuple[int, int]]) -> None:
-        """Ask for the checksums of bytes [start, stop), for each of ``bounds``. `ArenaError` where it has ended."""
-        asked = b"".join(_ASKED.pack(start, stop) for start, stop in bounds)
+        """Ask for the checksums of bytes [start, stop), for each of ``bounds``. Raises `ArenaError` where nobody
+        answers."""
+        asked = b"".join(_ASKED.pack(self._name, start, stop, self._leaf_bytes) for start, stop in bounds)
         with self._living():
             while asked:
                 with contextlib.suppress(BlockingIOError):
-                    asked = asked[os.write(self._to.fileno(), asked) :]
+                    asked = asked[os.write(self._to, asked) :]
                 if asked:
-                    _wait(self._to.fileno(), select.POLLOUT)
+                    _wait(self._to, select.POLLOUT)
         self._asked += [DIGEST_BYTES * max(1, -(-(stop - start) // self._leaf_bytes)) for start, stop in bounds]
 
     def take(self) -> bytes:
-        """The checksums that were asked for first, of what was not taken yet. `ArenaError` where it has ended."""
+        """Return the checksums that were asked for first and not taken yet. Raises `ArenaError` where nobody
+        answers."""
         with self._living():
             size = self._asked[0]
             while len(self._come) < size:
-                _wait(self._from.fileno(), select.POLLIN)
-                come = os.read(self._from.fileno(), 2**16)
+                _wait(self._from, select.POLLIN)
+                come = os.read(self._from, 2**16)
                 if not come:
-                    raise EOFError(f"its exit status is {self._process.poll()}")
+                    raise EOFError("it has ended")
                 self._come += come
         self._asked.popleft()
         found = bytes(self._come[:size])
@@ -106,61 +79,61 @@ class Checksummer:
     @contextlib.contextmanager
     def _living(self) -> Iterator[None]:
         try:
-            if self._to.closed:
-                raise EOFError("it was closed")
             yield
         except (OSError, EOFError) as error:
-            raise ArenaError(
-                f"process {self._process.pid}, which takes the checksums of an arena, does not answer ({error})"
-            ) from error
+            raise ArenaError(f"the agent, which takes the checksums of an arena, does not answer ({error})") from error
 
     def close(self) -> None:
-        """Have it end, whatever it is at: it only reads."""
-        self._end()
+        """Close the pipes. Only where no other thread uses them: in a forked process."""
+        self._close()
+
+
+def _closed(*pipes: int) -> None:
+    for one in pipes:
+        os.close(one)
 
 
 def _wait(pipe: int, what: int) -> None:
-    """Until the pipe may be read or written. ``TimeoutError``, but not for the time that this process was stopped."""
+    """Wait until the pipe may be read or written. ``TimeoutError``, but not for the time that this process was
+    stopped."""
     waits = select.poll()
     waits.register(pipe, what)
     if not (waits.poll(1000 * _PATIENCE_S) or waits.poll(1000 * _ONCE_MORE_S)):
         raise TimeoutError(f"nothing came in {_PATIENCE_S:.0f} s")
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
-    if os.getpid() == owner:
-        process.kill()
-        process.wait()
+def answer(asked: int, answers: int, folder: str) -> None:
+    """Answer on the pipe ``answers`` what the pipe ``asked`` asks of arenas in ``folder``, until that pipe ends.
 
-
-def main(path: str, leaf_bytes: int) -> None:
-    """The process: answer what standard input asks, until it ends."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(ignored, signal.SIG_IGN)  # its trainer may go on for a while, and ends it
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    data = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
-    os.close(descriptor)
-    answers: queue.SimpleQueue[Future[bytes] | None] = queue.SimpleQueue()
-
-    def answer() -> None:
-        with contextlib.suppress(BrokenPipeError):  # the trainer has died
-            while (found := answers.get()) is not None:
-                told = found.result()
-                while told:
-                    told = told[os.write(sys.stdout.fileno(), told) :]
-
-    teller = threading.Thread(target=answer)
-    with ThreadPoolExecutor(_THREADS) as pool:
+    An arena that cannot be mapped ends it, and closes the pipe: whoever asked takes the checksums then.
+    """
+    found: queue.SimpleQueue[Future[bytes] | None] = queue.SimpleQueue()
+    with ThreadPoolExecutor(_THREADS) as pool, open(asked, "rb") as questions:
+        teller = threading.Thread(target=_tell, args=(found, answers), daemon=True)
         teller.start()
-        while len(asked := sys.stdin.buffer.read(_ASKED.size)) == _ASKED.size:
-            start, stop = _ASKED.unpack(asked)
-            answers.put(pool.submit(leaf_digests, data[start:stop], leaf_bytes))
-    answers.put(None)
-    teller.join()
+        name, data = b"", memoryview(b"")
+        with contextlib.suppress(OSError):
+            while len(question := questions.read(_ASKED.size)) == _ASKED.size:
+                arena, start, stop, leaf_bytes = _ASKED.unpack(question)
+                if arena != name:
+                    name, data = arena, _mapped(os.path.join(folder, arena.rstrip(b"\0").decode()))
+                found.put(pool.submit(leaf_digests, data[start:stop], leaf_bytes))
+        found.put(None)
+        teller.join()
+    os.close(answers)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+def _tell(found: queue.SimpleQueue[Future[bytes] | None], answers: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the trainer has died
+        while (one := found.get()) is not None:
+            told = one.result()
+            while told:
+                told = told[os.write(answers, told) :]
+
+
+def _mapped(path: str) -> memoryview:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+    finally:
+        os.close(descriptor)

@@ -29,11 +29,11 @@ import numpy as np
 
 from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES
-from lakeckpt.checkpoint.digests import LEAF_BYTES, leaf_digests, leaves_of_all
-from lakeckpt.checkpoint.dtypes import TensorSpec
-from lakeckpt.checkpoint.fields import fields_of, number, taken
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, leaves_of_all
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.fields import fields_of, number, taken
 from lakeckpt.errors import ArenaDamaged, WireDamaged, WireError
-from lakeckpt.wire.codec import dumps, loads
+from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = ["Contents", "Documents", "TensorPlace", "TensorTable", "contents_of"]
 
@@ -168,7 +168,8 @@ class Contents:
         return self.held.data[place.start : place.stop]
 
     def leaves(self) -> dict[str, bytes]:
-        """key → the digests of each tensor's leaves (`lakeckpt.checkpoint.digests.leaf_digests`), as of the capture.
+        """key → the digests of each tensor's leaves (`lakeckpt.checkpoint.format.digests.leaf_digests`), as of the
+        capture.
 
         The checksums of the memory are taken for those that lie at whole leaves; only the others are read, on several
         threads. Nothing is verified: see `verify`.

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES, GenerationRecord
-from lakeckpt.checkpoint.digests import LeafDigests, leaf_digests
+from lakeckpt.checkpoint.format.digests import LeafDigests, leaf_digests
 from lakeckpt.errors import ArenaDamaged
 
 if TYPE_CHECKING:

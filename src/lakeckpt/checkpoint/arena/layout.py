@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lakeckpt.checkpoint.digests import DIGEST_BYTES, LEAF_BYTES
-from lakeckpt.checkpoint.fields import fields_of, number, taken
+from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, LEAF_BYTES
+from lakeckpt.checkpoint.format.fields import fields_of, number, taken
 from lakeckpt.errors import WireDamaged
-from lakeckpt.wire.codec import Limits, dumps, loads
+from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = ["CHECKSUM_BYTES", "ArenaIdentity", "ArenaLayout", "GenerationRecord"]
 
@@ -35,7 +35,6 @@ _RECORD_KIND, _RECORD_VERSION = "arena-generation", (2, 0)
 _LENGTH_BYTES = 8
 _RECORD_ROOM = 2048
 """What a record takes beside its checksums."""
-_LIMITS = Limits(total_bytes=2**30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,17 +162,17 @@ class GenerationRecord:
     documents_bytes: int
     documents_checksum: bytes
     checksums: bytes
-    """16 bytes for each leaf of the data, in their order: `lakeckpt.checkpoint.digests.leaf_digests`."""
+    """16 bytes for each leaf of the data, in their order: `lakeckpt.checkpoint.format.digests.leaf_digests`."""
 
     def to_bytes(self) -> bytes:
         """The record, behind its length."""
         value = {name: getattr(self, name) for name in self.__slots__}
-        return _framed(dumps(value, kind=_RECORD_KIND, version=_RECORD_VERSION, limits=_LIMITS))
+        return _framed(dumps(value, kind=_RECORD_KIND, version=_RECORD_VERSION))
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> GenerationRecord:
         """What `to_bytes` made ``data`` of; whatever lies behind it is passed over. `WireError`."""
-        document = loads(_unframed(data), kind=_RECORD_KIND, supported=_RECORD_VERSION, limits=_LIMITS)
+        document = loads(_unframed(data), kind=_RECORD_KIND, supported=_RECORD_VERSION)
         plain = fields_of(document.value, "the record of a generation")
         return cls(
             sequence=number(plain, "sequence"),

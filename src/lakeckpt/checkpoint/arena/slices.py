@@ -2,7 +2,7 @@
 
 Tensors lie one behind the other, in the order in which they were named, each at a multiple of 64 bytes; large ones at
 whole pages, so that they can be written to a disk from where they lie, and the largest at whole leaves of digests
-(`lakeckpt.checkpoint.digests`), so that the checksums of the memory are those of their contents. The whole is
+(`lakeckpt.checkpoint.format.digests`), so that the checksums of the memory are those of their contents. The whole is
 cut into slices of one size (the last may be shorter), whatever tensors they hold: many small ones are one slice, a
 large one is many. A slice is what is admitted into a bubble, copied, and has a checksum.
 
@@ -15,8 +15,8 @@ import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lakeckpt.checkpoint.digests import LEAF_BYTES, short_digest
-from lakeckpt.lake.direct import PAGE_BYTES, STRAIGHT_BYTES
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES, short_digest
+from lakeckpt.lake.storage.direct import PAGE_BYTES, STRAIGHT_BYTES
 
 __all__ = ["Piece", "SlicePlan", "aligned", "fitting_slice_bytes", "plan_slices"]
 

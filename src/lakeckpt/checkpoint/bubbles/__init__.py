@@ -1,1 +1,1 @@
-"""Where a rank's idle windows are, measured, and the gate that lets slices of a capture through in them."""
+"""This package measures the idle windows of a rank, and admits slices of a capture into them."""

@@ -1,13 +1,14 @@
-"""When is a device idle, whose host runs ahead of it?  `DeviceGate`: windows by marks on the device's own line of time.
+"""This module finds the idle windows of a GPU, whose host runs ahead of it: `DeviceGate`.
 
-On a GPU a stage's call returns when its kernels are queued, and a wait for a receive holds up the stream, not the host.
-So what the training thread says (`begin`, `end`, `cut`) is marked on the device; marks are read when the device has
-passed them, one or two iterations later. Of each site, the last iterations give where in an iteration its window lies:
-from the upper quartile of its begins to the lower quartile of its ends, counted from the cut. When the device reaches a
-cut, those windows are foreseen from that instant on, and slices are admitted into them.
+On a GPU the call of a stage returns when its kernels are queued, and a wait for a receive blocks the stream, not the
+host. So the reports of the training thread (`begin`, `end`, `cut`) become marks on the device's own timeline
+(`CudaMarks`: events). The marks are read when the device has passed them, one or two iterations later. The place of
+each site's window in an iteration follows from the last iterations: from the upper quartile of its begins to the lower
+quartile of its ends, counted from the cut. When the device reaches a cut, these windows are foreseen from that instant
+on, and slices are admitted into them.
 
-Only the copier's thread ever waits for the device (and the training thread once, at the first cut, to tie the device's
-time to the host's). Imports without torch; `CudaMarks` is in ``cuda_marks``.
+Only the copier's thread waits for the device. The training thread waits once, at the first cut, to relate the device's
+time to the host's clock. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -15,36 +16,65 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, Protocol
 
-from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.core.bubble_policy import MOST_OF_A_SITE, IdleWindow, Kind
-from lakeckpt.core.bubble_record import IterationRecord, MovedSlice
+import torch
 
-__all__ = ["DeviceGate", "Marks"]
+from lakeckpt.checkpoint.bubbles.gate import BubbleGate
+from lakeckpt.checkpoint.bubbles.policy import MOST_OF_A_SITE, IdleWindow, Kind
+from lakeckpt.checkpoint.bubbles.profile import IterationRecord, MovedSlice
+
+__all__ = ["CudaMarks", "DeviceGate", "Marks"]
 
 _KEEP = 8
 _MOST_PENDING = 16
-"""Iterations whose marks were not passed yet: more means that the device hangs, or that marks are lost."""
+"""Iterations whose marks were not passed yet. More means that the device hangs, or that marks are lost."""
+_MOST_SLICES = 4096
 
 
 class Marks(Protocol):
-    """Instants on a device's line of time. `mark` is called by the training thread, the others by any."""
+    """Instants on a device's timeline. `mark` is called by the training thread, the other methods by any thread."""
 
     def mark(self) -> Any:
-        """Mark the place in the device's work up to which it is queued now; None where it cannot. Returns at once."""
+        """Mark the end of the work that is queued now; None if this is impossible. Returns at once."""
         ...
 
     def seconds(self, earlier: Any, later: Any) -> float | None:
-        """The time between two marks; None while the device has not passed both."""
+        """Return the time between two marks; None while the device has not passed both."""
         ...
 
     def wait(self, mark: Any) -> None:
         """Return when the device has passed ``mark``."""
         ...
+
+
+class CudaMarks:
+    """Events with times, on the stream that is current when they are recorded; ``device`` is the GPU's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        """Record an event; None while a graph is captured, because the event would become a part of the graph."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, earlier: Any, later: Any) -> float | None:
+        """Return the time with half a microsecond's resolution; None while the GPU has not passed both."""
+        with torch.cuda.device(self._device):  # a thread without a device would make a context on the first one
+            if not (earlier.query() and later.query()):
+                return None
+            return float(earlier.elapsed_time(later)) / 1000
+
+    def wait(self, mark: Any) -> None:
+        """Block this thread until the GPU has passed ``mark``."""
+        with torch.cuda.device(self._device):
+            mark.synchronize()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,25 +96,24 @@ class _Iteration:
     seen: dict[str, int] = field(default_factory=dict)
     slices: list[MovedSlice] = field(default_factory=list)
     begin_s: float | None = None
-    """When the device was at ``begin``, by the host's clock."""
+    """The time at which the device passed ``begin``, by the host's clock."""
 
 
 class DeviceGate(BubbleGate):
-    """A `BubbleGate` for a device that the host does not see wait. Its windows are those of the device."""
+    """A `BubbleGate` for a device whose waits the host does not see. Its windows lie on the device's timeline."""
 
-    def __init__(self, marks: Marks, *, clock: Callable[[], float] = time.perf_counter, **how: Any) -> None:
-        super().__init__(clock=clock, **how)
-        self._border_s = inf  # where windows begin and end is known later: slices are kept one by one
+    def __init__(self, marks: Marks, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(clock=clock)
         self._marks = marks
         self._now: _Iteration | None = None
         self._over: deque[_Iteration] = deque()
         self._places: dict[tuple[str, Kind], deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_KEEP))
         self._open: dict[Kind, _Marked] = {}
 
-    # --- what the training thread says
+    # --- called by the training thread
 
     def cut(self, step: int) -> None:
-        """The cut of ``step``: one iteration is over, the next begins."""
+        """End an iteration at the cut of ``step``, and begin the next one."""
         if (mark := self._marks.mark()) is None:
             return
         begin_s = None
@@ -100,7 +129,7 @@ class DeviceGate(BubbleGate):
             self._look_back()
 
     def begin(self, site: str, kind: Kind = "bubble") -> None:
-        """From here on in its work, the device waits at ``site``, or its link is free."""
+        """Report that from here on in its work the device waits at ``site``, or its link is free."""
         if (mark := self._marks.mark()) is None:
             return
         with self._changed:
@@ -112,7 +141,7 @@ class DeviceGate(BubbleGate):
                     self._now.marked.append(self._open[kind])
 
     def end(self, kind: Kind = "bubble") -> None:
-        """From here on in its work, it does not."""
+        """Report that from here on in its work the device goes on, or its link is used."""
         if kind not in self._open or (mark := self._marks.mark()) is None:
             return
         with self._changed:
@@ -122,7 +151,7 @@ class DeviceGate(BubbleGate):
         if kind in self._open:
             self._open.pop(kind).end = mark
 
-    # --- what the copier asks
+    # --- called by the copier
 
     def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
         """See `BubbleGate`."""
@@ -132,34 +161,28 @@ class DeviceGate(BubbleGate):
             self._marks.wait(now.begin)
             with self._changed:
                 if self._now is now:
-                    if was_there:  # since when? The iteration before says it, to which it is the end
-                        self._look_back()
-                    if not was_there or now.begin_s is None:
-                        now.begin_s = self.clock()
-                    self._look_back()
-                    self._policy.foresee(self._windows_from(now.begin_s))
+                    self._foresee(now, was_there)
         return super().admit(size_bytes, urgent)
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool = False) -> None:
-        """The slice that was admitted last was copied in [begin_s, end_s); no bytes: it was not."""
-        super().moved(size_bytes, begin_s, end_s, gently=gently)
-        self._take_slices()
+    def _foresee(self, now: _Iteration, was_there: bool) -> None:
+        """Foresee the windows of an iteration that the device has begun; ``was_there``: earlier than it was asked."""
+        if was_there:
+            self._look_back()  # the begin follows from the iteration before
+        if not was_there or now.begin_s is None:
+            now.begin_s = self.clock()
+        self._look_back()
+        self._policy.foresee(self._windows_from(now.begin_s))
 
-    def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
-        """The fence queued the copy of a slice in [begin_s, end_s), which was not admitted in time."""
-        super().fenced(size_bytes, begin_s, end_s)
-        self._take_slices()
+    def _keep_slice(self, size_bytes: int, begin_s: float, end_s: float, *, urgent: bool) -> None:
+        """Keep a slice. Slices are never joined here, because the borders of windows are known only later."""
+        if self._now is not None and len(self._now.slices) < _MOST_SLICES:
+            end_s = max(begin_s, end_s)
+            self._now.slices.append(MovedSlice(size_bytes=size_bytes, begin_s=begin_s, end_s=end_s, urgent=urgent))
 
-    def _take_slices(self) -> None:
-        with self._changed:
-            if self._now is not None:
-                self._now.slices += self._slices
-            self._slices.clear()
-
-    # --- the device's line of time
+    # --- the device's timeline
 
     def _windows_from(self, begin_s: float) -> list[IdleWindow]:
-        """Where the windows of an iteration will be that begins at ``begin_s``."""
+        """Return the windows to expect in an iteration that begins at ``begin_s``."""
         found = []
         for (site, kind), places in self._places.items():
             begins, ends = sorted(begin for begin, _ in places), sorted(end for _, end in places)
@@ -169,7 +192,7 @@ class DeviceGate(BubbleGate):
         return sorted(found, key=lambda window: window.begin_s)
 
     def _look_back(self) -> None:
-        """Read the marks of the iterations that the device is done with."""
+        """Read the marks of the iterations that the device has finished."""
         while len(self._over) > _MOST_PENDING:
             self._over.popleft()
         while self._over and self._resolved(self._over[0]):
@@ -182,31 +205,26 @@ class DeviceGate(BubbleGate):
         following = self._over[1] if len(self._over) > 1 else self._now
         begin_s = over.begin_s
         if begin_s is None:
-            return True  # its place on the host's clock is lost with the one before it
+            return True  # the iteration before was dropped, so the host's time of this begin is unknown
+        end_s = begin_s + length_s
         if following is not None and following.begin_s is None:
-            following.begin_s = begin_s + length_s
-        places = self._places_of(over, length_s)
-        self._remember(places)
-        windows = tuple(
-            IdleWindow(site=site, kind=kind, begin_s=begin_s + begin, end_s=begin_s + end)
-            for site, kind, begin, end in places
-        )
-        end_s, slices = begin_s + length_s, tuple(over.slices)
+            following.begin_s = end_s
+        windows = self._windows_of(over, begin_s, end_s)
+        for one in windows:
+            self._places[one.site, one.kind].append((one.begin_s - begin_s, one.end_s - begin_s))
         self._records.append(
-            IterationRecord(step=over.step, begin_s=begin_s, end_s=end_s, windows=windows, slices=slices)
+            IterationRecord(step=over.step, begin_s=begin_s, end_s=end_s, windows=windows, slices=tuple(over.slices))
         )
         return True
 
-    def _places_of(self, over: _Iteration, length_s: float) -> list[tuple[str, Kind, float, float]]:
-        """Site, kind, begin and end of each window, in seconds from the cut."""
-        found: list[tuple[str, Kind, float, float]] = []
+    def _windows_of(self, over: _Iteration, begin_s: float, end_s: float) -> tuple[IdleWindow, ...]:
+        """Return the windows of an iteration over [begin_s, end_s), by the host's clock."""
+        found = []
         for one in over.marked:
             begin = self._marks.seconds(over.begin, one.begin)
-            end = length_s if one.end is None else self._marks.seconds(over.begin, one.end)
+            end = end_s - begin_s if one.end is None else self._marks.seconds(over.begin, one.end)
             if begin is not None and end is not None:
-                found.append((one.site, one.kind, begin, max(begin, end)))
-        return found
-
-    def _remember(self, places: Iterable[tuple[str, Kind, float, float]]) -> None:
-        for site, kind, begin, end in places:
-            self._places[site, kind].append((begin, end))
+                found.append(
+                    IdleWindow(site=one.site, kind=one.kind, begin_s=begin_s + begin, end_s=begin_s + max(begin, end))
+                )
+        return tuple(found)

@@ -1,11 +1,11 @@
-"""May the next slice move now?  `BubbleGate`: the policy of bubbles, fed by the training thread, asked by the copier.
+"""This module admits slices of a capture into the idle windows of a rank: `BubbleGate`, around the policy.
 
-The training thread (or whoever watches it: `lakeckpt.checkpoint.bubbles.pipeline`, ``ddp``, ``fsdp``, ``data``) says
-when it begins to wait and when it goes on. The copier asks before each slice and is kept until the policy admits it, or
-until the fence has come. All that happened is kept for the last iterations, to be shown.
+The training thread, or a hook that watches it, reports when it begins to wait and when it goes on. The copier asks
+before each slice, and is blocked until the policy admits the slice or the fence has come. The gate keeps a record of
+the last iterations for reports.
 
-It starts no threads, copies nothing, and asks nobody but the policy. Imports without torch. What the training thread
-calls takes a few microseconds: it never waits for the copier.
+The gate starts no threads and copies nothing. The methods that the training thread calls take a few microseconds, and
+never wait for the copier. The module never imports torch.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lakeckpt.core.bubble_policy import BubblePolicy, IdleWindow, Kind
-from lakeckpt.core.bubble_record import IterationRecord, MovedSlice
+from lakeckpt.checkpoint.bubbles.policy import BubblePolicy, IdleWindow, Kind
+from lakeckpt.checkpoint.bubbles.profile import IterationRecord, MovedSlice
 
 __all__ = ["BubbleGate"]
 
 _KEEP_ITERATIONS = 64
 _MOST = 4096
-"""Windows and slices of one iteration: a loop that never cuts must not fill the memory."""
+"""Limit on the windows and slices kept of one iteration: a loop without cuts must not fill the memory."""
 _CLOSE = 0.5
-"""Of a slice's time: what comes so soon after the one before it follows it closely."""
+"""Slices less than this part of a slice's time apart are kept as one."""
 _LOOK_AGAIN_S = 0.1
 
 
 class BubbleGate:
     """A `Gate` that admits slices into idle windows of this rank.
 
-    ``clock`` is that of the windows and of the slices: `time.perf_counter`. ``iterations`` are kept in `records`. A
-    fence that only sets ``urgent``, and does not `hurry`, is noticed after ``look_again_s``.
+    ``clock`` gives the times of windows and slices; default: `time.perf_counter`. `records` keeps the last
+    ``iterations``. A fence that only sets ``urgent``, without calling `hurry`, is noticed after ``look_again_s``.
     """
 
     paces = True
@@ -59,10 +59,10 @@ class BubbleGate:
         self._urgent = False
         self._asked: int | None = None  # the size of the slice that waits in `admit`
 
-    # --- what the training thread says
+    # --- called by the training thread
 
     def cut(self, step: int) -> None:
-        """The cut of ``step``: one iteration is over, the next begins."""
+        """End an iteration at the cut of ``step``, and begin the next one."""
         with self._changed:
             now = self.clock()
             if self._step is not None:
@@ -71,7 +71,8 @@ class BubbleGate:
             self._step, self._begin_s, self._windows, self._slices = step, now, [], []
 
     def begin(self, site: str, kind: Kind = "bubble") -> None:
-        """The rank begins to wait at ``site`` (or free time begins); what of this kind it waited for before is over."""
+        """Report that the rank begins to wait at ``site``, or that free time begins. This closes an open window of the
+        same kind."""
         with self._changed:
             now = self.clock()
             self._keep(self._policy.close(kind, now))
@@ -81,29 +82,24 @@ class BubbleGate:
                 self._changed.notify()
 
     def end(self, kind: Kind = "bubble") -> None:
-        """The rank goes on. Nothing where it did not wait."""
+        """Report that the rank goes on. Does nothing if the rank did not wait."""
         with self._changed:
             self._border_s = self.clock()
             self._keep(self._policy.close(kind, self._border_s))
 
     @contextmanager
-    def idle(self, site: str, kind: Kind = "bubble") -> Iterator[None]:
-        """The rank waits at ``site`` while the block runs."""
-        self.begin(site, kind)
+    def idle(self, site: str) -> Iterator[None]:
+        """Report that the rank waits at ``site`` while the block runs."""
+        self.begin(site)
         try:
             yield
         finally:
-            self.end(kind)
+            self.end()
 
-    def predict(self, site: str, length_s: float) -> None:
-        """The n-th window of an iteration at a site has the name ``"site n"``, from 0: how long it will probably be."""
-        with self._changed:
-            self._policy.predict(site, length_s)
-
-    # --- what the capture says and asks
+    # --- called by the capture
 
     def start(self, size_bytes: int, /) -> None:
-        """A capture begins: so many bytes will be asked for before the fence."""
+        """Begin a capture, which moves ``size_bytes`` before its fence."""
         with self._changed:
             self._policy.begin_capture(size_bytes)
 
@@ -126,27 +122,27 @@ class BubbleGate:
             return gently
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool = False) -> None:
-        """The slice that was admitted last was copied in [begin_s, end_s); no bytes: it was not."""
+        """Record that the slice admitted last was copied in [begin_s, end_s). With no bytes, it was not copied."""
         with self._changed:
             self._policy.moved(size_bytes, begin_s, end_s, gently=gently)
             if size_bytes:
                 self._keep_slice(size_bytes, begin_s, end_s, urgent=self._urgent)
 
     def hurry(self) -> None:
-        """The fence has come and ``urgent`` is set: whoever waits in `admit` is to look."""
+        """Wake the copier if it waits in `admit`. The fence calls it after ``urgent`` is set."""
         with self._changed:
             self._changed.notify_all()
 
     def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
-        """The fence copied a slice in [begin_s, end_s), which was not admitted in time."""
+        """Record that the fence copied a slice in [begin_s, end_s), because it was not admitted in time."""
         with self._changed:
             self._policy.fenced(size_bytes)
             self._keep_slice(size_bytes, begin_s, end_s, urgent=True)
 
-    # --- what is asked afterwards
+    # --- the record
 
     def records(self) -> tuple[IterationRecord, ...]:
-        """The last iterations that are over, the oldest first."""
+        """Return the last iterations that are over, the oldest first."""
         with self._changed:
             return tuple(self._records)
 
@@ -155,8 +151,7 @@ class BubbleGate:
             self._windows.append(window)
 
     def _keep_slice(self, size_bytes: int, begin_s: float, end_s: float, *, urgent: bool) -> None:
-        """Slices that follow each other closely, with no begin or end of a window since the first, are kept as one:
-        what lay within a window is the same."""
+        """Keep a slice. Slices that follow each other closely, with no border of a window between them, are joined."""
         end_s = max(begin_s, end_s)
         last = self._slices[-1] if self._slices else None
         if (

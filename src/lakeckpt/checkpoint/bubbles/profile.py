@@ -1,28 +1,110 @@
-"""Which idle windows had a rank, and what was copied in them?  A document beside the checkpoints of a run, and back.
+"""This module saves the idle windows and the copied slices of a rank's last iterations.
 
-One document for each rank of an attempt, of its last iterations: ``bubbles/{attempt}/{rank}.lkc``. It is for people:
-nothing is decided by it, it may be written anew at any time, and a run is whole without it. A rank's times are of its
-own monotonic clock; ``epoch_s`` says when that clock was 0, so that ranks can be shown side by side.
+Each rank of an attempt has one document beside the checkpoints of its run: ``bubbles/{attempt}/{rank}.lkc``. The
+document is for people (``lakeckpt report``): no decision depends on it, and a run is complete without it. Times are
+seconds of the rank's own monotonic clock; ``epoch_s`` is the time since 1970 when this clock was 0. Intervals are
+half-open. A slice that was copied partly inside windows counts by its share of time.
 
-Imports without torch.
+`ProfileKeeper` has one thread, which the manager starts and stops. The module never imports torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lakeckpt.checkpoint.fields import fields_of, number, taken
-from lakeckpt.core.bubble_record import IterationRecord
-from lakeckpt.errors import WireDamaged
-from lakeckpt.lake.storage import Storage
-from lakeckpt.wire.codec import dumps, loads
+from lakeckpt.checkpoint.bubbles.policy import IdleWindow, Kind
+from lakeckpt.checkpoint.format.fields import fields_of, number, taken
+from lakeckpt.checkpoint.report import SaveWarning
+from lakeckpt.errors import StorageError, WireDamaged
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["BUBBLES", "BubbleProfile", "profile_path", "read_profiles", "save_profile"]
+__all__ = [
+    "BUBBLES",
+    "BubbleProfile",
+    "IterationRecord",
+    "MovedSlice",
+    "ProfileKeeper",
+    "Shares",
+    "profile_path",
+    "read_profiles",
+    "save_profile",
+    "shares",
+    "windows_by_site",
+]
 
 BUBBLES = "bubbles"
 _KIND = "bubbles"
 _VERSION = (1, 0)
+_FIRST_S = 10.0
+_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedSlice:
+    """A slice of ``size_bytes`` that was copied in [begin_s, end_s); ``urgent`` if the fence waited for it."""
+
+    size_bytes: int
+    begin_s: float
+    end_s: float
+    urgent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0 or not self.begin_s <= self.end_s:
+            raise ValueError(f"{self.size_bytes} bytes moved from {self.begin_s} to {self.end_s} s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationRecord:
+    """One rank's iteration: from the cut of step ``step`` to the next cut."""
+
+    step: int
+    begin_s: float
+    end_s: float
+    windows: tuple[IdleWindow, ...]
+    slices: tuple[MovedSlice, ...]
+
+    def __post_init__(self) -> None:
+        if self.step < 0 or not self.begin_s <= self.end_s:
+            raise ValueError(f"the iteration after step {self.step} from {self.begin_s} to {self.end_s} s")
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the record as lists and numbers."""
+        return {
+            "step": self.step,
+            "begin_s": self.begin_s,
+            "end_s": self.end_s,
+            "windows": [[one.site, one.kind, one.begin_s, one.end_s] for one in self.windows],
+            "slices": [[one.size_bytes, one.begin_s, one.end_s, one.urgent] for one in self.slices],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: object) -> IterationRecord:
+        """Return the record that `to_plain` returned. Raises `WireDamaged` or `ValueError`, which name the problem."""
+        fields = fields_of(plain, "the record of an iteration")
+        windows = _rows(fields, "windows", str, str, float, float)
+        slices = _rows(fields, "slices", int, float, float, bool)
+        return cls(
+            step=number(fields, "step"),
+            begin_s=taken(fields, "begin_s", float),
+            end_s=taken(fields, "end_s", float),
+            windows=tuple(IdleWindow(site=site, kind=kind, begin_s=at, end_s=end) for site, kind, at, end in windows),
+            slices=tuple(
+                MovedSlice(size_bytes=size, begin_s=at, end_s=end, urgent=urgent) for size, at, end, urgent in slices
+            ),
+        )
+
+
+def _rows(plain: Mapping[str, object], name: str, *kinds: type) -> Iterator[Any]:
+    """Yield the rows of the field ``name``, whose values must be of ``kinds``."""
+    for row in taken(plain, name, list):
+        if not isinstance(row, list) or tuple(map(type, row)) != kinds:
+            raise WireDamaged(f"field {name!r} has a row {row!r:.80}")
+        yield row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +123,7 @@ class BubbleProfile:
             raise ValueError(f"a profile of rank {self.rank} of {self.world_size} in attempt {self.attempt}")
 
     def to_bytes(self) -> bytes:
-        """The document."""
+        """Return the document."""
         plain = {
             "attempt": self.attempt,
             "rank": self.rank,
@@ -53,7 +135,7 @@ class BubbleProfile:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BubbleProfile:
-        """What `to_bytes` gave. `WireError` where it is not that."""
+        """Return the profile that `to_bytes` returned. `WireError` if ``data`` is no such document."""
         plain = fields_of(loads(data, kind=_KIND, supported=_VERSION).value, "a profile of bubbles")
         try:
             return cls(
@@ -61,7 +143,7 @@ class BubbleProfile:
                 rank=number(plain, "rank"),
                 world_size=number(plain, "world_size", least=1),
                 epoch_s=taken(plain, "epoch_s", float),
-                records=tuple(IterationRecord.from_plain(one) for one in taken(plain, "records", list)),
+                records=tuple(map(IterationRecord.from_plain, taken(plain, "records", list))),
             )
         except WireDamaged:
             raise
@@ -70,26 +152,141 @@ class BubbleProfile:
 
 
 def profile_path(attempt: int, rank: int) -> str:
-    """Where the profile of a rank lies."""
+    """Return the path of a rank's profile in the run."""
     return f"{BUBBLES}/{attempt:010d}/{rank:05d}.lkc"
 
 
 def save_profile(storage: Storage, profile: BubbleProfile) -> None:
-    """Write ``profile`` to the run at ``storage``; an older one of the same rank and attempt is replaced."""
+    """Write ``profile`` to the run at ``storage``, in place of an older one of the same rank and attempt."""
     storage.put(profile_path(profile.attempt, profile.rank), [profile.to_bytes()])
 
 
 def read_profiles(storage: Storage, attempt: int | None = None) -> list[BubbleProfile]:
-    """The profiles of ``attempt`` (None: of the newest that has any), by rank. `WireError` where one is damaged."""
+    """Return the profiles of ``attempt`` by rank (None: of the newest attempt that has any).
+
+    `WireError` if one is damaged.
+    """
     paths = [info.path for info in storage.list(BUBBLES)]
     attempts = {path.split("/")[1] for path in paths}
     if attempt is not None:
         attempts &= {f"{attempt:010d}"}
-    if not attempts:
-        return []
-    chosen = f"{BUBBLES}/{max(attempts)}/"
-    return _by_rank(BubbleProfile.from_bytes(storage.read(path)) for path in paths if path.startswith(chosen))
+    chosen = [path for path in paths if attempts and path.startswith(f"{BUBBLES}/{max(attempts)}/")]
+    return sorted((BubbleProfile.from_bytes(storage.read(path)) for path in chosen), key=lambda one: one.rank)
 
 
-def _by_rank(profiles: Iterable[BubbleProfile]) -> list[BubbleProfile]:
-    return sorted(profiles, key=lambda one: one.rank)
+class ProfileKeeper:
+    """A thread that calls ``write`` soon after `begin` and then once a minute, so that a crash leaves a profile.
+
+    ``who`` names the rank in the warning of `end`: a profile that cannot be written does not end a job.
+    """
+
+    def __init__(
+        self, write: Callable[[], None], who: str, *, first_s: float = _FIRST_S, every_s: float = _EVERY_S
+    ) -> None:
+        self._write, self._who = write, who
+        self._first_s, self._every_s = first_s, every_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lakeckpt-profile", daemon=True)
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Join the thread, and write a last time."""
+        self._over.set()
+        self._thread.join()
+        try:
+            self._write()
+        except StorageError as error:
+            warnings.warn(f"where {self._who} was idle could not be written: {error}", SaveWarning, stacklevel=5)
+
+    def _run(self) -> None:
+        wait_s = self._first_s
+        while not self._over.wait(wait_s):
+            wait_s = self._every_s
+            try:
+                self._write()
+            except StorageError:
+                continue  # `end` warns if the last attempt fails, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Sums over iterations."""
+
+    iterations: int
+    seconds: float
+    bubble_s: float
+    """Seconds inside bubbles."""
+    moved_bytes: int
+    bubble_bytes: float
+    """Bytes that moved in bubbles, by time."""
+    free_bytes: float
+    """Bytes that moved in free time, and not in bubbles."""
+    urgent_bytes: int
+    """Bytes for which the fence waited, inside or outside of windows."""
+
+    @property
+    def bubble_share(self) -> float:
+        """The part of the bytes that moved in bubbles; 1 if nothing moved."""
+        return self.bubble_bytes / self.moved_bytes if self.moved_bytes else 1.0
+
+    @property
+    def outside_bytes(self) -> float:
+        """Bytes that moved while the rank computed, outside of free time."""
+        return max(0.0, self.moved_bytes - self.bubble_bytes - self.free_bytes)
+
+
+def shares(records: Iterable[IterationRecord]) -> Shares:
+    """Return the idle time and the moved bytes, summed over ``records`` of one rank."""
+    records = list(records)
+    bubble_s = in_bubbles = in_free = 0.0
+    for record in records:
+        bubbles, either = _spans(record.windows, "bubble"), _spans(record.windows, "bubble", "free")
+        bubble_s += sum(end - begin for begin, end in bubbles)
+        for one in record.slices:
+            inside = one.size_bytes * _part_within(one, bubbles)
+            in_bubbles += inside
+            in_free += one.size_bytes * _part_within(one, either) - inside
+    slices = [one for record in records for one in record.slices]
+    return Shares(
+        iterations=len(records),
+        seconds=sum(record.end_s - record.begin_s for record in records),
+        bubble_s=bubble_s,
+        moved_bytes=sum(one.size_bytes for one in slices),
+        bubble_bytes=in_bubbles,
+        free_bytes=in_free,
+        urgent_bytes=sum(one.size_bytes for one in slices if one.urgent),
+    )
+
+
+def windows_by_site(records: Iterable[IterationRecord]) -> dict[tuple[str, Kind], tuple[int, float, float]]:
+    """Return (site, kind) → how many windows there were, their seconds in all, and the bytes that moved in them."""
+    found: dict[tuple[str, Kind], tuple[int, float, float]] = {}
+    for record in records:
+        for window in record.windows:
+            times, seconds, moved = found.get((window.site, window.kind), (0, 0.0, 0.0))
+            span = [(window.begin_s, window.end_s)]
+            inside = sum(one.size_bytes * _part_within(one, span) for one in record.slices)
+            found[window.site, window.kind] = (times + 1, seconds + window.end_s - window.begin_s, moved + inside)
+    return found
+
+
+def _spans(windows: Sequence[IdleWindow], *kinds: Kind) -> list[tuple[float, float]]:
+    """Return the windows of ``kinds`` as disjoint spans in order."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted((one.begin_s, one.end_s) for one in windows if one.kind in kinds):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _part_within(one: MovedSlice, spans: Sequence[tuple[float, float]]) -> float:
+    """Return the part of the slice's time that lies within ``spans``; for a slice that took no time, 1 or 0."""
+    length = one.end_s - one.begin_s
+    if length <= 0:
+        return float(any(begin <= one.begin_s < end for begin, end in spans))
+    return sum(max(0.0, min(end, one.end_s) - max(begin, one.begin_s)) for begin, end in spans) / length

@@ -1,12 +1,13 @@
-"""What does a training script say so that captures find its bubbles?  `Bubbles`: what is to be watched, in one place.
+"""This module finds the idle windows of a training script: `Bubbles` watches the objects for which the script waits.
 
-A pipeline schedule, a model under DDP or FSDP2, a loader: each is watched by what it is. Whatever else a rank waits for
-is told by ``with bubbles.idle("what"):``. All of it belongs to the thread that trains.
+`Bubbles.watch` takes a pipeline schedule, a model under DDP or FSDP2, or a loader. A script reports other waits with
+``with bubbles.idle("site"):``. The training thread makes all calls. `Bubbles.kept` starts the thread that writes the
+profile; the manager stops it.
 """
 
 from __future__ import annotations
 
-import functools
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -15,49 +16,43 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lakeckpt.checkpoint.bubbles.cuda_marks import CudaMarks
-from lakeckpt.checkpoint.bubbles.data import watch_data
-from lakeckpt.checkpoint.bubbles.ddp import watch_ddp
-from lakeckpt.checkpoint.bubbles.device import DeviceGate
-from lakeckpt.checkpoint.bubbles.fsdp import watch_forward, watch_fsdp
+from lakeckpt.checkpoint.bubbles.device import CudaMarks, DeviceGate
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.checkpoint.bubbles.keeper import ProfileKeeper
-from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
-from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, save_profile
+from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, ProfileKeeper, save_profile
 from lakeckpt.errors import ConfigError
-from lakeckpt.lake.storage import Storage
+from lakeckpt.lake.storage.base import Storage
 
-__all__ = ["Bubbles"]
+__all__ = ["Bubbles", "watch_data"]
 
 
 class Bubbles:
-    """The idle windows of this rank, and the gate that lets captures through in them.
+    """The idle windows of this rank, and the gate that admits captures in them.
 
-    ``device``: where the rank computes; a CUDA device has its own line of time, and its link is free while a watched
-    model goes forward. Default: the CPU.
+    ``device`` is the device on which the rank computes; default: the CPU. A CUDA device has a timeline of its own, and
+    its link to the host is free during the forward pass of a watched model.
     """
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self._device = torch.device(device)
         is_cuda = self._device.type == "cuda"
         self.gate: BubbleGate = DeviceGate(CudaMarks(self._device)) if is_cuda else BubbleGate()
-        """What captures ask."""
+        """The gate that captures ask."""
 
     def watch(self, what: Any, **how: Any) -> Any:
-        """Watch ``what`` from now on, and return what to use in its place.
+        """Watch ``what`` from now on, and return the object to use in its place.
 
         A schedule of ``torch.distributed.pipelining``, a ``DistributedDataParallel`` (``hook`` and ``state``: its
-        communication hook, if it is to have one) and a module with parts under ``fully_shard`` are returned as they
-        are. Of anything that is iterated over, something is returned that iterates over the same, and is it in all
-        else. Any other module on a GPU is watched for the link that its forward pass leaves free.
+        communication hook, if it has one) and a module with parts under ``fully_shard`` are returned as they are. For
+        an iterable, the returned object iterates over the same items and passes all other attributes through. Any other
+        module on a GPU is watched for the link that its forward pass leaves free.
 
-        `ConfigError` where nothing of it can be watched.
+        `ConfigError` if no part of it can be watched.
         """
-        if isinstance(what, DistributedDataParallel):
-            watch_ddp(self.gate, what, **how)
-        elif isinstance(what, torch.nn.Module):
-            self._watch_module(what)
-        elif hasattr(what, "_stages") or hasattr(what, "_stage"):
+        if isinstance(what, torch.nn.Module):
+            self._watch_module(what, how)
+        elif _is_schedule(what):
+            from lakeckpt.checkpoint.bubbles.pipeline import watch_schedule
+
             watch_schedule(self.gate, what)
         elif hasattr(what, "__iter__"):
             return _Watched(self.gate, what)
@@ -66,44 +61,64 @@ class Bubbles:
                 f"{type(what).__name__} cannot be watched: give a pipeline schedule, a model under DDP or fully_shard, "
                 "or a loader, or say where it waits with idle()"
             )
-        if isinstance(what, DistributedDataParallel) and self._device.type == "cuda":
-            watch_forward(self.gate, what)
         return what
 
     def idle(self, site: str) -> AbstractContextManager[None]:
-        """The rank waits while the block runs; ``site`` names for what."""
+        """Report that the rank waits while the block runs; ``site`` names what it waits for."""
         return self.gate.idle(site)
 
-    def save(self, storage: Storage, *, attempt: int, rank: int, world_size: int) -> None:
-        """Write the last iterations beside the checkpoints of a run, for ``lakeckpt report``."""
-        epoch_s = time.time() - self.gate.clock()
-        records = self.gate.records()
-        profile = BubbleProfile(attempt=attempt, rank=rank, world_size=world_size, epoch_s=epoch_s, records=records)
-        save_profile(storage, profile)
-
     def kept(self, storage: Storage, *, attempt: int, rank: int, world_size: int) -> ProfileKeeper:
-        """Do so once a minute from now on, until it is told to end."""
-        save = functools.partial(self.save, storage, attempt=attempt, rank=rank, world_size=world_size)
-        keeper = ProfileKeeper(save, f"rank {rank}")
+        """Write the last iterations beside the checkpoints of a run, once a minute until the keeper is ended."""
+
+        def write() -> None:
+            records, epoch_s = self.gate.records(), time.time() - self.gate.clock()
+            profile = BubbleProfile(attempt=attempt, rank=rank, world_size=world_size, epoch_s=epoch_s, records=records)
+            save_profile(storage, profile)
+
+        keeper = ProfileKeeper(write, f"rank {rank}")
         keeper.begin()
         return keeper
 
-    def _watch_module(self, module: torch.nn.Module) -> None:
-        from torch.distributed.fsdp import FSDPModule
+    def _watch_module(self, module: torch.nn.Module, how: dict[str, Any]) -> None:
+        from lakeckpt.checkpoint.bubbles.collectives import watch_ddp, watch_forward, watch_fsdp
 
-        sharded = any(isinstance(one, FSDPModule) for one in module.modules())
-        if sharded:
+        is_cuda = self._device.type == "cuda"
+        if isinstance(module, DistributedDataParallel):
+            watch_ddp(self.gate, module, **how)
+        elif any(isinstance(one, torch.distributed.fsdp.FSDPModule) for one in module.modules()):
             watch_fsdp(self.gate, module)
-        if self._device.type == "cuda":
-            watch_forward(self.gate, module)
-        elif not sharded:
+        elif not is_cuda:
             raise ConfigError(
                 f"{type(module).__name__} is neither under DDP nor under fully_shard: on the CPU it waits for nothing"
             )
+        if is_cuda:
+            watch_forward(self.gate, module)
+
+
+def _is_schedule(what: Any) -> bool:
+    """Return whether ``what`` is a pipeline schedule. This does not import torch's module of schedules: a schedule
+    exists only if the script has imported the module."""
+    if "torch.distributed.pipelining.schedules" not in sys.modules:
+        return False
+    from lakeckpt.checkpoint.bubbles.pipeline import is_schedule
+
+    return is_schedule(what)
+
+
+def watch_data(gate: BubbleGate, batches: Any) -> Iterator[Any]:
+    """Yield the items of ``batches``; each wait for the next item is a bubble at the site ``data``."""
+    iterator = iter(batches)
+    while True:
+        with gate.idle("data"):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+        yield batch
 
 
 class _Watched:
-    """What is iterated over, with the waits of its iterators told."""
+    """An iterable whose iterators report their waits; everything else is passed through."""
 
     def __init__(self, gate: BubbleGate, batches: Any) -> None:
         self._gate, self._batches = gate, batches

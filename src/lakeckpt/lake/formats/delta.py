@@ -1,12 +1,12 @@
-"""Which files, deleted rows and columns is a version of a Delta table?
+"""This module pins a version of a Delta table.
 
-deltalake replays the log (commits, checkpoints, compacted logs) and reads the deletion vectors; we ask it for the files
-of one version, their partition values and the rows that are left of each, and take from the schema by what physical
-name or field id files store each column. A version is named by its number, or by a time: the newest that was committed
-by then, by the commits' own timestamps where the table has them, else by the modification times of the log's files.
+deltalake replays the log (commits, checkpoints, compacted logs) and reads the deletion vectors. It returns the files of
+one version, their partition values, and the rows that are left of each. The schema says by what physical name or field
+id files store each column. A version is named by its number, or by a time: the newest version that was committed by
+then, by the timestamps in the commits where the table has them, else by the modification times of the log's files.
 
 Refused by name, because they could not be read exactly: reader features that are not in `READER_FEATURES`, and
-partition columns of bytes, whose escapes deltalake does not undo. Nothing here opens a data file.
+partition columns of bytes, whose escapes deltalake does not undo. The module opens no data file.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from lakeckpt.errors import (
     TableNotFound,
     TableVersionGone,
 )
-from lakeckpt.lake.columns import ColumnMapping, StoredField
-from lakeckpt.lake.footer import Int64Array
-from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
-from lakeckpt.lake.formats.pinned import PinnedFile, PinnedFiles
-from lakeckpt.lake.listing import common_root, open_root, paths_below
-from lakeckpt.lake.storage import Storage, redact_uri, split_uri
-from lakeckpt.lake.version import TableVersion, VersionAsked
+from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
+from lakeckpt.lake.parquet.footer import Int64Array
+from lakeckpt.lake.storage.base import Storage, redact_uri, split_uri
+from lakeckpt.lake.storage.store_options import asking, is_of_the_store, object_store_options
+from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField
+from lakeckpt.lake.table.listing import common_root, open_root, paths_below
+from lakeckpt.lake.table.version import TableVersion, VersionAsked
 
 __all__ = ["READER_FEATURES", "pin"]
 
@@ -65,7 +65,7 @@ _ID, _PHYSICAL = "delta.columnMapping.id", "delta.columnMapping.physicalName"
 
 
 def pin(place: str, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int) -> PinnedFiles:
-    """What the version ``asked`` for of the table at ``place`` consists of; see `lakeckpt.lake.formats.pinned.pin`."""
+    """Return what the version ``asked`` for of the table at ``place`` consists of (`dispatch.pin`)."""
     uri, storage = redact_uri(place), open_root(place, storage_options)
     version = asked.version
     if isinstance(version, str) or (version is not None and version < 0):
@@ -146,7 +146,7 @@ def _pinned(table: DeltaTable, place: str, storage: Storage, uri: str) -> Pinned
 
 
 def _deleted(table: DeltaTable, files: Mapping[str, int], uri: str) -> dict[int, Int64Array]:
-    """The deleted rows of each file that has any, by the file's place in ``files``."""
+    """Return the deleted rows of each file that has any, by the file's place in ``files``."""
     found: dict[int, Int64Array] = {}
     with _asking(uri, _VECTORS):
         for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
@@ -173,12 +173,12 @@ def _rooted(place: str, paths: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _location(path: str, base: str) -> str:
-    """Where a path of the log lies: in ``base``, which ends with a slash, unless it is a URL itself."""
+    """Return where a path of the log lies: in ``base``, which ends with a slash, unless it is a URL itself."""
     return _decoded(path) if "://" in path else base + unquote(path)
 
 
 def _decoded(url: str) -> str:
-    """A URL without percent-encoding, as we write them; of local files the path."""
+    """Return a URL without percent-encoding, as we write them; of local files the path."""
     scheme, rest = split_uri(url)
     return rest if scheme == "file" else f"{scheme}://{unquote(rest)}"
 
@@ -197,7 +197,7 @@ def _stored(field: Mapping[str, Any], mode: str) -> StoredField:
 
 
 def _stored_below(kind: Any, mode: str) -> tuple[StoredField, ...]:
-    """The stored fields below a type of the Delta schema; elements, keys and values are told by their place."""
+    """Return the stored fields below a type of the Delta schema; elements, keys and values are told by their place."""
     if not isinstance(kind, dict):
         return ()
     if kind["type"] == "struct":
@@ -207,7 +207,7 @@ def _stored_below(kind: Any, mode: str) -> tuple[StoredField, ...]:
 
 
 def _version_at(storage: Storage, asked_ms: int, configuration: Mapping[str, str], uri: str, shown: str) -> int:
-    """The newest version that was committed by a time."""
+    """Return the newest version that was committed by a time."""
     names = {info.path.rpartition("/")[2]: info for info in storage.list(_LOG)}
     commits = sorted(
         (int(name[:20]), info) for name, info in names.items() if name[20:] == ".json" and name[:20].isdigit()
@@ -240,7 +240,7 @@ def _committed_ms(storage: Storage, number: int) -> int | None:
 
 
 def _commit_info(storage: Storage, number: int) -> dict[str, Any]:
-    """What a commit says of itself in its first lines; nothing where it is gone or says nothing."""
+    """Return what a commit says of itself in its first lines; nothing where it is gone or says nothing."""
     try:
         head = storage.read(f"{_LOG}/{number:020}.json", 0, _COMMIT_HEAD_BYTES)
     except ObjectMissing:

@@ -1,14 +1,14 @@
-"""Which files and columns is an instant of a Hudi table?
+"""This module pins an instant of a Hudi table.
 
-hudi replays the timeline and tells the file slices that were current at an instant; each slice of a copy-on-write table
-is one Parquet file, which holds all columns, those that partition the table and Hudi's own (``_hoodie_…``) included. It
-tells those that lie there: `lakeckpt.lake.formats.hudi_timeline` tells whether any is gone. A version is named by its
-instant, or by a time: the newest instant that was requested by then.
+hudi replays the timeline and returns the file slices that were current at an instant. Each slice of a copy-on-write
+table is one Parquet file, which holds all columns, partition columns and Hudi's own (``_hoodie_…``) included. hudi
+lists the files that are there; `lakeckpt.lake.formats.hudi_timeline` finds out whether any is gone. A version is named
+by its instant, or by a time: the newest instant that was requested by then.
 
-The schema is the one that the instant's commit wrote down, made Arrow by hudi: that of the newest commit would let a
-version change when a column is added later. Refused by name, because they could not be read exactly: slices with log
-files (merge-on-read that was not compacted), base files that are not Parquet, tables whose columns are found by ids
-(schema on read), bootstrapped tables, and what hudi itself does not read. Nothing here opens a data file.
+The schema is the one that the commit of the instant recorded, which hudi turns into Arrow's. Refused by name, because
+they could not be read exactly: slices with log files (merge-on-read that was not compacted), base files that are not
+Parquet, tables whose columns are found by ids (schema on read), bootstrapped tables, and what hudi itself does not
+read. The module opens no data file.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lakeckpt.errors import (
     TableNotFound,
     TableVersionGone,
 )
-from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
 from lakeckpt.lake.formats.hudi_timeline import Commit, expected_files, lost_groups, read_commits
-from lakeckpt.lake.formats.pinned import PinnedFile, PinnedFiles
-from lakeckpt.lake.storage import redact_uri
-from lakeckpt.lake.version import TableVersion, VersionAsked
+from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
+from lakeckpt.lake.storage.base import redact_uri
+from lakeckpt.lake.storage.store_options import asking, is_of_the_store, object_store_options
+from lakeckpt.lake.table.version import TableVersion, VersionAsked
 
 __all__ = ["pin"]
 
@@ -52,7 +52,7 @@ _SCHEMA_ONLY = (
 
 
 def pin(place: str, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int) -> PinnedFiles:
-    """What the instant ``asked`` for of the table at ``place`` consists of; see `lakeckpt.lake.formats.pinned.pin`."""
+    """Return what the instant ``asked`` for of the table at ``place`` consists of (`dispatch.pin`)."""
     uri = redact_uri(place)
     with _asking(uri, "its properties and timeline"):
         builder = HudiTableBuilder.from_base_uri(place)
@@ -140,7 +140,7 @@ def _files(table: HudiTable, commits: list[Commit], chosen: Commit, uri: str) ->
 
 
 def _schema(table: HudiTable, options: Mapping[str, str], commits: list[Commit], uri: str) -> pa.Schema:
-    """The columns as the newest of ``commits`` that tells a schema has them."""
+    """Return the columns as the newest of ``commits`` that tells a schema has them."""
     with_meta = options.get(_META_FIELDS, "true").lower() != "false"
     known: str | None = None
     for commit in reversed(commits):

@@ -1,4 +1,4 @@
-"""Which instants of a Hudi table completed, which base files did each write, and which of those must be there at one?
+"""This module reads from the timeline of a Hudi table which base files must be there at an instant.
 
 hudi lists the base files that lie in the store: a file that the cleaner removed, or that was lost, is silently no part
 of its answer, and an older one may stand in for it. The commits in the active timeline say what there must be:
@@ -49,7 +49,7 @@ class Commit:
 
 
 def read_commits(table: HudiTable) -> list[Commit]:
-    """The completed instants of the active timeline by the time that they were requested, oldest first.
+    """Return the completed instants of the active timeline by the time that they were requested, oldest first.
 
     ``ValueError`` or ``TypeError`` where one is malformed, and what hudi raises.
     """
@@ -87,7 +87,7 @@ def _commit(instant: HudiInstant, text: str) -> Commit:
 
 
 def expected_files(commits: Sequence[Commit], at: str) -> dict[FileGroup, Written]:
-    """The base file of each file group at an instant, of those that the active timeline tells of."""
+    """Return the base file of each file group at an instant, of those that the active timeline tells of."""
     current: dict[FileGroup, Written] = {}
     gone: set[FileGroup] = set()
     for commit in commits:

@@ -1,0 +1,367 @@
+"""This module captures the cuts of a rank into its arena, beside training.
+
+A cut (`CaptureEngine.cut`) lies between two optimizer steps. It copies the *early* tensors at once, because they may
+change at any time. The copier, a thread, copies the *late* tensors slice by slice, when the gate admits a slice. Before
+the next optimizer step the fence copies the remaining slices (``fence``, ``slice_copier``). The generation is complete
+when the last slice has its checksum.
+
+A cut is skipped if the arena does not exist yet, if the capture before is still under way (with a device: two
+captures), or if no generation is free. A generation never mixes two cuts: a capture during which a tensor changed is
+dropped, and the next call raises `UnannouncedChange`.
+
+The first cut starts the copier; `close` stops and joins it. The engine never communicates and never writes to storage.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from lakeckpt.checkpoint.arena.checksummer import Checksummer
+from lakeckpt.checkpoint.arena.filling import Filling
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph
+from lakeckpt.checkpoint.capture.filler import Filler
+from lakeckpt.checkpoint.capture.gate import Gate, OpenGate
+from lakeckpt.checkpoint.capture.job import Copier, Facts, Job
+from lakeckpt.checkpoint.capture.links import Link, open_link
+from lakeckpt.checkpoint.capture.moves import Issued, Moves
+from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
+from lakeckpt.checkpoint.capture.samples import Samples
+from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
+from lakeckpt.checkpoint.capture.store import ArenaStore
+from lakeckpt.checkpoint.report import CaptureWarning
+from lakeckpt.errors import ConfigError, LakeckptError, SaveFailed
+
+__all__ = ["CaptureEngine"]
+
+_REMEMBERED = 1000
+"""The reason why a capture was dropped is kept for so many steps."""
+
+
+class CaptureEngine:
+    """Captures the state of ``objects`` (name → anything with ``state_dict``) into the arena of ``identity``.
+
+    Args:
+        objects: all objects of the state except the tracked readers, whose places are given at each cut.
+        identity: the run, the rank and the world size.
+        folder: the folder of the arenas; default: this user's folder in host memory.
+        step: optimizer steps done when the run goes on. Generations of later steps, from an earlier process, are
+            discarded.
+        gate: admits slices.
+        slice_bytes: the size of slices; default: a size that fits the size of the state.
+        checksummer: returns who takes the checksums of many bytes from a device; None: threads of the copier.
+
+    One thread calls `cut`, `wait` and `close`. Any thread that is about to change the state calls `fence`.
+    """
+
+    scratch_bytes = 256 * 2**20
+    """Limit on the device memory for slices that were not copied off the device before the fence."""
+    open_link: Callable[[torch.device], Link | None] = staticmethod(open_link)
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        identity: ArenaIdentity,
+        *,
+        folder: ArenaFolder | None = None,
+        step: int = 0,
+        gate: Gate | None = None,
+        slice_bytes: int | None = None,
+        generations: int = 3,
+        checksummer: Callable[[], Checksummer | None] = lambda: None,
+    ) -> None:
+        self._gate: Gate = OpenGate() if gate is None else gate
+        self._links: dict[torch.device, Link] = {}
+        self._store = ArenaStore(
+            ArenaFolder() if folder is None else folder,
+            identity,
+            step=step,
+            generations=generations,
+            joins=slice_bytes is None and not self._gate.paces,
+            checksummer=checksummer,
+        )
+        self._planner = Planner(dict(objects), slice_bytes=slice_bytes)
+        self._step_fence = StepFence(self.fence, lambda: self._planner.late)
+        self._linked: CapturePlan | None = None  # the plan whose devices have links
+        self._documents_bytes = 0
+        self._samples: Samples | None = None
+        self._current: Job | None = None  # the newest capture, as long as it is under way
+        self._under_way = 0
+        self._making = False
+        self.completed: int | None = None
+        """The step of the newest generation that became complete here; None before the first."""
+        self._failures: deque[tuple[int | None, BaseException]] = deque()  # (step of the cut, error), not raised yet
+        self._given_up: dict[int, BaseException | None] = {}  # cuts whose capture was dropped, and what failed
+        self._warning: str | None = None
+        self._changed = threading.Condition()
+        self._copier = Copier()
+        self._closed = False
+        self._process = os.getpid()
+
+    # --- what a manager calls
+
+    def cut(
+        self,
+        step: int,
+        *,
+        attempt: str,
+        cut: bytes,
+        readers: Mapping[str, bytes] | None = None,
+        extra: Mapping[str, bytes] | None = None,
+        common: int | None = None,
+        must: bool = False,
+    ) -> bool:
+        """Begin to capture the state as it is now, after optimizer step ``step``. Returns False if the cut is skipped.
+
+        ``cut`` (16 bytes) is the digest of the cut, the same on every rank. ``common`` is the newest step whose
+        generation is known to be complete on all ranks. ``must``: wait for the arena and for the capture before,
+        instead of skipping the cut.
+
+        Raises errors that occurred since the last call: `ArenaTooLarge` and other `ArenaError` where there is no
+        memory, `UnannouncedChange` for a tensor that changed before its fence, `SaveFailed` for anything else. Raises
+        `UnsupportedValue` for a state that cannot be captured, with its path, and `ConfigError` in a CUDA graph.
+        """
+        self._settle()
+        if captures_a_graph():
+            raise ConfigError(
+                f"the cut of step {step} lies in a CUDA graph: the copies would become a part of the graph. Call "
+                "manager.step() outside of the graph"
+            )
+        self.fence()
+        plan = self._planned()
+        if must:
+            self._make(plan)
+            self._idle()
+            self._settle()
+        filling = self._begun(plan, common)
+        if filling is None:
+            return False
+        try:
+            facts = Facts(step=step, attempt=attempt, cut=cut, readers=readers or {}, extra=extra or {})
+            job = self._taken(facts, plan, filling)
+            self._gate.start(plan.late_bytes)
+            self._copier.start()
+        except BaseException:
+            filling.abandon()
+            raise
+        for over in [one for one in list(self._given_up) if one == step or one <= step - _REMEMBERED]:
+            self._given_up.pop(over, None)
+        with self._changed:
+            self._current = job
+            self._under_way += 1
+        self._copier.do(lambda: self._run(job))
+        return True
+
+    def fence(self) -> None:
+        """Return when the state may change. Slices that were not copied yet are copied now, or kept on the device.
+
+        The hook of optimizers calls it before each step. Code that changes the state elsewhere between a cut and the
+        next optimizer step (weights swapped for an evaluation, ``load_state_dict``) must call it first.
+        """
+        job = self._current
+        if job is not None and os.getpid() == self._process:  # a forked child has no copier, and no state of ours
+            job.slices.fence()
+
+    def wait(self) -> int | None:
+        """Wait for the capture under way, and return the step of the newest generation. Raises as `cut` does."""
+        self.finish()
+        self._settle()
+        return self.completed
+
+    def finish(self) -> None:
+        """Return when no capture is under way. Raises no error of a capture: `wait` and `given_up` report those."""
+        if os.getpid() == self._process:
+            self.fence()
+            self._idle()
+
+    def given_up(self, step: int) -> tuple[bool, LakeckptError | None]:
+        """Return whether the capture of ``step`` was dropped, and the error, if there was one. The error is returned
+        once, and `cut` and `wait` do not raise it any more."""
+        if step not in self._given_up:
+            return False, None
+        failure = self._given_up.pop(step)
+        if failure is None:
+            return True, None
+        with suppress(ValueError):
+            self._failures.remove((step, failure))
+        return True, _told(step, failure)
+
+    def close(self, *, remove: bool = False) -> None:
+        """Finish the capture under way and release everything. ``remove``: also remove the arena: the run is over."""
+        if self._closed or os.getpid() != self._process:
+            return  # a forked child has no copier, and the arena is its parent's
+        self._closed = True
+        self.fence()
+        self._copier.stop()
+        self._step_fence.remove()
+        self._store.close(remove=remove)
+
+    # --- a cut, on the training thread
+
+    def _planned(self) -> CapturePlan:
+        """Return the plan for the state as it is now, and open a link for each of its devices."""
+        plan = self._planner.renewed()
+        if plan is not self._linked:
+            for device in {one.device for one in (*plan.early.values(), *plan.late.values())} - self._links.keys():
+                if (link := self.open_link(device)) is not None:
+                    self._links[device] = link
+            self._linked = plan
+        return plan
+
+    def _begun(self, plan: CapturePlan, common: int | None) -> Filling | None:
+        """Return a generation to fill; None if there is none now."""
+        if self._making:
+            return None
+        if not self._store.ready(plan, self._documents_bytes):
+            self._make(plan)  # behind the capture under way
+            return None
+        if self._under_way >= self._most_under_way():
+            return None
+        assert self._store.arena is not None
+        return self._store.arena.begin(common=common)
+
+    def _most_under_way(self) -> int:
+        """Return how many captures may be under way. With a device these are two: the first was fenced, and only its
+        copies off the device and checksums remain. With a limit of one, a host that runs ahead of its device would skip
+        every other cut. A gate that paces knows only one capture."""
+        return 2 if self._links and not self._gate.paces else 1
+
+    def _taken(self, facts: Facts, plan: CapturePlan, filling: Filling) -> Job:
+        """Copy the early tensors and the sample at once, and return the job for the rest."""
+        early, late = self._store.moves(plan, filling.number)
+        if self._samples is None or not self._samples.are_of(plan):
+            self._samples = Samples(plan, self._links)
+        sample = self._samples.take()
+        issued = self._issued_early(early)
+        for link in self._links.values():
+            link.order()
+        slices = SliceCopier(
+            self._filler_of(filling),
+            late,
+            self._gate,
+            live=list(plan.late.values()),
+            early=issued,
+            gently=filling.bring,
+            scratch_bytes=0 if self._under_way else self.scratch_bytes,  # all of it may be in use
+        )
+        return Job(
+            facts=facts,
+            plan=plan,
+            filling=filling,
+            trees=self._planner.trees(),
+            slices=slices,
+            samples=self._samples,
+            sample=sample,
+        )
+
+    def _filler_of(self, filling: Filling) -> Filler:
+        return Filler(filling, copier=self._copier, checksummer=self._store.checksummer, lost=self._lose_checksummer)
+
+    def _issued_early(self, early: Moves) -> list[Issued]:
+        """Copy the early tensors, which may change as soon as training goes on."""
+        try:
+            return early.kept().make()
+        except torch.OutOfMemoryError:  # then the device waits until it is in host memory
+            for link in self._links.values():
+                link.order()
+            issued = early.make()
+            for one in issued:
+                one.link.hold(one.ticket)
+            return issued
+
+    def _settle(self) -> None:
+        """Raise the errors, and issue the warnings, of the copier."""
+        warning, self._warning = self._warning, None
+        if warning is not None:
+            warnings.warn(warning, CaptureWarning, stacklevel=4)
+        if not self._failures:
+            return
+        first = _told(*self._failures.popleft())
+        while self._failures:
+            first.add_note(f"and then: {_told(*self._failures.popleft())}")
+        raise first
+
+    # --- the copier
+
+    def _idle(self) -> None:
+        with self._changed:
+            while self._under_way or self._making:
+                self._changed.wait()
+
+    def _make(self, plan: CapturePlan) -> None:
+        """Let the copier make an arena that fits, unless it is doing so already."""
+        if self._making or self._store.ready(plan, self._documents_bytes):
+            return
+        trees = self._planner.trees()
+        links = dict(self._links)
+        self._copier.start()
+        self._making = True
+
+        def make() -> None:
+            try:
+                size_bytes = sum(len(document()) for document in trees.values()) + len(plan.table.document)
+                self._store.make(plan, max(size_bytes, self._documents_bytes), links)
+                self._warning = self._store.warning() or self._warning
+            except BaseException as error:
+                self._failures.append((None, error))
+            with self._changed:
+                self._making = False
+                self._changed.notify_all()
+
+        self._copier.do(make)
+
+    def _lose_checksummer(self, lost: Checksummer, why: str) -> None:
+        self._store.lose_checksummer(lost, why)
+        self._warning = self._store.warning() or self._warning
+
+    def _run(self, job: Job) -> None:
+        """Complete a cut. Errors are raised later by `_settle`: the copier goes on with the next job."""
+        complete, failure = False, None
+        try:
+            complete = self._completes(job)
+        except BaseException as error:
+            failure = error
+        if not complete:
+            try:
+                job.drop()
+            except BaseException as error:
+                failure = failure or error
+            self._given_up[job.facts.step] = failure
+        if failure is not None:
+            self._failures.append((job.facts.step, failure))
+        with self._changed:
+            self.completed = job.facts.step if complete else self.completed
+            self._under_way -= 1
+            if self._current is job:
+                self._current = None
+            self._changed.notify_all()
+
+    def _completes(self, job: Job) -> bool:
+        """Copy the rest of a cut, and complete its generation. False if the document is too large for the arena."""
+        documents = job.copy()
+        assert self._store.arena is not None
+        if len(documents) > self._store.arena.layout.documents_bytes:
+            self._documents_bytes = len(documents)  # the next cut finds that the arena does not fit
+            return False
+        job.complete(documents)
+        self._store.completed()
+        return True
+
+
+def _told(step: int | None, failure: BaseException) -> LakeckptError:
+    """The error that the training thread raises for what failed in the copier."""
+    if isinstance(failure, LakeckptError):
+        return failure
+    what = "memory for captures could not be made" if step is None else f"the capture of step {step} failed"
+    told = SaveFailed(f"{what}: {failure!r}")
+    told.__cause__ = failure
+    return told

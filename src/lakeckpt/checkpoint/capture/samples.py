@@ -1,0 +1,97 @@
+"""This module samples tensors at a cut, and notices changes before the fence that torch does not count.
+
+torch counts changes in place in a version number. It does not count a change through ``.data``, a replay of a CUDA
+graph, or a change of a rank's part of a DTensor. So up to 64 spots of 64 bytes, the first and last bytes of slices, are
+copied at the cut, and later compared with the same bytes of the capture. A swap of all weights changes nearly all
+spots, and is noticed even if it is undone before the fence. A change between the spots is not noticed. The module
+starts no threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lakeckpt.checkpoint.capture.moves import Links, Moves, flat_bytes, link_of, wait_all
+from lakeckpt.checkpoint.capture.plan import CapturePlan
+
+__all__ = ["Sample", "Samples"]
+
+_BYTES = 64
+_SPOTS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The spots of one cut: ``moves`` from copies on devices, and ``here`` the rows of spots in host memory."""
+
+    moves: Moves
+    here: torch.Tensor
+
+
+class Samples:
+    """The spots of a plan's late tensors.
+
+    The training thread calls `take` at a cut. The copier calls `changed` later, in the order of cuts.
+    """
+
+    def __init__(self, plan: CapturePlan, links: Links) -> None:
+        self._plan, self._spots = plan, _spots(plan)
+        self._rows = torch.zeros(len(self._spots), _BYTES, dtype=torch.uint8)
+        self._moves = Moves()
+        self._linked: list[bool] = []
+        flats: dict[str, torch.Tensor | None] = {}
+        for row, (key, start, stop, _) in zip(self._rows, self._spots, strict=True):
+            tensor = plan.late[key]
+            if key not in flats:
+                flats[key] = flat_bytes(tensor)
+            flat = flats[key]
+            link = link_of(tensor, links)
+            self._linked.append(link is not None)
+            if flat is not None:
+                self._moves.add(row[: stop - start], flat[start:stop], link)
+        self._known = {key for key, flat in flats.items() if flat is not None}
+
+    def are_of(self, plan: CapturePlan) -> bool:
+        """Return whether the spots belong to the late tensors of ``plan``, in the same places."""
+        return self._plan.late is plan.late and self._plan.slices is plan.slices
+
+    def take(self) -> Sample | None:
+        """Copy the spots as they are now; on a device, after all work that this thread has queued. Returns None if the
+        device has no memory for the copies."""
+        try:
+            moves = self._moves.kept()
+        except torch.OutOfMemoryError:
+            return None
+        return Sample(moves=moves, here=self._rows.clone())
+
+    def changed(self, sample: Sample | None, data: memoryview) -> frozenset[str]:
+        """Return the keys of tensors whose bytes in ``data``, a filled generation, differ from the sample."""
+        if sample is None:
+            return frozenset()
+        wait_all(sample.moves.make())
+        # Rows of a device arrived just now. Rows of host memory are the sample's own, because another cut may have
+        # taken a new sample since.
+        come, here = self._rows.numpy(), sample.here.numpy()
+        return frozenset(
+            key
+            for number, (key, start, stop, at) in enumerate(self._spots)
+            if key in self._known
+            and (come if self._linked[number] else here)[number, : stop - start].tobytes()
+            != data[at : at + stop - start]
+        )
+
+
+def _spots(plan: CapturePlan) -> list[tuple[str, int, int, int]]:
+    """Return (key, start, stop, place in the data) of the first and last late bytes of some slices. The last slice,
+    which is copied last, is always among them."""
+    slices = [late for one in plan.slices.slices if (late := [piece for piece in one if piece.key in plan.late])]
+    step = -(-2 * len(slices) // _SPOTS) or 1
+    found = []
+    for pieces in reversed(slices[::-1][::step]):
+        first, last = pieces[0], pieces[-1]
+        found.append((first.key, first.start, min(first.stop, first.start + _BYTES), first.at))
+        start = max(last.start, last.stop - _BYTES)
+        found.append((last.key, start, last.stop, last.at + start - last.start))
+    return found

@@ -1,0 +1,91 @@
+"""This module holds the pending records of a reader: records of consumption that no commit has yet.
+
+A manifest records the rows consumed since its parent. The parent is unknown when a cut is handed over to be persisted:
+an earlier save may be under way, may fail, or may be skipped for a newer one. So a rank hands over *pending records*,
+each from one handed-over cut to the next, and hands them over again until a commit has them. `joined` makes one record
+of all consumption since the parent.
+
+The values are pure, and can be written as documents. The module never imports torch, and starts no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lakeckpt.checkpoint.format.manifest import ReaderRecord
+from lakeckpt.core.read_ahead import BASES, Basis
+from lakeckpt.errors import WireDamaged
+from lakeckpt.tracking.steps import StepRecord
+from lakeckpt.wire.documents import from_plain, to_plain
+from lakeckpt.wire.envelope import dumps, loads
+
+__all__ = ["PendingRecord", "joined", "pending_from_bytes", "pending_to_bytes", "since", "weakest"]
+
+_KIND, _VERSION = "pending", (1, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingRecord:
+    """The consumption of one reader from the cut after optimizer step ``first`` to the cut after ``step``."""
+
+    first: int
+    step: int
+    record: ReaderRecord
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.step:
+            raise WireDamaged(f"a pending record goes from step {self.first} to {self.step}")
+
+
+def since(pending: Sequence[PendingRecord], recorded: int) -> tuple[PendingRecord, ...]:
+    """Return the records that no commit up to step ``recorded`` has; the last record ends at the cut.
+
+    If a commit has the cut itself, the result is one record without consumption. `WireDamaged` if there is a gap
+    between records, so that some consumption is recorded nowhere.
+    """
+    left = tuple(one for one in pending if one.first >= recorded)
+    at = recorded
+    for one in left:
+        if one.first != at:
+            raise WireDamaged(f"what was consumed between the steps {at} and {one.first} is recorded nowhere")
+        at = one.step
+    if not left and pending and pending[-1].step == recorded:
+        record = replace(pending[-1].record, stretches=(), steps=StepRecord(runs=()))
+        return (PendingRecord(first=recorded, step=recorded, record=record),)
+    if not left or pending[-1].step != at:
+        raise WireDamaged(f"nothing is known of what was consumed after step {recorded}")
+    return left
+
+
+def weakest(pending: Sequence[PendingRecord]) -> tuple[Basis, str]:
+    """Return the weakest basis on which the rows of ``pending`` count as used, and the reason if it is "suspected"."""
+    bases = [(stretch.basis, stretch.reason) for one in pending for stretch in one.record.stretches]
+    return max(bases, key=lambda basis: BASES.index(basis[0]), default=("stated", ""))
+
+
+def joined(pending: Sequence[PendingRecord], *, others: tuple[Basis, str] = ("stated", "")) -> ReaderRecord:
+    """Return one record of all ``pending``; ``others`` is the weakest basis of other ranks."""
+    basis, reason = others
+    stretches = (stretch for one in pending for stretch in one.record.stretches)
+    return ReaderRecord(
+        state=pending[-1].record.state,
+        stretches=tuple(
+            replace(stretch, basis=basis, reason=reason) if BASES.index(stretch.basis) < BASES.index(basis) else stretch
+            for stretch in stretches
+        ),
+        steps=StepRecord(runs=tuple(run for one in pending for run in one.record.steps.runs)),
+        index=pending[-1].record.index,
+    )
+
+
+def pending_to_bytes(pending: Sequence[PendingRecord]) -> bytes:
+    """Return the document of the pending records of one reader."""
+    return dumps(to_plain(tuple(pending), tuple[PendingRecord, ...]), kind=_KIND, version=_VERSION)
+
+
+def pending_from_bytes(data: bytes) -> tuple[PendingRecord, ...]:
+    """Return the pending records of a document. `WireError`."""
+    plain = loads(data, kind=_KIND, supported=_VERSION).value
+    found: tuple[PendingRecord, ...] = from_plain(tuple[PendingRecord, ...], plain, "the pending records of a reader")
+    return found

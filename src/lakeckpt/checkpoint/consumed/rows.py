@@ -1,0 +1,178 @@
+"""This module names the rows of files that stand at positions of an epoch, from the order and the footer index.
+
+The rows of a table are numbered by *table rows*: row group after row group, in the order of the index. If all positions
+of a window are asked for, the window's fragments are the result; only a part of a window needs a permutation. Without
+shuffling, positions are table rows. Rows that the pinned version deletes are not counted. If a filter selects rows,
+only the selected rows are counted.
+
+The module never reads storage, never imports torch, and starts no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.order import EpochLayout, OrderSpec, Window
+from lakeckpt.core.plan import LayoutKey
+from lakeckpt.core.state import Identity
+from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.reading.filters.selection import RowSelection
+
+__all__ = ["GroupRows", "Order", "name_rows", "order_name"]
+
+Int64Array = npt.NDArray[np.int64]
+_LAYOUTS = 4
+
+
+def order_name(identity: Identity) -> str:
+    """Return a name for the orders of one table and selection."""
+    return f"{identity.table}/{identity.selection}" if identity.selection else identity.table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRows:
+    """Rows of one row group."""
+
+    file: str
+    """Path of the file, relative to the table."""
+    row_group: int
+    """Its ordinal in the file."""
+    rows: Intervals
+    """Row numbers from the start of the row group; if not ``stored``, among the rows that the filter keeps."""
+    of: int
+    """The number of rows in the row group, counted in the same way."""
+    stored: bool = True
+    """Whether rows are counted as the file stores them. If a filter keeps only some rows of a row group, the index does
+    not hold which ones, and rows are counted among those that it keeps."""
+
+    def to_plain(self) -> dict[str, object]:
+        """Return JSON-able values; ``ranges`` are half-open."""
+        return {
+            "file": self.file,
+            "row_group": self.row_group,
+            "rows": self.rows.size,
+            "of": self.of,
+            "ranges": [list(pair) for pair in self.rows.pairs()],
+            "counted": "stored" if self.stored else "selected",
+        }
+
+
+class Order:
+    """The orders of a pinned table's rows, of all epochs and layouts. It caches the last few layouts.
+
+    With a ``selection``, they are orders of the rows that it keeps. ``ValueError`` if it belongs to another table.
+    """
+
+    def __init__(self, index: TableIndex, selection: RowSelection | None = None) -> None:
+        self.index = index
+        if selection is not None:
+            selection.check(table=index.digest, existing=index.group_rows)
+        self.group_rows: Int64Array = (index if selection is None else selection).group_rows
+        self.starts: Int64Array = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.group_rows, dtype=np.int64)])
+        self._layouts: dict[tuple[OrderSpec, LayoutKey], EpochLayout] = {}
+
+    def layout(self, spec: OrderSpec, key: LayoutKey) -> EpochLayout:
+        """Return the layout of an epoch."""
+        found = self._layouts.pop((spec, key), None)
+        if found is None:
+            found = EpochLayout.build(self.group_rows, spec, key.epoch, key.num_lanes, key.rotation)
+            while len(self._layouts) >= _LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+        self._layouts[spec, key] = found
+        return found
+
+    def table_rows(self, spec: OrderSpec, key: LayoutKey, positions: Intervals) -> Intervals:
+        """Return the table rows that stand at ``positions``, as a set."""
+        if not spec.shuffle or not positions:
+            return positions
+        layout = self.layout(spec, key)
+        found, at, position = [], 0, int(positions.starts[0])
+        while at < len(positions):
+            window = layout.window_at(position)
+            upto = int(np.searchsorted(positions.starts, window.stop))
+            lows = np.maximum(positions.starts[at:upto], window.start)
+            highs = np.minimum(positions.stops[at:upto], window.stop)
+            found.append(self._of_window(window, lows, highs))
+            at = upto - 1 if positions.stops[upto - 1] > window.stop else upto
+            position = window.stop if at < upto else int(positions.starts[min(at, len(positions) - 1)])
+        return Intervals.empty().union(*found)
+
+    def _of_window(self, window: Window, lows: Int64Array, highs: Int64Array) -> Intervals:
+        firsts = np.array([self.starts[one.group] + one.start for one in window.fragments], np.int64)
+        sizes = np.array([one.rows for one in window.fragments], np.int64)
+        permuted = None if int((highs - lows).sum()) == window.rows else window.permutation()
+        if permuted is None:
+            return Intervals.of(zip(firsts.tolist(), (firsts + sizes).tolist(), strict=True))
+        offsets = np.concatenate(
+            [permuted[low - window.start : high - window.start] for low, high in zip(lows, highs, strict=True)]
+        )
+        ends = np.cumsum(sizes)
+        which = np.searchsorted(ends, offsets, side="right")
+        return _runs(np.sort(offsets - (ends - sizes)[which] + firsts[which]))
+
+    def locate(self, spec: OrderSpec, key: LayoutKey, positions: Intervals) -> Int64Array:
+        """Return the table rows at ``positions``, in the order of positions: int64, shape (positions.size,)."""
+        each = [np.arange(start, stop) for start, stop in positions.pairs()]
+        asked = np.concatenate([np.zeros(0, np.int64), *each])
+        if not spec.shuffle:
+            return asked
+        groups, rows = self.layout(spec, key).locate(asked)
+        return np.asarray(self.starts[groups] + rows, np.int64)
+
+    @cached_property
+    def excluded(self) -> list[tuple[str, int, int]]:
+        """See `TableIndex.rows_excluded`."""
+        return self.index.rows_excluded()
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of an epoch."""
+        return int(self.starts[-1])
+
+    def place(self, table_row: int) -> tuple[str, int, int]:
+        """Return (file, row group in the file, row in the row group) of a table row, as `GroupRows` counts it."""
+        group = int(np.searchsorted(self.starts, table_row, side="right")) - 1
+        file, ordinal = self.index.group(group)
+        row = table_row - int(self.starts[group])
+        return self.index.paths[file], ordinal, int(self.named(group, Intervals.of([(row, row + 1)])).rows.starts[0])
+
+    def named(self, group: int, inside: Intervals) -> GroupRows:
+        """Return rows ``inside`` a row group with their numbers in the file, if the index holds these numbers."""
+        file, ordinal = self.index.group(group)
+        of = int(self.group_rows[group])
+        is_stored = of == int(self.index.group_rows[group])
+        left = self.index.surviving(group) if is_stored else None
+        if left is not None and inside:
+            rows = np.flatnonzero(left)
+            inside = _runs(np.concatenate([rows[start:stop] for start, stop in inside.pairs()]))
+            of = len(left)
+        return GroupRows(file=self.index.paths[file], row_group=ordinal, rows=inside, of=of, stored=is_stored)
+
+
+def _runs(ascending: Int64Array) -> Intervals:
+    """Return distinct numbers in ascending order as intervals."""
+    breaks = np.flatnonzero(np.diff(ascending) != 1)
+    firsts = np.concatenate([np.zeros(1, np.int64), breaks + 1])
+    lasts = np.concatenate([breaks, np.array([len(ascending) - 1], np.int64)])
+    return Intervals(ascending[firsts], ascending[lasts] + 1)
+
+
+def name_rows(order: Order, rows: Intervals, *, most: int) -> Sequence[GroupRows]:
+    """Return table rows by file and row group, in the order of the table; at most the first ``most`` row groups."""
+    named: list[GroupRows] = []
+    at = int(rows.starts[0]) if rows else -1
+    while rows and at >= 0 and len(named) < most:
+        group = int(np.searchsorted(order.starts, at, side="right")) - 1
+        start, stop = int(order.starts[group]), int(order.starts[group + 1])
+        low, high = int(np.searchsorted(rows.stops, start, side="right")), int(np.searchsorted(rows.starts, stop))
+        lows, highs = np.maximum(rows.starts[low:high], start), np.minimum(rows.stops[low:high], stop)
+        named.append(order.named(group, Intervals(lows - start, highs - start)))
+        after = int(np.searchsorted(rows.stops, stop, side="right"))
+        at = max(int(rows.starts[after]), stop) if after < len(rows) else -1
+    return named

@@ -1,0 +1,317 @@
+"""This module tracks what each reader of the manager has consumed, from optimizer step to optimizer step.
+
+At each cut, a tracked reader has been consumed up to a receipt: the receipt that the user states, otherwise the last
+one that was delivered. `ReaderTrack` keeps this receipt and the record of steps. It returns states and records as of
+the cut, even if the reader has delivered more since. `Journal` keeps the records of all readers until a commit has
+them.
+
+The training thread makes all calls. The module never communicates with other ranks, and starts no threads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lakeckpt.checkpoint.consumed.pending import PendingRecord
+from lakeckpt.checkpoint.format.manifest import ReaderRecord, Stretch
+from lakeckpt.core.plan import consumption
+from lakeckpt.core.read_ahead import Basis, ReadAhead, Span
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.state import ReaderState
+from lakeckpt.errors import ConfigError, StateInvalid
+from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
+from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
+
+__all__ = ["Journal", "Pending", "ReaderTrack", "by_reader", "cut_all"]
+
+
+Pending = Mapping[str, tuple[PendingRecord, ...]]
+"""Reader → its pending records."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AtCut:
+    """The place of a reader at a cut."""
+
+    receipt: Receipt | None
+    """The receipt up to which the reader has been consumed; None if nothing was consumed since the last commit, or
+    since the state was loaded."""
+    state: Mapping[str, Any]
+    """The reader's plain state, the same on every rank."""
+
+
+class ReaderTrack:
+    """The consumption of one tracked reader since a restore."""
+
+    __slots__ = (
+        "_ahead",
+        "_at",
+        "_attempt",
+        "_basis",
+        "_before",
+        "_frontier",
+        "_last",
+        "_recorded",
+        "_recorder",
+        "delivered",
+        "name",
+        "reader",
+    )
+
+    def __init__(self, name: str, reader: TrackedReader, *, attempt: int = -1) -> None:
+        self.name = name
+        self.reader = reader
+        self._attempt = attempt
+        self._ahead = ReadAhead()
+        self._basis: Basis = "stated"
+        if isinstance(reader, DeliveringReader):
+            reader.deliveries.begin_run(name)
+        reader.mark()  # earlier deliveries are not part of this run's history
+        self._last = reader.last_receipt  # the last delivery at the mark: the same object means that none followed
+        self._before = reader.last_receipt  # all up to here is recorded, or was delivered before the run began
+        self._recorded: Mapping[str, Any] = reader.state_dict()
+        self._recorder = StepRecorder()
+        self._frontier: Frontier | None = None
+        self._at: Receipt | None = None  # the last receipt that was consumed since the mark
+        self.delivered = 0
+        """How many batches (or rows) the reader had delivered at the last step, if it counts them."""
+
+    def taken(self) -> Span | None:
+        """Return the deliveries since the last step; None if the reader does not count them."""
+        span = self.reader.deliveries.take() if isinstance(self.reader, DeliveringReader) else None
+        self.delivered += 0 if span is None else span.batches
+        return span
+
+    def cut(self, step: int, consumed: Receipt | None, *, is_stated: bool, span: Span | None) -> str:
+        """Record that optimizer step ``step`` is done, and has used all deliveries up to ``consumed``.
+
+        With ``is_stated``, None means that the user named only other readers, and that this step used nothing more of
+        this reader. Without it, None means all deliveries. ``span`` holds the deliveries since the last step; None if
+        they give no evidence about the training loop.
+
+        Returns the reason if reading ahead is suspected since this step, else an empty text.
+        """
+        known, last = self._ahead.reason, self.reader.last_receipt
+        at = last if consumed is None or consumed == last else consumed
+        if not is_stated or consumed is not None:
+            self._basis = self._basis_of(at, is_stated=is_stated, span=span)
+            # An epoch that is read again gives receipts that are equal to the receipts of the first time.
+            was_before = at is self._before or (at == self._before and last is self._last)
+            if at is not None and not was_before:
+                self._at, self._frontier = at, frontier_after(at)
+        if self._frontier is not None:
+            self._recorder.note(step, self._frontier)
+        return "" if known else self._ahead.reason
+
+    def _basis_of(self, at: Receipt | None, *, is_stated: bool, span: Span | None) -> Basis:
+        """Return the basis on which all deliveries up to ``at`` count as consumed."""
+        if is_stated or (self._basis == "stated" and at is not None and at == self._at):
+            return "stated"
+        if not isinstance(self.reader, DeliveringReader):
+            return "inferred"
+        if span is not None:
+            self._ahead.stepped(span)
+        return self._ahead.basis
+
+    def check(self, receipt: Receipt) -> None:
+        """Refuse a receipt that was not delivered, or that lies before the place that an earlier step has used."""
+        last = self.reader.last_receipt
+        if receipt == last:
+            return
+        self.reader.state_dict(receipt)
+        used, after = self._frontier, frontier_after(receipt)
+        if used is not None and last is not None and after < used <= frontier_after(last):
+            raise ConfigError(
+                f"step() was given epoch {receipt.epoch}, step {receipt.step} of reader {self.name!r}, and an earlier "
+                f"step has used up to epoch {used.epoch}, step {used.step - 1}: give it the last batch that this step "
+                "used, of this reader"
+            )
+
+    def _at_cut(self) -> _AtCut:
+        """Return the place of the reader at the last cut."""
+        # If all deliveries are consumed, the reader's own state also holds whether the loop has seen the epoch's end.
+        # The effects of the script's work at that end (a scheduler's step) are in the saved objects, and the work must
+        # not be done again.
+        last = self.reader.last_receipt
+        if self._at is None:
+            is_all = last is self._last and last == self._before
+            state = self.reader.state_dict() if is_all else self._recorded
+            return _AtCut(receipt=None, state=state)
+        state = self.reader.state_dict(None if last is self._at else self._at)
+        return _AtCut(receipt=self._at, state=state)
+
+    def pending(self, first: int, step: int) -> PendingRecord:
+        """Return the record from the cut of step ``first`` to the last cut, the cut of ``step``."""
+        at = self._at_cut()
+        found = () if at.receipt is None else self.reader.stretches(at.receipt)
+        stretches = [(begin.to_plain(), end.to_plain(), consumption(begin, end)) for begin, end in found]
+        if self._basis == "suspected" and not stretches:
+            # Nothing was consumed, and the suspicion must be recorded.
+            stretches = [(dict(at.state), dict(at.state), {})]
+        record = ReaderRecord(
+            state=at.state,
+            stretches=tuple(
+                Stretch(
+                    begin=begin,
+                    end=end,
+                    consumed=consumed,
+                    basis=self._basis,
+                    reason=self._ahead.reason if self._basis == "suspected" else "",
+                    attempt=self._attempt,
+                )
+                for begin, end, consumed in stretches
+            ),
+            steps=self._recorder.record(step),
+            index=self._index_of(at.state),
+        )
+        return PendingRecord(first=first, step=step, record=record)
+
+    def _index_of(self, state: Mapping[str, Any]) -> str | None:
+        """Return the digest of the index to which ``state`` belongs: the reader may already be at a newer version."""
+        index = index_of(self.reader)
+        if index is None:
+            return None
+        try:
+            table = ReaderState.from_plain(state).identity.table
+        except StateInvalid:
+            return str(index.digest)  # a reader with its own kind of state stays at one version
+        return table if table in {one.digest for one, _ in versions_of(self.reader)} else str(index.digest)
+
+    def handed_over(self, step: int) -> None:
+        """Record that the record up to the last cut, the cut of ``step``, was handed over: the next begins there."""
+        at = self._at_cut()
+        self._recorder.forget(step)
+        if at.receipt is None:
+            return
+        self.reader.mark(at.receipt)
+        self._last = self.reader.last_receipt
+        self._before, self._recorded = at.receipt, at.state
+        if self._at == at.receipt:
+            self._at = None
+
+
+class Journal:
+    """The pending records of all tracked readers since the newest commit, from a restore at ``step`` on.
+
+    ``recorded`` is the step of this commit, and ``pending`` are the records of the consumption from there up to
+    ``step``. A tracked reader without pending records was added at ``step``, and nothing of it was consumed before.
+    """
+
+    __slots__ = ("_closed", "_from", "_tracks")
+
+    def __init__(
+        self,
+        tracks: Mapping[str, ReaderTrack],
+        step: int,
+        *,
+        pending: Pending | None = None,
+        recorded: int | None = None,
+    ) -> None:
+        self._tracks = tracks
+        self._from = step
+        self._closed = {name: list((pending or {}).get(name, ())) for name in tracks}
+        for name, closed in self._closed.items():
+            if recorded is not None and recorded < step and not closed:
+                closed.append(tracks[name].pending(recorded, step))
+
+    def pending(self, step: int) -> dict[str, tuple[PendingRecord, ...]]:
+        """Return reader → its pending records up to the last cut, the cut of ``step``."""
+        return {name: (*self._closed[name], track.pending(self._from, step)) for name, track in self._tracks.items()}
+
+    def handed_over(self, pending: Pending, step: int) -> None:
+        """Record that the ``pending`` records of the last cut were handed over: new records begin at ``step``."""
+        for name, track in self._tracks.items():
+            track.handed_over(step)
+            self._closed[name] = list(pending[name])
+        self._from = step
+
+    def committed(self, step: int) -> None:
+        """Drop the records up to ``step``, which a commit has."""
+        for name, closed in self._closed.items():
+            self._closed[name] = [one for one in closed if one.step > step]
+
+
+def cut_all(tracks: Mapping[str, ReaderTrack], step: int, stated: Mapping[str, Receipt] | None) -> dict[str, str]:
+    """Record for all readers that optimizer step ``step`` is done; ``stated`` is the result of `by_reader`.
+
+    Returns reader → the reason, for readers for which this step raises the suspicion of reading ahead.
+    """
+    spans = {name: track.taken() for name, track in tracks.items()}
+    delivered = any(span is not None and span.batches for span in spans.values())
+    reasons = {}
+    for name, track in tracks.items():
+        span = spans[name]
+        counts = span is not None and (span.batches > 0 or not delivered)  # else it was another reader's turn
+        consumed = None if stated is None else stated.get(name)
+        reasons[name] = track.cut(step, consumed, is_stated=stated is not None, span=span if counts else None)
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def by_reader(stated: Any, tracks: Mapping[str, ReaderTrack]) -> Mapping[str, Receipt] | None:
+    """Return reader → the receipt that the user stated; None if the user stated nothing.
+
+    ``stated`` is a batch, a receipt, a number, or a mapping of readers' names to these. `ConfigError` if it names no
+    place in a reader, a place before the one that an earlier step used, or no reader although there are several.
+    `StateUnavailable` if the reader has not delivered it since the last save.
+    """
+    if stated is None:
+        return None
+    if not tracks:
+        raise ConfigError(
+            "step() was given a batch, and no tracked reader is in the manager's state: put the LakeLoader into it, "
+            'CheckpointManager(…, {"reader": loader, …}). With another loader there, such as torchdata\'s '
+            "StatefulDataLoader, call step() without a batch"
+        )
+    if isinstance(stated, Mapping) and stated and not hasattr(stated, "receipt") and set(stated) <= set(tracks):
+        return {name: _receipt(one, tracks[name]) for name, one in stated.items()}
+    if len(tracks) > 1:
+        raise ConfigError(
+            f"there are {len(tracks)} tracked readers ({', '.join(sorted(tracks))}): give step() a mapping of their "
+            f"names to batches, got {_shown(stated)}"
+        )
+    name, track = next(iter(tracks.items()))
+    return {name: _receipt(stated, track)}
+
+
+def _receipt(stated: Any, track: ReaderTrack) -> Receipt:
+    """Return the receipt of a batch, a receipt or a number."""
+    found = stated if isinstance(stated, Receipt) else getattr(stated, "receipt", None)
+    if isinstance(found, Receipt):
+        track.check(found)
+        return found
+    reader = track.reader
+    column = getattr(reader, "receipt_column", None)
+    if isinstance(stated, Mapping) and column in stated:
+        stated = stated[column]
+    number = _number(stated)
+    if number is None or column is None:
+        raise ConfigError(
+            "step() takes the last batch that the step used; or its receipt (batch.receipt, or loader.last_receipt "
+            "when the batch came), or the number that LakeLoader(receipt_column=…) put into it; got "
+            f"{_shown(stated)} for reader {track.name!r}, whose receipt_column is {column!r}"
+        )
+    assert isinstance(reader, DeliveringReader)
+    found = reader.receipt_of(number)
+    track.check(found)
+    return found
+
+
+def _number(stated: Any) -> int | None:
+    """Return an integer, or the largest element of a tensor, an array or a list of integers; None for anything else."""
+    if hasattr(stated, "max") and hasattr(stated, "dtype"):
+        stated = stated.max() if stated.shape else stated
+    elif isinstance(stated, (list, tuple)) and stated and all(type(one) is int for one in stated):
+        stated = max(stated)
+    try:
+        return None if isinstance(stated, bool) else operator.index(stated)
+    except TypeError:
+        return None
+
+
+def _shown(stated: Any) -> str:
+    if isinstance(stated, Mapping):
+        return f"a {type(stated).__name__} with {sorted(map(str, stated))[:8]}"
+    return f"{stated!r:.60}"

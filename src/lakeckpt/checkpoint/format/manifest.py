@@ -1,0 +1,161 @@
+"""This module defines the entries of a run's log: an attempt begins, says what it restored, and commits checkpoints.
+
+A `Begin` and a `Restored` are what an attempt writes first (see ``begins``). A `Manifest` is the commit of a
+checkpoint: its parts, its parent, and for every reader its state and what was consumed since the parent, so that the
+record of a run outlives the data of its checkpoints. The classes are the formats: `lakeckpt.wire.documents` writes and
+reads them by the types of their fields.
+
+Imports without torch. Never touches storage: `lakeckpt.checkpoint.persist.log` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
+
+from lakeckpt.checkpoint.format.begins import Begin, Captured, Restored
+from lakeckpt.checkpoint.format.fields import Digest, confined
+from lakeckpt.checkpoint.format.parts import PARTS, SaveId
+from lakeckpt.checkpoint.keep import Keep
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.read_ahead import Basis
+from lakeckpt.errors import WireDamaged
+from lakeckpt.tracking.steps import StepRecord
+from lakeckpt.wire.documents import Count, Positive, as_row, from_plain_of, to_plain
+from lakeckpt.wire.envelope import dumps, loads
+
+__all__ = [
+    "Begin",
+    "Captured",
+    "Entry",
+    "Manifest",
+    "PartRef",
+    "ReaderRecord",
+    "Restored",
+    "Stretch",
+    "entry_from_bytes",
+    "entry_to_bytes",
+]
+
+_KIND = "log"
+_VERSION = (1, 0)
+
+
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRef:
+    """A part of a checkpoint: ``digest`` is the BLAKE2b-128 (`short_digest`) of the record's ``size_bytes`` bytes."""
+
+    rank: Count
+    path: Annotated[str, partial(confined, below=PARTS)]
+    size_bytes: Count
+    digest: Digest
+
+
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """What a reader consumed going from one state to another, both of one order and epoch (or endless stream)."""
+
+    begin: Mapping[str, Any]
+    """The plain `lakeckpt.core.state.ReaderState` that it began with."""
+    end: Mapping[str, Any]
+    consumed: Mapping[int, Intervals]
+    """epoch → positions."""
+    basis: Basis = "inferred"
+    """How it is known that steps used it."""
+    reason: str = ""
+    """Why it is suspected that they did not."""
+    attempt: int = -1
+    """The attempt that consumed it; -1: the one that committed it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderRecord:
+    """One reader at the cut."""
+
+    state: Mapping[str, Any]
+    """The plain state of the whole job."""
+    stretches: tuple[Stretch, ...] = ()
+    """What was consumed since the parent, in order."""
+    steps: StepRecord = field(default_factory=StepRecord)
+    """The frontiers after each optimizer step since the parent."""
+    index: str | None = None
+    """Digest (hex) of the footer index of its table: ``index/<digest>.lkc``."""
+
+    def consumed(self) -> dict[int, Intervals]:
+        """epoch → the positions consumed since the parent."""
+        found: dict[int, Intervals] = {}
+        for stretch in self.stretches:
+            for epoch, positions in stretch.consumed.items():
+                found[epoch] = found[epoch].union(positions) if epoch in found else positions
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint is committed."""
+
+    run: str
+    slot: Count
+    attempt: Count
+    parent: Count | None
+    """The slot of the checkpoint before it in its history, or None."""
+    step: Count
+    """Optimizer steps done."""
+    number: Count
+    """How many saves the attempt had begun before this one."""
+    world_size: Positive
+    cut: bytes
+    parts: tuple[PartRef, ...]
+    readers: Mapping[str, ReaderRecord]
+    seed: int
+    """What random states of ranks that are new after a change of the world size are derived from."""
+    library: str
+    created_s: float
+    write_id: str
+    keep: Keep | None = None
+    """Which checkpoints of its history retention then left their data; None: that was not said."""
+    metric: float | None = None
+    """How good its state is, where the training loop said so."""
+
+    def __post_init__(self) -> None:
+        if [part.rank for part in self.parts] != list(range(self.world_size)):
+            raise WireDamaged(
+                f"the manifest of slot {self.slot} does not have one part for each of {self.world_size} ranks"
+            )
+        if not self.attempt < self.slot or (self.parent is not None and not self.parent < self.slot):
+            raise WireDamaged(f"slot {self.slot} names attempt {self.attempt} and parent {self.parent}, not before it")
+
+    @property
+    def save(self) -> SaveId:
+        """Where its parts and objects lie."""
+        return SaveId(attempt=self.attempt, step=self.step, number=self.number)
+
+
+Entry = Begin | Restored | Manifest
+_KINDS: dict[str, type[Entry]] = {"begin": Begin, "restored": Restored, "commit": Manifest}
+
+
+def entry_to_bytes(entry: Entry) -> bytes:
+    """Return the document of an entry."""
+    name = next(name for name, kind in _KINDS.items() if kind is type(entry))
+    return dumps({"entry": name, **to_plain(entry)}, kind=_KIND, version=_VERSION)
+
+
+def entry_from_bytes(data: bytes) -> Entry:
+    """Return the entry of which `entry_to_bytes` made ``data``. `WireError` where it made none such."""
+    plain = loads(data, kind=_KIND, supported=_VERSION).value
+    found = from_plain_of(_KINDS, "entry", plain, "an entry of the log")
+    if isinstance(found, Restored) and any(one is not None and one >= found.slot for one in _before(found)):
+        raise WireDamaged(
+            f"slot {found.slot} names attempt {found.attempt} and the checkpoint in slot {found.restored}, not before "
+            "it"
+        )
+    return found
+
+
+def _before(entry: Restored) -> tuple[int | None, ...]:
+    return entry.attempt, entry.restored

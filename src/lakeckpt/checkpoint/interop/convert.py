@@ -1,0 +1,209 @@
+"""This module reads a state in any of the supported formats, and writes it in the formats of others.
+
+`read_state` finds the format of a place: a run of `CheckpointManager`, a folder of torch's DCP, a file of
+``torch.save``, or safetensors. `convert_checkpoint` writes such a state in one of the last three formats. It holds the
+state in host memory once. The module starts no threads of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from lakeckpt.checkpoint.interop.item import named_leaves, part_of
+from lakeckpt.checkpoint.interop.run_state import RunState, with_checkpoint
+from lakeckpt.checkpoint.interop.safetensors_files import (
+    SAFETENSORS,
+    is_safetensors,
+    read_safetensors,
+    tensors_of,
+    write_safetensors,
+)
+from lakeckpt.checkpoint.interop.torch_files import (
+    METADATA,
+    SUFFIXES,
+    read_dcp_folder,
+    read_torch_file,
+    write_dcp_folder,
+    write_torch_file,
+)
+from lakeckpt.checkpoint.persist.log import LOG
+from lakeckpt.checkpoint.restore.load_objects import Step
+from lakeckpt.errors import CheckpointNotFound, ConfigError
+from lakeckpt.lake.storage.base import Storage, describe
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.storage.open import open_storage
+
+__all__ = ["Converted", "convert_checkpoint", "read_state"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """The result of `convert_checkpoint`."""
+
+    source: str
+    """The format of the source: ``"run"``, ``"dcp"``, ``"torch"`` or ``"safetensors"``."""
+    target: str
+    tensors: int
+    size_bytes: int
+    """The size of all tensors."""
+    values: int
+    """The number of values that are not tensors."""
+
+
+def read_state(
+    uri: str | os.PathLike[str] | Storage,
+    *,
+    item: str | None = None,
+    step: Step = None,
+    rank: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the state at ``uri``, whole, in host memory, for the ``load_state_dict`` of any object.
+
+    Args:
+        uri: a run of `CheckpointManager`, a local folder of torch's DCP, a file of ``torch.save`` (named ``.pt``,
+            ``.pth``, ``.bin`` or ``.ckpt``), or a folder or file of safetensors (tensors by name).
+        item: the part of the state to read, such as ``"model"`` or ``"optimizer.state.0"``. From a run, only this part
+            is read.
+        step: for a run, the optimizer step whose checkpoint is read; ``"best"``: the checkpoint with the best metric;
+            None: the newest checkpoint.
+        rank: for a run, the rank whose state is read. None: the state of all ranks together; if ranks had different
+            values under one name, `CheckpointMismatch` names one of these values.
+        storage_options: for the store of ``uri``.
+
+    The state of a run has the readers' states under their names, and no random states. torch runs the pickles in a
+    folder of DCP: read only folders that you trust.
+
+    Raises `CheckpointNotFound`, `CheckpointDamaged`, `CheckpointMismatch`, `UnsupportedValue`, `NewerFormat`,
+    `ConfigError`.
+    """
+    return _read(uri, item, step=step, rank=rank, storage_options=storage_options)[1]
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str] | Storage,
+    target: str | os.PathLike[str],
+    *,
+    to: Literal["dcp", "torch", "safetensors"],
+    item: str | None = None,
+    step: Step = None,
+    rank: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+) -> Converted:
+    """Read the state at ``source`` (see `read_state`) and write it at ``target``: an empty folder, or a new file.
+
+    ``to="dcp"``: a local folder that ``torch.distributed.checkpoint`` loads. ``to="torch"``: a local file (named
+    ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``) that ``torch.load(weights_only=True)`` loads: tensors and plain values.
+    ``to="safetensors"``: ``model.safetensors``, or several files and an index, in a folder or store. It holds only
+    tensors, so choose the part to write, for example with ``item="model"``.
+
+    Raises as `read_state` does; `ConfigError` if the target is not empty or there is no such item; `SaveFailed`.
+    """
+    if to not in ("dcp", "torch", "safetensors"):
+        raise ConfigError(f"to is 'dcp', 'torch' or 'safetensors', got {to!r}")
+    storage = None if to == "torch" else _empty_folder(target, target_options)
+    kind, state = _read(source, item, step=step, rank=rank, storage_options=storage_options)
+    if to == "torch":
+        write_torch_file(_local_path(target), state)
+    elif to == "dcp":
+        write_dcp_folder(_local_path(target), state)
+    elif storage is not None:
+        write_safetensors(storage, tensors_of(state))
+    return _converted(kind, to, state)
+
+
+def _empty_folder(target: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Storage:
+    storage = open_storage(target, storage_options=options)
+    if storage.list():
+        raise ConfigError(f"{describe(storage)!r} is not empty: convert into a new folder")
+    return storage
+
+
+def _local_path(target: str | os.PathLike[str]) -> str:
+    text = os.fspath(target)
+    if "://" in text and not text.startswith("file://"):
+        raise ConfigError(f"torch writes into local folders: write into one, then copy it to {text!r}")
+    return text.removeprefix("file://")
+
+
+def _read(
+    uri: str | os.PathLike[str] | Storage,
+    item: str | None,
+    *,
+    step: Step,
+    rank: int | None,
+    storage_options: Mapping[str, Any] | None,
+) -> tuple[str, dict[str, Any]]:
+    """Return the format of a place, and its state or the part ``item`` of it."""
+    storage, name = _opened(uri, storage_options)
+    if name is None and storage.list(LOG):
+        return "run", _of_run(storage, item, step, rank)
+    if step is not None or rank is not None:
+        raise ConfigError(f"{describe(storage)!r} is not a run: it has no steps and no ranks to choose")
+    kind, state = _of_others(storage, name)
+    return kind, part_of(state, item) if item else state
+
+
+def _of_run(storage: Storage, item: str | None, step: Step, rank: int | None) -> dict[str, Any]:
+    def read(manifest: Any) -> dict[str, Any]:
+        state = RunState(storage, manifest, rank)
+        found: dict[str, Any] = state.read(part_of(state.tree, item) if item else state.tree)
+        return found
+
+    return with_checkpoint(storage, step, read)
+
+
+def _opened(uri: str | os.PathLike[str] | Storage, options: Mapping[str, Any] | None) -> tuple[Storage, str | None]:
+    """Return the storage at ``uri``, and the name of the file in it if ``uri`` names a file."""
+    if isinstance(uri, Storage):
+        return uri, None
+    place = os.fspath(uri)
+    if place.endswith((SAFETENSORS, *SUFFIXES)):
+        folder, slash, name = place.rpartition("/")
+        beside = open_storage(folder or slash or ".", storage_options=options)
+        if any(one.path == name for one in beside.list(name)):  # else it is the name of a folder
+            return beside, name
+    return open_storage(place, storage_options=options), None
+
+
+def _of_others(storage: Storage, name: str | None) -> tuple[str, dict[str, Any]]:
+    if name is not None and name.endswith(SUFFIXES):
+        return "torch", read_torch_file(storage, name)
+    if name is not None:
+        return "safetensors", dict(read_safetensors(storage, name))
+    if storage.list(METADATA):
+        if not isinstance(storage, LocalStorage):
+            raise ConfigError(f"torch reads folders of DCP on local disks: copy {describe(storage)!r} to one")
+        return "dcp", read_dcp_folder(storage.name)
+    there = [one.path for one in storage.list()]
+    if any(map(is_safetensors, there)):
+        return "safetensors", dict(read_safetensors(storage))
+    raise CheckpointNotFound(
+        f"there is no checkpoint in {describe(storage)!r}: no {LOG}, no {METADATA} and no *{SAFETENSORS}, but "
+        f"{_instead(there)}"
+    )
+
+
+def _instead(there: list[str]) -> str:
+    """Return a text about the contents of a folder that is not a checkpoint itself."""
+    for path in there:
+        if path.endswith(f"/{METADATA}"):
+            return f"a checkpoint in {path.rpartition('/')[0]}: name that folder"
+        if f"/{LOG}/" in f"/{path}":
+            return f"a run in {path.partition(f'/{LOG}/')[0]}: name that folder"
+    files = [path for path in there if path.endswith((*SUFFIXES, SAFETENSORS))]
+    return f"{files[0]}: name that file" if files else f"{len(there)} other files"
+
+
+def _converted(source: str, target: str, state: Mapping[str, Any]) -> Converted:
+    every = [one for _, one in named_leaves(state)]
+    sizes = [one.nbytes for one in every if isinstance(one, torch.Tensor)]
+    return Converted(
+        source=source, target=target, tensors=len(sizes), size_bytes=sum(sizes), values=len(every) - len(sizes)
+    )

@@ -1,0 +1,233 @@
+"""This module accounts for the rows of one reader, epoch by epoch: was every row consumed exactly once?
+
+`lakeckpt.checkpoint.ledger.walk` collects what the manifests of a history record. For each epoch:
+
+1. the recorded intervals must be disjoint: rows in two of them were repeated;
+2. the rows that the newest state claims as consumed (`lakeckpt.core.plan.consumed`, computed from its segments alone)
+   must be their union: additional rows were lost, and missing rows would be read again;
+3. an epoch that is over must be whole, except for the rows that ``drop_last=True`` drops on purpose.
+
+The module is pure. It never imports torch, and starts no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from lakeckpt.checkpoint.consumed.rows import Order, name_rows, order_name
+from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
+from lakeckpt.checkpoint.ledger.report import (
+    EpochAudit,
+    EpochStatus,
+    ExcludedRows,
+    Finding,
+    FindingKind,
+    ReaderAudit,
+)
+from lakeckpt.checkpoint.ledger.walk import ReaderWalk, Records
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.plan import LayoutKey, Plan, consumed
+from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.errors import StateError
+
+__all__ = ["account"]
+
+_NAMED_ROWS = 2**22
+"""Findings name at most so many rows: permutations of windows are computed for them."""
+
+
+def account(
+    name: str,
+    records: Records,
+    orders: Mapping[str, Order],
+    *,
+    named_groups: int,
+    given_up: Collection[int] = (),
+) -> ReaderAudit:
+    """Return the account of reader ``name``; ``records`` are its records in the history, at least one.
+
+    ``orders`` are the orders of the tables by digest, for tables whose index can be read. A finding lists at most
+    ``named_groups`` row groups. ``given_up`` are the epochs whose rest an attempt skipped.
+    """
+    return _Account(name, records, orders, named_groups, given_up).audit()
+
+
+class _Account:
+    def __init__(
+        self, name: str, records: Records, orders: Mapping[str, Order], named_groups: int, given_up: Collection[int]
+    ) -> None:
+        self._given_up = given_up
+        self._name = name
+        self._records = records
+        self._orders = orders
+        self._named_groups = named_groups
+        self._walk = ReaderWalk(records, orders)
+        self._epochs: list[EpochAudit] = []
+        self._findings: list[Finding] = []
+        self._excluded: list[ExcludedRows] = []
+
+    def audit(self) -> ReaderAudit:
+        walk = self._walk
+        identity: Identity | None = None
+        try:
+            origin, tip = walk.collect()
+            identity = tip.identity
+            self._audit_epochs(origin, tip)
+        except StateError as error:
+            walk.doubt(f"a recorded state cannot be used: {error}")
+        return ReaderAudit(
+            name=self._name,
+            table="" if identity is None else identity.table,
+            tail="" if identity is None else identity.tail,
+            endless=identity is not None and identity.endless,
+            topologies=tuple(walk.topologies),
+            epochs=tuple(self._epochs),
+            findings=tuple(self._findings),
+            doubts=tuple(walk.doubts),
+            notes=tuple(walk.notes),
+            excluded=tuple(self._excluded),
+            inferred=walk.inferred,
+        )
+
+    def _audit_epochs(self, origin: ReaderState, tip: ReaderState) -> None:
+        known, carried = consumed(tip), self._walk.carried
+        touched = [*self._walk.pieces, *known]
+        first, last = (0, -1) if tip.identity.endless else (origin.epoch, tip.epoch)
+        for epoch in range(min([first, *touched]), max([last, *touched]) + 1):
+            for before in carried.get(epoch, []):
+                self._audit_carried(epoch, origin, before)
+            self._audit_epoch(epoch, origin, tip, known)
+            if self._epochs and self._epochs[-1].epoch == epoch:
+                self._list_excluded(epoch, tip)
+
+    def _list_excluded(self, epoch: int, tip: ReaderState) -> None:
+        order = self._orders.get(order_name(self._identity_of(epoch, tip)))
+        for file, row_group, rows in [] if order is None else order.excluded:
+            self._excluded.append(ExcludedRows(epoch=epoch, file=file, row_group=row_group, rows=rows))
+
+    def _audit_carried(self, epoch: int, origin: ReaderState, state: ReaderState) -> None:
+        """Audit the part of an epoch up to ``state``, from which the rest was carried over."""
+        pieces, ends = self._walk.pieces, self._walk.ends
+        name, known = order_name(state.identity), consumed(state)
+        later, every = ends.get(epoch), pieces.get(epoch, [])
+        pieces[epoch] = [one for one in every if order_name(one.identity) == name]
+        ends[epoch] = state
+        self._audit_epoch(epoch, origin, state, known)
+        pieces[epoch] = [one for one in every if order_name(one.identity) != name]
+        if later is not None:
+            ends[epoch] = later
+        if self._epochs and self._epochs[-1].epoch == epoch:
+            one = self._epochs[-1]  # the rows that the tail would have dropped were carried over, too
+            self._epochs[-1] = replace(one, status="carried over", dropped=0, left=one.left + one.dropped)
+
+    def _audit_epoch(self, epoch: int, origin: ReaderState, tip: ReaderState, known: Mapping[int, Intervals]) -> None:
+        pieces, newest = self._walk.pieces.get(epoch, []), self._records[-1][0]
+        begun = origin.identity.endless or epoch == origin.epoch
+        inherits = begun and (origin.identity.table == tip.identity.table or epoch not in self._walk.carried)
+        before = self._claim(origin, epoch, self._records[0][0]) if inherits else None
+        claim = self._claim(tip, epoch, newest, known)
+        every = [*pieces, *(one for one in (before, claim) if one is not None)]
+        status = _status(epoch, tip, claim)
+        rows = self._identity_of(epoch, tip).rows
+        if not every and (status == "in progress" or not rows):
+            return  # not begun
+        if status == "complete" and epoch in self._given_up:
+            status = "given up"
+            self._walk.notes[f"the rest of epoch {epoch} was given up: its table version was gone"] = None
+        tables = {piece.identity.table for piece in every}
+        if len(tables) > 1:
+            self._walk.doubt(f"epoch {epoch} was read from {len(tables)} versions of the table, as the user allowed")
+        if len({piece.identity.selection for piece in every}) > 1:
+            self._walk.doubt(f"epoch {epoch} was read with several filters, as the user allowed")
+        space = space_of(every, self._orders) if every else Space(self._orders, None)
+        if space is None:
+            self._walk.doubt(f"epoch {epoch} was read in orders that cannot be compared, and is not counted")
+            return
+        counted = count_epoch(
+            epoch,
+            rows=rows,
+            status=status,
+            space=space,
+            pieces=pieces,
+            before=before,
+            claim=claim,
+            dropped=self._dropped(epoch) if status == "complete" else None,
+        )
+        self._epochs.append(counted.audit)
+        if counted.twice_first is not None:
+            self._findings.append(self._finding("repeated", epoch, counted.twice, counted.twice_first, space, tip))
+        if counted.lost:
+            self._findings.append(
+                self._finding("lost", epoch, counted.lost, self._first_to_claim(epoch, counted.lost, space), space, tip)
+            )
+        if counted.again:
+            self._findings.append(self._finding("again", epoch, counted.again, newest, space, tip))
+
+    def _claim(
+        self, state: ReaderState, epoch: int, manifest: Manifest, known: Mapping[int, Intervals] | None = None
+    ) -> Piece | None:
+        """Return the rows of ``epoch`` that a state claims as consumed; None if there are none. ``known`` is `consumed`
+        of the state."""
+        if not state.identity.endless and epoch != state.epoch:
+            if epoch > state.epoch:
+                return None
+            identity = self._identity_of(epoch, state)
+            key = LayoutKey(epoch=epoch, num_lanes=state.segment.num_lanes, rotation=0)
+            whole = Intervals.whole(identity.rows)
+            return Piece(identity=identity, key=key, positions=whole, manifest=manifest) if whole else None
+        found = consumed(state) if known is None else known
+        positions = found.get(epoch, Intervals.empty())
+        return piece_of(state, epoch, positions, manifest) if positions else None
+
+    def _identity_of(self, epoch: int, state: ReaderState) -> Identity:
+        """Return the identity of the last state of ``epoch``: each epoch may have another table version."""
+        end = None if state.identity.endless else self._walk.ends.get(epoch)
+        return state.identity if end is None else end.identity
+
+    def _dropped(self, epoch: int) -> Piece | None:
+        """Return the rows that the tail drops from ``epoch`` on purpose, by the plan of its last state."""
+        end = self._walk.ends.get(epoch)
+        steps = None if end is None else Plan(end).steps
+        if end is None or steps is None or end.identity.tail == "short":
+            return None
+        plan = Plan(end)
+        left = plan.rest(steps).of(epoch, end.identity.rows)
+        return piece_of(end, epoch, left, self._records[-1][0]) if left else None
+
+    # --- findings
+
+    def _first_to_claim(self, epoch: int, rows: Intervals, space: Space) -> Manifest:
+        """Return the first checkpoint whose state claims any of ``rows`` as consumed."""
+        for manifest, record in self._records:
+            claim = self._claim(ReaderState.from_plain(record.state), epoch, manifest)
+            if claim is not None and space.of(claim).intersection(rows):
+                return manifest
+        return self._records[-1][0]
+
+    def _finding(
+        self, kind: FindingKind, epoch: int, found: Intervals, manifest: Manifest, space: Space, tip: ReaderState
+    ) -> Finding:
+        rows = space.table_rows(found.take(0, min(found.size, _NAMED_ROWS)))
+        order = self._orders.get(order_name(self._identity_of(epoch, tip)))
+        where = [] if rows is None or order is None else name_rows(order, rows, most=self._named_groups)
+        return Finding(
+            kind=kind,
+            reader=self._name,
+            epoch=epoch,
+            rows=found.size,
+            slot=manifest.slot,
+            step=manifest.step,
+            attempt=manifest.attempt,
+            where=tuple(where),
+            more=found.size - sum(one.rows.size for one in where),
+        )
+
+
+def _status(epoch: int, tip: ReaderState, claim: Piece | None) -> EpochStatus:
+    if tip.identity.endless:
+        return "complete" if claim is not None and claim.is_whole else "in progress"
+    if epoch == tip.epoch:
+        return "complete" if Plan(tip).at_end else "in progress"
+    return "complete" if epoch < tip.epoch else "left behind"

@@ -1,0 +1,161 @@
+"""This module counts which rows of one epoch were consumed once, twice, or never: set algebra over recorded positions.
+
+Positions of one order are compared directly. If an epoch was read in several orders (it was begun again with other
+lanes), the same position means different rows, and all positions are converted into rows of the table first.
+
+The module is pure. It never imports torch, and starts no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lakeckpt.checkpoint.consumed.rows import Order, order_name
+from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.ledger.report import EpochAudit, EpochStatus
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.plan import LayoutKey, Plan
+from lakeckpt.core.state import Identity, ReaderState
+
+__all__ = ["Counted", "Piece", "Space", "count_epoch", "piece_of", "space_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Positions of one epoch in one order, and the checkpoint that records or claims them."""
+
+    identity: Identity
+    key: LayoutKey
+    positions: Intervals
+    manifest: Manifest
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """The order of the positions: in equal orders, equal positions are the same rows. Without shuffling, lanes do
+        not matter."""
+        spec = self.identity.spec
+        return (spec, self.identity.rows, *((self.key.num_lanes, self.key.rotation) if spec.shuffle else ()))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the whole epoch, which has the same rows in every order."""
+        return self.positions == Intervals.whole(self.identity.rows)
+
+
+def piece_of(state: ReaderState, epoch: int, positions: Intervals, manifest: Manifest) -> Piece:
+    """Return positions of ``epoch`` in the layout that ``state`` gives it."""
+    num_lanes, rotation = state.segment.num_lanes, 0
+    if state.identity.endless or epoch == state.epoch:
+        try:
+            num_lanes, rotation = Plan(state).deal.layout(epoch)
+        except ValueError:
+            pass  # the epoch is over: all rows of it, in any order
+    key = LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation)
+    return Piece(identity=state.identity, key=key, positions=positions, manifest=manifest)
+
+
+class Space:
+    """Makes the pieces of one epoch comparable: as positions, or as rows of the table."""
+
+    def __init__(self, orders: Mapping[str, Order], common: Piece | None) -> None:
+        self._orders = orders
+        self._common = common
+
+    def of(self, piece: Piece) -> Intervals:
+        """Return a piece in this space."""
+        return piece.positions if self._common is not None or piece.is_whole else self._rows(piece, piece.positions)
+
+    def table_rows(self, found: Intervals) -> Intervals | None:
+        """Return positions of this space as rows of the table; None if the index cannot be read."""
+        if self._common is None:
+            return found
+        return self._rows(self._common, found) if order_name(self._common.identity) in self._orders else None
+
+    def _rows(self, piece: Piece, positions: Intervals) -> Intervals:
+        return self._orders[order_name(piece.identity)].table_rows(piece.identity.spec, piece.key, positions)
+
+
+def space_of(pieces: Sequence[Piece], orders: Mapping[str, Order]) -> Space | None:
+    """Return the space in which ``pieces``, at least one, can be compared; None if there is none."""
+    partial = [piece for piece in pieces if not piece.is_whole] or list(pieces)
+    if len({piece.identity.rows for piece in pieces}) > 1:
+        return None
+    if len({piece.order for piece in partial}) == 1:
+        return Space(orders, partial[0])
+    return Space(orders, None) if all(order_name(piece.identity) in orders for piece in partial) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """The counts of an epoch, and the rows that are wrong, in the epoch's space."""
+
+    audit: EpochAudit
+    twice: Intervals
+    twice_first: Manifest | None
+    """The checkpoint in which a row was first consumed again."""
+    lost: Intervals
+    again: Intervals
+    """Rows that were consumed once, and would be read again."""
+
+
+def count_epoch(
+    epoch: int,
+    *,
+    rows: int,
+    status: EpochStatus,
+    space: Space,
+    pieces: Sequence[Piece],
+    before: Piece | None,
+    claim: Piece | None,
+    dropped: Piece | None,
+) -> Counted:
+    """Count the ``rows`` rows of an epoch.
+
+    ``pieces`` were recorded, in order. ``before`` was consumed before the record begins. ``claim`` holds the rows that
+    the newest state claims as consumed. ``dropped`` holds the rows that the tail of the epoch drops. None means no row.
+    """
+    none, every = Intervals.empty(), Intervals.whole(rows)
+    over = status in ("complete", "given up")
+    recorded = ([] if before is None else [before]) + list(pieces)
+    seen, twice, first = _add_up(recorded, space)
+    surplus = sum(piece.positions.size for piece in recorded) - seen.size
+    omitted = none if dropped is None else space.of(dropped).difference(seen)
+    if status == "given up":
+        omitted = every.difference(seen)
+    claimed = every.difference(omitted) if over else none if claim is None else space.of(claim)
+    lost = claimed.difference(seen)
+    again = seen.difference(claimed.union(omitted))
+    again = again.difference(twice)
+    inherited = none if before is None else space.of(before).difference(twice.union(again))
+    came = seen.difference(twice.union(again, inherited))
+    audit = EpochAudit(
+        epoch=epoch,
+        status=status,
+        rows=rows,
+        once=came.size,
+        repeated=twice.size,
+        again=again.size,
+        surplus=surplus,
+        lost=lost.size,
+        dropped=omitted.size,
+        left=every.difference(claimed.union(seen, omitted)).size,
+        before=inherited.size,
+    )
+    return Counted(audit=audit, twice=twice, twice_first=first, lost=lost, again=again)
+
+
+def _add_up(recorded: Sequence[Piece], space: Space) -> tuple[Intervals, Intervals, Manifest | None]:
+    """Return the consumed rows, the rows consumed more than once, and the first checkpoint with such a row."""
+    each = [space.of(piece) for piece in recorded]
+    seen = Intervals.empty().union(*each)
+    if sum(positions.size for positions in each) == seen.size:
+        return seen, Intervals.empty(), None
+    had, twice, first = Intervals.empty(), [], None
+    for piece, positions in zip(recorded, each, strict=True):
+        common = had.intersection(positions)
+        if common:
+            first = first or piece.manifest
+            twice.append(common)
+        had = had.union(positions)
+    return seen, Intervals.empty().union(*twice), first

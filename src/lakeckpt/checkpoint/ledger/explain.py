@@ -1,0 +1,306 @@
+"""This module finds the rows that made one optimizer step.
+
+One manifest holds the record of step K: the place of the reader after each step, and the states between which it moved.
+The same plan deals the rows between steps K-1 and K to the ranks again, and their positions are looked up in the order.
+
+The module reads only ``log/`` and ``index/``, never the table. It never imports torch, and starts no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
+from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
+from lakeckpt.checkpoint.ledger.audit import read_run
+from lakeckpt.checkpoint.ledger.report import plain_of
+from lakeckpt.checkpoint.persist.history import History, index_path, selection_path
+from lakeckpt.checkpoint.persist.log import slot_path
+from lakeckpt.checkpoint.read.indexes import orders_of
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.plan import LayoutKey, Plan
+from lakeckpt.core.receipts import Span
+from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.tracking.steps import Frontier
+
+__all__ = ["MicroBatch", "RankRows", "ReaderStep", "StepExplained", "explain", "explain_history"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """The rows that one rank got in one step of its loader."""
+
+    number: int
+    lane: int
+    """The lane; -1 if an epoch's last rows are divided equally."""
+    loader_step: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRows:
+    """The rows of one rank."""
+
+    rank: int
+    micro_batches: tuple[MicroBatch, ...]
+    table_rows: npt.NDArray[np.int64] = field(repr=False, compare=False)
+    """int64, shape (rows,): rows of the table (row group after row group), in the order in which they were read."""
+    where: tuple[GroupRows, ...]
+    """The same rows by file and row group."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows the rank got."""
+        return len(self.table_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderStep:
+    """The rows that one reader gave to an optimizer step."""
+
+    reader: str
+    table: str
+    """Digest of the pinned table."""
+    selection: str
+    """Digest of the row selection; empty: every row."""
+    world_size: int
+    epochs: tuple[int, ...]
+    ranks: tuple[RankRows, ...]
+    order: Order = field(repr=False, compare=False)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the ranks that were asked for."""
+        return sum(rank.rows for rank in self.ranks)
+
+    def to_plain(self, *, every_row: bool = False) -> dict[str, object]:
+        """Return JSON-able values; with ``every_row``, each row as [file, row group, row] in the order of reading."""
+        return {
+            "reader": self.reader,
+            "table": self.table,
+            "selection": self.selection,
+            "world_size": self.world_size,
+            "epochs": list(self.epochs),
+            "rows": self.rows,
+            "ranks": [
+                {
+                    "rank": rank.rank,
+                    "rows": rank.rows,
+                    "micro_batches": plain_of(rank.micro_batches),
+                    "row_groups": plain_of(rank.where),
+                    **({"order": [self.order.place(row) for row in rank.table_rows.tolist()]} if every_row else {}),
+                }
+                for rank in self.ranks
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepExplained:
+    """The rows of an optimizer step of the history."""
+
+    run: str
+    step: int
+    slot: int
+    """The checkpoint whose record holds the step."""
+    attempt: int
+    world_size: int
+    readers: tuple[ReaderStep, ...]
+
+    def to_plain(self, *, every_row: bool = False) -> dict[str, object]:
+        """Return JSON-able values; see `ReaderStep.to_plain`."""
+        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**plain, "readers": [reader.to_plain(every_row=every_row) for reader in self.readers]}
+
+
+def explain(
+    storage: Storage, step: int, *, tip: int | None = None, ranks: Collection[int] | None = None
+) -> StepExplained:
+    """Return the rows of optimizer step ``step`` (from 1) of the run at ``storage``, for all ranks or for ``ranks``.
+
+    The history is that of the newest checkpoint, or of the checkpoint in slot ``tip``. Raises `CheckpointNotFound` if
+    the history does not have the step, `CheckpointDamaged` if the record or the index cannot be read, and `ConfigError`
+    for a rank that does not exist.
+    """
+    history = read_run(storage, tip=tip)
+    return explain_history(history, orders_of(storage, history), step, ranks=ranks)
+
+
+def explain_history(
+    history: History, orders: Mapping[str, Order], step: int, *, ranks: Collection[int] | None = None
+) -> StepExplained:
+    """Explain a step as `explain` does, from a history and the orders of its tables."""
+    manifest = _holder(history, step)
+    readers = []
+    for name, record in sorted(manifest.readers.items()):
+        readers += _Explainer(manifest, name, record, orders).steps(step, ranks)
+    if not readers:
+        raise CheckpointNotFound(f"{slot_path(manifest.slot)}: no reader was tracked, and no rows were recorded")
+    return StepExplained(
+        run=manifest.run,
+        step=step,
+        slot=manifest.slot,
+        attempt=manifest.attempt,
+        world_size=manifest.world_size,
+        readers=tuple(readers),
+    )
+
+
+def _holder(history: History, step: int) -> Manifest:
+    """Return the manifest whose record holds ``step``."""
+    if step < 1:
+        raise ConfigError(f"optimizer steps are counted from 1, got {step}")
+    tip = history.tip
+    if tip is None or step > tip.step:
+        reached = "has no checkpoint" if tip is None else f"ends at step {tip.step:,}"
+        raise CheckpointNotFound(f"the history {reached}: step {step:,} was not committed, or was rolled back")
+    found = next(manifest for manifest in history.chain if manifest.step >= step)
+    firsts = [record.steps.runs[0].first for record in found.readers.values() if record.steps.runs]
+    if history.broken_at is not None and found is history.chain[0] and (not firsts or step < min(firsts)):
+        raise CheckpointDamaged(
+            f"step {step:,} lies before what can be read of the history: {slot_path(history.broken_at)} is damaged"
+        )
+    return found
+
+
+class _Explainer:
+    """One reader in one manifest."""
+
+    def __init__(self, manifest: Manifest, name: str, record: ReaderRecord, orders: Mapping[str, Order]) -> None:
+        self._manifest = manifest
+        self._name = name
+        self._record = record
+        state = ReaderState.from_plain(record.state)
+        self._identity = state.identity
+        self._orders = orders
+        self._pairs = [
+            (ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)) for stretch in record.stretches
+        ]
+
+    def steps(self, step: int, ranks: Collection[int] | None) -> list[ReaderStep]:
+        """Return the rows of ``step``, one entry for each table version that it read."""
+        by_order: dict[str, tuple[Identity, list[tuple[Plan, int, int]]]] = {}
+        for one in self._stretches(step):
+            identity = one[0].state.identity
+            by_order.setdefault(order_name(identity), (identity, []))[1].append(one)
+        if not by_order:
+            by_order[order_name(self._identity)] = self._identity, []
+        return [self._step(step, ranks, identity, stretches) for identity, stretches in by_order.values()]
+
+    def _order_of(self, identity: Identity) -> Order:
+        order = self._orders.get(order_name(identity))
+        if order is None:
+            table, selection = identity.table, identity.selection
+            paths = [index_path(table), *([selection_path(table, selection)] if selection else [])]
+            raise CheckpointDamaged(
+                f"{' or '.join(paths)} cannot be read, and without it no row of {self._name!r} can be named"
+            )
+        return order
+
+    def _step(
+        self,
+        step: int,
+        ranks: Collection[int] | None,
+        identity: Identity,
+        stretches: list[tuple[Plan, int, int]],
+    ) -> ReaderStep:
+        order = self._order_of(identity)
+        world_size = stretches[0][0].segment.world_size if stretches else self._manifest.world_size
+        wanted = sorted(range(world_size) if ranks is None else set(ranks))
+        if wanted and not 0 <= wanted[0] <= wanted[-1] < world_size:
+            raise ConfigError(f"step {step:,} was made by ranks 0 to {world_size - 1}, there is no rank {wanted[-1]}")
+        found = [self._rank(rank, stretches, identity) for rank in wanted]
+        epochs = {span.epoch for rank in found for one in rank.micro_batches for span in one.spans}
+        return ReaderStep(
+            reader=self._name,
+            table=identity.table,
+            selection=identity.selection,
+            world_size=world_size,
+            epochs=tuple(sorted(epochs)),
+            ranks=tuple(found),
+            order=order,
+        )
+
+    # --- the places before and after the step
+
+    def _stretches(self, step: int) -> Iterator[tuple[Plan, int, int]]:
+        """Yield the consumption of the step: (plan, from, to) in steps of the loader, each within one stretch."""
+        at, begin = 0, self._pairs[0][0].step if self._pairs else 0
+        for frontier, is_it in self._frontiers(step):
+            upto = self._find(frontier, at, begin)
+            if upto is None:
+                continue  # nothing was consumed yet since the parent
+            if is_it:
+                for index in range(at, upto + 1):
+                    first, last = self._pairs[index]
+                    low = begin if index == at else first.step
+                    high = frontier.step if index == upto else last.step
+                    if low < high:
+                        yield Plan(last), low, high
+            at, begin = upto, frontier.step
+
+    def _frontiers(self, step: int) -> Iterator[tuple[Frontier, bool]]:
+        """Yield the frontiers that lead to ``step``, each with whether it is the frontier of ``step``."""
+        for run in self._record.steps.runs:
+            if run.first > step:
+                return
+            index = min(step - run.first, run.count - 1)
+            for one in sorted({0, max(index - 1, 0), index}):
+                yield run.at(one), run.first + one == step
+
+    def _find(self, frontier: Frontier, at: int, begin: int) -> int | None:
+        """Return the first stretch from ``at`` on in which ``frontier`` lies; None if it lies before all stretches.
+
+        A frontier that does not move belongs to a step that read nothing, not to a step that began the epoch again and
+        came as far.
+        """
+        for index in range(at, len(self._pairs)):
+            first, last = self._pairs[index]
+            low = begin if index == at else first.step
+            if first.epoch == frontier.epoch and low <= frontier.step <= last.step:
+                return index
+        start = self._pairs[0][0] if self._pairs else None
+        if start is None or (at == 0 and begin == start.step and frontier.epoch < start.epoch):
+            return None
+        raise CheckpointDamaged(
+            f"{slot_path(self._manifest.slot)}: the record of optimizer steps of {self._name!r} names epoch "
+            f"{frontier.epoch}, step {frontier.step}, and no recorded stretch goes there"
+        )
+
+    # --- the rows between two places
+
+    def _rank(self, rank: int, stretches: list[tuple[Plan, int, int]], identity: Identity) -> RankRows:
+        order = self._order_of(identity)
+        micro_batches, rows = [], [np.zeros(0, np.int64)]
+        for plan, low, high in stretches:
+            for loader_step in range(low, high):
+                assignment = plan.assignment(loader_step, rank)
+                spans = assignment.receipt.spans
+                keys = {key.epoch: key for key in assignment.layouts}
+                rows += [_rows(span, keys[span.epoch], plan, order) for span in spans]
+                micro_batches.append(
+                    MicroBatch(
+                        number=assignment.receipt.micro_batch,
+                        lane=assignment.receipt.lane,
+                        loader_step=loader_step,
+                        spans=spans,
+                    )
+                )
+        found = np.concatenate(rows)
+        every = Intervals.of([(row, row + 1) for row in found.tolist()])
+        return RankRows(
+            rank=rank,
+            micro_batches=tuple(micro_batches),
+            table_rows=found,
+            where=tuple(name_rows(order, every, most=len(found))),
+        )
+
+
+def _rows(span: Span, key: LayoutKey, plan: Plan, order: Order) -> npt.NDArray[np.int64]:
+    return order.locate(plan.state.identity.spec, key, Intervals.of([(span.start, span.stop)]))

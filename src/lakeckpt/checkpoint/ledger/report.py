@@ -1,0 +1,261 @@
+"""This module holds the values of an audit's report: counts, findings that name rows, and reasons against a proof.
+
+Every row of an epoch is in exactly one count of its `EpochAudit`; the constructor checks this. A report has one of
+three verdicts:
+
+* ``"not proved"``: a row was counted twice or not at all (``findings``), or a proof is impossible (``doubts``), for
+  example because something seems to read ahead of the training loop;
+* ``"delivered"``: every row was delivered exactly once, and it is inferred that steps used some of them (``inferred``);
+* ``"proved"``: every row was used exactly once, as the training loop stated by ``step(batch)``.
+
+The module never imports torch, and uses neither storage nor the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+from lakeckpt.checkpoint.consumed.rows import GroupRows
+
+__all__ = [
+    "AuditReport",
+    "Branch",
+    "EpochAudit",
+    "EpochStatus",
+    "ExcludedRows",
+    "Finding",
+    "FindingKind",
+    "ReaderAudit",
+    "Verdict",
+    "plain_of",
+]
+
+Verdict = Literal["proved", "delivered", "not proved"]
+EpochStatus = Literal["complete", "in progress", "left behind", "given up", "carried over"]
+FindingKind = Literal["repeated", "lost", "again"]
+_EXIT = {"proved": 0, "not proved": 1, "delivered": 3}
+_FOUND = {
+    "repeated": "were consumed more than once",
+    "lost": "were never consumed, and are no longer to come",
+    "again": "were consumed, and the newest state would read them again",
+}
+
+
+def plain_of(value: Any) -> Any:
+    """Return JSON-able values: for a dataclass its fields, or the result of its ``to_plain``."""
+    if hasattr(value, "to_plain"):
+        return value.to_plain()
+    if is_dataclass(value):
+        return {one.name: plain_of(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [plain_of(one) for one in value]
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochAudit:
+    """The rows of one epoch, each counted in one place: ``rows`` is the sum of all other counts but ``surplus``."""
+
+    epoch: int
+    status: EpochStatus
+    """"left behind": the epoch was begun, and the reader has gone back to an earlier epoch since. "given up": the rest
+    was skipped, because the table version was gone and the user had chosen to go on with the next epoch. "carried
+    over": the rows in ``left`` were found in another version of the table, and the next entry of the same epoch counts
+    them."""
+    rows: int
+    once: int
+    repeated: int
+    """Rows consumed more than once."""
+    again: int
+    """Rows consumed once that the newest state would read again."""
+    surplus: int
+    """How many times too many rows were consumed, over all rows."""
+    lost: int
+    """Rows that were not consumed and never will be."""
+    dropped: int
+    """Rows skipped on purpose: by ``drop_last=True``, or because the rest of the epoch was skipped."""
+    left: int
+    """Rows that are not consumed yet."""
+    before: int
+    """Rows that the reader's first state claims as consumed before the record begins."""
+
+    def __post_init__(self) -> None:
+        total = self.once + self.repeated + self.again + self.lost + self.dropped + self.left + self.before
+        assert total == self.rows, f"epoch {self.epoch}: {total} of {self.rows} rows accounted for"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Rows that were not consumed exactly once, and the first checkpoint that shows it."""
+
+    kind: FindingKind
+    """``again``: the rows are recorded as consumed, and the newest state would read them again."""
+    reader: str
+    epoch: int
+    rows: int
+    slot: int
+    """The checkpoint's slot in the log."""
+    step: int
+    """The checkpoint's optimizer step."""
+    attempt: int
+    where: Sequence[GroupRows]
+    """The rows, by file and row group; empty if the index cannot be read."""
+    more: int
+    """How many of the rows are not listed in ``where``."""
+
+    @property
+    def words(self) -> str:
+        """The finding as one sentence."""
+        return (
+            f"epoch {self.epoch} of {self.reader!r}: {self.rows:,} rows {_FOUND[self.kind]}; "
+            f"first seen in the checkpoint of step {self.step:,} (slot {self.slot}, attempt {self.attempt})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExcludedRows:
+    """Rows of one row group that an epoch skipped, because ``exclude`` of `lakeckpt.open_table` names the row group."""
+
+    epoch: int
+    file: str
+    row_group: int
+    """Its ordinal in the file."""
+    rows: int
+    """The number of its rows that had not been consumed before; this includes rows that a filter would have dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderAudit:
+    """One reader of the run."""
+
+    name: str
+    table: str
+    """Digest of the pinned table."""
+    tail: str
+    endless: bool
+    topologies: tuple[tuple[int, int, int], ...]
+    """(lanes, batch size, ranks), in the order in which they were used."""
+    epochs: tuple[EpochAudit, ...]
+    findings: tuple[Finding, ...]
+    doubts: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    excluded: tuple[ExcludedRows, ...] = ()
+    """The excluded rows, by epoch and row group."""
+    inferred: str = ""
+    """How many attempts did not state which rows their steps used, so that this is inferred; empty if none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Checkpoints of one attempt that are not in the history: their work was rolled back."""
+
+    attempt: int
+    parent: int | None
+    """The slot of the checkpoint from which the branch left the history, or another branch."""
+    slots: tuple[int, ...]
+    last_step: int
+    rows: int
+    """Rows that the branch had consumed, over all readers. They do not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """The result of an audit."""
+
+    run: str
+    step: int
+    """Optimizer steps of the history."""
+    slot: int | None
+    """The newest checkpoint of the history; None if there is none."""
+    checkpoints: int
+    """How many checkpoints the history has."""
+    attempts: int
+    readers: tuple[ReaderAudit, ...]
+    branches: tuple[Branch, ...]
+    doubts: tuple[str, ...]
+    """Reasons against a proof, beside those of the readers."""
+    notes: tuple[str, ...]
+    """Observations that do not matter to the proof."""
+    trusted: tuple[str, ...]
+    """The assumptions of the proof."""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The findings of all readers."""
+        return tuple(finding for reader in self.readers for finding in reader.findings)
+
+    @property
+    def every_doubt(self) -> tuple[str, ...]:
+        """The reasons against a proof, of the run and of all readers."""
+        return (*self.doubts, *(f"reader {one.name!r}: {text}" for one in self.readers for text in one.doubts))
+
+    @property
+    def verdict(self) -> Verdict:
+        """See the module."""
+        if self.findings or self.every_doubt:
+            return "not proved"
+        return "delivered" if any(one.inferred for one in self.readers) else "proved"
+
+    @property
+    def exactly_once(self) -> bool:
+        """Whether it is proved."""
+        return self.verdict == "proved"
+
+    @property
+    def exit_status(self) -> int:
+        """0 proved, 1 not proved, 3 proved of what was delivered."""
+        return _EXIT[self.verdict]
+
+    @property
+    def lost(self) -> int:
+        """Rows lost, over all readers and epochs."""
+        return self._sum("lost")
+
+    @property
+    def repeated(self) -> int:
+        """Rows repeated, over all readers and epochs."""
+        return self._sum("repeated")
+
+    @property
+    def surplus(self) -> int:
+        """How many times too many rows were consumed, over all readers and epochs."""
+        return self._sum("surplus")
+
+    @property
+    def again(self) -> int:
+        """Rows that would be read again, over all readers and epochs."""
+        return self._sum("again")
+
+    @property
+    def excluded(self) -> int:
+        """Rows of excluded row groups, over all readers and epochs."""
+        return sum(one.rows for reader in self.readers for one in reader.excluded)
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(epoch, name) for reader in self.readers for epoch in reader.epochs)
+
+    @property
+    def words(self) -> str:
+        """The verdict in one line."""
+        done = f"{self.checkpoints:,} checkpoint{'' if self.checkpoints == 1 else 's'} up to step {self.step:,}"
+        if self.verdict != "not proved":
+            dropped = f", {self._sum('dropped'):,} dropped on purpose" if self._sum("dropped") else ""
+            excluded = f", {self.excluded:,} EXCLUDED" if self.excluded else ""
+            counted = "counted" if self.verdict == "proved" else "were delivered"
+            return f"{done}: {self._sum('once'):,} rows {counted} exactly once, 0 lost, 0 repeated{dropped}{excluded}"
+        if self.findings:
+            again = f", {self.again:,} more to be read again" if self.again else ""
+            return f"{done}: {self.lost:,} rows lost, {self.repeated:,} repeated{again}"
+        return f"{done}: no row is known to be lost or repeated, but {self.every_doubt[0]}"
+
+    def to_plain(self) -> dict[str, object]:
+        """JSON-able values: all fields, and the sums over readers."""
+        sums = ("verdict", "exactly_once", "words", "lost", "repeated", "surplus", "again", "excluded")
+        return {
+            **{one.name: plain_of(getattr(self, one.name)) for one in fields(self)},
+            **{name: getattr(self, name) for name in sums},
+            "dropped": self._sum("dropped"),
+            "doubts": list(self.every_doubt),
+        }

@@ -1,0 +1,222 @@
+"""This module walks over the records of one reader in a history, and collects the consumption of each epoch.
+
+The manifests of a history record consumption, stretch by stretch. `ReaderWalk` reads every stretch, and checks:
+
+* the intervals of a stretch must be those that follow from the two states between which it lies;
+* the record of optimizer steps must end where the last stretch does;
+* the states must count as many rows as the index of the table has;
+* the basis of each stretch (`lakeckpt.core.read_ahead.Basis`) must not be suspected. Rows that the training loop stated
+  need no other evidence. The first steps of an attempt are undecided; its later stretches decide for them.
+
+The module is pure. It never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from lakeckpt.checkpoint.consumed.rows import Order, order_name
+from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord, Stretch
+from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
+from lakeckpt.checkpoint.restore.rest import rows_consumed
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.plan import Plan, consumed, consumption, replan
+from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.errors import StateMismatch
+from lakeckpt.lake.table.index import TableIndex
+
+__all__ = ["ReaderWalk", "Records"]
+
+Records = Sequence[tuple[Manifest, ReaderRecord]]
+"""The records of one reader, each with its manifest, oldest first."""
+
+
+class ReaderWalk:
+    """The contents of the ``records`` of one reader, at least one. `StateError` if a state cannot be used.
+
+    ``doubts`` (reasons against a proof) and ``notes`` are sentences in the order in which they were found. The audit
+    adds more sentences.
+    """
+
+    def __init__(self, records: Records, orders: Mapping[str, Order]) -> None:
+        self.orders = orders
+        self.doubts: dict[str, None] = {}
+        self.notes: dict[str, None] = {}
+        self.pieces: dict[int, list[Piece]] = {}
+        """Epoch → its consumed pieces, in order."""
+        self.ends: dict[int, ReaderState] = {}
+        """Epoch → its last state, whose plan gives the rows that the tail drops."""
+        self.carried: dict[int, list[ReaderState]] = {}
+        """Epoch → the states from which its rest was carried over to another selection of rows."""
+        self.topologies: dict[tuple[int, int, int], None] = {}
+        self.inferred = ""
+        """How many attempts only inferred that rows were used, in words; empty if none did."""
+        self._records = records
+        self._latest: ReaderState | None = None
+
+    def collect(self) -> tuple[ReaderState, ReaderState]:
+        """Read all records. Returns the state that the reader began with, and the newest state."""
+        origin: ReaderState | None = None
+        tip: ReaderState | None = None
+        identities: dict[str, Identity] = {}
+        for manifest, record in self._records:
+            for stretch in record.stretches:
+                begin, end = ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)
+                origin = origin or begin
+                identities[order_name(begin.identity)] = begin.identity
+                self._take(manifest, begin, end, stretch.consumed)
+                self._follow(begin)
+                self._follow(end)
+            tip = ReaderState.from_plain(record.state)
+            self._follow(tip)
+            origin = origin or tip
+            self.topologies[tip.segment.topology] = None
+            moved = [one for one in record.stretches if one.consumed or one.basis != "suspected"]
+            if moved:
+                self._check_frontier(manifest, record, ReaderState.from_plain(moved[-1].end))
+        assert tip is not None and origin is not None
+        identities[order_name(tip.identity)] = tip.identity
+        for _, identity in sorted(identities.items()):
+            self._check_rows(identity)
+        self._check_origin(origin)
+        self._check_bases()
+        return origin, tip
+
+    def doubt(self, text: str) -> None:
+        """Record a reason against a proof, once."""
+        self.doubts[text] = None
+
+    def _take(
+        self, manifest: Manifest, begin: ReaderState, end: ReaderState, recorded: Mapping[int, Intervals]
+    ) -> None:
+        self.topologies[begin.segment.topology] = None
+        slot = f"slot {manifest.slot}"
+        try:
+            derived = consumption(begin, end)
+        except StateMismatch as error:
+            self.doubt(f"{slot}: two recorded states do not follow from one another: {error}")
+        else:
+            if derived != {epoch: positions for epoch, positions in recorded.items() if positions}:
+                self.doubt(f"{slot}: the recorded intervals are not those that follow from the recorded states")
+        rows = begin.identity.rows
+        for epoch, positions in recorded.items():
+            if positions and positions.stops[-1] > rows:
+                self.doubt(f"{slot}: positions beyond the {rows:,} rows of epoch {epoch}")
+                positions = positions.intersection(Intervals.whole(rows))
+            if positions:
+                self.pieces.setdefault(epoch, []).append(piece_of(begin, epoch, positions, manifest))
+
+    # --- the last state of each epoch
+
+    def _follow(self, state: ReaderState) -> None:
+        """Record the last state of each epoch.
+
+        The rest of an epoch may be too small for the next topology. Then no step of the epoch has this topology, and
+        the last state of the epoch is planned again for the topology of the next epoch, as the reader did.
+        """
+        before = self._latest
+        if before is not None:
+            self._follow_to_rest(before, state)
+        if before is not None and before.epoch < state.epoch:
+            lanes, batch_size, world_size = state.segment.topology
+            last = replan(
+                replace(before, identity=state.identity.of_version(before.identity)),
+                num_lanes=lanes,
+                batch_size=batch_size,
+                world_size=world_size,
+            )
+            self.ends[before.epoch] = last if Plan(last).at_end else before
+        self.ends[state.epoch] = state
+        self._latest = state
+
+    def _follow_to_rest(self, before: ReaderState, state: ReaderState) -> None:
+        """Note that ``state`` is of the rest of the epoch of ``before``, in another selection of rows, if it is."""
+        index, earlier = (self._index_of(one.identity) for one in (state, before))
+        rest = None if index is None else index.rest
+        if index is None or rest is None or before.identity.table == state.identity.table:
+            return
+        if not rest.epoch == before.epoch == state.epoch:
+            return
+        self.carried.setdefault(state.epoch, []).append(before)
+        if earlier is None:  # `_check_rows` doubts it already
+            return
+        read = rows_consumed(before, earlier)
+        is_same_version = index.version_digest == earlier.version_digest
+        if read.total != rest.taken.total or (is_same_version and read.digest() != rest.taken.digest()):
+            self.doubt(
+                f"{read.total:,} rows of epoch {state.epoch} had been consumed when the rest of it became another "
+                f"selection, and {rest.taken.total:,} rows, or others, were taken out there"
+            )
+        self.notes[
+            f"the rest of epoch {state.epoch} went on with other excluded row groups"
+            if is_same_version
+            else f"what was left of epoch {state.epoch} was carried over to another version of the table; that these "
+            "are the same rows was proved by a key, then"
+        ] = None
+
+    def _index_of(self, identity: Identity) -> TableIndex | None:
+        order = self.orders.get(order_name(identity))
+        return None if order is None else order.index
+
+    # --- checks
+
+    def _check_frontier(self, manifest: Manifest, record: ReaderRecord, end: ReaderState) -> None:
+        """The record of optimizer steps must end where the last stretch does."""
+        frontier = record.steps.frontier(manifest.step)
+        if frontier is None:
+            return
+        if (end.epoch, end.step) != frontier:
+            self.doubt(
+                f"slot {manifest.slot}: what was consumed ends at epoch {end.epoch}, step {end.step}, and the record "
+                f"of optimizer steps at epoch {frontier.epoch}, step {frontier.step}"
+            )
+
+    def _check_rows(self, identity: Identity) -> None:
+        """The states must count as many rows as the index, or the selection, of their table has."""
+        table, order = identity.table, self.orders.get(order_name(identity))
+        if order is None:
+            what = f"row selection {identity.selection[:12]} of" if identity.selection else "index of"
+            self.doubt(
+                f"the {what} table {table[:12]} cannot be read: its number of rows is known only from the states, and "
+                "no row can be named"
+            )
+        elif identity.rows != order.num_rows:
+            what = "the row selection of" if identity.selection else "the index of"
+            self.doubt(f"the states count {identity.rows:,} rows, and {what} table {table[:12]} {order.num_rows:,}")
+
+    def _check_origin(self, origin: ReaderState) -> None:
+        """The record must begin at the start of an epoch."""
+        before = {epoch: positions.size for epoch, positions in consumed(origin).items()}
+        if before:
+            self.doubt(
+                f"the record begins inside of epoch {max(before)}: {sum(before.values()):,} rows had been consumed "
+                "before it, according to the state that the reader began with"
+            )
+        elif origin.epoch:
+            self.notes[f"it began with epoch {origin.epoch}; the epochs before are not part of this run"] = None
+
+    def _check_bases(self) -> None:
+        """Check that no attempt is suspected of reading ahead, and count the attempts that inferred consumption."""
+        by_attempt: dict[int, list[tuple[int, Stretch]]] = {}
+        for manifest, record in self._records:
+            for stretch in record.stretches:
+                attempt = manifest.attempt if stretch.attempt < 0 else stretch.attempt
+                by_attempt.setdefault(attempt, []).append((manifest.step, stretch))
+        inferred = 0
+        for attempt, stretches in by_attempt.items():
+            last, newest = stretches[-1]
+            suspected = next(((step, one.reason) for step, one in stretches if one.basis == "suspected"), None)
+            if suspected is not None:
+                self.doubt(
+                    f"attempt {attempt}, up to step {suspected[0]:,}: {suspected[1]}: rows may count as consumed that "
+                    "no step used. Call manager.step(batch)"
+                )
+            elif newest.basis == "undecided":
+                self.doubt(
+                    f"attempt {attempt} took too few steps, up to step {last:,}, to tell whether something reads ahead "
+                    "of the training loop. Call manager.step(batch)"
+                )
+            else:
+                inferred += any(one.basis != "stated" for _, one in stretches)
+        self.inferred = f"{inferred:,} of {len(by_attempt):,} attempts" if inferred else ""

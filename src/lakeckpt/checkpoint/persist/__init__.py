@@ -1,0 +1,1 @@
+"""From host memory to objects, and the commit."""

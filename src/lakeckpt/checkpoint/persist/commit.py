@@ -1,0 +1,221 @@
+"""When does a set of parts become a checkpoint?  When the committer has verified all of them and put the manifest.
+
+Rank 0 waits for every rank's part, reads and checks each against what the ranks agreed on at the cut, checks that every
+object that they name is there with its size (or reads and hashes all of it: ``verify="bytes"``), and puts the manifest
+into the log. The other ranks watch that slot. Nobody takes part in a collective; a rank that cannot deliver leaves a
+note, and one that is silent is named when the deadline has passed.
+
+Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from lakeckpt.checkpoint.failures import failure_published, gave_up
+from lakeckpt.checkpoint.format.begins import said_of
+from lakeckpt.checkpoint.format.digests import short_digest
+from lakeckpt.checkpoint.format.fields import Ranks
+from lakeckpt.checkpoint.format.manifest import Manifest, PartRef
+from lakeckpt.checkpoint.format.parts import PARTS, PartRecord, SaveId
+from lakeckpt.checkpoint.format.sharing import say_ranks
+from lakeckpt.checkpoint.format.units import UnitId, tensor_unit, tree_unit
+from lakeckpt.checkpoint.persist.agreement import SUMS, sum_of
+from lakeckpt.checkpoint.persist.log import SlotTaken, read_entry
+from lakeckpt.checkpoint.read.ranged import verify_file
+from lakeckpt.checkpoint.state.wholes import Wholes
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.errors import (
+    AttemptSuperseded,
+    CheckpointDamaged,
+    CheckpointIncomplete,
+    ObjectMissing,
+    SaveFailed,
+    StorageError,
+    WireError,
+)
+from lakeckpt.lake.storage.base import Storage, describe
+from lakeckpt.tracking.tally import name_ranks
+from lakeckpt.tracking.waiting import Waiter, poll
+
+__all__ = [
+    "Expected",
+    "Verify",
+    "await_commit",
+    "collect_parts",
+    "superseded",
+    "verify_objects",
+]
+
+Verify = Literal["sizes", "bytes"]
+_READ_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What ranks must have written."""
+
+    alone: Sequence[Set[UnitId]]
+    """Of each rank; an empty content: whatever it is."""
+    bundles: Mapping[Ranks, int]
+    """Ranks → `lakeckpt.checkpoint.persist.agreement.sum_of` what they write between them of what only they know."""
+
+
+def collect_parts(
+    storage: Storage,
+    save: SaveId,
+    *,
+    world_size: int,
+    cut: bytes,
+    expected: Expected,
+    waiter: Waiter,
+    timeout_s: float,
+    still: Callable[[], None] = lambda: None,
+) -> tuple[list[PartRef], list[PartRecord]]:
+    """Wait for the parts of all ranks; each is read and checked as it comes.
+
+    ``still``: called whenever some are missing; raises where they are not worth waiting for any more.
+    Raises `CheckpointIncomplete` naming the ranks whose part did not come in time, `SaveFailed` naming a rank that gave
+    up or wrote other than was agreed, or a tensor whose parts are not the whole of it.
+    """
+    folder = f"{PARTS}/{save.folder}"
+    found: dict[int, tuple[PartRef, PartRecord]] = {}
+    sums: defaultdict[Ranks, int] = defaultdict(int)
+
+    def look() -> bool | None:
+        new: dict[str, int] = {}
+        for info in storage.list(folder):
+            name = info.path.removeprefix(folder + "/")
+            rank = int(name[:5]) if name[:5].isdigit() else -1
+            if name == f"{rank:05d}.failed":
+                raise gave_up(storage, info.path, rank)
+            if name == f"{rank:05d}.lkc" and rank not in found:
+                new[info.path] = rank
+        read = list(pool.map(storage.read, new))
+        for (path, rank), data in zip(new.items(), read, strict=True):
+            found[rank] = _checked_part(path, data, rank, save, cut, expected.alone[rank], sums)
+        if len(found) == world_size:
+            return True
+        still()
+        return None
+
+    with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-commit") as pool:
+        is_whole = poll(look, waiter=waiter, timeout_s=timeout_s)
+    if is_whole is None:
+        missing = Intervals.of([(rank, rank + 1) for rank in found]).complement(world_size)
+        raise CheckpointIncomplete(
+            f"the checkpoint of step {save.step} was given up: {name_ranks(missing)} of {world_size} did not publish "
+            f"a part within {timeout_s:g} s; see their logs. Nothing was committed"
+        )
+    for ranks in {*sums, *expected.bundles}:
+        if sums.get(ranks, 0) % SUMS != expected.bundles.get(ranks, 0):
+            raise SaveFailed(f"step {save.step}: {say_ranks(ranks)} did not write what they agreed on at the cut")
+    parts = [found[rank] for rank in sorted(found)]
+    try:
+        Wholes([part for _, part in parts]).check()
+    except CheckpointDamaged as error:
+        raise SaveFailed(
+            f"step {save.step} could not be restored, and was not committed: {error}. Let each rank hold of a DTensor "
+            "what its mesh and placements say, and each stage of a pipeline save into a run of its own (group=)"
+        ) from error
+    return [ref for ref, _ in parts], [part for _, part in parts]
+
+
+def _checked_part(
+    path: str,
+    data: bytes,
+    rank: int,
+    save: SaveId,
+    cut: bytes,
+    alone: Set[UnitId],
+    sums: defaultdict[Ranks, int],
+) -> tuple[PartRef, PartRecord]:
+    """What else it holds than what is said ``alone`` is added to the ``sums``."""
+    try:
+        part = PartRecord.from_bytes(data)
+    except WireError as error:
+        raise SaveFailed(f"{path}: the part of rank {rank} does not read back as it was written: {error}") from error
+    loose = {name for name, content in alone if not content}
+    wrote = {tensor_unit(one.spec, one.digest): one.ranks for one in part.tensors}
+    for tree in part.trees:
+        name, content = tree_unit(tree.item, tree.digest)
+        wrote[name, b"" if name in loose else content] = tree.ranks
+    if (part.save, part.rank, part.cut) != (save, rank, cut) or not alone <= wrote.keys():
+        raise SaveFailed(f"{path}: the part of rank {rank} does not hold what the ranks agreed on at the cut")
+    for what in wrote.keys() - alone:
+        sums[wrote[what]] += sum_of([what])
+    return PartRef(rank=rank, path=path, size_bytes=len(data), digest=short_digest(data)), part
+
+
+def verify_objects(storage: Storage, parts: Sequence[PartRecord], *, verify: Verify) -> None:
+    """Check that every object that the parts name is there whole. Raises `SaveFailed` naming those that are not."""
+    folders = {file.path.rpartition("/")[0] for part in parts for file in part.files}
+    listed = {info.path: info.size_bytes for folder in sorted(folders) for info in storage.list(folder)}
+    for part in parts:
+        for index, file in enumerate(part.files):
+            if listed.get(file.path) != file.size_bytes:
+                raise SaveFailed(
+                    f"{file.path}: rank {part.rank} wrote {file.size_bytes} bytes and {describe(storage)} lists "
+                    f"{listed.get(file.path, 'nothing')}. Nothing was committed"
+                )
+            if verify == "bytes":
+                try:
+                    verify_file(storage, part, index)
+                except CheckpointDamaged as error:
+                    raise SaveFailed(f"what rank {part.rank} wrote does not read back: {error}") from error
+
+
+def superseded(attempt: int, taken: SlotTaken) -> str:
+    """The message for an attempt that lost the log."""
+    if taken.found is None:
+        by = "an entry that cannot be read"
+    else:
+        by = f"attempt {taken.found.attempt}" if isinstance(taken.found, Manifest) else said_of(taken.found)
+    return (
+        f"attempt {attempt} is superseded: slot {taken.slot} of the log was taken by {by}. "
+        "Another job has restored from this run and owns it now, or the run was rolled back: stop this one"
+    )
+
+
+def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, timeout_s: float) -> Manifest:
+    """Wait until rank 0 has committed ``save`` into ``slot``.
+
+    Raises `AttemptSuperseded`, `SaveFailed` (rank 0 gave up) or `CheckpointIncomplete` (it was silent).
+    """
+
+    def look() -> Manifest | None:
+        failing.clear()
+        try:
+            try:
+                entry = read_entry(storage, slot)
+            except ObjectMissing:
+                entry = None
+            except WireError as error:
+                raise SaveFailed(f"slot {slot} cannot be read back: {error}") from error
+            if entry is None:
+                failure = failure_published(storage, save, 0)
+                if failure is not None:
+                    raise failure
+                return None
+        except StorageError as error:  # of one look: rank 0 may have committed
+            failing.append(error)
+            return None
+        if isinstance(entry, Manifest) and entry.save == save:
+            return entry
+        raise AttemptSuperseded(superseded(save.attempt, SlotTaken(slot, entry)))
+
+    failing: list[StorageError] = []
+    manifest = poll(look, waiter=waiter, timeout_s=timeout_s)
+    if manifest is None and failing:
+        raise SaveFailed(
+            f"whether rank 0 committed the checkpoint of step {save.step} is not known: {failing[0]}"
+        ) from failing[0]
+    if manifest is None:
+        raise CheckpointIncomplete(
+            f"rank 0 did not commit the checkpoint of step {save.step} within {timeout_s:g} s: see its log"
+        )
+    return manifest

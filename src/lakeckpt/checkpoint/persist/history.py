@@ -1,0 +1,207 @@
+"""Which checkpoints is the present state of a run made of?  Its history, told from the log alone.
+
+The history is the chain of manifests from the tip back through the parents; every other manifest is of an abandoned
+branch: work that was rolled back. The tip is the newest commit, or what the newest `Restored` entry names. An attempt
+that only began says nothing of the history. What cannot be read is reported, never guessed. Reads only the log: the
+record outlives the data of the checkpoints.
+
+Imports without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from lakeckpt.checkpoint.format.manifest import Begin, Manifest, Restored
+from lakeckpt.checkpoint.format.parts import PARTS
+from lakeckpt.checkpoint.keep import kept_ever_since
+from lakeckpt.checkpoint.persist.log import Damage, LogView, read_log, slot_path
+from lakeckpt.lake.storage.base import Storage
+
+__all__ = [
+    "INDEX",
+    "History",
+    "at_work",
+    "folders_there",
+    "has_obeyed",
+    "history_of",
+    "index_path",
+    "must_stay",
+    "not_rolled_back",
+    "read_history",
+    "removed_by_the_unknown",
+    "selection_path",
+]
+
+INDEX = "index"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """The record of a run."""
+
+    run: str | None
+    chain: tuple[Manifest, ...]
+    """The manifests of the history, oldest first; the last one is the tip."""
+    broken_at: int | None
+    """The slot of a parent that cannot be read: the chain begins after it. None: the chain is whole."""
+    abandoned: tuple[Manifest, ...]
+    """All other manifests, in order of slots."""
+    begins: tuple[Begin, ...]
+    """The attempts, in order."""
+    restores: tuple[Restored, ...] = ()
+    """What the attempts restored, and roll-backs, in order."""
+    damaged: tuple[Damage, ...]
+    lost: str = ""
+    """Why the newest entries of the log seem to be lost; empty: nothing says so, or nobody has looked."""
+
+    @property
+    def tip(self) -> Manifest | None:
+        """The newest manifest of the history."""
+        return self.chain[-1] if self.chain else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the chain reaches back to the first step of the run."""
+        return self.broken_at is None
+
+
+def index_path(digest: str) -> str:
+    """Where the footer index with this digest lies."""
+    return f"{INDEX}/{digest}.lkc"
+
+
+def selection_path(table: str, selection: str) -> str:
+    """Where the row selection with this digest, of the table with that digest, lies."""
+    return f"{INDEX}/{table}/{selection}.lkc"
+
+
+def read_history(storage: Storage, *, tip: int | None = None) -> History:
+    """The history of the run at ``storage``, from the slot ``tip`` (by default, the newest) back to its beginning.
+
+    Raises `NewerFormat` for a log of a newer major version, `StorageError` where the store fails.
+    """
+    return history_of(read_log(storage), tip=tip)
+
+
+def history_of(view: LogView, *, tip: int | None = None) -> History:
+    """The history that a log tells; with ``tip``, as it was when that checkpoint was the newest."""
+    view = view if tip is None else view.until(tip)
+    at = _newest(view) if tip is None else tip
+    chain: list[Manifest] = []
+    broken_at = None
+    while at is not None:
+        entry = view.entries.get(at)
+        if not isinstance(entry, Manifest):
+            broken_at = at
+            break
+        chain.append(entry)
+        at = entry.parent
+    damaged = list(view.damaged)
+    if broken_at is not None and not any(one.path == slot_path(broken_at) for one in damaged):
+        damaged.append(Damage(path=slot_path(broken_at), reason="a manifest is named as a parent and is not there"))
+    slots = {manifest.slot for manifest in chain}
+    return History(
+        run=view.run,
+        chain=tuple(reversed(chain)),
+        broken_at=broken_at,
+        abandoned=tuple(one for one in reversed(view.manifests) if one.slot not in slots),
+        begins=tuple(view.begins),
+        restores=tuple(view.restores),
+        damaged=tuple(damaged),
+    )
+
+
+def _newest(view: LogView) -> int | None:
+    entry = _newest_but_begins(view)
+    if isinstance(entry, Manifest):
+        return entry.slot
+    return None if entry is None else entry.restored
+
+
+def _newest_but_begins(view: LogView) -> Manifest | Restored | None:
+    every = (entry for _, entry in sorted(view.entries.items(), reverse=True))
+    return next((entry for entry in every if not isinstance(entry, Begin)), None)
+
+
+def not_rolled_back(view: LogView) -> list[Manifest]:
+    """The commits that can be read and that no roll-back and no later commit has left behind, newest first. These are
+    the history, what lies before it where it is broken, and newer ones that were found damaged: they may be whole
+    again."""
+    found: list[Manifest] = []
+    most = view.last  # the highest slot that can still be part of the history
+    for slot, entry in sorted(view.entries.items(), reverse=True):
+        if slot > most or isinstance(entry, Begin):
+            continue
+        if isinstance(entry, Restored):
+            if entry.rolled_back_to is not None and entry.restored is not None:
+                most = entry.restored
+        else:
+            found.append(entry)
+            most = slot - 1 if entry.parent is None else entry.parent
+    return found
+
+
+def at_work(view: LogView) -> Restored | None:
+    """What the attempt restored that the history has come to. None: that cannot be read, or it was a roll-back by
+    command, from which nobody has gone on."""
+    newest = _newest_but_begins(view)
+    attempt = 0 if newest is None else newest.attempt
+    return next((one for one in view.restores if attempt is not None and one.attempt == attempt), None)
+
+
+def has_obeyed(view: LogView, step: int) -> bool:
+    """Whether the history descends from a roll-back to ``step`` already."""
+    slots = {one.slot for one in not_rolled_back(view)}
+    return any(one.rolled_back_to == step and one.restored in slots for one in view.restores)
+
+
+def folders_there(storage: Storage) -> set[str]:
+    """The folders (`lakeckpt.checkpoint.format.parts.SaveId.folder`) of the saves of which retention has left
+    something.
+    """
+    return {info.path.removeprefix(f"{PARTS}/").rpartition("/")[0] for info in storage.list(PARTS)}
+
+
+def must_stay(history: History) -> set[int]:
+    """The slots of the checkpoints whose data no commit in the log had leave to remove, that of the tip among them."""
+    if history.tip is None:
+        return set()
+    commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
+    kept = kept_ever_since(commits, history.tip.slot)
+    # Nobody knows what a commit had leave to remove whose entry cannot be read any more.
+    return {slot for slot in kept if all(one.path < slot_path(slot) for one in history.damaged)} | {history.tip.slot}
+
+
+def removed_by_the_unknown(history: History, there: Collection[str]) -> str:
+    """Why newer entries of the log seem to be lost; empty where nothing says so.
+
+    ``there`` are the `folders_there`. Retention removes the oldest data first, behind a newer commit. Where the tip has
+    its data, or a newer save that the log does not know has left something, and one of the newest checkpoints has none
+    that no commit in the log had leave to remove, that newer commit is not in the log any more. Older ones, that a rule
+    keeps beside the newest, somebody may have removed by hand. Where all data are gone, as of a run that was trained to
+    its end, nothing follows.
+    """
+    tip = history.tip
+    if tip is None or tip.keep is None:
+        return ""
+    has_data = tip.save.folder in there
+    if not has_data:
+        commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
+        newer = {folder for folder in there if folder > tip.save.folder} - {one.save.folder for one in commits}
+        if not newer or tip.slot not in kept_ever_since(commits, tip.slot):
+            return ""
+        if any(one.path > slot_path(tip.slot) for one in history.damaged):
+            return ""  # that commit is there, and it is told that it cannot be read
+    stays = must_stay(history)
+    gone = [one for one in history.chain[-tip.keep.last :] if one.slot in stays and one.save.folder not in there]
+    if not gone:
+        return ""
+    steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in gone)
+    goes_on = "training goes on from that step" if has_data else "an older checkpoint is restored, if one is whole"
+    return (
+        f"the data of step {steps} is gone, and no commit in the log had leave to remove it: entries newer than "
+        f"{slot_path(tip.slot)} (step {tip.step:,}) seem to be lost, unless somebody removed that data by hand. "
+        f"Stop the job and put them back from a copy of the log if there is one; else {goes_on}"
+    )

@@ -1,0 +1,161 @@
+"""How does a rank's share reach storage?  Files of tensors, each streamed and durable, then the record that names them.
+
+The third stage of a save. Large tensors are cut into slabs; those that an earlier save wrote already are referred to.
+The others are packed into files of about 256 MiB that are named by their content, several written at once. Beside that
+it is asked whether the memory is intact. The record is put last, so that a part that can be read names only objects
+that are durable and hold what was captured. Nothing here decides what is whose: see ``agreement``.
+
+Imports without torch: it takes bytes. Its threads are started and joined inside `persist`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from lakeckpt.checkpoint.format.digests import short_digest
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.fields import Ranks
+from lakeckpt.checkpoint.format.parts import (
+    FileRecord,
+    Outline,
+    PartRecord,
+    SaveId,
+    TensorRecord,
+    TreeRecord,
+    file_digest,
+)
+from lakeckpt.checkpoint.format.slabs import SLAB_BYTES, digests_of_slabs, slab_specs
+from lakeckpt.checkpoint.format.tensor_file import layout
+from lakeckpt.checkpoint.persist.unchanged import Earlier, Wanted
+from lakeckpt.checkpoint.state.staged import StagedTensor
+from lakeckpt.errors import SaveFailed
+from lakeckpt.lake.storage.base import Storage
+
+__all__ = ["OwnedTensor", "persist"]
+
+FILE_BYTES = 256 * 2**20
+_WRITE_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedTensor:
+    """A tensor that this rank writes; ``ranks`` are those whose state it is."""
+
+    staged: StagedTensor
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slab:
+    """What of a tensor is written, or not, by itself."""
+
+    spec: TensorSpec
+    data: memoryview
+    digest: bytes
+
+    @property
+    def wanted(self) -> Wanted:
+        return self.spec, self.digest
+
+
+def persist(
+    storage: Storage,
+    *,
+    run: str,
+    save: SaveId,
+    rank: int,
+    world_size: int,
+    cut: bytes,
+    tensors: Sequence[OwnedTensor],
+    trees: Sequence[TreeRecord],
+    outline: Outline | None = None,
+    earlier: Earlier | None = None,
+    intact: Callable[[], None] = lambda: None,
+) -> PartRecord:
+    """Write the share of ``rank`` and publish its part. Raises `StorageError` or `SaveFailed`; then it is not there.
+
+    ``earlier``: what the rank's last committed part holds; what is in it and unchanged is not written again.
+    ``intact``: see `lakeckpt.checkpoint.state.staged.StagedCut`; what it raises goes through.
+    """
+    earlier = Earlier() if earlier is None else earlier
+    slabs = [_slabs_of(one.staged) for one in tensors]
+    every = [slab for some in slabs for slab in some]
+    kept = earlier.found(slab.wanted for slab in every)
+    referred = list({file.path: file for file in kept.values()}.values())
+    new = [slab for slab in every if slab.wanted not in kept]
+    # What did not change lies apart from what did, so that its files are still needed next time.
+    packs = [
+        *_packed([slab for slab in new if slab.wanted in earlier.places]),
+        *_packed([slab for slab in new if slab.wanted not in earlier.places]),
+    ]
+    with ThreadPoolExecutor(1 + _WRITE_THREADS, thread_name_prefix="lakeckpt-persist") as pool:
+        asked = pool.submit(intact)
+        jobs = [pool.submit(_write, storage, save, rank, index, pack) for index, pack in enumerate(packs)]
+        files = [job.result() for job in jobs]
+        asked.result()
+    numbers = {file.path: len(packs) + index for index, file in enumerate(referred)}
+    at = {wanted: numbers[file.path] for wanted, file in kept.items()}
+    at |= {slab.wanted: index for index, pack in enumerate(packs) for slab in pack}
+    part = PartRecord(
+        run=run,
+        save=save,
+        rank=rank,
+        world_size=world_size,
+        cut=cut,
+        files=(*files, *referred),
+        tensors=tuple(_record(one, some, at) for one, some in zip(tensors, slabs, strict=True)),
+        trees=tuple(trees),
+        slab_bytes=SLAB_BYTES,
+        outline=outline,
+    )
+    storage.put(save.part_path(rank), [part.to_bytes()])
+    return part
+
+
+def _slabs_of(tensor: StagedTensor) -> list[_Slab]:
+    specs = slab_specs(tensor.spec, SLAB_BYTES)
+    if len(specs) == 1:
+        return [_Slab(spec=tensor.spec, data=tensor.data, digest=tensor.digest)]
+    digests = digests_of_slabs(tensor.leaves, SLAB_BYTES)
+    return [
+        _Slab(spec=spec, data=tensor.data[at : at + SLAB_BYTES], digest=digest)
+        for spec, digest, at in zip(specs, digests, range(0, len(tensor.data), SLAB_BYTES), strict=True)
+    ]
+
+
+def _record(tensor: OwnedTensor, slabs: Sequence[_Slab], at: Mapping[Wanted, int]) -> TensorRecord:
+    return TensorRecord.of(
+        tensor.staged.spec,
+        tensor.staged.digest,
+        [(at[slab.wanted], slab.digest) for slab in slabs],
+        tensor.ranks,
+        slab_bytes=SLAB_BYTES,
+    )
+
+
+def _packed(slabs: Sequence[_Slab]) -> Iterator[list[_Slab]]:
+    pack: list[_Slab] = []
+    size_bytes = 0
+    for one in slabs:
+        if pack and size_bytes + one.spec.size_bytes > FILE_BYTES:
+            yield pack
+            pack, size_bytes = [], 0
+        pack.append(one)
+        size_bytes += one.spec.size_bytes
+    if pack:
+        yield pack
+
+
+def _write(storage: Storage, save: SaveId, rank: int, index: int, pack: list[_Slab]) -> FileRecord:
+    plan = layout(one.spec for one in pack)
+    by_key = {one.spec.key: one for one in pack}
+    ordered = [by_key[slab.key] for slab in plan.slabs]
+    head_digest = short_digest(plan.head)
+    digest = file_digest(head_digest, [one.digest for one in ordered])
+    path = save.object_path(rank, index, digest)
+    written = storage.put(path, [plan.head, *(one.data for one in ordered)])
+    if written != plan.size_bytes:
+        raise SaveFailed(f"{path}: the store says it took {written} bytes of {plan.size_bytes}")
+    return FileRecord(path=path, size_bytes=plan.size_bytes, head_digest=head_digest, digest=digest)

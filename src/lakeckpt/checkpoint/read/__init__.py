@@ -1,0 +1,1 @@
+"""This package reads the stored parts of checkpoints, and verifies every byte."""

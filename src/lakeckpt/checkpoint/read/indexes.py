@@ -1,0 +1,90 @@
+"""This module finds the documents of a run that name rows: footer indexes and row selections of what readers read.
+
+It reads ``index/`` only, and changes nothing. It never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from lakeckpt.checkpoint.consumed.rows import Order, order_name
+from lakeckpt.checkpoint.format.manifest import ReaderRecord
+from lakeckpt.checkpoint.persist.history import INDEX, History, index_path, selection_path
+from lakeckpt.checkpoint.persist.log import Damage
+from lakeckpt.checkpoint.read.fetch import read_object
+from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.errors import CheckpointDamaged, NewerFormat, ObjectMissing, StateError, WireError
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.reading.filters.selection import RowSelection
+
+__all__ = ["index_damage", "orders_of"]
+
+Document = TableIndex | RowSelection
+
+
+def orders_of(storage: Storage, history: History) -> dict[str, Order]:
+    """Return the orders of the tables that the readers of ``history`` read, by `order_name`.
+
+    Skips an order whose index or selection cannot be read or has another digest.
+    """
+    records = [reader for manifest in history.chain for reader in manifest.readers.values()]
+    indexes: dict[str, TableIndex] = {}
+    for digest in _tables_of(records):
+        with contextlib.suppress(WireError, ObjectMissing):
+            index = TableIndex.loads(storage.read(index_path(digest)))
+            if index.digest == digest:
+                indexes[digest] = index
+    orders = {digest: Order(index) for digest, index in indexes.items()}
+    for identity in _identities_of(records):
+        if identity.selection and identity.table in indexes:
+            with contextlib.suppress(WireError, ObjectMissing, ValueError):
+                found = RowSelection.loads(storage.read(selection_path(identity.table, identity.selection)))
+                if found.digest == identity.selection:
+                    orders[order_name(identity)] = Order(indexes[identity.table], found)
+    return orders
+
+
+def index_damage(storage: Storage, records: Sequence[ReaderRecord]) -> list[Damage]:
+    """Return the damage of the indexes and selections that ``records`` name. `NewerFormat`."""
+    named: dict[str, tuple[str, Callable[[bytes], Document]]] = {
+        index_path(digest): (digest, TableIndex.loads) for digest in _tables_of(records)
+    }
+    for identity in _identities_of(records):
+        if identity.selection and index_path(identity.table) in named:
+            path = selection_path(identity.table, identity.selection)
+            named[path] = (identity.selection, RowSelection.loads)
+    return [damage for path, what in sorted(named.items()) for damage in _document_damage(storage, path, *what)]
+
+
+def _document_damage(storage: Storage, path: str, digest: str, read: Callable[[bytes], Document]) -> Iterator[Damage]:
+    try:
+        found = read(read_object(storage, path)).digest
+    except NewerFormat:
+        raise
+    except (CheckpointDamaged, WireError) as error:
+        yield Damage(path=path, reason=str(error).removeprefix(f"{path}: "))
+        return
+    if found != digest:
+        yield Damage(path=path, reason=f"this is the {INDEX} with the digest {found}")
+
+
+def _tables_of(records: Iterable[ReaderRecord]) -> set[str]:
+    """The digests of the indexes that ``records`` name, those of table versions that were read before included."""
+    found: set[str] = set()
+    for one in records:
+        if one.index is not None:
+            tables = {identity.table for identity in _identities_of([one])}
+            found |= {one.index, *(tables if one.index in tables else ())}
+    return found
+
+
+def _identities_of(records: Iterable[ReaderRecord]) -> set[Identity]:
+    """The identities of all states in ``records``; a reader with states of another kind has none."""
+    plains = [plain for one in records for plain in (one.state, *(stretch.begin for stretch in one.stretches))]
+    found = set()
+    for plain in plains:
+        with contextlib.suppress(StateError):
+            found.add(ReaderState.from_plain(plain).identity)
+    return found

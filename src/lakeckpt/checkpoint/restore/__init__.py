@@ -1,0 +1,1 @@
+"""From the log or host memory to live objects."""

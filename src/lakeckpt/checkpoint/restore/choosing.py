@@ -1,0 +1,269 @@
+"""This module chooses the checkpoint that a run goes on from, and takes the run over: what rank 0 does with the log.
+
+`Chooser.choose` reads the log and writes nothing: the newest commit of the history that was not found damaged, or the
+one that a roll-back asks for. `Chooser.claim` begins the attempt, after which nobody else commits or removes anything.
+`Chooser.restored` says at the end what was restored. A run whose attempt dies between the two goes on as if that
+attempt had never begun. What is damaged is told once. All ranks have a chooser, for the telling; only rank 0 asks it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from lakeckpt import __version__
+from lakeckpt.checkpoint.format.begins import said_of
+from lakeckpt.checkpoint.format.manifest import Begin, Captured, Manifest, Restored
+from lakeckpt.checkpoint.persist.commit import superseded
+from lakeckpt.checkpoint.persist.history import (
+    at_work,
+    folders_there,
+    has_obeyed,
+    history_of,
+    not_rolled_back,
+    removed_by_the_unknown,
+)
+from lakeckpt.checkpoint.persist.log import LOG, Damage, LogView, SlotTaken, list_slots, put_entry, read_log
+from lakeckpt.checkpoint.report import DamageWarning
+from lakeckpt.checkpoint.restore.from_memory import Offer, where_it_goes_on
+from lakeckpt.checkpoint.restore.remap import has_remapped
+from lakeckpt.checkpoint.restore.rollback import before_orders, no_such_step, to_be_had
+from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, StorageError
+from lakeckpt.lake.storage.base import Storage, clear_leftovers
+
+__all__ = ["Chooser"]
+
+_LOG = logging.getLogger("lakeckpt")
+_FIRST_ENTRIES = 64
+"""So many of the newest entries of the log are read at first."""
+_MOST_SLOTS = 100
+_UNFIT = (
+    "the cut of step {} that attempt {} left in memory is not restored, though nothing of it is damaged; a checkpoint "
+    "is taken if one fits: {}"
+)
+
+
+class Chooser:
+    """Chooses for one rank of ``world_size``; only the ``speaker`` warns. ``step``: roll back to that checkpoint, if
+    the history does not descend from such a roll-back yet."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        world_size: int,
+        speaker: bool,
+        step: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._storage = storage
+        self._world_size = world_size
+        self._speaker = speaker
+        self._step = step
+        self._clock = clock
+        self._damaged: dict[str, Damage] = {}
+        self._rejected: set[int] = set()
+        self._most = _FIRST_ENTRIES
+        self._reads_all = False
+        self._taken = -1  # the last slot that a put of ours has found taken, or has taken
+        self._view = LogView(entries={}, damaged=(), last=-1)
+
+    @property
+    def damaged(self) -> tuple[Damage, ...]:
+        """What was found damaged."""
+        return tuple(self._damaged.values())
+
+    def reject(self, slot: int) -> None:
+        """The checkpoint in ``slot`` is not chosen again."""
+        self._rejected.add(slot)
+
+    # --- before the claim, and once more after it
+
+    def choose(self) -> dict[str, str]:
+        """The slot that is chosen (``none`` on a fresh start), the run, which cuts in memory go on from there (an
+        `Offer`, or nothing), and the step of the roll-back that this obeys (or nothing)."""
+        self._look()
+        obeys = self._step is not None and not has_obeyed(self._view, self._step)
+        chosen = self._rolled_back(self._step) if self._step is not None and obeys else self._newest()
+        offer = None if obeys else self._offer(chosen)
+        return {
+            "slot": "none" if chosen is None else str(chosen.slot),
+            "run": self._view.run or uuid.uuid4().hex,
+            "offer": "" if offer is None else offer.to_text(),
+            "obeys": str(self._step) if obeys else "",
+        }
+
+    def is_overtaken(self) -> bool:
+        """Whether the log has grown since the choice: what was chosen may have been removed behind a newer commit."""
+        return any(slot > self._view.last for slot in list_slots(self._storage, taken=self._taken))
+
+    def find_lost(self) -> dict[str, str]:
+        """Why newer entries of the log seem to be lost, if something says so; after `choose`."""
+        try:
+            there = folders_there(self._storage)
+        except StorageError:  # no reason to refuse a restore
+            return {"lost": ""}
+        return {"lost": removed_by_the_unknown(history_of(self._view), there)}
+
+    def _offer(self, chosen: Manifest | None) -> Offer | None:
+        if chosen is not None and has_remapped(self._storage, chosen):
+            return None  # somebody carried the place of this checkpoint over: it is this one that is to be restored
+        return where_it_goes_on(at_work(self._view), chosen)
+
+    def _look(self) -> None:
+        """Read the newest entries of the log, and report what of them is damaged.
+
+        An attempt begins in the slot that is its number, and says in the next one what it restored. So these two
+        entries of the newest commit's attempt are read, too, where newer commits have left them behind.
+        """
+        listed = list_slots(self._storage, taken=self._taken)
+        self._reads_all = self._step is not None or len(listed) <= self._most
+        newest = None if self._reads_all else listed[-self._most :]
+        self._view = read_log(self._storage, slots=newest, taken=self._taken, known=self._view.entries)
+        if newest is not None and self._view.manifests:
+            attempt = self._view.manifests[0].attempt
+            its = {slot for slot in (attempt, attempt + 1) if slot < newest[0]}
+            self._view = read_log(self._storage, slots=[*its, *newest], known=self._view.entries)
+        for damage in self._view.damaged:
+            self.report(damage)
+
+    def _look_further(self) -> bool:
+        """Read more of the log; False where all of it was read."""
+        if self._reads_all:
+            return False
+        self._most *= 8
+        self._look()
+        return True
+
+    def _newest(self) -> Manifest | None:
+        """The newest commit of the history that was not found damaged, or None on a fresh start."""
+        commits = not_rolled_back(self._view)
+        if commits and commits[0].slot not in self._rejected:
+            return commits[0]
+        left = folders_there(self._storage) if commits else set()  # the others: of which retention has left something
+        chosen = next((one for one in commits if one.slot not in self._rejected and one.save.folder in left), None)
+        if chosen is None and self._look_further():
+            return self._newest()
+        if chosen is None and (commits or self._view.damaged):
+            if self.is_overtaken():
+                self._look()
+                return self._newest()
+            self.report_lost(self.find_lost()["lost"])
+            listing = "\n  ".join(str(one) for one in self._damaged.values())
+            raise CheckpointDamaged(
+                f"no checkpoint of this run is whole, and starting anew would hide that:\n  {listing}\n"
+                f"Mend the storage, or start a run at another place{self._behind_an_order(commits)}"
+            )
+        return chosen
+
+    def _behind_an_order(self, commits: Sequence[Manifest]) -> str:
+        """Which checkpoints a roll-back hides that no commit has followed, beside the ``commits`` that it does not."""
+        order = next((one for one in reversed(self._view.restores) if one.rolled_back_to is not None), None)
+        slots = {one.slot for one in commits} | self._rejected
+        every = to_be_had(self._storage, before_orders(self._view))
+        steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in reversed(every) if one.slot not in slots)
+        if order is None or not steps:
+            return ""
+        return (
+            f". The roll-back to step {order.rolled_back_to:,} in slot {order.slot} hides newer checkpoints: "
+            f"step {steps}. To go on from one of these instead: lakeckpt rollback RUN --step K"
+        )
+
+    def _rolled_back(self, step: int) -> Manifest:
+        """The checkpoint of ``step``, from which the history is to go on."""
+        commits = [one for one in to_be_had(self._storage, self._view) if one.slot not in self._rejected]
+        found = next((one for one in commits if one.step == step), None)
+        if found is None:
+            listing = "".join(f"\n  {one}" for one in self._damaged.values())
+            raise no_such_step(step, commits, f" Found damaged:{listing}" if listing else "")
+        return found
+
+    # --- the claim, and its end
+
+    def claim(self, run: str) -> dict[str, str]:
+        """Begin the attempt: from now on nobody else commits into the run, or removes anything of it. ``begun`` is the
+        attempt's number."""
+        before = self._view.begins
+        slot = self._view.last + 1
+        for _ in range(_MOST_SLOTS):
+            begin = Begin(
+                run=run,
+                slot=slot,
+                world_size=self._world_size,
+                library=__version__,
+                created_s=float(self._clock()),
+                write_id=uuid.uuid4().hex,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+            )
+            self._taken = slot
+            try:
+                put_entry(self._storage, begin)
+            except SlotTaken as taken:
+                if self._step is not None:  # that commit may have had leave to remove what is asked for
+                    self.choose()
+                    slot = self._view.last + 1
+                else:
+                    slot = list_slots(self._storage, taken=slot)[-1] + 1  # it may be several commits ahead by now
+                if taken.found is not None:
+                    run = taken.found.run
+                    before = [*before, taken.found] if isinstance(taken.found, Begin) else before
+                continue
+            if before:
+                _LOG.info("%s takes the run over from %s", said_of(begin), said_of(before[-1]))
+            with contextlib.suppress(StorageError):  # what dead writers left is in nobody's way
+                clear_leftovers(self._storage)
+            return {"begun": str(slot)}
+        raise AttemptSuperseded(f"other jobs took {_MOST_SLOTS} slots of the log in a row: stop them first")
+
+    def restored(
+        self, told: Mapping[str, str], begun: int, given_up: Mapping[str, int], captured: Captured | None
+    ) -> dict[str, str]:
+        """Say in the log what the attempt ``begun`` has restored of what `choose` has ``told``; ``last`` is the slot
+        that the attempt has reached. The first attempt of a run has nothing to say."""
+        if begun == 0:
+            return {"last": "0"}
+        entry = Restored(
+            run=told["run"],
+            slot=begun + 1,
+            attempt=begun,
+            restored=None if told["slot"] == "none" else int(told["slot"]),
+            library=__version__,
+            created_s=float(self._clock()),
+            write_id=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            given_up=dict(given_up),
+            captured=captured,
+            rolled_back_to=int(told["obeys"]) if told["obeys"] else None,
+        )
+        try:
+            put_entry(self._storage, entry)
+        except SlotTaken as taken:
+            raise AttemptSuperseded(superseded(begun, taken)) from None
+        return {"last": str(entry.slot)}
+
+    # --- telling
+
+    def pass_over(self, captured: Captured, reasons: Iterable[str]) -> None:
+        """Tell of a cut in memory that is not damaged, and cannot be restored."""
+        for reason in reasons if self._speaker else ():
+            warnings.warn(_UNFIT.format(captured.step, captured.attempt, reason), DamageWarning, stacklevel=6)
+
+    def report(self, damage: Damage) -> None:
+        """Tell of a damage, once."""
+        if damage.path not in self._damaged:
+            self._damaged[damage.path] = damage
+            if self._speaker:
+                warnings.warn(f"damage in the run: {damage}", DamageWarning, stacklevel=6)
+
+    def report_lost(self, reason: str) -> None:
+        """Tell that newer entries of the log seem to be lost (`find_lost`)."""
+        if reason:
+            self.report(Damage(path=LOG, reason=reason))

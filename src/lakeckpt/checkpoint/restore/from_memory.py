@@ -1,0 +1,179 @@
+"""What of a run does this node's memory still hold, and is it newer than what was committed?
+
+A trainer that is started again finds the arenas of the one before. A generation may be restored if it goes on from the
+history of the log: if it is of the attempt that restored or committed last (or is the one that this attempt itself went
+on from), and not older than its newest commit. After a roll-back nothing of memory goes on from the history. It must be
+complete on every rank: the newest that all ranks have is taken. What was consumed between the commit and the generation
+goes on as pending records, until a commit has it.
+
+`Remembered` looks and reads for one rank; which generation is taken, the ranks settle in ``restorer``. Whatever is
+wrong with memory, a checkpoint is taken instead. It writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
+from lakeckpt.checkpoint.arena.contents import Contents, contents_of
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.consumed.pending import PendingRecord, pending_from_bytes, since
+from lakeckpt.checkpoint.format.manifest import Captured, Manifest, ReaderRecord, Restored
+from lakeckpt.checkpoint.format.parts import SHARING
+from lakeckpt.checkpoint.format.sharing import sharing_from_bytes
+from lakeckpt.checkpoint.read.load import loaded_of
+from lakeckpt.checkpoint.read.loaded import Loaded
+from lakeckpt.checkpoint.state.shards import wholes_of
+from lakeckpt.errors import ArenaDamaged
+from lakeckpt.lake.storage.base import Storage
+
+__all__ = ["Offer", "Recalled", "Remembered", "where_it_goes_on"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Which generations go on from the history of the log."""
+
+    attempt: int
+    """The attempt that the history has come to."""
+    least: int
+    """Its generations count from this optimizer step on."""
+    also: Captured | None
+    """What that attempt went on from, itself."""
+
+    def takes(self, one: Captured) -> bool:
+        """Whether a generation is among them."""
+        return one == self.also if one.attempt != self.attempt else one.step >= self.least
+
+    def to_text(self) -> str:
+        """For the other ranks."""
+        also = "" if self.also is None else self.also.to_text()
+        return f"{self.attempt},{self.least},{also}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Offer:
+        """What `to_text` has said."""
+        attempt, least, also = text.split(",")
+        return cls(attempt=int(attempt), least=int(least), also=Captured.from_text(also) if also else None)
+
+
+def where_it_goes_on(work: Restored | None, newest: Manifest | None) -> Offer | None:
+    """What memory may offer beyond ``newest``, the commit that is chosen; ``work`` is what the attempt restored that
+    the history has come to (`lakeckpt.checkpoint.persist.history.at_work`). None where nothing may be."""
+    if work is None or work.attempt is None:
+        return None
+    if newest is None:
+        return None if work.restored is not None else _offer(work.attempt, work.captured, least=0)
+    if newest.attempt == work.attempt:
+        return _offer(work.attempt, work.captured, least=newest.step)
+    if work.restored == newest.slot:
+        return _offer(work.attempt, work.captured, least=newest.step + 1)
+    return None  # the attempt went on from another commit: that one is damaged, or this one was
+
+
+def _offer(attempt: int, captured: Captured | None, *, least: int) -> Offer:
+    also = captured if captured is not None and captured.step >= least else None
+    return Offer(attempt=attempt, least=least, also=also)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """A generation of this rank, read but for its tensors."""
+
+    loaded: Loaded
+    pending: Mapping[str, tuple[PendingRecord, ...]]
+    """reader → what was consumed since the commit."""
+    last: Mapping[str, ReaderRecord]
+    """reader → its last pending record, which ends at the cut; its state is the same on every rank."""
+
+
+class Remembered:
+    """The memory of ``rank`` of ``world_size``, in ``folder``, of runs in ``storage``. Used by one thread; `let_go` of
+    it at the end."""
+
+    def __init__(self, folder: ArenaFolder, storage: Storage, *, rank: int, world_size: int) -> None:
+        self._folder, self._storage, self._rank, self._world_size = folder, storage, rank, world_size
+        self._held = ExitStack()
+
+    def found(self, run: str, offer: Offer) -> dict[Captured, bytes]:
+        """The generations of ``run`` that are complete here, of those that are on ``offer``, and the digests of their
+        cuts: those of other ranks have the same, unless the ranks were not at one cut."""
+        attempts = {offer.attempt} | ({offer.also.attempt} if offer.also is not None else set())
+        generations = self._generations(run)
+        try:
+            every = {
+                Captured(attempt=one, step=step): cut
+                for one in attempts
+                for step, cut in generations.cuts(str(one)).items()
+            }
+        finally:
+            generations.close()
+        return {one: cut for one, cut in every.items() if offer.takes(one)}
+
+    def _generations(self, run: str) -> Generations:
+        digest = digest_of_run(run, self._storage)
+        return Generations(self._folder, identity_of(digest, rank=self._rank, world_size=self._world_size))
+
+    def recall(self, run: str, which: Captured, *, recorded: int | None) -> Recalled:
+        """Read a generation, which stays as it is until `let_go`; the log has recorded all up to step ``recorded``.
+
+        None: it holds no commit yet, and so nothing that could replace what is found damaged when it has been copied:
+        all of it is verified here, and once more as it is copied. Raises `ArenaDamaged`, `WireError` and
+        `CheckpointDamaged` where it is not what was written.
+        """
+        self.let_go()
+        generations = self._generations(run)
+        self._held.callback(generations.close)
+        held = self._held.enter_context(generations.hold(which.step, str(which.attempt)))
+        if held is None:
+            raise ArenaDamaged(f"step {which.step} of attempt {which.attempt} is not in memory any more")
+        contents = contents_of(held)
+        if recorded is None:
+            contents.verify()
+        trees = contents.documents.trees
+        shared = sharing_from_bytes(trees[SHARING]) if SHARING in trees else {}
+        every = {name: pending_from_bytes(data) for name, data in contents.documents.readers.items()}
+        loaded = loaded_of(
+            trees,
+            specs=contents.specs,
+            wholes=wholes_of(contents.specs, shared),
+            source=_InArena(contents),
+            is_new=False,
+            per_rank=(),
+            what=f"step {which.step} in memory",
+            is_own=self._world_size > 1,
+        )
+        done = which.step == (recorded or 0)
+        return Recalled(
+            loaded=loaded,
+            pending={name: () if done else since(pending, recorded or 0) for name, pending in every.items()},
+            last={name: pending[-1].record for name, pending in every.items() if pending},
+        )
+
+    def let_go(self) -> None:
+        """The generation that was recalled may be written again."""
+        self._held.close()
+        self._held = ExitStack()
+
+
+class _InArena:
+    """Tensors in a generation that is held."""
+
+    __slots__ = ("_contents",)
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+
+    def fill(self, into: Mapping[str, memoryview]) -> None:
+        self._contents.fill(into)
+
+    def fill_range(self, key: str, start: int, into: memoryview) -> None:
+        self._contents.fill_range(key, start, into)
+
+    def unit_bytes(self, key: str) -> int:
+        return self._contents.held.arena.layout.leaf_bytes
+
+    def same(self, one: str, other: str) -> bool:
+        return bool(self._contents.tensor(one) == self._contents.tensor(other))

@@ -1,0 +1,87 @@
+"""This module rolls a run back: one log entry says that its history goes on from an earlier checkpoint.
+
+The order is given once. The next restore obeys it, and what commits behind it is the history. A job that is alive finds
+its next slot taken, and ends. No data is removed here: retention removes what was left behind, with the next save.
+
+Imports without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from lakeckpt import __version__
+from lakeckpt.checkpoint.format.manifest import Manifest, Restored
+from lakeckpt.checkpoint.keep import kept_ever_since
+from lakeckpt.checkpoint.persist.history import folders_there, not_rolled_back
+from lakeckpt.checkpoint.persist.log import LogView, SlotTaken, put_entry, read_log
+from lakeckpt.errors import AttemptSuperseded, CheckpointNotFound
+from lakeckpt.lake.storage.base import Storage, describe
+
+__all__ = ["before_orders", "no_such_step", "roll_back", "to_be_had"]
+
+_MOST_TRIES = 100
+
+
+def to_be_had(storage: Storage, view: LogView) -> list[Manifest]:
+    """The checkpoints of the history that have data which no commit in the log had leave to remove, newest first: of
+    others, a job that is alive may be removing it."""
+    found = not_rolled_back(view)
+    if not found:
+        return []
+    commits = sorted(view.manifests, key=lambda one: one.slot)
+    stay = kept_ever_since(commits, found[0].slot) | {found[0].slot}
+    there = folders_there(storage)
+    return [one for one in found if one.slot in stay and one.save.folder in there]
+
+
+def before_orders(view: LogView) -> LogView:
+    """The log up to its newest commit. An order that no commit has followed has removed nothing yet, and is replaced by
+    the next one: what it would leave behind can still be had, as where the checkpoint that it names is damaged."""
+    return view.until(view.manifests[0].slot) if view.manifests else view
+
+
+def no_such_step(step: int, commits: Sequence[Manifest], more: str = "") -> CheckpointNotFound:
+    """The error for a roll-back to a ``step`` that is not among the ``commits`` that can be had."""
+    steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in reversed(commits)) or "none"
+    return CheckpointNotFound(
+        f"the run cannot be rolled back to step {step:,}: its history has no checkpoint of that step that stays. "
+        f"Checkpoints that can be had: {steps}. Name one of these steps; keep= says which checkpoints stay.{more}"
+    )
+
+
+def roll_back(storage: Storage, step: int, *, clock: Callable[[], float] = time.time) -> Manifest:
+    """Order that the history of the run at ``storage`` goes on from its newest checkpoint of ``step``; returns that.
+
+    Writes one entry into the log: a job that is alive is superseded by it, and ends at its next save. Raises
+    `CheckpointNotFound`, and `AttemptSuperseded` where other jobs keep writing.
+    """
+    for _ in range(_MOST_TRIES):
+        view = read_log(storage)
+        if view.run is None:
+            raise CheckpointNotFound(f"there is no run at {describe(storage)}: it has no log. Name the place of a run")
+        commits = to_be_had(storage, before_orders(view))
+        found = next((one for one in commits if one.step == step), None)
+        if found is None:
+            raise no_such_step(step, commits)
+        order = Restored(
+            run=view.run,
+            slot=view.last + 1,
+            attempt=None,
+            restored=found.slot,
+            library=__version__,
+            created_s=float(clock()),
+            write_id=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            rolled_back_to=step,
+        )
+        with contextlib.suppress(SlotTaken):
+            put_entry(storage, order)
+            return found
+    raise AttemptSuperseded(f"other jobs took {_MOST_TRIES} slots of the log in a row: stop them first")

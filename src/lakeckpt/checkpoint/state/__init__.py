@@ -1,0 +1,1 @@
+"""Live objects, as trees and tensors."""

@@ -1,0 +1,65 @@
+"""Which random numbers come next?  The states of Python's, numpy's and torch's generators, of one rank.
+
+They are part of the cut, and each rank has its own. A rank that is new after a change of the world size gets states
+derived from (seed, step, rank), the same whenever that checkpoint is restored on that many ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from lakeckpt.checkpoint.format.parts import RANDOM
+from lakeckpt.core.hashing import derive_key
+from lakeckpt.errors import CheckpointDamaged
+
+__all__ = ["RANDOM", "capture_random", "check_random", "derive_random", "restore_random"]
+
+
+def capture_random() -> dict[str, Any]:
+    """The states now, as values that the wire codec takes."""
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state().numpy().copy(),
+        "cuda": [state.numpy().copy() for state in torch.cuda.get_rng_state_all()] if on_gpu else [],
+    }
+
+
+def check_random(states: object) -> dict[str, Any]:
+    """``states`` if `restore_random` can take them; `CheckpointDamaged` else. Changes nothing."""
+    try:
+        if not isinstance(states, dict):
+            raise TypeError(f"random states are a dict, got {type(states).__name__}")
+        random.Random().setstate(states["python"])
+        np.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(torch.from_numpy(states["torch"].copy()))
+        if not all(isinstance(one, np.ndarray) and one.dtype == np.uint8 for one in states["cuda"]):
+            raise TypeError("states of CUDA devices are arrays of uint8")
+    except Exception as error:
+        raise CheckpointDamaged(
+            f"the random states cannot be used by this Python, numpy and torch: {error!r}"
+        ) from error
+    return states
+
+
+def restore_random(states: dict[str, Any]) -> None:
+    """Go on from ``states``, which `check_random` has seen. States of GPUs that are not here are passed over."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(torch.from_numpy(states["torch"].copy()))
+    if states["cuda"] and torch.cuda.is_available():
+        for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
+            torch.cuda.set_rng_state(torch.from_numpy(state.copy()), device)
+
+
+def derive_random(seed: int, step: int, rank: int) -> None:
+    """Seed the generators of a rank that has no saved states."""
+    key, other = derive_key("random states", seed, step, rank)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    torch.manual_seed(other >> 1)  # seeds the GPUs, too

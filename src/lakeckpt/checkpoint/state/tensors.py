@@ -1,0 +1,166 @@
+"""How do torch's tensors become bytes, and bytes tensors, without a change of a single bit?
+
+What cannot be stored as it is (a tensor without data, sharded, sparse, quantized, nested, or made of others) is refused
+by its path. Tensors that are one memory with one shape (tied weights) are recognised by `tied_key`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.errors import UnsupportedValue
+
+__all__ = [
+    "as_bytes",
+    "dim_order_of",
+    "empty_for",
+    "host_bytes",
+    "in_dim_order",
+    "lent",
+    "on_host",
+    "spec_of",
+    "tied_key",
+]
+
+
+def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
+    """The name, dtype and shape of a tensor that can be stored. Raises `UnsupportedValue` naming ``key``."""
+    kind = type(tensor).__name__
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnsupportedValue(
+            f"{key}: a {kind} has no shape yet: run the module once (a forward pass on one batch) before it is "
+            "restored or saved"
+        )
+    if hasattr(tensor, "to_local") and not hasattr(tensor, "placements"):
+        raise UnsupportedValue(
+            f"{key}: a {kind} is spread over ranks in a way that is not supported: use DTensor (FSDP2), or gather it "
+            "before it is saved"
+        )
+    is_masked = isinstance(tensor, torch.masked.MaskedTensor)
+    if is_masked or tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise UnsupportedValue(
+            f"{key}: a {kind} of layout {tensor.layout} and dtype {tensor.dtype} on {tensor.device} cannot be stored: "
+            "give a plain dense tensor"
+        )
+    if not hasattr(tensor, "placements"):
+        _refuse_without_memory(key, tensor)
+    return TensorSpec(key=key, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+
+
+def _refuse_without_memory(key: str, tensor: torch.Tensor) -> None:
+    """`UnsupportedValue` for what is made of other tensors, and has no bytes of its own: all such lie at address 0, and
+    would be taken for tied ones."""
+    kind = type(tensor).__name__
+    if is_traceable_wrapper_subclass(tensor):
+        raise UnsupportedValue(
+            f"{key}: a {kind} is made of other tensors, as quantized ones of torchao are, and cannot be stored: give "
+            "a plain dense tensor, or those that it is made of, by a state_dict of your own"
+        )
+    if tensor.numel() and not tensor.data_ptr():
+        raise UnsupportedValue(f"{key}: a {kind} without memory cannot be stored: give a plain dense tensor")
+    if _overlaps_itself(tensor):
+        raise UnsupportedValue(
+            f"{key}: several elements of this {kind} are one place in memory (strides {list(tensor.stride())}, as of "
+            "an expanded tensor): make it contiguous, by clone()"
+        )
+
+
+def tied_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """What is equal for two tensors that are the same memory seen the same way; None for empty ones."""
+    if not tensor.numel():
+        return None
+    seen = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.data_ptr(), str(tensor.device), *seen)
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements are, or may be, one place in memory, as in an expanded tensor."""
+    reach = 1  # the places that the dimensions before take
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return bool(tensor.numel())
+        reach += stride * (size - 1)
+    return False
+
+
+def dim_order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return its dimensions, from the outermost in memory to the innermost; None where they are in their own order.
+
+    ``torch.Tensor.dim_order`` gives the same and takes far longer."""
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+    return None if list(order) == sorted(order) else order
+
+
+def in_dim_order(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """Return the same values in memory without gaps whose dimensions have this order, as `dim_order_of` gives it."""
+    if order is None:
+        return tensor
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(back)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in host memory with the same values; the same memory where it is that already."""
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, not copied, to be read or written."""
+    return lent(as_bytes(tensor)).data if tensor.numel() else memoryview(bytearray())
+
+
+class _Lent:
+    """The memory of a tensor of bytes, as numpy asks for it. Whoever has an array of it keeps the tensor."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel(),),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def lent(flat: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """What `as_bytes` gave, in host memory, as an array of the same memory, to be let go of before somebody resizes it.
+
+    Once ``Tensor.numpy()`` was called, torch refuses for good to resize that memory: a buffer that grows could not.
+    """
+    return np.asarray(_Lent(flat))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, not copied: one dimension of uint8.
+
+    Where there is one element only, a contiguous tensor may have any strides (``table[:1, 0]``), which ``view`` minds.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def empty_for(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:
+    """A new tensor in host memory, and its bytes to be filled."""
+    if not prod(spec.shape):
+        return torch.empty(spec.shape, dtype=_dtype(spec)), memoryview(bytearray())
+    raw = torch.empty(spec.size_bytes, dtype=torch.uint8)
+    return raw.view(_dtype(spec)).reshape(spec.shape), lent(raw).data
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedValue(
+            f"tensor {spec.key!r}: this torch has no dtype {spec.dtype!r}: use the one that saved it"
+        )
+    return dtype

@@ -1,0 +1,190 @@
+"""This module saves a cut while the training loop waits: snapshot, stage, publish.
+
+All ranks call `Saver.save` for the same cut, and talk over their process group. Nothing changes while a save runs, so
+that tensors in host memory are digested and written from where they lie, without a copy. Tensors of a device come
+through a few pinned slices: the device fills one while threads bring others into host memory and digest them. `stage`
+starts and joins these threads.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket, open_link
+from lakeckpt.checkpoint.capture.moves import flat_bytes
+from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, leaves_of_all, short_digest
+from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.parts import SaveId
+from lakeckpt.checkpoint.keep import checked_metric
+from lakeckpt.checkpoint.persist.indexes import documents_of
+from lakeckpt.checkpoint.persist.publish import Publisher
+from lakeckpt.checkpoint.report import Remarks
+from lakeckpt.checkpoint.state.snapshot import Snapshot, snapshot
+from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
+from lakeckpt.checkpoint.state.tensors import host_bytes, on_host, spec_of
+from lakeckpt.tracking.exchange import Exchange
+
+__all__ = ["Saver", "stage"]
+
+_SLICE_BYTES = 32 * 2**20
+"""Whole leaves."""
+_SLICES = 4
+_ALIGNMENT = 64
+
+_Content = tuple[memoryview, bytes]
+"""The bytes of a tensor, and the digests of its leaves."""
+
+
+class Saver:
+    """Saves cuts for one attempt. ``objects`` are all but the tracked readers, ``tracks`` those."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        exchange: Exchange,
+        *,
+        objects: Mapping[str, Any],
+        tracks: Mapping[str, ReaderTrack],
+        journal: Journal,
+    ) -> None:
+        self._publisher = publisher
+        self._exchange = exchange
+        self._objects = objects
+        self._tracks = tracks
+        self._journal = journal
+
+    def save(self, step: int, *, metric: Any = None) -> Manifest:
+        """Save the cut after optimizer step ``step``, which is as good as ``metric`` (`held_metric`); collective.
+        Returns what was committed.
+
+        Raises what `Publisher.publish` does, `UnsupportedValue` for a state that cannot be written, and `ConfigError`
+        for a metric that turns out to be no number.
+        """
+        attempt = self._publisher.attempt
+        save = SaveId(attempt=attempt.number, step=step, number=attempt.saves)
+        attempt.saves += 1
+        manifest = self._publisher.publish(save, self._taken(step, metric), self._exchange)
+        self._journal.committed(manifest.step)
+        return manifest
+
+    @property
+    def remarks(self) -> Remarks:
+        """On the last commit."""
+        return self._publisher.remarks
+
+    def _taken(self, step: int, metric: Any) -> StagedCut | Exception:
+        try:
+            number = checked_metric(metric)
+            pending = self._journal.pending(step)
+            staged = stage(snapshot(self._objects))
+            documents = self._documents() if self._exchange.rank == 0 else {}
+            self._journal.handed_over(pending, step)
+        except Exception as error:
+            return error
+        return StagedCut(step=step, staged=staged, readers=pending, metric=number, documents=documents)
+
+    def _documents(self) -> dict[str, Any]:
+        return {
+            path: document.dumps
+            for track in self._tracks.values()
+            for path, document in documents_of(track.reader).items()
+        }
+
+
+def stage(taken: Snapshot) -> Staged:
+    """Bring the tensors to host memory and digest them. Contiguous tensors in host memory are taken where they lie."""
+    contents: dict[str, _Content] = {}
+    links = {device: open_link(device) for device in {one.device for one in taken.tensors.values()}}
+    for device, link in links.items():
+        tensors = {key: one for key, one in taken.tensors.items() if one.device == device}
+        contents |= _here(tensors) if link is None else _through_slices(tensors, link)
+    staged = {
+        key: StagedTensor(spec=spec_of(key, tensor), data=contents[key][0], leaves=contents[key][1])
+        for key, tensor in taken.tensors.items()
+    }
+    trees = {
+        item: StagedTree(item=item, document=document, digest=short_digest(document))
+        for item, document in taken.documents.items()
+    }
+    return Staged(tensors=staged, trees=trees)
+
+
+def _here(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Content]:
+    views = [host_bytes(on_host(one)) for one in tensors.values()]
+    return dict(zip(tensors, zip(views, leaves_of_all(views), strict=True), strict=True))
+
+
+def _through_slices(tensors: Mapping[str, torch.Tensor], link: Link) -> dict[str, _Content]:
+    """Bring tensors of a device to host memory, and digest them on the way."""
+    arrays = {key: np.empty(one.nbytes, np.uint8) for key, one in tensors.items()}
+    leaves = {key: [] if one.nbytes else [leaf_digests(b"", LEAF_BYTES)] for key, one in tensors.items()}
+    free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+    memory = torch.empty(_SLICES * _SLICE_BYTES, dtype=torch.uint8)
+    for number in range(_SLICES):
+        free.put(memory[number * _SLICE_BYTES : (number + 1) * _SLICE_BYTES])
+
+    def unload(slice_: torch.Tensor, pieces: list[_Piece], ticket: Ticket, _kept: Batch) -> list[bytes]:
+        try:
+            ticket.wait()
+            found, data = [], slice_.numpy()
+            for key, start, stop, at in pieces:
+                arrays[key][start:stop] = data[at : at + stop - start]
+                found.append(leaf_digests(arrays[key][start:stop].data, LEAF_BYTES))
+            return found
+        finally:
+            free.put(slice_)
+
+    unpin = link.pin(memory)
+    link.order()
+    try:
+        with ThreadPoolExecutor(_SLICES, thread_name_prefix="lakeckpt-stage") as pool:
+            jobs: list[tuple[list[_Piece], Future[list[bytes]]]] = []
+            for pieces, sources in _slices_of(tensors, link):
+                slice_ = free.get()
+                to = [slice_[at : at + stop - start] for _, start, stop, at in pieces]
+                batch = Batch(list(zip(to, sources, strict=True)))
+                jobs.append((pieces, pool.submit(unload, slice_, pieces, link.copy(batch), batch)))
+        for pieces, job in jobs:
+            for (key, *_), found in zip(pieces, job.result(), strict=True):
+                leaves[key].append(found)
+    finally:
+        if unpin is not None:
+            unpin()
+    return {key: (array.data, b"".join(leaves[key])) for key, array in arrays.items()}
+
+
+_Piece = tuple[str, int, int, int]
+"""Key, [start, stop) of the bytes of its tensor, and where they lie in a slice."""
+
+
+def _slices_of(tensors: Mapping[str, torch.Tensor], link: Link) -> Iterator[tuple[list[_Piece], list[torch.Tensor]]]:
+    """The pieces of each slice, whole leaves but for the ends of tensors, and the bytes on the device."""
+    pieces: list[_Piece] = []
+    sources: list[torch.Tensor] = []
+    at = 0
+    for key, tensor in tensors.items():
+        flat = flat_bytes(tensor)
+        if flat is None:
+            flat = flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+            assert flat is not None
+            link.order()  # its copies come after it
+        start = 0
+        while start < len(flat):
+            left, room = len(flat) - start, _SLICE_BYTES - at
+            size = left if left <= room else room // LEAF_BYTES * LEAF_BYTES
+            if size:
+                pieces.append((key, start, start + size, at))
+                sources.append(flat[start : start + size])
+                start, at = start + size, at + -(-size // _ALIGNMENT) * _ALIGNMENT
+            if start < len(flat) or at >= _SLICE_BYTES:
+                yield pieces, sources
+                pieces, sources, at = [], [], 0
+    if pieces:
+        yield pieces, sources

@@ -1,0 +1,229 @@
+"""This module deals what is left of an epoch to lanes, as micro-batches.
+
+A `Rest` holds the positions that are not consumed yet. A *deal* begins at micro-batch ``first`` with a rest and deals
+it to ``num_lanes`` lanes in turn: micro-batch m is the next ``batch_size`` rows of lane m mod num_lanes. A topology
+change that keeps the lanes goes on with the same deal. Any other change (a re-cut) deals what is left of one deal anew.
+Positions are divided, never permuted again: an epoch that has begun keeps the layout (lanes and windows) that it began
+with.
+
+`EpochDeal` deals one epoch: lane k holds the k-th equal share of the rest, in the order of positions. All lanes give
+the same number T of micro-batches, although they differ by a row (q or q + 1 rows, of micro-batches of B):
+
+=========  ==========================================  ==========================================================
+tail       T                                           rows
+=========  ==========================================  ==========================================================
+``short``  ceil(rows of the longest lane / B)          B each; the last two share what remains, and the first of them
+                                                       gets the odd row; no row is dropped
+``drop``   floor(q / B)                                B each; up to B of each lane are dropped
+=========  ==========================================  ==========================================================
+
+`lakeckpt.core.stream` deals epochs without end. A deal knows neither ranks nor steps: `lakeckpt.core.plan` gives its
+micro-batches to ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.order import lane_bounds
+from lakeckpt.core.receipts import Span
+
+__all__ = ["Deal", "EpochDeal", "Left", "Rest", "Tail", "micro_batches", "rows_before", "spans_of", "turns"]
+
+Int64Array = npt.NDArray[np.int64]
+Tail = Literal["short", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """What is left of an epoch that has begun, and the layout that it began with."""
+
+    epoch: int
+    positions: Intervals
+    num_lanes: int
+    rotation: int
+
+    def __post_init__(self) -> None:
+        if self.epoch < 0 or self.num_lanes < 1 or not 0 <= self.rotation < self.num_lanes:
+            raise ValueError(f"epoch {self.epoch} cannot have {self.num_lanes} lanes rotated by {self.rotation}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """What nobody has consumed: parts of epochs that have begun, and every epoch from ``next_epoch`` on."""
+
+    begun: tuple[Left, ...]
+    next_epoch: int
+
+    def __post_init__(self) -> None:
+        epochs = [left.epoch for left in self.begun]
+        if epochs != sorted(set(epochs)) or (epochs and epochs[-1] >= self.next_epoch):
+            raise ValueError(f"epochs {epochs} before {self.next_epoch} are not in order")
+
+    def of(self, epoch: int, rows: int) -> Intervals:
+        """Return what is left of ``epoch``, which has ``rows`` rows."""
+        if epoch >= self.next_epoch:
+            return Intervals.whole(rows)
+        return next((left.positions for left in self.begun if left.epoch == epoch), Intervals.empty())
+
+
+class Deal(Protocol):
+    """Micro-batches of what is left, in turn from each lane. Micro-batches below ``first`` are not part of it."""
+
+    @property
+    def first(self) -> int:
+        """The first micro-batch, which is from lane 0."""
+
+    @property
+    def end(self) -> int | None:
+        """One past the last micro-batch; None where there is no last one."""
+
+    def spans(self, micro_batch: int) -> list[Span]:
+        """Return the positions of ``micro_batch``, in the order of its rows."""
+
+    def rows_of(self, start: int, stop: int) -> int:
+        """Return how many rows micro-batches ``start`` … ``stop`` - 1 have together."""
+
+    def rest(self, micro_batch: int) -> Rest:
+        """Return what is left when every micro-batch below ``micro_batch`` has been consumed."""
+
+    def layout(self, epoch: int) -> tuple[int, int]:
+        """Return the lanes and the rotation of the layout of ``epoch``."""
+
+
+def turns(done: int, num_lanes: int) -> Int64Array:
+    """Return how many of the first ``done`` micro-batches each lane gives: int64, shape (num_lanes,)."""
+    each, over = divmod(done, num_lanes)
+    return each + (np.arange(num_lanes) < over).astype(np.int64)
+
+
+def micro_batches(rows: int, num_lanes: int, batch_size: int, tail: Tail) -> int:
+    """Return T: how many micro-batches each lane gives, where ``num_lanes`` lanes share ``rows`` rows.
+
+    >>> micro_batches(41, 4, 5, "short"), micro_batches(41, 4, 5, "drop")
+    (3, 2)
+    """
+    if tail == "drop":
+        return rows // num_lanes // batch_size
+    longest = -(-rows // num_lanes)
+    return -(-longest // batch_size)
+
+
+def rows_before(limit: Int64Array, count: int, batch_size: int, turns: Int64Array) -> Int64Array:
+    """Return how many rows a lane gives in its first ``turns`` of ``count`` micro-batches.
+
+    ``limit`` (the rows that the lane gives) and ``turns`` are int64 of one shape.
+
+    >>> [int(rows_before(np.array([11]), 3, 5, np.array([turn]))[0]) for turn in range(4)]
+    [0, 5, 8, 11]
+    """
+    full = np.minimum(turns, max(count - 2, 0)) * batch_size
+    shared = limit - max(count - 2, 0) * batch_size
+    middle = full + (shared + 1) // 2 if count >= 2 else full
+    return np.where(turns >= count, limit, np.where(turns == count - 1, middle, full))
+
+
+def spans_of(epoch: int, positions: Iterable[tuple[int, int]]) -> list[Span]:
+    """Return ``positions`` of ``epoch``, given as (start, stop), as spans."""
+    return [Span(epoch=epoch, start=start, stop=stop) for start, stop in positions]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochDeal:
+    """One epoch, or what is left of it: see the module."""
+
+    first: int
+    num_lanes: int
+    batch_size: int
+    tail: Tail
+    left: Left
+    count: int = field(init=False)
+    """Micro-batches of each lane."""
+
+    def __post_init__(self) -> None:
+        size = self.left.positions.size
+        object.__setattr__(self, "count", micro_batches(size, self.num_lanes, self.batch_size, self.tail))
+
+    @cached_property
+    def bounds(self) -> Int64Array:
+        """Where lanes begin and end among what is left: int64, shape (num_lanes + 1,)."""
+        return lane_bounds(self.left.positions.size, self.num_lanes)
+
+    @cached_property
+    def limits(self) -> Int64Array:
+        """How many rows each lane gives: int64, shape (num_lanes,)."""
+        rows = np.diff(self.bounds)
+        return np.minimum(rows, self.count * self.batch_size) if self.tail == "drop" else rows
+
+    def _before(self, turns: Int64Array) -> Int64Array:
+        """Return how many rows each lane gives in its first ``turns`` micro-batches: int64, shape (num_lanes,)."""
+        return rows_before(self.limits, self.count, self.batch_size, turns)
+
+    @cached_property
+    def end(self) -> int:
+        """One past the last micro-batch that any rank needs: trailing ones without a row do not count."""
+        if not self.count:
+            return self.first
+        before = self._before(np.full(self.num_lanes, self.count - 1))
+        last_turn = np.flatnonzero(self.limits > before)
+        # Lanes with a row in the last turn come first: the first lanes have the extra rows.
+        return self.first + (self.count - 1) * self.num_lanes + len(last_turn)
+
+    def spans(self, micro_batch: int) -> list[Span]:
+        """See `Deal`."""
+        turn, lane = divmod(micro_batch - self.first, self.num_lanes)
+        start = self._begins[lane]
+        if turn < self.count - 2:  # nearly all are
+            low = start + turn * self.batch_size
+            if self._shift is not None:
+                low += self._shift
+                return [Span(epoch=self.left.epoch, start=low, stop=low + self.batch_size)]
+            return spans_of(self.left.epoch, self.left.positions.stretch(low, low + self.batch_size))
+        limit = self.limits[lane : lane + 1].repeat(2)
+        inside = rows_before(limit, self.count, self.batch_size, np.array([turn, turn + 1]))
+        return spans_of(self.left.epoch, self.left.positions.stretch(start + int(inside[0]), start + int(inside[1])))
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        """Where lanes begin, as plain numbers: `spans` is called for every micro-batch."""
+        found: list[int] = self.bounds.tolist()
+        return found
+
+    @cached_property
+    def _shift(self) -> int | None:
+        """Where what is left begins, if it is one interval; else None."""
+        return int(self.left.positions.starts[0]) if len(self.left.positions) == 1 else None
+
+    def rows_of(self, start: int, stop: int) -> int:
+        """See `Deal`."""
+        if (stop - 1 - self.first) // self.num_lanes < self.count - 2:
+            return (stop - start) * self.batch_size
+        turn, lane = np.divmod(np.arange(start, stop) - self.first, self.num_lanes)
+        limits = self.limits[lane]
+        before = rows_before(limits, self.count, self.batch_size, turn)
+        return int((rows_before(limits, self.count, self.batch_size, turn + 1) - before).sum())
+
+    def rest(self, micro_batch: int) -> Rest:
+        """See `Deal`."""
+        done = self._before(turns(micro_batch - self.first, self.num_lanes))
+        positions = self.left.positions.select(self.bounds[:-1] + done, self.bounds[1:])
+        left = Left(
+            epoch=self.left.epoch,
+            positions=positions,
+            num_lanes=self.left.num_lanes,
+            rotation=self.left.rotation,
+        )
+        return Rest(begun=(left,), next_epoch=self.left.epoch + 1)
+
+    def layout(self, epoch: int) -> tuple[int, int]:
+        """See `Deal`."""
+        if epoch != self.left.epoch:
+            raise ValueError(f"epoch {epoch} is not dealt here, epoch {self.left.epoch} is")
+        return self.left.num_lanes, self.left.rotation

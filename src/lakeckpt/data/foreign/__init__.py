@@ -1,0 +1,1 @@
+"""Loaders and wrappers of other libraries."""

@@ -1,0 +1,106 @@
+"""This module says how much memory a dataset may read ahead into, and warns where its windows are too large for that.
+
+The default limit is a quarter of the machine's memory, or of what the control groups of this process allow (versions 1
+and 2), shared by the ranks of the machine (``LOCAL_WORLD_SIZE``) and by the worker processes of a rank. Sizes of
+windows are estimated from the index, and from one footer where only some columns are read. Decoded rows may take more:
+dictionaries and run lengths are decoded. The module reads a few small files, and starts no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from lakeckpt.errors import LakeckptError
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.windows.cache import windows_held_of
+
+__all__ = ["default_limit_bytes", "limit_of", "machine_bytes"]
+
+_SHARE = 4
+
+
+def limit_of(given: int | None, table: Table, columns: Sequence[str] | None, *, window: int, lanes: int) -> int | None:
+    """Return the limit in bytes for a process that reads ``lanes`` lanes, or None where all that it may hold fits.
+
+    ``given`` is the user's limit, ``window`` the number of row groups in a window. Warns where the windows that are
+    open at once do not fit.
+    """
+    info = get_worker_info()
+    workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
+    limit = given if given is not None else default_limit_bytes(workers)
+    size, opened = _window_bytes(table, columns, window, enough=limit), -(-lanes // workers)
+    if size * opened > limit and not worker:
+        whose = "memory_limit_bytes=" if given is not None else "a quarter of the memory, shared by the processes"
+        warnings.warn(
+            f"{opened} windows of {window} row groups are open at once in each process that reads, and take about "
+            f"{size * opened / 2**20:.1f} MiB; the limit is {limit / 2**20:.1f} MiB ({whose}). They are held all the "
+            "same. Give a smaller shuffle_window=, fewer columns= or lanes (ReadOptions(num_lanes=…)), or "
+            "write smaller row groups; or raise the limit, ReadOptions(memory_limit_bytes=…)",
+            UserWarning,
+            stacklevel=2,
+        )
+    return limit if given is not None or size * windows_held_of(lanes) > limit else None
+
+
+def default_limit_bytes(workers: int) -> int:
+    """Return the limit of one of ``workers`` processes of a rank, where the user gives none."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return machine_bytes() // (_SHARE * workers * (int(ranks) if ranks.isdecimal() and int(ranks) else 1))
+
+
+def machine_bytes(groups: str = "/sys/fs/cgroup", proc: str = "/proc") -> int:
+    """Return the memory of the machine, or less where a control group of this process allows less."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in _read(Path(proc, "self/cgroup")).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            found += _allowed(Path(groups), path, "memory.max")
+        elif "memory" in controllers.split(","):
+            found += _allowed(Path(groups, "memory"), path, "memory.limit_in_bytes")
+    return min(found)
+
+
+def _allowed(root: Path, path: str, name: str) -> Iterator[int]:
+    """Yield what the group at ``path`` and those above it allow. In a container the path may be that of outside."""
+    inner = PurePosixPath(path)
+    for one in (inner, *inner.parents):
+        text = _read(root / str(one).lstrip("/") / name).strip()
+        if text.isdecimal():
+            yield int(text)
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):
+        return path.read_text("ascii")
+    return ""
+
+
+def _window_bytes(table: Table, columns: Sequence[str] | None, window: int, *, enough: int) -> int:
+    """Return about how many bytes a window takes; of all columns, where that is not above ``enough``."""
+    sizes = table.index.group_bytes[table.index.stored_rows > 0]
+    if not len(sizes):
+        return 0
+    size = int(sizes.mean()) * min(window, len(sizes))
+    if columns is None or size <= enough:
+        return size
+    with contextlib.suppress(LakeckptError, OSError):
+        return int(size * _share_of(table, set(columns)))
+    return 0  # reading will say what is wrong with the file
+
+
+def _share_of(table: Table, columns: set[str]) -> float:
+    """Return which share of the bytes of the first row group that has rows are those of ``columns``."""
+    ordinal, inside = table.index.group(int(np.argmax(table.index.stored_rows > 0)))
+    group = table.footer(ordinal).row_group(inside)
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    sizes = [(one.path_in_schema.partition(".")[0], one.total_uncompressed_size) for one in chunks]
+    wanted, every = sum(size for name, size in sizes if name in columns), sum(size for _, size in sizes)
+    return float(wanted / max(1, every))

@@ -1,0 +1,177 @@
+"""This module defines `ReadOptions`, and checks the arguments of datasets and loaders.
+
+`ReadOptions` holds the arguments of a `lakeckpt.LakeDataset` that few users need. It is checked once, when it is made.
+Each check raises `ConfigError` with a message that names the argument and what was given. Integers of numpy and of
+torch are as good as Python's; a bool is never an integer, nor the other way round. The module reads nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from lakeckpt.core.state import MAX_EPOCHS_AT_ONCE, MAX_LANES, Identity
+from lakeckpt.errors import ConfigError, SchemaError
+
+__all__ = [
+    "OVERRIDABLE",
+    "ReadOptions",
+    "check_lanes",
+    "chosen_columns",
+    "flag",
+    "one_of",
+    "optional",
+    "positive",
+    "whole",
+]
+
+MOST = 1 << 31
+
+OVERRIDABLE = frozenset({"table", "selection", "tail"})
+"""Differences between a state and a dataset that a user may accept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How a `lakeckpt.LakeDataset` reads, for those who need more than its own arguments.
+
+    Raises `ConfigError` for a value that cannot be.
+
+    >>> ReadOptions(num_lanes=8, nulls="mask")
+    ReadOptions(num_lanes=8, nulls='mask')
+    """
+
+    num_lanes: int | None = None
+    """Lanes of an epoch (rounded up to a multiple of the ranks). None: ranks times max(1, workers) at the first start,
+    then as the state has it. Micro-batches are the same for all numbers of ranks that divide it."""
+    text: Literal["str", "ragged"] = "str"
+    """``"str"``: a text column is a ``list[str]`` (a null is ``""``, and its mask says so). ``"ragged"``: it is a
+    `lakeckpt.Ragged` of UTF-8 bytes, as text inside of lists always is. ``output="arrow"`` has neither."""
+    nulls: Literal["error", "mask"] = "error"
+    """``"error"`` raises `NullValueError` on a null; ``"mask"`` puts a bool column ``<name>.is_null`` beside every
+    nullable column. A null is never a silent zero."""
+    jagged: bool = False
+    """Give lists of numbers as jagged nested tensors (``output="torch"`` only)."""
+    accept_changes: Collection[str] = ()
+    """Differences between a loaded state and this dataset to accept: ``"table"`` (another listing of equally many
+    rows), ``"selection"``, ``"tail"`` (another ``drop_last``)."""
+    on_new_version: Literal["keep", "next_epoch"] = "keep"
+    """``"keep"``: the version of the table that the dataset or its state names is read for ever. ``"next_epoch"``: each
+    epoch is of the version that is the newest when it begins, on all ranks."""
+    on_version_gone: Literal["raise", "next_epoch"] = "raise"
+    """What restoring does in the midst of an epoch whose version is gone or was written again: ``"raise"``, or
+    ``"next_epoch"``: drop the rest of it (`lakeckpt audit` says so) and begin the next one."""
+    progress: Callable[[int, int], None] | None = None
+    """Called as ``progress(row groups done, row groups)`` while the rows that a filter keeps are counted."""
+    memory_limit_bytes: int | None = None
+    """What windows read ahead may take together with open ones, in each process, and what loader workers have in
+    flight. None: a quarter of the memory that the machine or the container has, shared by the ranks and the workers of
+    the machine, and three groups of 16 MiB in flight for each worker. What the loop keeps does not count. The window
+    that each lane is in is held whatever the limit, and a warning says where that is more than the limit. A
+    quarter of the limit is for bytes fetched ahead from a store (at most 256 MiB)."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_lanes", "memory_limit_bytes"):
+            object.__setattr__(self, name, optional(name, getattr(self, name)))
+        one_of("text", self.text, ("str", "ragged"))
+        one_of("nulls", self.nulls, ("error", "mask"))
+        flag("jagged", self.jagged)
+        one_of("on_new_version", self.on_new_version, ("keep", "next_epoch"))
+        one_of("on_version_gone", self.on_version_gone, ("raise", "next_epoch"))
+        if self.progress is not None and not callable(self.progress):
+            raise ConfigError(f"progress must be callable, got {self.progress!r}")
+        object.__setattr__(self, "accept_changes", _accepted(self.accept_changes))
+
+    def __repr__(self) -> str:
+        fields = [(one.name, getattr(self, one.name), one.default) for one in dataclasses.fields(self)]
+        given = [f"{name}={value!r}" for name, value, default in fields if value != default and value != frozenset()]
+        return f"ReadOptions({', '.join(given)})"
+
+
+def whole(name: str, value: Any) -> int:
+    """Return ``value`` as an integer."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise ConfigError(f"{name} must be an integer, got {value!r}")
+
+
+def positive(name: str, value: Any) -> int:
+    """Return ``value`` as an integer from 1 to 2**31."""
+    try:
+        number = whole(name, value)
+    except ConfigError:
+        number = 0
+    if not 1 <= number <= MOST:
+        raise ConfigError(f"{name} must be a positive integer up to {MOST}, got {value!r}")
+    return number
+
+
+def optional(name: str, value: object) -> int | None:
+    """As `positive`, or None."""
+    return None if value is None else positive(name, value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return ``value``, which is True or False."""
+    if value is not True and value is not False:
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Refuse ``value`` where it is none of ``allowed``."""
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _accepted(changes: Any) -> frozenset[str]:
+    """Return the names of ``changes``, each of which can be overridden."""
+    if isinstance(changes, (str, bytes)) or not isinstance(changes, Iterable):
+        raise ConfigError(f"accept_changes is a list of names, got {changes!r}: write [{changes!r}]")
+    names = list(changes)
+    others = [name for name in names if not isinstance(name, str) or name not in OVERRIDABLE]
+    if others:
+        raise ConfigError(
+            f"accept_changes may name {', '.join(sorted(OVERRIDABLE))}, got {others}: any other change gives positions "
+            "another meaning, and the rest of the epoch could not be read exactly"
+        )
+    return frozenset(names)
+
+
+def check_lanes(identity: Identity, num_lanes: int, batch_size: int) -> None:
+    """Refuse so many lanes, or micro-batches of an endless stream that reach over too many epochs."""
+    if num_lanes > MAX_LANES:
+        raise ConfigError(f"an epoch has at most {MAX_LANES} lanes, got {num_lanes}: give a smaller num_lanes=")
+    epochs = identity.epochs_at_once(num_lanes, batch_size)
+    if epochs > MAX_EPOCHS_AT_ONCE:
+        raise ConfigError(
+            f"an endless stream of {identity.rows} rows an epoch, in {num_lanes} lanes: a micro-batch of {batch_size} "
+            f"rows reaches over {epochs} epochs, and at most {MAX_EPOCHS_AT_ONCE} can be: give a smaller batch_size= "
+            "or num_lanes="
+        )
+
+
+def chosen_columns(schema: pa.Schema, columns: Sequence[str] | None) -> list[str] | None:
+    """Columns by name, each once, of ``schema``; None: all. `ConfigError`, `SchemaError`."""
+    if columns is None:
+        return None
+    named = isinstance(columns, Iterable) and not isinstance(columns, (str, bytes, Set))  # a set has no order
+    if not named or not all(isinstance(name, str) for name in columns):
+        raise ConfigError(f"columns must be a list of names, got {columns!r}")
+    names = list(columns)
+    if not names:
+        raise ConfigError("columns must name at least one column, got none")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"columns are named twice: {sorted({name for name in names if names.count(name) > 1})}")
+    missing = [name for name in names if name not in schema.names]
+    if missing:
+        raise SchemaError(f"the table has no column {', '.join(map(repr, missing))}; it has {schema.names}")
+    return names

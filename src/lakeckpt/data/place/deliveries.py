@@ -1,0 +1,124 @@
+"""This module counts what a loader delivered to the training loop between two optimizer steps.
+
+A loader calls `delivered` for every batch and `end` at the end of its rows, on whatever thread iterates it. A
+checkpoint manager calls `take` at each step. `unsaved` counts what loaders of this process have delivered whose place
+no manager saves. The module starts no threads and takes no locks: where another thread delivers, a count may be off by
+what that thread adds meanwhile, and the loop is suspected for the thread's sake in any case.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from threading import get_ident
+
+from lakeckpt.core.read_ahead import Span
+
+__all__ = ["ConsumptionWarning", "Deliveries", "ReadAheadWarning", "unsaved"]
+
+_MANY = 1000
+"""So many micro-batches without a step are warned of."""
+_MANY_ROWS = 1_000_000
+"""So many rows, where the loop gets single rows."""
+_EVERY: weakref.WeakSet[Deliveries] = weakref.WeakSet()
+_NO_STEP = (
+    "reader {!r} has delivered {:,} {} since restore(), and manager.step(batch) was never called: no checkpoint "
+    "is saved by the policy, and after a crash all of these rows come again. Call manager.step(batch) after each "
+    "optimizer.step()"
+)
+
+
+class ConsumptionWarning(UserWarning):
+    """The training loop does not say what it uses: checkpoints miss rows, or are not made."""
+
+
+class ReadAheadWarning(ConsumptionWarning):
+    """Something between the loader and the training loop seems to read ahead, and ``manager.step()`` counts what it
+    holds as used. ``manager.step(batch)`` settles it."""
+
+
+class Deliveries:
+    """What one loader has delivered in this process."""
+
+    __slots__ = (
+        "__weakref__",
+        "_count",
+        "_fresh",
+        "_iteration",
+        "_name",
+        "_over",
+        "_primed",
+        "_recent",
+        "_row_wise",
+        "_steps",
+        "_threads",
+    )
+
+    def __init__(self, *, row_wise: bool = False) -> None:
+        self._row_wise = row_wise
+        self._count, self._recent, self._fresh, self._over = 0, 0, False, False
+        self._threads: set[int] = set()
+        self._iteration: int | None = None
+        self._primed: int | None = None
+        self._name: str | None = None
+        self._steps = 0
+
+    def __reduce__(self) -> tuple[type[Deliveries], tuple[()]]:
+        return Deliveries, ()  # in a worker process nothing was delivered
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a manager saves the place of the loader."""
+        return self._name is not None
+
+    def delivered(self, iteration: int) -> None:
+        """The loop was given a batch (in row-wise use: a row) by the iterator with this number."""
+        if iteration != self._iteration:
+            self._iteration, self._fresh, self._recent = iteration, True, 0
+        self._count += 1
+        self._recent += 1
+        self._over = False
+        self._threads.add(get_ident())
+        if self._count == 1:
+            _EVERY.add(self)
+        elif self._count == (_MANY_ROWS if self._row_wise else _MANY):
+            self.check_stepped()
+
+    def end(self) -> None:
+        """The loop was given the end of the rows."""
+        self._over = True
+
+    def begin_run(self, name: str) -> None:
+        """A manager tracks the loader as ``name`` from now on: what was delivered before is not of its run."""
+        self._primed = None if self._over else self._iteration
+        self.take()
+        self._name, self._steps = name, 0
+
+    def saved(self) -> None:
+        """A manager saves the place of the loader and does not track it: there is nothing to warn of."""
+        self._name, self._steps = "", 1
+
+    def take(self) -> Span:
+        """What was delivered since the last call; called at each step, by the thread that steps."""
+        span = Span(
+            batches=self._count,
+            elsewhere=bool(self._threads - {get_ident()}),
+            primed=self._count > 0 and self._iteration == self._primed,
+            recent=self._recent,
+            fresh=self._fresh,
+            over=self._over,
+        )
+        self._count, self._recent, self._fresh, self._threads = 0, 0, False, set()
+        self._steps += 1
+        return span
+
+    def check_stepped(self) -> None:
+        """Warn where a tracked loader has delivered batches and no step was taken."""
+        if self._name is not None and self._count and not self._steps:
+            what = "rows" if self._row_wise else "batches"
+            warnings.warn(_NO_STEP.format(self._name, self._count, what), ConsumptionWarning, stacklevel=4)
+
+
+def unsaved() -> int:
+    """How many batches loaders of this process whose place no manager saves have delivered."""
+    return sum(one._count for one in list(_EVERY) if not one.is_saved)

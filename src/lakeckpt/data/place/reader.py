@@ -1,0 +1,130 @@
+"""This module gives a checkpoint manager what it asks of a `LakeLoader`, apart from the loader's public methods.
+
+A `LoaderReader` is the ``_reader`` of a loader, and has all protocols of `lakeckpt.tracking.readers`. A manager calls
+it on the training thread only. It starts no threads itself; `start` has the loader begin to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.data.place.deliveries import Deliveries
+from lakeckpt.data.place.versions import Fit, Pinned
+from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.filters.row_filter import RowFilter
+from lakeckpt.reading.filters.selection import RowSelection
+
+if TYPE_CHECKING:
+    from lakeckpt.data.loader import LakeLoader
+
+__all__ = ["LoaderReader"]
+
+
+class LoaderReader:
+    """The side of ``loader`` that checkpoint managers see."""
+
+    def __init__(self, loader: LakeLoader) -> None:
+        self._loader = loader
+
+    # --- as the loader has it
+
+    @property
+    def table(self) -> Table:
+        """The table, at the version that is read."""
+        return self._loader.table
+
+    @property
+    def identity(self) -> Identity:
+        """What the order of rows is a function of."""
+        return self._loader.identity
+
+    @property
+    def row_filter(self) -> RowFilter | None:
+        """The filter; None: every row is read."""
+        return self._loader.row_filter
+
+    @property
+    def selection(self) -> RowSelection | None:
+        """The rows that the filter keeps, counted if need be."""
+        return self._loader.selection
+
+    @property
+    def num_workers(self) -> int:
+        """How many worker processes the loader starts."""
+        return self._loader.num_workers
+
+    @property
+    def receipt_column(self) -> str | None:
+        """The name under which each batch holds its number."""
+        return self._loader.receipt_column
+
+    @property
+    def last_receipt(self) -> Receipt | None:
+        """The receipt of what the loop received last."""
+        return self._loader.last_receipt
+
+    def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
+        """See `LakeLoader.state_dict`."""
+        return self._loader.state_dict(at)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `LakeLoader.load_state_dict`."""
+        self._loader.load_state_dict(state)
+
+    # --- for managers alone
+
+    def start(self) -> None:
+        """Begin to read what the next iteration will deliver.
+
+        It does not wait, and raises nothing that reading raises: the iteration will. What was begun is dropped where
+        the place changes before the next iteration.
+        """
+        self._loader._start()
+
+    @property
+    def deliveries(self) -> Deliveries:
+        """What the loop was given since the last step."""
+        return self._loader._progress.deliveries
+
+    def receipt_of(self, number: int) -> Receipt:
+        """Return the receipt of the batch that held ``number`` in its ``receipt_column``.
+
+        Raises StateUnavailable where no such batch was delivered since the last checkpoint.
+        """
+        self._loader._settle()
+        return self._loader._progress.receipt_of(number, self._loader.topology[0])
+
+    def mark(self, at: Receipt | None = None) -> None:
+        """Forget what was consumed up to ``at``: a checkpoint has recorded it."""
+        self._loader._settle()
+        self._loader._progress.mark(at)
+
+    def stretches(self, at: Receipt | None = None) -> list[tuple[ReaderState, ReaderState]]:
+        """Return what was consumed since the mark up to ``at``, as (from, to) pairs of states of one epoch each."""
+        self._loader._settle()
+        return self._loader._progress.stretches(at)
+
+    def offer_selection(self, found: RowSelection) -> bool:
+        """Take a saved selection for counted; return whether it was needed, and is of this table and filter."""
+        return self._loader.dataset._versions.at_hand.offer(found)
+
+    @property
+    def versions(self) -> list[Pinned]:
+        """The table versions that something was read of since the last checkpoint, and the one at hand."""
+        return self._loader.dataset._versions.read
+
+    def fit(self, state: Mapping[str, Any], saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
+        """See `lakeckpt.data.place.versions.Versions.fit`."""
+        return self._loader.dataset._versions.fit(ReaderState.from_plain(state), saved, look=look)
+
+    def repin(self, index: TableIndex) -> Callable[[], None]:
+        """Read the table version that ``index`` pins; a state is loaded next. Returns what undoes it."""
+        return self._loader.dataset._versions.repin(index)
+
+    def next_epoch(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of the start of the epoch after that of ``state``, at the version at hand."""
+        return self._loader._progress.following(ReaderState.from_plain(state)).to_plain()

@@ -1,0 +1,143 @@
+"""What did the training loop really get since the last checkpoint?  `Runs`: stretches of unbroken progress.
+
+A run is what was delivered of one epoch (or one endless stream) between two states, without a gap. Where a state was
+loaded, or an epoch begun again, another run begins, so that the ledger tells of both. A checkpoint *marks* the place up
+to which it recorded them; what is before it is forgotten.
+
+A receipt is of the run that dealt its micro-batch. It reads no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.receipts import EPOCH_NUMBERS, Receipt
+from lakeckpt.core.state import ReaderState
+from lakeckpt.errors import ConfigError, StateUnavailable
+
+__all__ = ["Run", "Runs"]
+
+
+@dataclass(eq=False)
+class Run:
+    """Unbroken progress through one epoch (or one endless stream)."""
+
+    start: ReaderState
+    end: ReaderState
+    ended_without_step: bool = False
+    """Whether an epoch ended with it that no other state tells of: it says so without progress."""
+
+    @property
+    def says_something(self) -> bool:
+        """Whether the ledger must have it."""
+        return self.ended_without_step or self.start.step != self.end.step
+
+    def has(self, receipt: Receipt) -> bool:
+        """Whether what ``receipt`` is of was delivered in it; or just before it, where it begins at a mark."""
+        segment = self.end.segment
+        if (self.end.epoch, segment.world_size) != (receipt.epoch, receipt.world_size) or receipt.step < segment.step:
+            return False
+        if not self.start.step <= receipt.step + 1 <= self.end.step:
+            return False
+        return self._plan.assignment(receipt.step, receipt.rank).receipt == receipt
+
+    def numbered(self, number: int, rank: int) -> Receipt | None:
+        """The receipt of ``rank`` with this `Receipt.number`, or None where it was not delivered in this run."""
+        endless = self.end.identity.endless
+        epoch, step = (0, number) if endless else divmod(number, EPOCH_NUMBERS)
+        if epoch != self.end.epoch or not self.end.segment.step <= step < self.end.step or step < self.start.step - 1:
+            return None
+        return self._plan.assignment(step, rank).receipt
+
+    @cached_property
+    def _plan(self) -> Plan:
+        """That of all of it, which is of one segment: made when it is first asked about a receipt."""
+        return Plan(self.end)
+
+
+class Runs:
+    """The runs since the mark. The last one goes on."""
+
+    def __init__(self, runs: Sequence[Run] = ()) -> None:
+        self._runs = list(runs)
+
+    def copy(self) -> Runs:
+        """The same runs, to which others may be added."""
+        return Runs(self._runs)
+
+    # --- what is asked
+
+    @property
+    def tables(self) -> set[str]:
+        """The digests of the tables that the runs are of."""
+        return {run.end.identity.table for run in self._runs}
+
+    def at(self, receipt: Receipt) -> ReaderState:
+        """The state of all up to ``receipt``; StateUnavailable where it is of none of the runs."""
+        return _after(self._run_of(receipt).end, receipt)
+
+    def numbered(self, number: int, rank: int) -> Receipt:
+        """The receipt of ``rank`` with this `Receipt.number`; StateUnavailable where it is of none of the runs."""
+        for run in reversed(self._runs):
+            found = run.numbered(number, rank)
+            if found is not None:
+                return found
+        raise StateUnavailable(
+            f"number {number} is not of a batch that this loader has delivered since the last checkpoint, or since "
+            "restore(): pass what the loader's receipt_column held in the batch that the step used"
+        )
+
+    def stretches(self, receipt: Receipt | None) -> list[tuple[ReaderState, ReaderState]]:
+        """(from, to) of what was consumed since the mark, up to ``receipt`` (None: all)."""
+        runs = self._runs
+        if receipt is not None:
+            last = self._run_of(receipt)
+            runs = [*runs[: runs.index(last)], Run(start=last.start, end=_after(last.end, receipt))]
+        return [(run.start, run.end) for run in runs if run.says_something]
+
+    # --- what changes them
+
+    def begin(self, state: ReaderState) -> None:
+        """Begin a run at ``state``. A run without progress says nothing, so it gives way; else it is kept."""
+        if self._runs and not self._runs[-1].says_something:
+            self._runs.pop()
+        self._runs.append(Run(start=state, end=state))
+
+    def reach(self, state: ReaderState) -> None:
+        """The run that goes on has come to ``state``."""
+        self._runs[-1].end = state
+
+    def finish(self, *, moves: bool) -> None:
+        """Note that the loop saw the end of the epoch. ``moves``: whether the next one may be of another version."""
+        for run in self._runs[-1:]:
+            begin = run.start
+            tells = moves if begin.base is None else begin.identity.rows > 0
+            run.ended_without_step = tells and begin == run.end and begin.step == 0
+
+    def mark(self, receipt: Receipt | None) -> None:
+        """Forget what was consumed up to ``receipt`` (None: all)."""
+        if receipt is None:
+            self._runs = [Run(start=run.end, end=run.end) for run in self._runs[-1:]]
+            return
+        run = self._run_of(receipt)
+        run.start = _after(run.end, receipt)
+        self._runs = self._runs[self._runs.index(run) :]
+
+    def _run_of(self, receipt: Receipt) -> Run:
+        if not isinstance(receipt, Receipt):
+            raise ConfigError(f"this is the receipt of a batch (batch.receipt), or None, got {receipt!r}")
+        for run in reversed(self._runs):
+            if run.has(receipt):
+                return run
+        raise StateUnavailable(
+            f"epoch {receipt.epoch}, step {receipt.step}, micro-batch {receipt.micro_batch} is not among what this "
+            "loader has delivered since the last checkpoint, or since restore(): pass the receipt of a batch that the "
+            "loop received since then, and begin to iterate after restore()"
+        )
+
+
+def _after(state: ReaderState, receipt: Receipt) -> ReaderState:
+    return state.moved(step=receipt.step + 1)

@@ -1,0 +1,322 @@
+"""Which version of its table does a dataset read, and when does it go on with another one?
+
+A dataset reads the version that it was opened with, or the one that a restored state names (`Versions.fit` looks
+whether that one is still there, `Versions.repin` goes to it). With ``on_new_version="next_epoch"`` it goes on with the
+newest one where an epoch begins (`Versions.move`): all ranks with the same, which the first of them finds. Inside of an
+epoch a version is never changed.
+
+Reads listings and footers only when asked to look; counts no rows (`lakeckpt.data.place.selecting` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lakeckpt.core.lanes import Tail
+from lakeckpt.core.order import OrderSpec
+from lakeckpt.core.state import ReaderState
+from lakeckpt.data.options import ReadOptions
+from lakeckpt.data.place.broadcast import hear_first
+from lakeckpt.data.place.identity import IdentityOf
+from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.place.selecting import Selecting
+from lakeckpt.data.source import BatchSource
+from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, StateMismatch, TableError, TableVersionGone
+from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.columns.convert import check_convertible
+from lakeckpt.reading.filters.row_filter import Filters, RowFilter, row_filter
+from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.windows.decode import select_columns
+
+__all__ = ["Fit", "Pinned", "Pinning", "Versions", "check_moves"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """A version of the table, as a dataset reads it."""
+
+    table: Table
+    selecting: Selecting | None
+    identity: IdentityOf
+
+    @property
+    def row_filter(self) -> RowFilter | None:
+        """The filter, as it was understood; None: every row is read."""
+        return None if self.selecting is None else self.selecting.filter
+
+    def offer(self, found: RowSelection) -> bool:
+        """Take a selection that was saved for counted; tells whether it was needed, and is of this version."""
+        return self.selecting is not None and self.selecting.offer(found)
+
+    @property
+    def selection(self) -> RowSelection | None:
+        """The rows that the filter keeps, counted if need be; None without a filter."""
+        return None if self.selecting is None else self.selecting.get()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a dataset goes on from a state."""
+
+    index: TableIndex | None = None
+    """The version to go to first (`Versions.repin`); None: the one at hand does."""
+    excluding: TableIndex | None = None
+    """What ``index`` becomes with the row groups that the table excludes now: the rest of the state's epoch goes on
+    with it. None: ``index`` excludes the same ones."""
+    given_up: str = ""
+    """Why the rest of the state's epoch is given up and the next one begun; empty: it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinning:
+    """What a dataset wants of every version of its table."""
+
+    columns: Sequence[str] | None
+    """None: all of each version."""
+    nulls: Literal["error", "mask"] | None
+    """None: Arrow columns are given as they are."""
+    filters: Filters | None
+    counting: Callable[[int, int], None] | None
+    spec: OrderSpec
+    tail: Tail
+    endless: bool
+
+    def pin(self, table: Table) -> Pinned:
+        """``table`` as it is read. `SchemaError` and `ConfigError` where it cannot be."""
+        if self.nulls is not None:
+            names = None if self.columns is None else list(self.columns)
+            check_convertible(select_columns(table.schema, names), nulls=self.nulls)
+        keep = None if self.filters is None else row_filter(self.filters, table.schema)
+        selecting = None if keep is None else Selecting(table, keep, progress=self.counting)
+        identity = IdentityOf(table, selecting, self.spec, self.tail, self.endless)
+        return Pinned(table=table, selecting=selecting, identity=identity)
+
+
+def check_moves(table: Table, options: ReadOptions, *, endless: bool) -> None:
+    """Raise `ConfigError` where ``options`` ask for moves between versions that cannot be made."""
+    if options.on_version_gone == "next_epoch" and endless:
+        raise ConfigError('on_version_gone="next_epoch" cannot be: an endless stream has no epochs')
+    if options.on_new_version == "next_epoch" and (endless or table.reopen is None):
+        named = "a version was named when the table was opened, or it was opened in another process"
+        why = "an endless stream has no epochs" if endless else named
+        raise ConfigError(f'on_new_version="next_epoch" cannot be: {why}')
+
+
+class Versions:
+    """The versions that one dataset reads, in the main process. ``at_hand`` is the one that is read now."""
+
+    def __init__(
+        self,
+        pinning: Pinning,
+        pinned: Pinned,
+        source: BatchSource,
+        progress: Progress,
+        options: ReadOptions,
+    ) -> None:
+        self.at_hand = pinned
+        self._pinning = pinning
+        self._source = source
+        self._progress = progress
+        self._moves = options.on_new_version == "next_epoch"
+        self._gives_up = options.on_version_gone == "next_epoch"
+        self._is_new = True
+        self._read = {pinned.table.index.digest: pinned}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What counts rows is told to the main process alone, and other processes read one version.
+        read = {self.at_hand.table.index.digest: self.at_hand}
+        return {**self.__dict__, "_pinning": replace(self._pinning, counting=None), "_read": read}
+
+    def check_worker(self) -> None:
+        """`ConfigError` in a worker of somebody else's DataLoader, where versions move."""
+        if self._moves:
+            raise ConfigError(
+                'on_new_version="next_epoch" was asked for, and the workers of a torch DataLoader cannot be told of a '
+                "new version: use lakeckpt.LakeLoader"
+            )
+
+    @property
+    def read(self) -> list[Pinned]:
+        """Those that something was read of since the last checkpoint, and the one at hand."""
+        whole = self.at_hand.table.index.whole
+        if whole.digest not in self._read:  # an epoch that begins is of it, before anything was read of it
+            self._read[whole.digest] = self._of(whole)
+        needed = {self.at_hand.table.index.digest, whole.digest, *self._progress.tables}
+        self._read = {digest: one for digest, one in self._read.items() if digest in needed}
+        return list(self._read.values())
+
+    # --- after a restore
+
+    def fit(self, state: ReaderState, saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
+        """How to go on from ``state``; with ``look``, after a look whether the version that it names is still there.
+
+        ``saved`` gives the index with a digest that was kept beside the state, or None. Raises `TableVersionGone` and
+        `DataFileChanged` where files of the version are gone or others, unless what is left of it is to be given up;
+        `SchemaError` where the version has not got the columns.
+        """
+        wanted, live = state.identity.table, self.at_hand.table
+        if self._progress.accepts("table") or self._progress.goes_on_elsewhere(state):
+            return Fit()
+        if wanted == live.index.digest and not look:
+            return Fit()
+        index = saved(wanted)
+        if index is None:
+            return Fit()  # loading the state refuses it, and names both versions
+        excluding = index.excluding(live.exclude)
+        if live.named and live.index.digest not in (wanted, excluding.whole.digest):
+            return Fit()
+        try:
+            if wanted == live.index.digest:
+                _compare_etags(live, index)
+                return Fit()
+            if look:
+                live.at(index).verify()
+        except DataFileChanged as error:
+            if self._gives_up and not state.identity.endless:
+                return Fit(given_up=str(error))
+            raise _with_advice(error, state) from None
+        if excluding == index:
+            self._of(index)
+            return Fit(index=index)
+        return self._fit_excluding(state, index, excluding)
+
+    def _fit_excluding(self, state: ReaderState, index: TableIndex, excluding: TableIndex) -> Fit:
+        """Return how the rest of the epoch goes on with other excluded row groups; a rest is made of stored rows."""
+        self._of(excluding)
+        if not (state.identity.endless or state.identity.selection):
+            return Fit(index=index, excluding=excluding)
+        uri, what = self.at_hand.table.uri, "an endless stream" if state.identity.endless else "a filter"
+        text = (
+            f"exclude= of the table {uri!r} is not as it was when the checkpoint was made, and it is read with {what}"
+        )
+        if state.identity.endless:
+            raise StateMismatch(f"{text}: begin a new run, or open the table with the exclude= that it had")
+        if self._gives_up:
+            return Fit(given_up=f"{text}, so that the rows left of epoch {state.epoch} cannot be told")
+        raise StateMismatch(
+            f"{text}, so that the rows left of epoch {state.epoch} cannot be told. "
+            'ReadOptions(on_version_gone="next_epoch") gives the rest of the epoch up and begins the next one'
+        )
+
+    def repin(self, index: TableIndex) -> Callable[[], None]:
+        """Read the version that ``index`` pins; the place is lost. Returns what undoes both."""
+        before = self.at_hand
+        pinned = self._of(index)
+        undo = self._progress.repin(pinned.identity)
+        self._go_to(pinned)
+        if index.rest is not None:
+            self._progress.read_rest(self._of(index.whole).identity)
+
+        def go_back() -> None:
+            self._go_to(before)
+            undo()
+
+        return go_back
+
+    # --- where an epoch begins
+
+    def move(self, *, explicit: tuple[int, int] | None, dp_group: Any) -> None:
+        """Where an epoch begins: go on with the newest version, if the dataset moves (collective); from the rest of an
+        epoch to its whole version, else.
+
+        Raises on all ranks what looking for it raised on the first one.
+        """
+        if self.at_hand.table.index.rest is not None and self._progress.at_start:
+            self._continue_with(self.at_hand.table.index.whole)
+        if not self._moves:
+            return
+        if not self._progress.at_start:
+            self._is_new = False
+            return
+        data = hear_first(self._newest, explicit=explicit, dp_group=dp_group)
+        self._is_new = False
+        index = TableIndex.loads(data)
+        if index.digest != self.at_hand.table.index.digest:
+            self._continue_with(index)
+
+    def _continue_with(self, index: TableIndex) -> None:
+        pinned = self._of(index)
+        self._progress.move_to(pinned.identity)
+        self._go_to(pinned)
+
+    def _newest(self) -> bytes:
+        table = self.at_hand.table
+        if not self._is_new:
+            assert table.reopen is not None, "a dataset moves only where no version was named"
+            found = table.reopen()
+            if found.uri != table.uri:
+                raise TableError(f"the table {table.uri!r} is at {found.uri!r} now: open it there, and start anew")
+            self._of(found.index)
+            self._check_types(found.index)
+            table = found
+        return table.index.dumps()
+
+    # --- inside
+
+    def _of(self, index: TableIndex) -> Pinned:
+        known = self._read.get(index.digest)
+        if known is not None:
+            return known
+        table = self.at_hand.table
+        missing = [name for name in self._pinning.columns or () if name not in index.schema.names]
+        if missing:
+            raise SchemaError(
+                f"{index.version} of {table.uri!r} has no column {', '.join(map(repr, missing))}, and the dataset "
+                "reads it: name the columns= that both versions have, or the version to read when the table is opened"
+            )
+        return self._pinning.pin(table.at(index))
+
+    def _go_to(self, pinned: Pinned) -> None:
+        self.at_hand = pinned
+        self._read[pinned.table.index.digest] = pinned
+        columns = None if self._pinning.columns is None else list(self._pinning.columns)
+        self._source.repin(pinned.table, columns, pinned.selecting)
+
+    def _check_types(self, index: TableIndex) -> None:
+        """`SchemaError` where a column that is read has another type in the version to move to."""
+        table = self.at_hand.table
+        for name in self._pinning.columns or [name for name in index.schema.names if name in table.schema.names]:
+            now, then = index.schema.field(name).type, table.schema.field(name).type
+            if now != then:
+                raise SchemaError(
+                    f"column {name!r} is {now} in {index.version} of {table.uri!r}, and {then} in "
+                    f"{table.index.version}, which was read before it: name the version to read when it is opened"
+                )
+
+
+def _compare_etags(live: Table, saved: TableIndex) -> None:
+    """Two indexes of one digest: the same paths, sizes and footers, and yet the store may tell that bytes differ."""
+    other = [
+        f"{path!r} has the ETag {now}, not {then}"
+        for path, now, then in zip(live.index.paths, live.index.etags, saved.etags, strict=True)
+        if now is not None and then is not None and now != then
+    ]
+    if other:
+        shown = "; ".join(other[:20]) + (f"; and {len(other) - 20} more" if len(other) > 20 else "")
+        raise DataFileChanged(
+            f"files of the table {live.uri!r} were written again since the checkpoint was made, at the same sizes: "
+            f"{shown}. Put the pinned files back; if they are the same and were only copied, accept_changes=['table'] "
+            "says so"
+        )
+
+
+def _with_advice(error: DataFileChanged, state: ReaderState) -> DataFileChanged:
+    text = f"{error}. The checkpoint is of the midst of epoch {state.epoch} over that version. "
+    if state.identity.endless:
+        text += "An endless stream cannot go on over another version: put the files back, or begin a new run"
+    else:
+        if not state.identity.selection:
+            text += (
+                "Where files were only compacted and the old ones can still be read, `lakeckpt plan TABLE --remap RUN "
+                "--key COLUMN` carries its place over to the newest version; "
+            )
+        text += (
+            'ReadOptions(on_version_gone="next_epoch") gives the rest of the epoch up and begins the next one with '
+            "the newest version"
+        )
+    if isinstance(error, TableVersionGone):
+        return TableVersionGone(text, files=error.files)
+    return DataFileChanged(text)

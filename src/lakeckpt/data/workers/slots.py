@@ -1,0 +1,274 @@
+"""This module holds micro-batches on their way from a worker to the training loop, in slots of shared memory.
+
+Each worker has one `SlotMemory`, a sparse file in memory without a name (memfd). The main process makes it, and both
+processes map it. The worker cuts it into *slots* (`Slots`) and writes a micro-batch into each. The main process
+*leases* a slot (`SlotMemory.lease`): arrays over it are views, and hold the lease. When the last view has died, in
+whatever thread, the slot is on the list of those that may be written again, which the worker's next task carries. So
+nothing that somebody can still see is ever written, and in the steady state no memory is taken or given back.
+
+The file has more addresses than the machine has memory, so a loop that keeps every batch never exhausts it. The memory
+is gone with the last process that maps it, however that process ends. A free slot beyond the spare ones gives its
+memory back to the system (a hole in the file), and so does a lease that ends after its worker has.
+
+Where the main process forks another process than a worker, the child sees the same memory for an unknown time: slots
+that are leased at that moment are never written again. The module starts no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ALIGNMENT", "SlotMemory", "Slots", "forking_a_worker"]
+
+ALIGNMENT = 64
+"""Columns begin at multiples of this many bytes."""
+
+_LEAST_SPARE = 4
+_LEAST_BYTES = 1 << 30
+_MOST_BYTES = 1 << 42
+_PAGE = mmap.PAGESIZE
+_REMOVE = getattr(mmap, "MADV_REMOVE", None)
+_NOT_IN_DUMPS = getattr(mmap, "MADV_DONTDUMP", None)
+
+_MEMORIES: weakref.WeakValueDictionary[int, SlotMemory] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+_FORKING = threading.local()
+
+
+class SlotMemory:
+    """A sparse file in memory, mapped whole: ``size_bytes`` of addresses, memory only where something was written."""
+
+    def __init__(self, descriptor: int, size_bytes: int, number: int | None = None) -> None:
+        """Map ``descriptor``, which belongs to the slot memory from now on and is closed with it."""
+        self.size_bytes, self.descriptor = size_bytes, descriptor
+        self.number = next(_NUMBERS) if number is None else number
+        """Its name in the process that made it; copies in other processes have the same."""
+        self._process = os.getpid()
+        self._map = mmap.mmap(descriptor, size_bytes)
+        if _NOT_IN_DUMPS is not None:
+            with contextlib.suppress(OSError):
+                self._map.madvise(_NOT_IN_DUMPS)
+        self.address: int = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
+        self._leased: dict[int, int] = {}
+        self._kept: dict[int, int] = {}
+        self._ended: deque[int] = deque()
+        self._closed = False
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        _MEMORIES[self.number] = self
+
+    @staticmethod
+    def numbered(number: int) -> SlotMemory:
+        """Return the slot memory that this process made with that number."""
+        return _MEMORIES[number]
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for a process that is being spawned: no other may have the descriptor
+        return _mapped, (reduction.DupFd(self.descriptor), self.size_bytes, self.number)
+
+    @classmethod
+    def make(cls) -> SlotMemory:
+        """Return a new slot memory.
+
+        It has four times as many addresses as the machine has memory: slots of different sizes do not share them.
+        OSError where not even a gibibyte can be mapped.
+        """
+        descriptor = _anonymous_file()
+        try:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            size = min(max(1 << (4 * memory - 1).bit_length(), _LEAST_BYTES), _MOST_BYTES)
+            while True:
+                try:
+                    os.ftruncate(descriptor, size)
+                    return cls(descriptor, size)
+                except OSError:  # limits on addresses or on sizes of files
+                    if size <= _LEAST_BYTES:
+                        raise
+                    size >>= 1
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def lease(self, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return the slot's bytes as a writable array; once nothing refers to that any more, the slot has ended."""
+        self._leased[offset] = size_bytes
+        return np.asarray(_Lease(self, offset, size_bytes))
+
+    def ended(self, most: int = 1024) -> list[int]:
+        """Return, once, slots whose leases have ended and which may be written again; at most ``most`` at a time."""
+        found: list[int] = []
+        while self._ended and len(found) < most:
+            found.append(self._ended.popleft())
+        return found
+
+    @property
+    def leased_bytes(self) -> int:
+        """The bytes of the slots that somebody may still see."""
+        return sum(tuple(self._leased.values()))
+
+    def close(self) -> None:
+        """Nobody writes any more: give the memory back, save what is leased, and that as soon as its lease ends."""
+        if os.getpid() != self._process:
+            return  # a copy in a process that was forked
+        self._closed = True
+        start = 0
+        for offset, size in sorted({**self._leased, **self._kept}.items()):
+            self.punch(start, offset - start)
+            start = offset + _pages(size)
+        self.punch(start, self.size_bytes - start)
+
+    def punch(self, offset: int, size_bytes: int) -> None:
+        """Give the memory of whole pages back to the system; what is read there next is zero."""
+        if size_bytes > 0 and _REMOVE is not None:
+            with contextlib.suppress(OSError):  # it stays taken until the slot memory goes
+                self._map.madvise(_REMOVE, offset, _pages(size_bytes))
+
+    def _end(self, offset: int, size_bytes: int) -> None:
+        # In any thread, at any moment: only what cannot be interrupted, and no lock.
+        if os.getpid() != self._process:
+            return
+        self._leased.pop(offset, None)
+        if offset in self._kept:
+            return
+        if self._closed:
+            self.punch(offset, size_bytes)
+        else:
+            self._ended.append(offset)
+
+    def _keep_leased(self) -> None:
+        self._kept.update(tuple(self._leased.items()))
+
+
+class _Lease:
+    """What numpy needs to know to look at a slot; it lives as long as anybody does so."""
+
+    __slots__ = ("__array_interface__", "_memory", "_offset", "_size_bytes")
+
+    def __init__(self, memory: SlotMemory, offset: int, size_bytes: int) -> None:
+        self._memory, self._offset, self._size_bytes = memory, offset, size_bytes
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size_bytes,),
+            "data": (memory.address + offset, False),
+        }
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # when the interpreter ends, modules may have been emptied, and the memory goes anyway
+            self._memory._end(self._offset, self._size_bytes)
+
+
+class Slots:
+    """The worker's side: the parts of the slot memory that are free to write to.
+
+    Sizes are rounded up by an eighth at most, so that a slot serves micro-batches of about the same size. Free slots of
+    ``spare_bytes`` together (and four at least) keep their memory. The last slot that became free is used first.
+    """
+
+    def __init__(self, memory: SlotMemory, *, spare_bytes: int) -> None:
+        self._memory, self._descriptor = memory, memory.descriptor
+        self._spare_bytes, self._warm_bytes = spare_bytes, 0
+        self._sizes: dict[int, int] = {}
+        self._warm: dict[int, list[int]] = {}
+        self._by_age: OrderedDict[int, None] = OrderedDict()
+        self._cold: dict[int, list[int]] = {}
+        self._top = 0
+
+    def take(self, size_bytes: int) -> int:
+        """Return the offset of a slot of at least ``size_bytes``, which is the caller's to write to.
+
+        MemoryError where the system has no memory for it.
+        """
+        size, step = _rounded(size_bytes)
+        for fit in range(size, 2 * size + 1, step):
+            if found := self._warm.get(fit):
+                offset = found.pop()
+                del self._by_age[offset]
+                self._warm_bytes -= fit
+                return offset
+        if found := self._cold.get(size):
+            offset = found.pop()
+        else:
+            offset = self._top
+            if offset + size > self._memory.size_bytes:
+                raise MemoryError(f"a slot memory of {self._memory.size_bytes} bytes has no room for {size} more")
+        try:
+            # Where there is no memory this says so; writing would end the process with a bus error.
+            os.posix_fallocate(self._descriptor, offset, size)
+        except OSError as error:
+            if offset in self._sizes:
+                self._cold.setdefault(size, []).append(offset)
+            raise MemoryError(f"no shared memory for a micro-batch of {size_bytes} bytes: {error}") from error
+        if offset == self._top:
+            self._top += size
+            self._sizes[offset] = size
+        return offset
+
+    def free(self, offsets: Iterable[int]) -> None:
+        """Take slots back that nobody sees any more."""
+        for offset in offsets:
+            size = self._sizes[offset]
+            self._warm.setdefault(size, []).append(offset)
+            self._by_age[offset] = None
+            self._warm_bytes += size
+        while self._warm_bytes > self._spare_bytes and len(self._by_age) > _LEAST_SPARE:
+            offset, _ = self._by_age.popitem(last=False)
+            size = self._sizes[offset]
+            self._warm[size].remove(offset)
+            self._warm_bytes -= size
+            self._memory.punch(offset, size)
+            self._cold.setdefault(size, []).append(offset)
+
+
+def _mapped(descriptor: Any, size_bytes: int, number: int) -> SlotMemory:
+    return SlotMemory(descriptor.detach(), size_bytes, number)
+
+
+def _pages(size_bytes: int) -> int:
+    return -(-size_bytes // _PAGE) * _PAGE
+
+
+def _rounded(size_bytes: int) -> tuple[int, int]:
+    """Return ``size_bytes`` rounded up to a slot's size, and the distance to the next larger one."""
+    step = max(_PAGE, 1 << max(0, size_bytes.bit_length() - 4))
+    return -(-size_bytes // step) * step, step
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("lakeckpt-slots")
+    descriptor, path = tempfile.mkstemp(prefix="lakeckpt-slots-")
+    os.unlink(path)
+    return descriptor
+
+
+@contextlib.contextmanager
+def forking_a_worker() -> Iterator[None]:
+    """Forks in here make worker processes of loaders, which look at no lease."""
+    _FORKING.worker = True
+    try:
+        yield
+    finally:
+        _FORKING.worker = False
+
+
+def _before_fork() -> None:
+    if not getattr(_FORKING, "worker", False):
+        for memory in tuple(_MEMORIES.values()):
+            memory._keep_leased()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)

@@ -1,0 +1,150 @@
+"""This module describes the demo's runs as plain values: sizes, topologies and faults.
+
+A run is a list of phases. A phase is one launch of torchrun with one topology. It ends by its fault, or, for the last
+phase, by the end of training. A fault is addressed by (rank, optimizer step, point in the step). Ranks get a
+`DemoConfig` as JSON. Nothing here starts a process, reads a clock or imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lakeckpt.errors import ConfigError
+
+__all__ = [
+    "BATCH_SIZE",
+    "EPOCHS",
+    "NUM_LANES",
+    "POINTS",
+    "DemoConfig",
+    "Fault",
+    "Phase",
+    "scenario_for",
+    "steps_per_epoch",
+]
+
+NUM_LANES, BATCH_SIZE, EPOCHS = 8, 8, 2
+_MICRO_BATCHES = 4
+"""Micro-batches of an optimizer step, on every number of ranks that divides it."""
+POINTS = {
+    "before-update": "between the backward pass and the optimizer's update",
+    "before-cut": "after the optimizer's update, before the cut",
+    "before-part": "during a save, before its part was published",
+    "before-commit": "during a save, all data written, before the commit",
+}
+"""Point in a step → what happens there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """SIGKILL for ``rank`` in optimizer step ``step`` (counted from 1) at ``point``; ``whole_job`` kills all ranks."""
+
+    rank: int
+    step: int
+    point: str
+    whole_job: bool = False
+
+    @property
+    def who(self) -> str:
+        """Which processes are killed, in words."""
+        return "the whole job" if self.whole_job else f"rank {self.rank}"
+
+    @property
+    def title(self) -> str:
+        """The fault, in words."""
+        return f"{self.who}, step {self.step}: {POINTS[self.point]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One launch: its data-parallel world size, loader workers per rank, and the fault that ends it."""
+
+    world_size: int
+    workers: int
+    fault: Fault | None = None
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per rank and optimizer step: a constant global batch where the world size allows it."""
+        return max(1, _MICRO_BATCHES // self.world_size)
+
+    @property
+    def topology(self) -> str:
+        """The topology, in words."""
+        ranks, workers = self.world_size, self.workers
+        return f"{ranks} rank{'' if ranks == 1 else 's'} × {workers} worker{'' if workers == 1 else 's'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    """All that a rank must know."""
+
+    lake: str
+    folder: str
+    steps_per_epoch: int
+    save_every: int
+    seed: int
+    drop_reader_state: bool = False
+    phases: tuple[Phase, ...] = ()
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the run."""
+        return Path(self.folder, "checkpoints")
+
+    @property
+    def records(self) -> Path:
+        """Folder of what the ranks record."""
+        return Path(self.folder, "records")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> DemoConfig:
+        plain: dict[str, Any] = json.loads(text)
+        phases = (phase | {"fault": phase["fault"] and Fault(**phase["fault"])} for phase in plain.pop("phases"))
+        return cls(**plain, phases=tuple(Phase(**phase) for phase in phases))
+
+
+def steps_per_epoch(rows: int) -> int:
+    """Return the optimizer steps of an epoch, where the world size divides the micro-batches of a step."""
+    per_lane = math.ceil(math.ceil(rows / NUM_LANES) / BATCH_SIZE)
+    return math.ceil(per_lane * NUM_LANES / _MICRO_BATCHES)
+
+
+def scenario_for(steps: int, save_every: int, *, kills: int) -> tuple[Phase, ...]:
+    """Return the phases of the run with the first ``kills`` of five faults, over two epochs of ``steps`` steps each.
+
+    The first epoch has three kills and no change of topology. In the second a node is lost; the job comes back with
+    twice the ranks (which divide the lanes: the order of rows stays), is killed there, and comes back with three ranks
+    (which do not divide the lanes: the rest of the epoch is dealt anew) to the end.
+    """
+    if steps < 8:
+        raise ConfigError(f"an epoch has {steps} steps, and the faults need 8: use more rows")
+    if not 1 <= save_every <= steps // 4:
+        raise ConfigError(
+            f"an epoch has {steps} steps, so saves must come at least every {steps // 4} steps for the faults to fall "
+            f"between them, got {save_every}: save more often, or use more rows"
+        )
+
+    def between_saves(share: float) -> int:  # so that some steps must be computed again
+        step = max(save_every + 1, round(share * steps))
+        return step if step % save_every or save_every == 1 else step + max(1, save_every // 2)
+
+    def at_save(share: float) -> int:
+        return max(1, round(share * steps / save_every)) * save_every
+
+    two = {"world_size": 2, "workers": 1}
+    faulted = (
+        Phase(**two, fault=Fault(rank=1, step=between_saves(0.22), point="before-update")),
+        Phase(**two, fault=Fault(rank=0, step=at_save(0.52), point="before-commit")),
+        Phase(**two, fault=Fault(rank=1, step=between_saves(0.83), point="before-cut")),
+        Phase(**two, fault=Fault(rank=0, step=between_saves(1.15), point="before-update", whole_job=True)),
+        Phase(world_size=4, workers=2, fault=Fault(rank=2, step=at_save(1.55), point="before-part")),
+    )
+    return (*faulted[:kills], Phase(world_size=3, workers=0))

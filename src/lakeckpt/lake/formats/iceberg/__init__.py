@@ -1,0 +1,1 @@
+"""This package reads the metadata of Iceberg tables."""

@@ -1,0 +1,142 @@
+"""This module pins a snapshot of an Iceberg table: its data files, deleted rows and schema.
+
+pyiceberg reads metadata, catalogs, manifests and types. Which deletes apply to which file
+(`lakeckpt.lake.formats.iceberg.plan`) and which rows they name follows the specification of the format. Paths are
+relative to the location of the table where all data files lie in it, else to the deepest folder that holds them all.
+Files in several buckets or stores are refused. The module opens no data file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pyiceberg.table import Table
+
+from lakeckpt.errors import LakeckptError, TableError, TableFeatureUnsupported, TableVersionGone
+from lakeckpt.lake.formats.iceberg.equality_deletes import rows_deleted_by_value
+from lakeckpt.lake.formats.iceberg.io import StorageIO, plain_location, storage_options_of
+from lakeckpt.lake.formats.iceberg.plan import PlannedFile, plan_files
+from lakeckpt.lake.formats.iceberg.position_deletes import deleted_rows
+from lakeckpt.lake.formats.iceberg.schema import arrow_schema, arrow_value, column_mapping
+from lakeckpt.lake.formats.iceberg.source import Chosen, choose_snapshot, load
+from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
+from lakeckpt.lake.storage.base import redact_uri
+from lakeckpt.lake.table.deletes import Int64Array
+from lakeckpt.lake.table.listing import common_root, paths_below
+from lakeckpt.lake.table.version import TableVersion, VersionAsked
+
+__all__ = ["pin"]
+
+_NO_SNAPSHOT = "-1"
+"""What the format itself calls the version of a table that has no snapshot yet."""
+
+
+def pin(source: object, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int) -> PinnedFiles:
+    """Return what the snapshot ``asked`` for of the table at ``source`` consists of; see `load` for what that may be.
+
+    `TableNotFound`, `ConfigError`, `TableFeatureUnsupported` (it cannot be read exactly), `DataFileDamaged` (metadata
+    or delete files that are gone or malformed), `StorageError`.
+    """
+    table = load(source, storage_options=storage_options)
+    chosen = choose_snapshot(table, asked)
+    _refuse_unreadable(table)
+    planned = _planned(table, chosen, threads)
+    deleted = _deleted(table, planned, threads)
+    places = [plain_location(one.location) for one in planned]
+    root = _root(table, places)
+    columns = {one.field_id: one for one in chosen.schema.fields}
+    options = storage_options
+    if options is None and not isinstance(table.io, StorageIO):
+        options = storage_options_of(table.io.properties, root)
+    files = tuple(
+        PinnedFile(
+            path=path,
+            size_bytes=one.size_bytes,
+            rows=one.rows,
+            partition={
+                columns[field_id].name: arrow_value(value, columns[field_id].field_type)
+                for field_id, value in one.constants.items()
+                if field_id in columns
+            },
+            deleted=deleted.get(one.location),
+        )
+        for one, path in zip(planned, paths_below(root, places), strict=True)
+    )
+    constant = {name for file in files for name in file.partition}
+    return PinnedFiles(
+        version=_version(table, chosen),
+        files=files,
+        schema=arrow_schema(chosen.schema),
+        partition_columns=tuple(one.name for one in chosen.schema.fields if one.name in constant),
+        columns=column_mapping(chosen.schema, table.metadata.name_mapping()),
+        root=root,
+        storage_options=options,
+        constants_where_absent=True,
+    )
+
+
+def _version(table: Table, chosen: Chosen) -> TableVersion:
+    snapshot = chosen.snapshot
+    return TableVersion(
+        format="iceberg",
+        name=_NO_SNAPSHOT if snapshot is None else str(snapshot.snapshot_id),
+        timestamp_ms=None if snapshot is None else snapshot.timestamp_ms,
+        table_id=str(table.metadata.table_uuid),
+    )
+
+
+def _planned(table: Table, chosen: Chosen, threads: int) -> list[PlannedFile]:
+    if chosen.snapshot is None:
+        return []
+    try:
+        manifests = chosen.snapshot.manifests(table.io)
+        return plan_files(manifests, table.io, table.metadata.specs(), threads=threads)
+    except FileNotFoundError as error:
+        raise TableVersionGone(
+            f"metadata of snapshot {chosen.snapshot.snapshot_id} of {_name(table)!r} is gone ({error}): the snapshot "
+            "was expired, or its files were removed. Open a snapshot that is there",
+            files=(),
+        ) from error
+    except LakeckptError:
+        raise
+    except Exception as error:  # whatever damaged Avro and the stores' clients make pyiceberg raise
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise TableError(
+            f"metadata of snapshot {chosen.snapshot.snapshot_id} of {_name(table)!r} cannot be read ({what}): restore "
+            "them from a good copy, or open another snapshot"
+        ) from error
+
+
+def _deleted(table: Table, planned: Sequence[PlannedFile], threads: int) -> dict[str, Int64Array]:
+    """Return for each data file, by location, its deleted rows."""
+    deleted = deleted_rows(planned, table.io, threads=threads)
+    if any(one.equalities for one in planned):
+        for location, rows in rows_deleted_by_value(planned, table.metadata, table.io, threads=threads).items():
+            deleted[location] = np.union1d(deleted.get(location, rows), rows)
+    return deleted
+
+
+def _root(table: Table, places: Sequence[str]) -> str:
+    """Return the table's location where all files lie in it, else the deepest folder that holds them.
+
+    Of a location that ends with a slash, some writers make ``s3://lake/t//data/…``: files of ``s3://lake/t//data``.
+    """
+    location = plain_location(table.location()).rstrip("/")
+    if all(place.startswith(location + "/") and "//" not in place[len(location) :] for place in places):
+        return location
+    return common_root(places)
+
+
+def _refuse_unreadable(table: Table) -> None:
+    for name in table.metadata.properties:
+        if name.startswith("encryption."):
+            raise TableFeatureUnsupported(
+                f"the table {_name(table)!r} is encrypted (it has the property {name!r}): encrypted Iceberg tables are "
+                "not read. Copy the rows to a table without encryption"
+            )
+
+
+def _name(table: Table) -> str:
+    return redact_uri(plain_location(table.location()))

@@ -1,0 +1,1 @@
+"""This package reads Parquet files: their footers, the ranges of their column chunks, and their row groups."""

@@ -1,0 +1,1 @@
+"""Where bytes lie: local disks, object stores, file systems of fsspec."""

@@ -1,0 +1,54 @@
+"""This module gives the clients of table formats the options of a store, and explains their failures.
+
+deltalake and hudi open a table's metadata by themselves, and stand on Rust's object_store, as obstore does: they get
+the options under its names, and bounds on how long they may try. Texts of other stores go as they are. Values are never
+shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lakeckpt.errors import ConfigError, StorageError, TableError
+from lakeckpt.lake.storage.base import split_uri
+from lakeckpt.lake.storage.open import FILESYSTEM
+from lakeckpt.lake.storage.options import StoreOptions
+
+__all__ = ["asking", "is_of_the_store", "object_store_options"]
+
+_BOUNDS = {"timeout": "60s", "connect_timeout": "10s", "max_retries": "4", "retry_timeout": "120s"}
+
+
+def object_store_options(uri: str, storage_options: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the options of object_store for the store of ``uri``; {} for local files. They hold credentials."""
+    scheme, _ = split_uri(uri)
+    if FILESYSTEM in (storage_options or {}):
+        raise ConfigError("deltalake and hudi open tables by themselves, not by a filesystem: pass storage_options=")
+    if scheme == "file":
+        return {}
+    if scheme not in ("s3", "s3a"):
+        return _BOUNDS | {name: value for name, value in (storage_options or {}).items() if isinstance(value, str)}
+    return _BOUNDS | StoreOptions.of(storage_options).for_clients_of_formats()
+
+
+@contextmanager
+def asking(explained: Callable[[BaseException, str], Exception]) -> Iterator[None]:
+    """Turn what a client raises into ``explained(error, its text in one line)``; our own errors go through."""
+    try:
+        yield
+    except (TableError, ConfigError, StorageError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # an interrupt; panics of Rust are no `Exception` either
+        failure = explained(error, " ".join(str(error).split())[:500])
+    else:
+        return
+    raise failure from None
+
+
+def is_of_the_store(error: BaseException, text: str) -> bool:
+    """Whether it is the store that failed, and not what lies in it."""
+    return isinstance(error, OSError) or "Generic S3 error" in text or "error sending request" in text

@@ -1,0 +1,1 @@
+"""This package holds what a table consists of at one version."""

@@ -1,0 +1,411 @@
+"""This module holds the index of a table: the files and row groups of the pinned version, in arrays, with one digest.
+
+`TableIndex` holds one array for each property (paths, sizes, rows of every row group, …) instead of an object for each
+row group: a million row groups are a few megabytes. The digest depends on the content alone: relative paths, sizes,
+footer digests, partition values, row counts, deleted rows, and the schema by which a table format reads the files. It
+does not depend on the place, the machine, modification times, or the format's name of the version. A run writes the
+index once. What is read back is checked, and its paths are confined to the table that the user opened.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from lakeckpt.errors import ConfigError, WireDamaged
+from lakeckpt.lake.parquet.footer import DIGEST_BYTES, Int64Array
+from lakeckpt.lake.storage.base import check_key
+from lakeckpt.lake.table.column_mapping import ColumnMapping
+from lakeckpt.lake.table.deletes import Deletes
+from lakeckpt.lake.table.partitions import PartitionColumn, Value
+from lakeckpt.lake.table.scalars import type_text
+from lakeckpt.lake.table.version import PLAIN, TableVersion
+from lakeckpt.wire.envelope import dumps, loads
+
+__all__ = ["DataFile", "Files", "RestOfEpoch", "TableIndex"]
+
+KIND, VERSION = "table-index", (1, 2)
+_NO_TIME = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """One file of the pinned listing.
+
+    ``path`` is relative to the table's root; ``footer_digest`` the BLAKE2b-128 of its footer; ``group_rows`` the rows
+    of its row groups that are not deleted, ``stored_rows`` all (int64, read-only); ``partition`` its (column, value)
+    pairs, without the columns that it stores itself. ``mtime_ns`` is a hint only.
+    """
+
+    path: str
+    size_bytes: int
+    etag: str | None
+    mtime_ns: int | None
+    footer_digest: bytes
+    first_group: int
+    group_rows: Int64Array = field(compare=False, repr=False)
+    stored_rows: Int64Array = field(compare=False, repr=False)
+    partition: tuple[tuple[str, Value], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestOfEpoch:
+    """An index is of what is left of one epoch: what had been read of it, in an earlier version, does not exist."""
+
+    epoch: int
+    taken: Deletes
+    """The rows that had been read, by the file of this index in which they are now; the version itself has them."""
+
+    def to_plain(self) -> dict[str, object]:
+        """Return values that the wire can carry."""
+        return {"epoch": self.epoch, "taken": self.taken.to_plain()}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> RestOfEpoch:
+        """Return what `to_plain` gave; ``ValueError``, ``TypeError`` or ``KeyError`` where it is something else."""
+        return cls(epoch=operator.index(plain["epoch"]), taken=Deletes.from_plain(plain["taken"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TableIndex:
+    """The files of a table in the bytewise order of their paths, F of them, with G row groups.
+
+    ``size_bytes``, ``mtime_ns`` (-1: unknown): int64[F]; ``footer_digests``: 16 bytes each, joined; ``first_group``:
+    int64[F + 1], the row groups of file ``i`` are ``[first_group[i], first_group[i + 1])``; ``stored_rows`` and
+    ``group_bytes`` (uncompressed): int64[G], as the footers say, row groups without rows included; ``deletes``: the
+    stored rows that do not exist in ``version``; ``columns``: by what the files store the columns of ``schema``;
+    ``rest``: the index is of what is left of an epoch (`whole` is of the version). ``excluded``: ordinals of row groups
+    that are never read, ascending. Arrays are read-only. Two indexes are equal if their digests are.
+    """
+
+    paths: tuple[str, ...]
+    size_bytes: Int64Array
+    etags: tuple[str | None, ...]
+    mtime_ns: Int64Array
+    footer_digests: bytes
+    first_group: Int64Array
+    stored_rows: Int64Array
+    group_bytes: Int64Array
+    partitions: tuple[PartitionColumn, ...]
+    schema: pa.Schema
+    version: TableVersion = PLAIN
+    deletes: Deletes = field(default_factory=Deletes)
+    columns: ColumnMapping = field(default_factory=ColumnMapping)
+    rest: RestOfEpoch | None = None
+    excluded: tuple[int, ...] = ()
+    gone: Deletes = field(init=False)
+    """The stored rows that have no position: ``deletes``, those of ``rest``, and those of ``excluded`` row groups."""
+    group_rows: Int64Array = field(init=False)
+    """int64[G]: the rows of each row group that are not deleted. These have positions."""
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("size_bytes", "mtime_ns", "first_group", "stored_rows", "group_bytes"):
+            object.__setattr__(self, name, _read_only(np.ascontiguousarray(getattr(self, name), dtype=np.int64)))
+        self._check()
+        gone = self.deletes if self.rest is None else self.deletes.union(self.rest.taken)
+        object.__setattr__(self, "gone", gone.union(self._excluded_rows()))
+        object.__setattr__(self, "group_rows", self._group_rows())
+        object.__setattr__(self, "digest", self._content_digest())
+
+    def __eq__(self, other: object) -> bool:
+        return self.digest == other.digest if isinstance(other, TableIndex) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return (
+            f"TableIndex(files={len(self.paths)}, row_groups={len(self.group_rows)}, rows={self.num_rows}, "
+            f"digest={self.digest!r})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (TableIndex.loads, (self.dumps(),))
+
+    @property
+    def files(self) -> Files:
+        """The files, as a sequence of `DataFile` that are made when asked for."""
+        return Files(self)
+
+    @property
+    def whole(self) -> TableIndex:
+        """The index of the version, with all its rows."""
+        return self if self.rest is None else replace(self, rest=None)
+
+    def excluding(self, row_groups: Iterable[tuple[str, int]]) -> TableIndex:
+        """Return this index without ``row_groups`` (path, ordinal in the file), and no others.
+
+        A file that the version does not have excludes nothing. `ConfigError` for an ordinal that a file does not have.
+        """
+        files = {path: file for file, path in enumerate(self.paths)}
+        ordinals = {self._ordinal(path, files[path], group) for path, group in row_groups if path in files}
+        return replace(self, excluded=tuple(sorted(ordinals)))
+
+    def _ordinal(self, path: str, file: int, group: int) -> int:
+        first, end = self.first_group[file : file + 2].tolist()
+        if not 0 <= group < end - first:
+            raise ConfigError(
+                f"exclude= names row group {group} of {path!r}, which has {end - first} row groups, counted from 0: "
+                "name the one that the error named"
+            )
+        return int(first) + group
+
+    def _excluded_rows(self) -> Deletes:
+        rows: dict[int, list[Int64Array]] = {}
+        for ordinal in self.excluded:
+            start = self.stored_start(ordinal)
+            rows.setdefault(self.group(ordinal)[0], []).append(
+                np.arange(start, start + int(self.stored_rows[ordinal]), dtype=np.int64)
+            )
+        return Deletes.of({file: np.concatenate(some) for file, some in rows.items()})
+
+    @property
+    def version_digest(self) -> str:
+        """The digest of the version with all its rows, whatever is excluded: equal for the same files and deletes."""
+        return replace(self, rest=None, excluded=()).digest
+
+    def rows_excluded(self) -> list[tuple[str, int, int]]:
+        """Return (path, row group in the file, rows) of what is excluded; rows that exist, and are not of `rest`."""
+        every = replace(self, excluded=()).group_rows
+        at = [(self.group(ordinal), int(every[ordinal])) for ordinal in self.excluded]
+        return [(self.paths[file], group, rows) for (file, group), rows in at]
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.group_rows.sum())
+
+    def group(self, ordinal: int) -> tuple[int, int]:
+        """The (file, row group in that file) of a row group of the table, ``0 <= ordinal < G``. ``IndexError``."""
+        if not 0 <= ordinal < len(self.stored_rows):
+            raise IndexError(f"row group {ordinal} of a table of {len(self.stored_rows)}")
+        file = int(self.first_group.searchsorted(ordinal, side="right")) - 1
+        return file, ordinal - int(self.first_group[file])
+
+    def dumps(self) -> bytes:
+        """Return the index as a versioned, checksummed document (`docs/reference/table-index.md`)."""
+        value = {
+            "paths": "\0".join(self.paths),
+            "files": len(self.paths),
+            "sizes": _narrow(self.size_bytes),
+            "etags": "\0".join(etag or "" for etag in self.etags),
+            "mtimes": self.mtime_ns,
+            "footer_digests": self.footer_digests,
+            "groups_per_file": _narrow(np.diff(self.first_group)),
+            "group_rows": _narrow(self.stored_rows),
+            "group_bytes": _narrow(self.group_bytes),
+            "partitions": [{"name": p.name, "values": p.plain_values(), "codes": p.codes} for p in self.partitions],
+            "schema": self.schema.serialize().to_pybytes(),
+            "version": self.version.to_plain(),
+            "deletes": self.deletes.to_plain(),
+            "columns": self.columns.to_plain(self.schema),
+            **({} if self.rest is None else {"rest": self.rest.to_plain()}),
+            **({"excluded": list(self.excluded)} if self.excluded else {}),
+            "digest": self.digest,
+        }
+        return dumps(value, kind=KIND, version=VERSION)
+
+    @classmethod
+    def loads(cls, data: bytes) -> TableIndex:
+        """Read what `dumps` wrote. `WireError` where it is damaged, newer, or not an index; nothing else."""
+        value = loads(data, kind=KIND, supported=VERSION).value
+        try:
+            index, digest = cls._of_document(value), value["digest"]
+        except Exception as error:  # whatever the parts of a crafted document make numpy and pyarrow raise
+            raise WireDamaged(f"this table index is malformed: {type(error).__name__}: {error}") from error
+        if index.digest != digest:
+            raise WireDamaged(f"this table index says that its digest is {digest!r}, but it is {index.digest!r}")
+        return index
+
+    @classmethod
+    def _of_document(cls, value: dict[str, Any]) -> TableIndex:
+        count = operator.index(value["files"])
+        per_file = _array(value["groups_per_file"])
+        schema = pa.ipc.read_schema(pa.py_buffer(value["schema"]))
+        return cls(
+            paths=_split(value["paths"], count),
+            size_bytes=_array(value["sizes"]),
+            etags=tuple(etag or None for etag in _split(value["etags"], count)),
+            mtime_ns=_array(value["mtimes"]),
+            footer_digests=bytes(value["footer_digests"]),
+            first_group=np.concatenate([np.zeros(1, np.int64), np.cumsum(per_file)]),
+            stored_rows=_array(value["group_rows"]),
+            group_bytes=_array(value["group_bytes"]),
+            partitions=tuple(
+                PartitionColumn.from_plain(p, _array(p["codes"]).astype(np.int32), schema) for p in value["partitions"]
+            ),
+            schema=schema,
+            version=TableVersion.from_plain(value["version"]) if "version" in value else PLAIN,
+            deletes=Deletes.from_plain(value.get("deletes", [])),
+            columns=ColumnMapping.from_plain(value.get("columns", []), schema),
+            rest=RestOfEpoch.from_plain(value["rest"]) if "rest" in value else None,
+            excluded=tuple(operator.index(one) for one in value.get("excluded", [])),
+        )
+
+    def stored_start(self, ordinal: int) -> int:
+        """Return the first stored row of row group ``ordinal``, counted from the start of its file."""
+        inside = self.group(ordinal)[1]
+        return int(self.stored_rows[ordinal - inside : ordinal].sum())
+
+    def surviving(self, ordinal: int) -> npt.NDArray[np.bool_] | None:
+        """Return which stored rows of row group ``ordinal`` are not deleted: bool, shape (stored rows,); None: all."""
+        if self.group_rows[ordinal] == self.stored_rows[ordinal]:
+            return None
+        start = self.stored_start(ordinal)
+        return self.gone.surviving(self.group(ordinal)[0], start, start + int(self.stored_rows[ordinal]))
+
+    def existing(self, file: int) -> Int64Array:
+        """Return the stored rows of a file that have positions, ascending, counted from its start (int64)."""
+        first, end = int(self.first_group[file]), int(self.first_group[file + 1])
+        total = int(self.stored_rows[first:end].sum())
+        left = self.gone.surviving(file, 0, total)
+        return np.arange(total, dtype=np.int64) if left is None else np.asarray(np.flatnonzero(left), np.int64)
+
+    def _group_rows(self) -> Int64Array:
+        if not self.gone:
+            return self.stored_rows
+        left = self.stored_rows.copy()
+        for file in self.gone.packed:
+            if file >= len(self.paths):
+                raise ValueError(f"rows are deleted of file {file}, and there are {len(self.paths)}")
+            first, end = int(self.first_group[file]), int(self.first_group[file + 1])
+            ends = np.cumsum(self.stored_rows[first:end])
+            deleted = self.gone.rows(file)
+            if len(deleted) and (not len(ends) or deleted[-1] >= ends[-1]):
+                raise ValueError(
+                    f"row {deleted[-1]} of {self.paths[file]!r} is deleted, but it has {ends[-1] if len(ends) else 0}"
+                )
+            which = np.searchsorted(ends, deleted, side="right")
+            left[first:end] -= np.bincount(which, minlength=end - first)
+        return _read_only(left)
+
+    def _check(self) -> None:
+        count, groups = len(self.paths), len(self.stored_rows)
+        lengths = {
+            "size_bytes": (len(self.size_bytes), count),
+            "etags": (len(self.etags), count),
+            "mtime_ns": (len(self.mtime_ns), count),
+            "footer_digests": (len(self.footer_digests), DIGEST_BYTES * count),
+            "first_group": (len(self.first_group), count + 1),
+            "group_bytes": (len(self.group_bytes), groups),
+            **{f"partition {p.name!r}": (len(p.codes), count) for p in self.partitions},
+        }
+        for name, (got, wanted) in lengths.items():
+            if got != wanted:
+                raise ValueError(f"{name} of an index of {count} files and {groups} row groups has {got} entries")
+        if any(a >= b for a, b in zip(self.paths, self.paths[1:], strict=False)):
+            raise ValueError("the paths of an index must be sorted, each once")
+        for path in self.paths:
+            check_key(path)
+        bounds = self.first_group
+        if bounds[0] != 0 or bounds[-1] != groups or bool((np.diff(bounds) < 0).any()):
+            raise ValueError(f"the row groups of the files do not add up to {groups}")
+        if any(len(array) and int(array.min()) < 0 for array in (self.size_bytes, self.stored_rows, self.group_bytes)):
+            raise ValueError("sizes and row counts of an index must not be negative")
+        if any(a >= b for a, b in pairwise((-1, *self.excluded, groups))):
+            raise ValueError(f"row groups {self.excluded[:8]} are excluded, of {groups}")
+        self.columns.check(self.schema)
+        if float(self.stored_rows.sum(dtype=np.float64)) >= 2.0**62:
+            raise ValueError("a table has fewer than 2**62 rows")
+
+    def _content_digest(self) -> str:
+        """BLAKE2b-128 over each part of the content, led by its length; numbers are little-endian int64."""
+        parts = [
+            b"lakeckpt table index 1",
+            "\0".join(self.paths).encode(),
+            self.size_bytes.astype("<i8").tobytes(),
+            self.footer_digests,
+            self.first_group.astype("<i8").tobytes(),
+            self.stored_rows.astype("<i8").tobytes(),
+        ]
+        for column in self.partitions:
+            if column.type not in (pa.int64(), pa.string()):
+                parts.append(b"type " + type_text(column.type).encode())
+            values = [b"n" if v is None else f"{type(v).__name__[0]}{v}".encode() for v in column.plain_values()]
+            parts += [column.name.encode(), *values, column.codes.astype("<i4").tobytes()]
+        if self.version.format != "parquet":
+            # What the files hold does not tell how the format reads them.
+            parts += [b"schema", *(f"{f.name!r}:{type_text(f.type)}".encode() for f in self.schema)]
+        if self.columns:
+            parts += [b"columns", repr(self.columns.to_plain(self.schema)).encode()]
+        if self.deletes:
+            parts += [b"deletes", self.deletes.digest()]
+        if self.rest is not None:
+            parts += [b"rest", str(self.rest.epoch).encode(), self.rest.taken.digest()]
+        if self.excluded:
+            parts += [b"excluded", np.array(self.excluded, "<i8").tobytes()]
+        digest = blake2b(digest_size=DIGEST_BYTES)
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.hexdigest()
+
+
+class Files(Sequence[DataFile]):
+    """The files of an index; each `DataFile` is made when it is asked for."""
+
+    __slots__ = ("_index",)
+
+    def __init__(self, index: TableIndex) -> None:
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self._index.paths)
+
+    @overload
+    def __getitem__(self, which: int) -> DataFile: ...
+    @overload
+    def __getitem__(self, which: slice) -> tuple[DataFile, ...]: ...
+    def __getitem__(self, which: int | slice) -> DataFile | tuple[DataFile, ...]:
+        if isinstance(which, slice):
+            return tuple(self[i] for i in range(*which.indices(len(self))))
+        index, ordinal = self._index, range(len(self))[which]
+        first, end = int(index.first_group[ordinal]), int(index.first_group[ordinal + 1])
+        mtime_ns = int(index.mtime_ns[ordinal])
+        return DataFile(
+            path=index.paths[ordinal],
+            size_bytes=int(index.size_bytes[ordinal]),
+            etag=index.etags[ordinal],
+            mtime_ns=None if mtime_ns == _NO_TIME else mtime_ns,
+            footer_digest=index.footer_digests[DIGEST_BYTES * ordinal : DIGEST_BYTES * (ordinal + 1)],
+            first_group=first,
+            group_rows=index.group_rows[first:end],
+            stored_rows=index.stored_rows[first:end],
+            partition=tuple((p.name, p.value_of(ordinal)) for p in index.partitions if not p.is_stored(ordinal)),
+        )
+
+
+def _read_only(array: Int64Array) -> Int64Array:
+    if not array.flags.writeable:
+        return array
+    array = array.view()
+    array.flags.writeable = False
+    return array
+
+
+def _narrow(array: Int64Array) -> np.ndarray[Any, Any]:
+    """The same numbers in four bytes each where they fit."""
+    return array.astype("<u4") if not len(array) or int(array.max()) < 2**32 else array.astype("<i8")
+
+
+def _array(value: Any) -> Int64Array:
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu":
+        raise TypeError("an array of integers was expected")
+    return value.astype(np.int64)
+
+
+def _split(text: Any, count: int) -> tuple[str, ...]:
+    if not isinstance(text, str):
+        raise TypeError("joined text was expected")
+    parts = tuple(text.split("\0")) if count else ()
+    if len(parts) != count or (not count and text):
+        raise ValueError(f"{len(parts)} texts where {count} were expected")
+    return parts

@@ -1,0 +1,1 @@
+"""This package turns Arrow columns into numpy columns."""

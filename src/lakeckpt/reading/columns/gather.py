@@ -1,0 +1,239 @@
+"""This module gathers, cuts and joins the rows of `lakeckpt.reading.columns.ragged` columns.
+
+*Gathered* rows are copies in memory of their own; *cut* rows are views, save that offsets are new; *joined* rows are
+copies. All three are made column by column, and keep the structure that a column has. Columns come in *parts*, as they
+were decoded: parts are gathered from, or stay what they are (`Pieces`), and are not joined before.
+
+The rows of a `Ragged` of fixed-width elements are runs of bytes to Arrow: views of them are put in order, 16 bytes a
+row, and then every row is copied once to where it belongs. Elements that are columns of columns are gathered element by
+element. Nothing here runs Python per row, and nothing knows of Arrow's types, nulls policy or files.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from lakeckpt.reading.columns.forms import MAX_NARROW_BYTES, view
+from lakeckpt.reading.columns.ragged import Column, Ragged, map_column, trusted
+
+__all__ = ["Pieces", "column_bytes", "cut", "gather", "join_rows", "laid_out"]
+
+Array: TypeAlias = npt.NDArray[Any]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+New: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+"""Makes an array of a shape and dtype, of whatever values."""
+
+
+class Pieces:
+    """The rows of ``parts``, one after another, which stay where they are: a cut within one of them is a view."""
+
+    __slots__ = ("_starts", "parts")
+
+    def __init__(self, parts: Sequence[Column[Array]]) -> None:
+        self.parts = parts
+        self._starts = list(itertools.accumulate((_rows_of(part) for part in parts), initial=0))
+
+    def cut(self, start: int, stop: int, make: Callable[[Array], Any]) -> Any:
+        """Rows [start, stop), with ``make`` applied to every array."""
+        place = max(0, bisect.bisect_right(self._starts, start, hi=len(self.parts)) - 1)
+        begin, end = self._starts[place : place + 2]
+        if stop <= end:
+            return _cut(self.parts[place], start - begin, stop - begin, make)
+        found = []
+        while start < stop:
+            begin, end = self._starts[place : place + 2]
+            found.append(_cut(self.parts[place], start - begin, min(stop, end) - begin, _as_it_is))
+            start, place = min(stop, end), place + 1
+        return map_column(join_rows(found), make)
+
+
+def _as_it_is(array: Array) -> Array:
+    return array
+
+
+def _rows_of(column: Column[Array]) -> int:
+    """Return the rows of a column; 0 of a struct that has no arrays."""
+    return max(map(_rows_of, column.values()), default=0) if isinstance(column, dict) else len(column)
+
+
+def laid_out(parts: Sequence[Column[Array]]) -> Column[Array] | Pieces:
+    """``parts`` one after another, without a copy."""
+    filled = [part for part in parts if _rows_of(part)] or parts[:1]
+    return filled[0] if len(filled) == 1 else Pieces(filled)
+
+
+def cut(
+    columns: Mapping[str, Column[Array] | Pieces], start: int, stop: int, make: Callable[[Array], Any]
+) -> dict[str, Any]:
+    """Return rows [start, stop) of ``columns``, with ``make`` applied to every array of them."""
+    # Once for every column of every micro-batch: plain arrays first, and nothing more than that for them.
+    return {
+        name: make(column[start:stop]) if type(column) is np.ndarray else _cut(column, start, stop, make)
+        for name, column in columns.items()
+    }
+
+
+def _cut(column: Column[Array] | Pieces, start: int, stop: int, make: Callable[[Array], Any]) -> Any:
+    if isinstance(column, Ragged):
+        offsets, values, masks = column.offsets, column.values, column.masks
+        begin, end = offsets.item(start), offsets.item(stop)
+        return trusted(
+            make(values[begin:end]) if type(values) is np.ndarray else _cut(values, begin, end, make),
+            make(offsets[start : stop + 1] - begin),
+            column.kind,
+            {name: make(mask[begin:end]) for name, mask in masks.items()} if masks else {},
+        )
+    if isinstance(column, Pieces):
+        return column.cut(start, stop, make)
+    if isinstance(column, dict):
+        return cut(column, start, stop, make)
+    return make(column[start:stop])
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an array whose memory is of Arrow's pool, which keeps what it is given back: new pages cost more."""
+    count = int(np.prod(shape))
+    if not count:
+        return np.empty(shape, dtype)
+    return view(pa.allocate_buffer(count * dtype.itemsize), dtype, 0, count).reshape(shape)
+
+
+def gather(parts: Sequence[Column[Array]], rows: Int64Array, new: New = _empty) -> Column[Array]:
+    """Return ``rows`` of ``parts``, which are of one structure, one after another; in their order.
+
+    Arrays of fixed width are made by ``new``.
+    """
+    first = parts[0]
+    if isinstance(first, dict):
+        every = cast("Sequence[dict[str, Column[Array]]]", parts)
+        return {name: gather([part[name] for part in every], rows, new) for name in first}
+    if isinstance(first, Ragged):
+        return _gather_ragged(cast("Sequence[Ragged[Array]]", parts), rows, new)
+    column = _joined(cast("Sequence[Array]", parts), new)
+    found = new((len(rows), *column.shape[1:]), column.dtype)
+    # Rows are where they are said to be; in the mode "raise" numpy would make a copy first.
+    return np.take(column, rows, axis=0, out=found, mode="wrap") if len(rows) else found
+
+
+def _gather_ragged(parts: Sequence[Ragged[Array]], rows: Int64Array, new: New) -> Ragged[Array]:
+    first = parts[0]
+    if isinstance(first.values, np.ndarray) and not first.masks:
+        runs, offsets = _gather_runs(parts, rows)
+        return Ragged(values=runs, offsets=offsets, kind=first.kind)
+    column = cast("Ragged[Array]", join_rows(parts))
+    begins = column.offsets[rows]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(column.offsets[rows + 1] - begins, out=offsets[1:])
+    elements = np.repeat(begins - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
+    values = gather([column.values], elements, new)
+    masks = {name: cast("Array", gather([mask], elements, new)) for name, mask in column.masks.items()}
+    return Ragged(values=values, offsets=offsets, kind=column.kind, masks=masks)
+
+
+def _gather_runs(parts: Sequence[Ragged[Array]], rows: Int64Array) -> tuple[Array, Int64Array]:
+    """Rows of fixed-width elements: to Arrow each is a run of bytes."""
+    first = cast("Array", parts[0].values)
+    item = first.dtype.itemsize * int(np.prod(first.shape[1:]))
+    sizes = [len(cast("Array", part.values)) * item for part in parts]
+    if not item or not sum(sizes):
+        return first[:0], np.zeros(len(rows) + 1, np.int64)
+    if sum(sizes) < _SHORT_RUN * len(rows) or max(sizes) > MAX_NARROW_BYTES:
+        taken = pc.take(_as_runs(cast("Ragged[Array]", join_rows(parts)), item), pa.array(rows), boundscheck=False)
+    else:
+        contents = [_octets(part) for part in parts]
+        views = np.concatenate([_views(part.offsets * item, place) for place, part in enumerate(parts)])[rows]
+        _inline(views, contents)
+        stored = pa.Array.from_buffers(pa.binary_view(), len(rows), [None, pa.py_buffer(views), *contents])
+        taken = pc.cast(stored, pa.large_binary())
+    bounds = view(taken.buffers()[1], np.int64, taken.offset, taken.offset + len(rows) + 1) // item
+    found = view(taken.buffers()[2], first.dtype, 0, int(bounds[-1]) * (item // first.dtype.itemsize))
+    return found.reshape(-1, *first.shape[1:]), bounds
+
+
+_SHORT_RUN = 64
+"""Bytes of a row that is copied as fast as a view of it is made."""
+_INLINE = 12
+"""Arrow keeps contents of so many bytes in the view itself."""
+
+
+def _octets(part: Ragged[Array]) -> pa.Buffer:
+    return pa.py_buffer(np.ascontiguousarray(part.values).reshape(-1).view(np.uint8))
+
+
+def _as_runs(column: Ragged[Array], item: int) -> pa.Array:
+    buffers = [None, pa.py_buffer(column.offsets * item), _octets(column)]
+    return pa.Array.from_buffers(pa.large_binary(), len(column), buffers)
+
+
+def _views(offsets: Int64Array, place: int) -> npt.NDArray[np.int32]:
+    """Arrow's views of the rows of the ``place``-th content: int32, shape (rows, 4): length, 0, place, offset."""
+    views = np.zeros((len(offsets) - 1, 4), np.int32)
+    views[:, 0], views[:, 2], views[:, 3] = np.diff(offsets), place, offsets[:-1]
+    return views
+
+
+def _inline(views: npt.NDArray[np.int32], contents: Sequence[pa.Buffer]) -> None:
+    """Put contents that are short into their views, as Arrow has it."""
+    short = np.flatnonzero((views[:, 0] > 0) & (views[:, 0] <= _INLINE))
+    if not len(short):
+        return
+    lengths, places, begins = views[short, 0], views[short, 2], views[short, 3].astype(np.int64)
+    within = np.arange(_INLINE) < lengths[:, None]
+    found = np.zeros((len(short), _INLINE), np.uint8)
+    for place in np.unique(places):
+        content, mine = np.frombuffer(contents[place], np.uint8), places == place
+        at = np.where(within[mine], begins[mine, None] + np.arange(_INLINE), 0)
+        found[mine] = np.where(within[mine], content[at], 0)
+    views[short, 1:] = found.view(np.int32)
+
+
+def join_rows(parts: Sequence[Column[Array]]) -> Column[Array]:
+    """Return the rows of ``parts``, of one structure, one after another, in new memory (of one part: its own)."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, dict):
+        every = cast("Sequence[dict[str, Column[Array]]]", parts)
+        return {name: join_rows([part[name] for part in every]) for name in first}
+    if isinstance(first, Ragged):
+        return _join_ragged(cast("Sequence[Ragged[Array]]", parts))
+    return _joined(cast("Sequence[Array]", parts), _empty)
+
+
+def _joined(parts: Sequence[Array], new: New) -> Array:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts, out=new((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype))
+
+
+def _join_ragged(parts: Sequence[Ragged[Array]]) -> Ragged[Array]:
+    ends = np.cumsum([0, *(part.offsets[-1] for part in parts)])
+    offsets = [part.offsets[1:] + end for part, end in zip(parts, ends, strict=False)]
+    return Ragged(
+        values=join_rows([part.values for part in parts]),
+        offsets=np.concatenate([np.zeros(1, np.int64), *offsets]),
+        kind=parts[0].kind,
+        masks={name: cast("Array", join_rows([part.masks[name] for part in parts])) for name in parts[0].masks},
+    )
+
+
+def column_bytes(columns: Mapping[str, Column[Array] | Pieces]) -> int:
+    """Return the bytes of all arrays of ``columns``."""
+    sizes: list[int] = []
+
+    def add(array: Array) -> Array:
+        sizes.append(array.nbytes)
+        return array
+
+    for column in columns.values():
+        for part in column.parts if isinstance(column, Pieces) else [column]:
+            map_column(part, add)
+    return sum(sizes)

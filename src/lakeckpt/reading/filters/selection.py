@@ -1,0 +1,144 @@
+"""This module identifies the rows that a filter keeps.
+
+A `RowSelection` holds, for each row group of a pinned table, how many rows stay and a digest of which rows stay. Rows
+that the pinned version deletes do not exist here. The digest of the selection covers both arrays: two filters that keep
+the same rows are one selection, and a filter that keeps other rows is another one even where the counts agree. Only
+rows that stay have positions.
+
+A selection also records which expression was counted, and by which release of pyarrow. A run saves selections, and
+`RowSelection.was_counted_by` says whether a saved one may be used without counting again. The module never reads a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from lakeckpt.errors import WireDamaged
+from lakeckpt.reading.filters.row_filter import RowFilter
+from lakeckpt.wire.envelope import dumps, loads
+
+__all__ = ["EVERY", "NONE", "RowSelection", "digested"]
+
+Int64Array = npt.NDArray[np.int64]
+Uint64Array = npt.NDArray[np.uint64]
+KIND, VERSION = "row-selection", (1, 0)
+NONE, EVERY = 0, 2**64 - 1
+"""The digests of a row group of which no row, or every row, stays: neither needs a bitmap."""
+_TEXTS = ("table", "text", "expression", "pyarrow", "digest")
+
+
+def digested(mask: pa.ChunkedArray) -> tuple[int, int]:
+    """Return how many rows of a row group stay, and a digest of which: `NONE`, `EVERY`, or BLAKE2b-64 of the bitmap.
+
+    ``mask`` is bool without nulls.
+
+    >>> digested(pa.chunked_array([[False, False]])), digested(pa.chunked_array([[True, True]])) == (2, EVERY)
+    ((0, 0), True)
+    """
+    kept = int(pc.sum(mask).as_py() or 0)
+    if kept in (0, len(mask)):
+        return kept, EVERY if kept else NONE
+    packed = np.packbits(mask.cast(pa.uint8()).to_numpy(), bitorder="little")  # Arrow casts faster than it unpacks
+    return kept, int.from_bytes(blake2b(packed.tobytes(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowSelection:
+    """The rows of a pinned table that a filter keeps. Two are equal if their tables and digests are."""
+
+    table: str
+    """Digest of the table's index."""
+    text: str
+    """The filter, for people."""
+    expression: str
+    """`RowFilter.digest` of the filter that was counted."""
+    pyarrow: str
+    """The release of pyarrow that evaluated it."""
+    group_rows: Int64Array
+    """int64[G], read-only: how many rows of each row group stay."""
+    group_digests: Uint64Array
+    """uint64[G], read-only: The digest of `digested` of each row group."""
+    digest: str = field(init=False)
+    """BLAKE2b-128 (hex) over ``group_rows`` and ``group_digests``, little-endian."""
+
+    def __post_init__(self) -> None:
+        rows = np.ascontiguousarray(self.group_rows, dtype=np.int64).view()
+        digests = np.ascontiguousarray(self.group_digests, dtype=np.uint64).view()
+        if rows.ndim != 1 or (len(rows) and int(rows.min()) < 0):
+            raise ValueError("a row selection has a count of at least 0 for each row group")
+        if digests.shape != rows.shape or bool(((digests == NONE) != (rows == 0)).any()):
+            raise ValueError("a row selection has a digest for each row group, and 0 exactly where no row stays")
+        rows.flags.writeable = digests.flags.writeable = False
+        found = blake2b(b"lakeckpt row selection 1", digest_size=16)
+        found.update(rows.astype("<i8").tobytes())
+        found.update(digests.astype("<u8").tobytes())
+        object.__setattr__(self, "group_rows", rows)
+        object.__setattr__(self, "group_digests", digests)
+        object.__setattr__(self, "digest", found.hexdigest())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowSelection):
+            return NotImplemented
+        return (self.table, self.digest) == (other.table, other.digest)
+
+    def __hash__(self) -> int:
+        return hash((self.table, self.digest))
+
+    def __repr__(self) -> str:
+        return f"RowSelection({self.text!r:.200}, rows={self.num_rows}, digest={self.digest!r})"
+
+    @property
+    def num_rows(self) -> int:
+        """All rows that stay."""
+        return int(self.group_rows.sum())
+
+    def was_counted_by(self, keep: RowFilter) -> bool:
+        """Say whether the very expression of ``keep`` was counted, by the release of pyarrow that runs now."""
+        return (self.expression, self.pyarrow) == (keep.digest, pa.__version__)
+
+    def check(self, *, table: str, existing: Int64Array) -> None:
+        """Raise ``ValueError`` where this is no selection of the table whose row groups have ``existing`` rows."""
+        if self.table != table:
+            raise ValueError(f"a selection of the table {self.table[:12]} was given for the table {table[:12]}")
+        if len(self.group_rows) != len(existing) or bool((self.group_rows > existing).any()):
+            raise ValueError(f"the selection {self.digest[:12]} keeps more rows than the row groups have")
+
+    def dumps(self) -> bytes:
+        """Return the selection as a versioned, checksummed document (`docs/reference/row-selection.md`)."""
+        rows = self.group_rows
+        narrow = not len(rows) or int(rows.max()) < 2**32
+        value = {name: getattr(self, name) for name in _TEXTS} | {
+            "group_rows": rows.astype("<u4" if narrow else "<i8"),
+            "group_digests": self.group_digests.astype("<u8"),
+        }
+        return dumps(value, kind=KIND, version=VERSION)
+
+    @classmethod
+    def loads(cls, data: bytes) -> RowSelection:
+        """Read what `dumps` wrote. Raises `WireError` where it is damaged, newer, or no selection; nothing else."""
+        value = loads(data, kind=KIND, supported=VERSION).value
+        try:
+            found = cls._of_document(value)
+            digest = value["digest"]
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
+            raise WireDamaged(f"this row selection is malformed: {type(error).__name__}: {error}") from error
+        if found.digest != digest:
+            raise WireDamaged(f"this row selection says that its digest is {digest!r:.80}, but it is {found.digest!r}")
+        return found
+
+    @classmethod
+    def _of_document(cls, value: Any) -> RowSelection:
+        texts = {name: value[name] for name in _TEXTS if name != "digest"}
+        if not all(isinstance(one, str) for one in texts.values()):
+            raise TypeError("digests, versions and the filter's text are texts")
+        arrays = {name: value[name] for name in ("group_rows", "group_digests")}
+        if not all(isinstance(one, np.ndarray) and one.dtype.kind in "iu" for one in arrays.values()):
+            raise TypeError("arrays of integers were expected")
+        return cls(**texts, **arrays)

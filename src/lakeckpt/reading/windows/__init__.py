@@ -1,0 +1,1 @@
+"""This package decodes windows: row groups in the order of an epoch."""

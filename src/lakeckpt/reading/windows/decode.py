@@ -1,0 +1,224 @@
+"""This module decodes row groups into Arrow tables of the columns asked for, in the types of the table.
+
+A row group is the unit of decoding: the column chunks of the wanted columns (and no others) are read, pages are
+compared with their checksums where the file has them (`lakeckpt.lake.parquet.row_group`), and the rows are cut out.
+Rows that the pinned version deletes do not exist, and are not counted. What a file lacks or stores in another type is
+made to fit by `lakeckpt.lake.parquet.fit`; partition columns are constants. A file is opened once, when it is first
+needed, and its footer must be the pinned one (`lakeckpt.lake.parquet.prefetch`). Where something cannot be decoded, the
+file is opened again and read once more before it counts as damaged. A file that was written again is `DataFileChanged`.
+
+The module never caches rows: every call decodes anew, so the memory that it returns belongs to the caller alone.
+Threads may share a decoder.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lakeckpt.errors import ConfigError, DataFileDamaged, LakeckptError, SchemaError, StorageError
+from lakeckpt.lake.parquet.fit import FileFit, FileFits, constant
+from lakeckpt.lake.parquet.prefetch import OpenedFile, Prefetcher
+from lakeckpt.lake.parquet.row_group import DEFAULT_MAX_ROW_GROUP_BYTES, RowGroupPlan, RowGroupReader
+from lakeckpt.lake.parquet.types import plain_type
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.table.table import Table
+
+__all__ = ["DEFAULT_AHEAD_BYTES", "RowGroupDecoder", "select_columns"]
+
+DEFAULT_AHEAD_BYTES = 256 * 2**20
+"""What is held of row groups that were announced and are not decoded yet, as they are stored, if not told otherwise."""
+
+
+def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    """Return the schema of ``columns`` in the order asked for (None: all), in the types that are delivered.
+
+    These are the table's, save that views, dictionaries and extension types become the types of their values. Raises
+    `ConfigError` for a name given twice, `SchemaError` for one that the table does not have.
+    """
+    if isinstance(columns, str):
+        raise ConfigError(f"columns must be a list of names, got the text {columns!r}: write [{columns!r}]")
+    names = schema.names if columns is None else list(columns)
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ConfigError(f"columns asked for more than once: {', '.join(map(repr, twice))}")
+    if not names and columns is None:
+        raise SchemaError("the table has no columns: there is nothing to read")
+    if not names:
+        raise ConfigError("no columns were asked for: name at least one")
+    known = set(schema.names)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, schema.names, n=3) or schema.names[:10]
+            raise SchemaError(f"the table has no column {name!r}; it has {', '.join(map(repr, near))}, …")
+    fields = [schema.field(name) for name in names]
+    return pa.schema([pa.field(field.name, plain_type(field.type), field.nullable) for field in fields])
+
+
+class RowGroupDecoder:
+    """Decodes row groups of ``table``, ``columns`` of them (None: all), keeping at most ``open_files`` files open.
+
+    The wanted columns of one row group may take ``max_row_group_bytes`` uncompressed, as the footer states it. Of row
+    groups in a store that were announced, ``prefetcher`` holds up to ``ahead_bytes`` as they are stored.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        columns: Sequence[str] | None = None,
+        *,
+        open_files: int = 16,
+        use_threads: bool = True,
+        ahead_bytes: int = DEFAULT_AHEAD_BYTES,
+        max_row_group_bytes: int = DEFAULT_MAX_ROW_GROUP_BYTES,
+    ) -> None:
+        if open_files < 1:
+            raise ConfigError(f"open_files must be at least 1, got {open_files}")
+        self.table = table
+        self.schema = select_columns(table.schema, columns)
+        """What `decode` returns: the columns in the order asked for."""
+        self._partitions = {column.name: column for column in table.index.partitions}
+        self._fits = FileFits(table.index.schema, table.index.columns)
+        self._use_threads = use_threads
+        self._most = max_row_group_bytes
+        is_local = isinstance(table.storage, LocalStorage)
+        self._prefetcher = Prefetcher(
+            table.index, self._opened, most_open=open_files, ahead_bytes=0 if is_local else ahead_bytes
+        )
+
+    def expect(self, groups: Iterable[int]) -> None:
+        """Say that `decode` will be called for ``groups``, in this order: their bytes are fetched ahead from stores.
+
+        It never waits and never raises. What was expected before and is not among ``groups`` is forgotten.
+        """
+        self._prefetcher.expect(group for group in groups if self._is_fetched(group))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more row groups would be fetched ahead now; never of local files."""
+        return self._prefetcher.has_room
+
+    def decode(self, group: int, start: int, stop: int) -> pa.Table:
+        """Return rows [start, stop) of those of row group ``group`` (its ordinal in the table) that are not deleted.
+
+        The memory is shared with nothing else that this returns. Raises `DataFileDamaged` (file, row group and column
+        named), `RowGroupTooLarge` (more than ``max_row_group_bytes``), `DataFileChanged` (the file is not the pinned
+        one), `SchemaError` (values do not fit the table's type), `TableFeatureUnsupported` (pyarrow lacks the codec),
+        `StorageError` (the store failed), `ValueError` (no such rows).
+        """
+        index = self.table.index
+        left = int(index.group_rows[group])
+        if not 0 <= start <= stop <= left:
+            raise ValueError(f"rows [{start}, {stop}) of row group {group}, which has {left} rows")
+        return self._existing(group).slice(start, stop - start)
+
+    def footer(self, ordinal: int) -> pq.FileMetaData:
+        """Return the footer of a file of the index, which is opened if it is not open. Raises what opening raises."""
+        return self._prefetcher.opened(ordinal).reader.metadata
+
+    def close(self) -> None:
+        """Forget what is expected and close the files that are open; a later `decode` opens them again."""
+        self._prefetcher.close()
+
+    def _wanted(self, group: int) -> pa.Schema:
+        """Return the columns to read of a row group: all of `_every_column`, or fewer."""
+        return self.schema
+
+    def _is_fetched(self, group: int) -> bool:
+        """Return whether anything of a row group is read."""
+        return bool(self.table.index.group_rows[group]) and bool(self._stored(group))
+
+    def _existing(self, group: int) -> pa.Table:
+        """Return the rows of a row group that are not deleted, in the columns of `_wanted`."""
+        index = self.table.index
+        schema = self._wanted(group)
+        if not index.group_rows[group]:  # rows of which none is left need no read
+            return schema.empty_table()
+        ordinal, inside = index.group(group)
+        try:
+            columns = self._read(group, schema)
+        except MemoryError as error:
+            rows = int(index.stored_rows[group])
+            error.add_note(f"while decoding row group {inside} of {index.paths[ordinal]!r} ({rows} rows)")
+            raise
+        stored = pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+        surviving = index.surviving(group)
+        return stored if surviving is None else stored.filter(pa.array(surviving))
+
+    def _read(self, group: int, schema: pa.Schema) -> dict[str, Any]:
+        """As `_fitted`. Only damage that the file, opened again, has still is believed."""
+        try:
+            return self._fitted(group, schema)
+        except DataFileDamaged:
+            self._prefetcher.drop(self.table.index.group(group)[0])
+            return self._fitted(group, schema)
+
+    def _fitted(self, group: int, schema: pa.Schema) -> dict[str, Any]:
+        """Return the columns of ``schema`` of a row group, with all its stored rows, by the table's names."""
+        ordinal, inside = self.table.index.group(group)
+        rows, stored = int(self.table.index.stored_rows[group]), self._stored(group)
+        columns: dict[str, Any] = {
+            name: constant(schema.field(name).type, self._partitions[name].value_of(ordinal), rows)
+            for name in set(schema.names).difference(stored)
+        }
+        if not stored:
+            return columns
+        file, held = self._prefetcher.fetch(group)
+        try:
+            found, fit = file.reader.decode(held, rows, use_threads=self._use_threads), file.fit
+        finally:
+            held.release()
+        for name in stored:
+            field = self.table.schema.field(name)
+            try:
+                columns[name] = fit.column(field, found, rows)
+            except (pa.ArrowException, ValueError) as error:
+                raise SchemaError(
+                    f"column {name!r} of row group {inside} of {self.table.index.paths[ordinal]!r} is "
+                    f"{found[fit.plans[name].name].type} and does not fit the table's {field.type} ({error}): write "
+                    "that file again, or leave the column out"
+                ) from error
+        return columns
+
+    def _stored(self, group: int) -> list[str]:
+        """Return the columns to read of a row group that its file stores; all others are constant in the file."""
+        return self._stored_in(self.table.index.group(group)[0], self._wanted(group).names)
+
+    def _stored_in(self, ordinal: int, names: Iterable[str]) -> list[str]:
+        partitions = self._partitions
+        return [name for name in names if name not in partitions or partitions[name].is_stored(ordinal)]
+
+    def _every_column(self) -> pa.Schema:
+        """All columns that are read of some row group."""
+        return self.schema
+
+    def _plan(self, reader: RowGroupReader, fit: FileFit, group: int) -> RowGroupPlan:
+        plans = (fit.plans[name] for name in self._stored(group))
+        names = tuple(dict.fromkeys(plan.name for plan in plans if plan.index is not None))
+        return reader.plan(self.table.index.group(group)[1], names)
+
+    def _opened(self, ordinal: int) -> OpenedFile:
+        index = self.table.index
+        path = index.paths[ordinal]
+        try:
+            metadata = self.table.footer(ordinal)
+        except LakeckptError:
+            raise
+        except OSError as error:
+            raise StorageError(f"the data file {path!r} could not be opened: {error}") from error
+        fit = self._fits.fit(self._stored_in(ordinal, self._every_column().names), metadata, path)
+        reader = RowGroupReader(
+            self.table.open_bytes(ordinal),
+            metadata,
+            path=path,
+            size_bytes=int(index.size_bytes[ordinal]),
+            columns=fit.stored,
+            int96_unit=fit.int96_unit,
+            most_bytes=self._most,
+        )
+        return OpenedFile(reader=reader, fit=fit, plan=partial(self._plan, reader, fit))

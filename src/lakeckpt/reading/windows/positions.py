@@ -1,0 +1,247 @@
+"""This module reads the rows at positions of an epoch.
+
+Spans of positions are cut where windows end. The windows of pieces that were *announced* are decoded in threads, as
+many as memory allows, in the order in which they will be needed (`lakeckpt.reading.windows.cache`). Windows of other
+pieces are decoded when the pieces are taken. Each part is then a cut of its window: views. A window leaves memory once
+all of its rows were served.
+
+The memory of a row is served once, because it is handed out to be written to. Where positions are asked for again,
+their window is decoded again. An error of a window is raised when a part of it is taken, and not before. Nothing here
+runs per row, and any position can be entered at any time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from lakeckpt.core.order import EpochLayout, OrderSpec
+from lakeckpt.errors import ConfigError, NullValueError
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.columns.convert import Nulls, convert
+from lakeckpt.reading.columns.gather import cut, join_rows
+from lakeckpt.reading.columns.plain import PlainRows
+from lakeckpt.reading.columns.ragged import map_namespace
+from lakeckpt.reading.windows.cache import CachedWindow, WindowCache
+from lakeckpt.reading.windows.decode import RowGroupDecoder
+from lakeckpt.reading.windows.threads import Threads, usual_threads
+from lakeckpt.reading.windows.window import DecodedWindow, WindowDecoder
+
+__all__ = ["Announced", "NullFound", "Piece", "PositionReader"]
+
+Piece = tuple[EpochLayout, int, int]
+"""Positions [start, stop) of an epoch's layout."""
+
+
+class NullFound(Exception):
+    """A null where none may be: ``table`` are the rows that stand at ``positions`` (int64) of ``layout``."""
+
+    def __init__(self, error: NullValueError, table: pa.Table, layout: EpochLayout, positions: Any) -> None:
+        super().__init__(str(error))
+        self.error, self.table, self.layout, self.positions = error, table, layout, positions
+
+
+Announced = list[tuple[CachedWindow, int, int]]
+"""Pieces as parts of windows: (the window, offsets [start, stop) in it)."""
+
+
+class PositionReader:
+    """Reads rows of ``table`` by their positions in the order that ``spec`` makes of it. For one thread.
+
+    ``max_windows`` and ``memory_limit_bytes``: how many windows are open at once, and what holds their memory down, as
+    `WindowCache` has them. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``columns`` as for
+    `RowGroupDecoder`. ``threads`` decode.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        columns: Sequence[str] | None,
+        spec: OrderSpec,
+        *,
+        max_windows: int,
+        nulls: Nulls | None = "error",
+        make: Callable[[Any], Any] | None = None,
+        memory_limit_bytes: int | None = None,
+        threads: int | None = None,
+        new_decoder: Callable[[], RowGroupDecoder] | None = None,
+    ) -> None:
+        if max_windows < 1:
+            raise ConfigError(f"max_windows must be at least 1, got {max_windows}")
+        self.spec = spec
+        self._nulls = nulls
+        self._make = make
+        self._max_windows = max_windows
+        new_decoder = partial(RowGroupDecoder, table, columns) if new_decoder is None else new_decoder
+        self._windows = WindowCache(
+            partial(_new_windows, new_decoder, nulls),
+            threads=usual_threads() if threads is None else threads,
+            most_open=max_windows,
+            limit_bytes=memory_limit_bytes,
+        )
+        self._follows: dict[int, CachedWindow] = {}
+        """The windows of what was announced last of each lane, by where that stopped: nearly all goes on there."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of what is read."""
+        return self._windows.decoder.schema
+
+    @property
+    def windows_held(self) -> int:
+        """How many windows are in memory now, or being decoded."""
+        return self._windows.held
+
+    @staticmethod
+    def is_ready(announced: Announced) -> bool:
+        """Return whether `take` would not wait."""
+        return all(needed.is_ready for needed, _, _ in announced)
+
+    @property
+    def has_room(self) -> bool:
+        """See `WindowCache.has_room`."""
+        return self._windows.has_room
+
+    def announce(self, pieces: Iterable[Piece]) -> Announced:
+        """Begin to decode the windows of ``pieces``, as far as there is room; `take` what is returned.
+
+        Pieces may be of any lanes and epochs. `ValueError` for positions outside of an epoch, or a layout of another
+        order than ``spec``.
+        """
+        self._check_process()
+        found: Announced = []
+        follows = self._follows
+        for layout, start, stop in pieces:
+            needed = follows.pop(start, None)
+            if (
+                needed is not None
+                and needed.layout is layout
+                and not needed.gone
+                and start < stop <= needed.window.stop
+            ):
+                needed.waiting += 1
+                found.append((needed, start - needed.window.start, stop - needed.window.start))
+                follows[stop] = needed
+                continue
+            if layout.spec != self.spec:
+                raise ValueError(f"a layout of {layout.spec} was given to a reader of {self.spec}")
+            if not 0 <= start <= stop <= layout.rows:
+                raise ValueError(f"positions [{start}, {stop}) of epoch {layout.epoch}, which has {layout.rows} rows")
+            while start < stop:
+                window = layout.window_at(start)
+                upto = min(stop, window.stop)
+                needed = self._windows.get(layout, window)
+                needed.waiting += 1
+                found.append((needed, start - window.start, upto - window.start))
+                if len(follows) > 4 * self._max_windows:  # of lanes that were not gone on with
+                    follows.clear()
+                follows[upto] = needed
+                start = upto
+        return found
+
+    def take(self, announced: Announced) -> Any:
+        """Return the rows that were announced, in their order.
+
+        The rows' memory is the caller's, to write to: columns, with ``make`` applied to every array, or an Arrow table.
+        Raises what `RowGroupDecoder.decode` does; `NullFound`.
+        """
+        self._check_process()
+        if len(announced) == 1 and (found := self._within(*announced[0])) is not None:
+            return found
+        cuts = [self._cut(needed, start, stop, alone=len(announced) == 1) for needed, start, stop in announced]
+        self._windows.trim()
+        if len(cuts) == 1:
+            return cuts[0]
+        if self._nulls is None:
+            return pa.concat_tables(cuts) if cuts else self.schema.empty_table()
+        columns: Any = join_rows(cuts) if cuts else convert(self.schema.empty_table(), nulls=self._nulls)
+        return columns if self._make is None else map_namespace(columns, self._make)
+
+    def take_plain(self, announced: Announced) -> tuple[PlainRows, int, int] | None:
+        """`take`, for whoever copies the rows: where rows [start, stop) lie, without arrays over them. None where they
+        are not all of one window that is decoded, and plain: nothing was taken then."""
+        self._check_process()
+        if len(announced) != 1:
+            return None
+        needed, start, stop = announced[0]
+        plain = None if needed.decoded is None else needed.decoded.plain
+        return None if plain is None or self._served_within(needed, start, stop) is None else (plain, start, stop)
+
+    def _within(self, needed: CachedWindow, start: int, stop: int) -> dict[str, Any] | None:
+        """The rows, where they go on from the last ones of a decoded window, and more of it follow: nearly all do."""
+        columns = self._served_within(needed, start, stop)
+        return None if columns is None else cut(columns, start, stop, self._make or _as_it_is)
+
+    def _served_within(self, needed: CachedWindow, start: int, stop: int) -> Mapping[str, Any] | None:
+        """The columns of the window, if its rows up to ``start`` were served and more follow: then these are served,
+        too."""
+        decoded, served = needed.decoded, needed.served
+        if decoded is None or decoded.columns is None or needed.gone:
+            return None
+        if not served.stops or served.stops[-1] != start or served.size + stop - start >= needed.window.rows:
+            return None
+        served.add(start, stop)
+        needed.waiting -= 1
+        needed.used = next(self._windows.uses)
+        return decoded.columns
+
+    def read(self, pieces: Iterable[Piece]) -> Any:
+        """Announce ``pieces`` and `take` them at once."""
+        return self.take(self.announce(pieces))
+
+    def clear(self) -> None:
+        """Forget all windows, as `WindowCache.clear`; reading goes on by decoding anew."""
+        self._windows.clear()
+        self._follows = {}
+
+    # --- inside
+
+    def _check_process(self) -> None:
+        if self._windows.process != os.getpid():
+            self.clear()
+
+    def _cut(self, needed: CachedWindow, start: int, stop: int, *, alone: bool) -> Any:
+        needed.waiting -= 1
+        needed.used = next(self._windows.uses)
+        if needed.gone:
+            needed = self._windows.get(needed.layout, needed.window)
+        if not needed.served.add(start, stop):  # memory that is already somebody's
+            self._windows.drop(needed)
+            needed = self._windows.get(needed.layout, needed.window)
+            needed.served.add(start, stop)
+        decoded = self._windows.wait_for(needed)
+        found = self._rows(needed, decoded, start, stop, self._make if alone and self._make is not None else _as_it_is)
+        if needed.served.size == needed.window.rows:
+            self._windows.drop(needed)
+            self._windows.fill()
+        elif needed.served.size == stop - start:  # one more is open: others may be idle now
+            self._windows.fill()
+        return found
+
+    def _rows(
+        self, needed: CachedWindow, decoded: DecodedWindow, start: int, stop: int, make: Callable[[Any], Any]
+    ) -> Any:
+        if decoded.columns is not None:
+            return cut(decoded.columns, start, stop, make)
+        assert decoded.table is not None
+        table = decoded.table.slice(start, stop - start)
+        if self._nulls is None:
+            return table
+        try:
+            return map_namespace(convert(table, nulls=self._nulls), make)
+        except NullValueError as error:
+            positions = needed.window.start + np.arange(start, stop)
+            raise NullFound(error, table, needed.layout, positions) from error
+
+
+def _as_it_is(array: Any) -> Any:
+    return array
+
+
+def _new_windows(new_decoder: Callable[[], RowGroupDecoder], nulls: Nulls | None, threads: Threads) -> WindowDecoder:
+    return WindowDecoder(new_decoder(), nulls=nulls, threads=threads)

@@ -1,0 +1,112 @@
+"""This module runs the threads that decode windows while the training loop does something else.
+
+*Whole* threads each decode one window: its row groups, and the gathering of its columns. *Part* threads help them. A
+whole thread does its work alone where no part thread is free, so a window that is needed first never waits behind parts
+of a later window.
+
+The threads are started when they are first needed. They end when `Threads` is closed or no longer referred to, after
+the work at hand. The interpreter joins them when it exits; work that was not begun is not done. A forked process has
+none of the threads and must make its own `Threads`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from lakeckpt.lake.parquet.ranges import unless_ending
+
+__all__ = ["Threads", "usual_threads"]
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+_WHOLE = 2
+"""Windows that are seen through at once: while the last parts of one are awaited, the next one is begun."""
+_MOST = 8
+
+
+def usual_threads(processes: int = 1) -> int:
+    """How many part threads are of use in each of so many processes: their share of the processors, 8 at most."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST, processors // processes))
+
+
+class Threads:
+    """Two whole threads (one, where ``count`` is 1), and at most ``count`` that help them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.decoding = threading.Lock()
+        """For windows of several row groups: held while they are decoded, so that the first one is ready first."""
+        self._whole: ThreadPoolExecutor | None = None
+        self._parts: ThreadPoolExecutor | None = None
+        self._most_whole = min(_WHOLE, count)
+        self._unfinished: deque[None] = deque()
+        self._is_wanted = [True]  # emptied: what was submitted is not
+
+    @property
+    def have_enough(self) -> bool:
+        """Whether something to do waits for a whole thread: more would only wait, too.
+
+        What a thread that is free has not come to yet does not wait: it may want the interpreter to begin.
+        """
+        return len(self._unfinished) > self._most_whole
+
+    def submit(self, work: Callable[[], _R]) -> Future[_R]:
+        """Do ``work`` in a whole thread, after the work that was submitted before."""
+        if self._whole is None:
+            self._whole = ThreadPoolExecutor(self._most_whole, thread_name_prefix="lakeckpt-window")
+        unfinished, is_wanted = self._unfinished, self._is_wanted
+        unfinished.append(None)
+
+        def seen_through() -> _R:
+            try:
+                if not is_wanted:
+                    raise CancelledError
+                return work()
+            finally:
+                unfinished.pop()
+
+        return self._whole.submit(unless_ending, self._whole, seen_through)
+
+    def map(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
+        """Return what ``work`` makes of each of ``items``, in their order; an error, where there are any."""
+        if len(items) < 2 or self.count < 2:
+            return [work(item) for item in items]
+        parts = self._parts  # `close` may be called meanwhile
+        if parts is None:
+            parts = self._parts = ThreadPoolExecutor(self.count, thread_name_prefix="lakeckpt-part")
+        found: dict[int, _R] = {}
+        places = itertools.count()  # each is given to one thread
+        failed: list[BaseException] = []
+
+        def help_out() -> None:
+            try:
+                while not failed and (place := next(places)) < len(items):
+                    found[place] = work(items[place])
+            except BaseException as error:
+                failed.append(error)
+
+        helpers = [parts.submit(help_out) for _ in range(min(self.count, len(items)) - 1)]
+        help_out()
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+        if failed:
+            raise failed[0]
+        return [found[place] for place in range(len(items))]
+
+    def close(self) -> None:
+        """Begin nothing more; what is being done is finished, and nobody waits for it.
+
+        It takes no lock, since the garbage collector may call it in any thread: also in one that a pool is starting,
+        which holds its own lock until that thread has started. A pool that is garbage-collected ends its threads.
+        """
+        self._is_wanted.clear()
+        self._whole = self._parts = None
+        self._unfinished, self._is_wanted = deque(), [True]

@@ -1,0 +1,146 @@
+"""This module wraps a packed value into a document: a header, the payload, and a checksum over both.
+
+The header names the kind of the document and the version of its format::
+
+    offset   size   what
+    0        8      magic, b"LAKECKPT"
+    8        1      version of this envelope, 1
+    9        1      k, the length of the kind
+    10       2      format version, major (big-endian, as all numbers here)
+    12       2      format version, minor
+    14       2      zero
+    16       8      n, the length of the payload
+    24       k      kind, ASCII
+    24+k     n      payload, one msgpack value (see ``values``)
+    24+k+n   16     BLAKE2b-128 of every byte before
+
+Magic and checksum keep their places in every version of the envelope, so that a reader can tell damage from a newer
+format. A reader refuses a newer *major* version by name; a newer *minor* version is read as far as the fields are known
+(`lakeckpt.wire.documents` refuses others by name). The checksum notices accidents, not forgery.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from lakeckpt.errors import NewerFormat, WireDamaged
+from lakeckpt.wire.values import Payload, TensorRef, join_payloads, pack, unpack
+
+__all__ = [
+    "CHECKSUM_BYTES",
+    "MAGIC",
+    "Document",
+    "Payload",
+    "TensorRef",
+    "dumps",
+    "dumps_map",
+    "loads",
+    "payload_of",
+]
+
+MAGIC = b"LAKECKPT"
+CHECKSUM_BYTES = 16
+_ENVELOPE = 1
+_HEADER = struct.Struct(">8sBBHHHQ")
+_KIND = re.compile(r"[a-z][a-z0-9._-]{0,31}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A document that was read: its value, and the (major, minor) version that its writer gave it."""
+
+    value: Any
+    version: tuple[int, int]
+
+
+def dumps(value: object, *, kind: str, version: tuple[int, int], root: str = "") -> bytes:
+    """Return the document of ``value``. Equal values, with dicts in equal order, give equal bytes.
+
+    ``kind`` (1 to 32 of ``a-z0-9._-``) and ``version`` (major, minor) name the format of the value; ``root`` is what
+    the paths in messages begin with.
+
+    Raises `UnsupportedValue` naming the path of a value outside the closed list of types, or too deep.
+    """
+    return _document(pack(value, root=root), kind=kind, version=version)
+
+
+def payload_of(value: object, *, root: str = "") -> Payload:
+    """Return the bytes of ``value`` inside of a dict, for `dumps_map`. Raises as `dumps` does."""
+    return pack(value, root=root)
+
+
+def dumps_map(payloads: Mapping[str, Payload], *, kind: str, version: tuple[int, int]) -> bytes:
+    """Return the document of a dict whose values are `payload_of` something: the same bytes as `dumps` makes."""
+    return _document(join_payloads(payloads), kind=kind, version=version)
+
+
+def _document(payload: bytes, *, kind: str, version: tuple[int, int]) -> bytes:
+    name, (major, minor) = _checked(kind, version)
+    head = _HEADER.pack(MAGIC, _ENVELOPE, len(name), major, minor, 0, len(payload)) + name
+    checksum = blake2b(head, digest_size=CHECKSUM_BYTES)
+    checksum.update(payload)
+    return b"".join((head, payload, checksum.digest()))
+
+
+def loads(data: bytes | bytearray | memoryview, *, kind: str, supported: tuple[int, int]) -> Document:
+    """Return the value of a document, verified. ``supported``: the newest (major, minor) version that the caller reads.
+
+    Arrays are writable and share nothing with ``data``.
+
+    Raises `WireDamaged` (not ours, truncated, altered, or of another kind), `NewerFormat` (a newer major version) and
+    `UnsupportedValue` (a tag that this version does not know).
+    """
+    name, _ = _checked(kind, supported)
+    view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
+    _verify(view, kind)
+    _, envelope, name_bytes, major, minor, zero, payload_bytes = _HEADER.unpack_from(view)
+    if envelope != _ENVELOPE:
+        raise NewerFormat(
+            f"this {kind} document has envelope version {envelope} and this lakeckpt reads {_ENVELOPE}: "
+            "upgrade lakeckpt to read it"
+        )
+    start = _HEADER.size + name_bytes
+    if zero or len(view) != start + payload_bytes + CHECKSUM_BYTES:
+        raise WireDamaged(f"this {kind} document has {len(view)} bytes, and its header does not fit: restore the file")
+    found = bytes(view[_HEADER.size : start])
+    if found != name:
+        raise WireDamaged(f"expected a {kind} document and found one of kind {found!r}: a file is in another's place")
+    if major > supported[0]:
+        raise NewerFormat(
+            f"this {kind} document has format {major}.{minor} and this lakeckpt reads up to {supported[0]}.x: "
+            "upgrade lakeckpt to read it"
+        )
+    value = unpack(view[start : start + payload_bytes], what=f"{kind} document")
+    return Document(value=value, version=(major, minor))
+
+
+def _verify(view: memoryview, kind: str) -> None:
+    """Refuse what is not ours, is cut short, or was altered: in this order, for the clearest message."""
+    if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)] or not len(view):
+        raise WireDamaged(
+            f"expected a {kind} document and found {bytes(view[: len(MAGIC)])!r} at its start, not {MAGIC!r}"
+        )
+    if len(view) < _HEADER.size + CHECKSUM_BYTES:
+        raise WireDamaged(f"this {kind} document is cut short: {len(view)} bytes are less than a header")
+    end = len(view) - CHECKSUM_BYTES
+    if blake2b(view[:end], digest_size=CHECKSUM_BYTES).digest() == bytes(view[end:]):
+        return
+    _, _, name_bytes, _, _, _, payload_bytes = _HEADER.unpack_from(view)
+    said = _HEADER.size + name_bytes + payload_bytes + CHECKSUM_BYTES
+    if said != len(view):
+        raise WireDamaged(f"this {kind} document is damaged: it has {len(view)} bytes and its header says {said}")
+    raise WireDamaged(f"this {kind} document is damaged: its checksum is not that of its {len(view)} bytes")
+
+
+def _checked(kind: str, version: tuple[int, int]) -> tuple[bytes, tuple[int, int]]:
+    if not _KIND.fullmatch(kind):
+        raise ValueError(f"a kind is 1 to 32 of a-z 0-9 . _ -, got {kind!r}")
+    major, minor = version
+    if not (0 <= major < 2**16 and 0 <= minor < 2**16):
+        raise ValueError(f"a version is two numbers from 0 to 65535, got {version!r}")
+    return kind.encode("ascii"), (major, minor)
