@@ -51,6 +51,7 @@ from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, IterationRecord, 
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.gate import Gate
 from lakeckpt.lake.storage.open import open_storage
+from lakeckpt.wire.documents import from_plain, to_plain
 
 WAYS = ("none", "at once", "in bubbles")
 PATIENCE = timedelta(seconds=300)
@@ -114,7 +115,7 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
         "cpu_in_bubbles_s": {way: gate.in_bubbles_s(counts_from) for way, gate in told.items()},
         "gentle_bytes": {way: gate.gentle_bytes for way, gate in told.items()},
         "counts_from": counts_from,
-        "records": {way: [one.to_plain() for one in gate.records()] for way, gate in told.items()},
+        "records": {way: [to_plain(one) for one in gate.records()] for way, gate in told.items()},
     }
     Path(f"{folder}/{case}-{rank}.json").write_text(json.dumps(found))
     if asked.profile is not None:
@@ -235,7 +236,7 @@ def middle_of(differences: list[float]) -> tuple[float, float, float]:
 
 def of_rank(rank: dict[str, Any], way: str, none: list[float]) -> dict[str, float]:
     """Where one rank's bytes moved, and what captures took of its core; ``none``: iterations without, in seconds."""
-    records = [IterationRecord.from_plain(one) for one in rank["records"][way]]
+    records = [from_plain(IterationRecord, one, "a record") for one in rank["records"][way]]
     found, of_all = shares(one for one in records if one.step >= rank["counts_from"]), shares(records)
     return {
         "bubble_share": found.bubble_share,

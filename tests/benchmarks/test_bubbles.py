@@ -13,6 +13,7 @@ import pytest
 from benchmarks.bubbles import WAYS, middle_of, summary, ways_of_round
 from lakeckpt.checkpoint.bubbles.policy import IdleWindow
 from lakeckpt.checkpoint.bubbles.profile import IterationRecord, MovedSlice
+from lakeckpt.wire.documents import to_plain
 
 
 def rank(**seconds: list[float]) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def rank(**seconds: list[float]) -> dict[str, Any]:
         "cpu_in_bubbles_s": dict.fromkeys(WAYS[1:], 0.4),
         "gentle_bytes": dict.fromkeys(WAYS[1:], 150),
         "counts_from": 1,
-        "records": {way: [first.to_plain(), record.to_plain()] for way in WAYS[1:]},
+        "records": {way: [to_plain(first), to_plain(record)] for way in WAYS[1:]},
     }
 
 

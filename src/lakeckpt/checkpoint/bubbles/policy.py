@@ -38,6 +38,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from lakeckpt.wire.documents import as_row
+
 __all__ = [
     "BOLD",
     "CAUTIOUS",
@@ -74,6 +76,7 @@ _JUST = 0.25
 """A window that closes within this part of a slice's time after the slice may have waited for it."""
 
 
+@as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleWindow:
     """An idle window [begin_s, end_s) at ``site``."""
