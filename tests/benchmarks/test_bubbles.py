@@ -38,7 +38,6 @@ def rank(**seconds: list[float]) -> dict[str, Any]:
         "spent": {way: [0.01, 0.03] for way in WAYS[1:]},
         "cpu_s": dict.fromkeys(WAYS[1:], 0.5),
         "cpu_in_bubbles_s": dict.fromkeys(WAYS[1:], 0.4),
-        "gentle_bytes": dict.fromkeys(WAYS[1:], 150),
         "counts_from": 1,
         "records": {way: [to_plain(first), to_plain(record)] for way in WAYS[1:]},
     }
@@ -52,7 +51,7 @@ def test_costs_are_of_pairs_and_shares_of_rounds_that_count() -> None:
     (one, other) = ways["in bubbles"]["ranks"]
     assert one == other
     assert (one["bubble_share"], one["urgent_share"], one["bubble_s"]) == (0.75, 0.25, 1.0)
-    assert (one["bubble_share_of_all"], one["gentle_share"]) == (0.5, 0.25)
+    assert one["bubble_share_of_all"] == 0.5
     assert one["spent_share"] == pytest.approx(0.02 / 2.5)
     assert one["cpu_share"] == pytest.approx(0.1 / 2 / 1.0)
 

@@ -50,4 +50,3 @@ def test_windows_are_summed_up_by_where_they_are() -> None:
 
 def test_nothing_moved_is_all_in_bubbles() -> None:
     assert shares([]).bubble_share == 1.0
-

@@ -18,55 +18,32 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
-from lakeckpt.checkpoint.arena.filling import Run
+from lakeckpt.checkpoint.capture.checksums import Checksums
 from lakeckpt.checkpoint.capture.fence import versions_of
 from lakeckpt.checkpoint.capture.gate import Gate
 from lakeckpt.checkpoint.capture.moves import Issued, Moves, wait_all
 
-__all__ = ["Fills", "SliceCopier"]
-
-
-class Fills(Protocol):
-    """Takes the checksums of slices whose bytes have arrived. The copier calls it."""
-
-    def fill(self, number: int, /) -> None:
-        """Fill a slice whose last bytes came from host memory."""
-        ...
-
-    def fill_beside(self, numbers: Sequence[int], /) -> None:
-        """Let others fill slices whose last bytes came from a device, which is faster than one thread's checksums."""
-        ...
-
-    def wait(self) -> None:
-        """Return when all slices are filled."""
-        ...
-
-    def give_up(self) -> None:
-        """Abort. Return when no thread or process fills slices any more."""
-        ...
+__all__ = ["SliceCopier"]
 
 
 class SliceCopier:
     """The copies of one cut. ``slices[n]`` are the copies of slice n that are still to be made, from ``live``.
 
-    ``fills`` takes the checksums. ``early`` are copies that were queued already. ``gently(n, runs)`` copies the runs of
-    slice n slowly, after all else in it, where the gate says that there is time. The training thread calls `fence`, the
-    copier calls `run` and `give_up`.
+    ``early`` are copies that were queued already. The training thread calls `fence`, the copier calls `run` and
+    `abort`.
     """
 
     def __init__(
         self,
-        fills: Fills,
+        checksums: Checksums,
         slices: Sequence[Moves],
         gate: Gate,
         *,
         live: Sequence[torch.Tensor],
         early: Sequence[Issued] = (),
-        gently: Callable[[int, Sequence[Run]], None] | None = None,
         scratch_bytes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -74,9 +51,8 @@ class SliceCopier:
         """Which of ``live`` changed between the cut and the fence, as far as torch counts changes."""
         self.was_interrupted = False
         """Whether an exception left a thread in the midst of a slice."""
-        self._fills, self._slices, self._early, self._gate = fills, slices, early, gate
+        self._checksums, self._slices, self._early, self._gate = checksums, slices, early, gate
         self._live, self._versions = live, versions_of(live)
-        self._gently = gently
         self._scratch_bytes, self._clock = scratch_bytes, clock
         self._urgent = threading.Event()
         self._changed = threading.Condition()
@@ -172,7 +148,7 @@ class SliceCopier:
     # --- the copier
 
     def run(self, first: Callable[[], None] | None = None) -> bool:
-        """Copy and fill all remaining slices. Returns False if the state changed: the caller then drops the capture.
+        """Copy all remaining slices, and take their checksums. Returns False if the state changed: drop the capture.
 
         ``first`` is other work that takes time. It is done once, when the gate admits the first slice; the gate is then
         asked again. If the fence comes before, ``first`` is done after all slices were copied.
@@ -181,46 +157,31 @@ class SliceCopier:
         self._early = ()
         with self._claims():
             while (size_bytes := self._next_bytes()) is not None:
-                gently = self._gate.admit(size_bytes, self._urgent)
+                self._gate.admit(size_bytes, self._urgent)
                 begin = self._clock()
                 if first is not None and not self._urgent.is_set():
                     first()
                     first = None
-                    self._gate.moved(0, begin, self._clock(), gently=False)
+                    self._gate.moved(0, begin, self._clock())
                     continue
                 number = self._claim()
                 if number is None:
-                    self._gate.moved(0, begin, begin, gently=False)
+                    self._gate.moved(0, begin, begin)
                     break  # the fence has taken it
-                gently = gently and self._may_be_gentle(number)
-                issued = self._made(number, gently=gently)
+                issued = self._slices[number].make()
                 self._now_issued(number, issued)
                 # The processor takes the checksum and makes copies in host memory: such a slice ends with both. Slices
                 # of a link get their checksums while the next slice is on its way.
-                self._fill_copied()
+                self._sum_copied()
                 wait_all(issued)
-                self._gate.moved(self._slices[number].size_bytes, begin, self._clock(), gently=gently)
+                self._gate.moved(self._slices[number].size_bytes, begin, self._clock())
                 self._came(number)
                 os.sched_yield()  # the thread that ends this bubble may wait for this core
         if first is not None:
             first()
         return self._finish()
 
-    def _may_be_gentle(self, number: int) -> bool:
-        """Return whether all bytes of a slice come in this copy: a gentle copy takes the checksum at once."""
-        moves = self._slices[number]  # its own slice comes first in what it touches
-        return self._gently is not None and not moves.is_linked and self._pending[moves.touches[0]] == 1
-
-    def _made(self, number: int, *, gently: bool) -> list[Issued]:
-        """Make the copies of a slice."""
-        moves = self._slices[number]
-        if not gently or self._gently is None:
-            return moves.make()
-        issued = moves.make(runs=False)
-        self._gently(moves.touches[0], moves.runs)
-        return issued
-
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Abort the capture. Return when no thread reads or writes for it any more."""
         self._urgent.set()
         self._gate.hurry()
@@ -232,7 +193,7 @@ class SliceCopier:
             issued, self._issued = self._issued, {}
             self._sealed = True
         try:
-            self._fills.give_up()
+            self._checksums.abort()
         finally:
             for one in issued.values():
                 wait_all(one)
@@ -241,8 +202,8 @@ class SliceCopier:
         with self._changed:
             return self._slices[self._open[0]].size_bytes if self._open else None
 
-    def _fill_copied(self) -> None:
-        """Fill the slices that are known to be in host memory."""
+    def _sum_copied(self) -> None:
+        """Take the checksums of the slices that are known to be in host memory."""
         while True:
             with self._changed:
                 if not self._copied:
@@ -250,9 +211,9 @@ class SliceCopier:
                 number = self._copied.popleft()
             self._arrived(number)
 
-    def _fill(self) -> None:
-        """Fill all slices that were copied or issued."""
-        self._fill_copied()
+    def _sum_all(self) -> None:
+        """Take the checksums of all slices that were copied or issued."""
+        self._sum_copied()
         while True:
             with self._changed:
                 if not self._issued:
@@ -260,7 +221,7 @@ class SliceCopier:
                 number, issued = next(iter(self._issued.items()))
             wait_all(issued)
             self._came(number)
-            self._fill_copied()
+            self._sum_copied()
 
     def _came(self, number: int) -> None:
         """Record that the copies that were issued for a slice are done."""
@@ -269,28 +230,24 @@ class SliceCopier:
                 self._copied.append(number)
 
     def _arrived(self, number: int) -> None:
-        """Fill the slices that are whole, now that the copies of slice ``number`` are made."""
+        """Take the checksums of the slices that are whole, now that the copies of slice ``number`` are made."""
         whole = []
         for touched in self._slices[number].touches:
             self._pending[touched] -= 1
             if not self._pending[touched]:
                 whole.append(touched)
-        if self._slices[number].is_linked:
-            self._fills.fill_beside(whole)
-        else:
-            for one in whole:
-                self._fills.fill(one)
+        self._checksums.take(whole, from_device=self._slices[number].is_linked)
 
     def _finish(self) -> bool:
         with self._changed:
             while self._claimed:  # by the fence
                 self._changed.wait()
-        self._fill()
+        self._sum_all()
         with self._changed:
             self._seal()
         while self._kept:
             number, moves = self._kept.popleft()
             wait_all(moves.make())
             self._arrived(number)
-        self._fills.wait()
+        self._checksums.wait()
         return not self.changed and not self.was_interrupted
