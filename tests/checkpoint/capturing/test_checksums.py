@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from lakeckpt.checkpoint.arena.slices import plan_slices
-from lakeckpt.checkpoint.capture.checksums import Checksums
+from lakeckpt.checkpoint.capture.slice_copier import Checksums
 from lakeckpt.errors import ArenaError
 
 SLICES = plan_slices({"one": 60, "other": 164}, slice_bytes=128)  # the first slice holds some of both

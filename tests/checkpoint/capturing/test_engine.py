@@ -185,42 +185,17 @@ def test_slices_hold_the_state_however_tensors_lie_in_them(made: Made, folder: A
         assert_same(kept_state(folder, step), state_of(objects))
 
 
-def test_documents_are_made_once_when_the_first_slice_was_admitted_or_the_fence_has_come(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[int] = []
-    documents = jobs.Job._documents
-
-    def noted(job: jobs.Job) -> bytes:
-        written.append(job.step)
-        return documents(job)
-
-    monkeypatch.setattr(jobs.Job, "_documents", noted)
-    job, gate = Job(), HeldGate()
-    engine = made(job.objects, gate=gate)
-    job.step()
-    assert cut(engine, 1, must=True)
-    assert not gate.open.wait(0.1) and not written, "until then the training thread needs the time"
-    gate.open.set()
-    engine._idle()
-    assert written == [1]
-    job.step()
-    assert cut(engine, 2, must=True)
-    engine.fence()
-    assert engine.wait() == 2 and written == [1, 2]
-
-
 @pytest.fixture
 def may_document(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set, no document of a generation is made."""
     may = threading.Event()
-    documents = jobs.Job._documents
+    to_bytes = jobs.Documents.to_bytes
 
-    def late(job: jobs.Job) -> bytes:
+    def late(documents: jobs.Documents) -> bytes:
         assert may.wait(PATIENCE_S)
-        return documents(job)
+        return to_bytes(documents)
 
-    monkeypatch.setattr(jobs.Job, "_documents", late)
+    monkeypatch.setattr(jobs.Documents, "to_bytes", late)
     return may
 
 

@@ -26,11 +26,11 @@ from lakeckpt.checkpoint.capture import engine as engine_module
 from lakeckpt.checkpoint.capture import moves, slice_copier
 from lakeckpt.checkpoint.capture import samples as samples_module
 from lakeckpt.checkpoint.capture import store as store_module
-from lakeckpt.checkpoint.capture.checksums import Checksums
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.gate import OpenGate
 from lakeckpt.checkpoint.capture.links import Batch
 from lakeckpt.checkpoint.capture.samples import Samples
+from lakeckpt.checkpoint.capture.slice_copier import Checksums
 from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.errors import SaveFailed, UnannouncedChange
 from tests.checkpoint.arena.summing import summing
@@ -257,7 +257,6 @@ def run_device(
     seed: int,
     turns: list[int],
     *,
-    scratch_bytes: int = 0,
     orders: bool = True,
     holds: bool = True,
     full: bool = False,
@@ -275,7 +274,6 @@ def run_device(
         IDENTITY,
         folder=folder,
         slice_bytes=SLICE_BYTES,
-        scratch_bytes=scratch_bytes,
         gate=SlowGate(seed) if seed % 2 else OpenGate(),
         links={torch.device("cpu"): link},
         checksummer=checksummer,
@@ -310,16 +308,15 @@ def _stamps(model: Stamped, stamp: int) -> Callable[[], object]:
 turns = st.lists(st.integers(0, 60), min_size=1, max_size=8)
 
 
-@given(st.integers(0, 2**32), turns, st.sampled_from([10**6, 300, 0]), st.booleans(), st.booleans())
-@example(1, [20] * 6, 10**6, False, False)  # most of it leaves from scratch
-@example(2, [20] * 6, 0, False, False)
-@example(1, [20] * 6, 10**6, True, False)
-@example(2, [20] * 6, 10**6, False, True)
+@given(st.integers(0, 2**32), turns, st.booleans(), st.booleans())
+@example(2, [20] * 6, False, False)
+@example(1, [20] * 6, True, False)
+@example(2, [20] * 6, False, True)
 @settings(max_examples=40, deadline=None)
 def test_a_device_with_queues_of_its_own_leaves_whole_steps_also_where_its_memory_is_full(
-    seed: int, turns: list[int], scratch_bytes: int, full: bool, joins: bool
+    seed: int, turns: list[int], full: bool, joins: bool
 ) -> None:
-    how: dict[str, Any] = {"scratch_bytes": scratch_bytes, "full": full, "joins": joins}
+    how: dict[str, Any] = {"full": full, "joins": joins}
     with TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_module, "_JOINED_BYTES", 3 * SLICE_BYTES)
         seen = run_device(ArenaFolder(Path(name, "arenas")), seed, turns, **how)
@@ -470,16 +467,14 @@ def ahead(tmp_path: Path) -> Iterator[Callable[..., Ahead]]:
         one.close()
 
 
-@pytest.mark.parametrize("scratch_bytes", [0, 300, 10**6])
 @pytest.mark.parametrize("summed", [False, True])
 def test_a_host_that_is_an_iteration_ahead_of_its_device_leaves_no_cut_out(
-    ahead: Callable[..., Ahead], scratch_bytes: int, summed: bool, monkeypatch: pytest.MonkeyPatch
+    ahead: Callable[..., Ahead], summed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "_MANY_BYTES", 1 if summed else 10**9)
-    job = ahead(scratch_bytes=scratch_bytes)
+    job = ahead()
     for step in range(2, 20, 3):
         assert job.train() and job.train(), "the second begins while the copies of the first are still to come"
-        assert job.engine._current.slices._scratch_bytes == 0, "all of it may be in use"
         assert not job.train(), "a third would leave nothing that is complete"
         assert {step, step + 1} <= job.seen()
 
@@ -505,7 +500,7 @@ def test_host_memory_beside_a_device_is_sampled_for_each_cut(
 
 
 def test_two_cuts_without_an_update_between_are_both_fenced_before_the_next_one(ahead: Callable[..., Ahead]) -> None:
-    job = ahead(scratch_bytes=0)
+    job = ahead()
     assert job.train()
     assert job.cut(), "the same step again"
     assert not job.train()
@@ -513,7 +508,7 @@ def test_two_cuts_without_an_update_between_are_both_fenced_before_the_next_one(
 
 
 def test_the_second_is_fenced_though_the_first_has_ended(ahead: Callable[..., Ahead]) -> None:
-    job = ahead(scratch_bytes=0)
+    job = ahead()
     assert job.train() and job.train()
     while job.engine.completed != 2:  # copies of the first alone are done
         job.link.allow(more=1)
@@ -536,7 +531,7 @@ def test_checksums_go_on_in_step_behind_a_capture_that_failed(
     ahead: Callable[..., Ahead], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "_MANY_BYTES", 1)
-    job = ahead(scratch_bytes=0)
+    job = ahead()
     copy = job.link.copy
     for step in range(2, 14, 3):
         made = iter(range(100))

@@ -85,53 +85,21 @@ def fence_beside(capture: SliceCopier) -> None:
     assert not trainer.is_alive()
 
 
-def test_documents_take_the_time_of_the_first_admission_and_the_gate_is_asked_again() -> None:
+def test_each_slice_is_admitted_and_its_end_reported() -> None:
     gate = Noting()
     case = Case(gate)
-
-    def first() -> None:
-        assert not case.to.any(), "nothing has moved"
-        gate.said.append("documents")
-
-    assert case.capture.run(first)
+    assert case.capture.run()
     case.check()
-    assert gate.said == ["admit", "documents", "moved 0", "admit", f"moved {FIRST}", "admit", f"moved {SECOND}"]
+    assert gate.said == ["admit", f"moved {FIRST}", "admit", f"moved {SECOND}"]
 
 
-def test_once_the_fence_has_come_documents_wait_until_all_slices_were_copied() -> None:
-    gate = Noting(number=0)
-    gate.act = threading.Event.set  # the fence has come, and has taken nothing yet
-    case = Case(gate)
-
-    def first() -> None:
-        assert torch.equal(case.to, case.source)
-        gate.said.append("documents")
-
-    assert case.capture.run(first)
-    case.check()
-    assert gate.said == ["admit", f"moved {FIRST}", "admit", f"moved {SECOND}", "documents"]
-
-
-def test_a_fence_that_takes_all_in_the_first_admission_ends_it_and_documents_are_made_then() -> None:
+def test_a_fence_that_takes_all_in_the_first_admission_ends_it() -> None:
     gate = Noting(number=0)
     case = Case(gate)
     gate.act = lambda urgent: fence_beside(case.capture)
-    assert case.capture.run(lambda: gate.said.append("documents"))
+    assert case.capture.run()
     case.check()
-    assert gate.said == ["admit", f"fenced {FIRST}", f"fenced {SECOND}", "moved 0", "documents"]
-
-
-def test_a_fence_that_takes_all_while_documents_are_made_leaves_no_admission_without_its_end() -> None:
-    gate = Noting()
-    case = Case(gate)
-
-    def first() -> None:
-        gate.said.append("documents")
-        fence_beside(case.capture)
-
-    assert case.capture.run(first)
-    case.check()
-    assert gate.said == ["admit", "documents", f"fenced {FIRST}", f"fenced {SECOND}", "moved 0"]
+    assert gate.said == ["admit", f"fenced {FIRST}", f"fenced {SECOND}", "moved 0"]
 
 
 def test_a_fence_that_takes_the_last_slice_after_it_was_admitted_leaves_no_admission_without_its_end() -> None:
@@ -143,7 +111,7 @@ def test_a_fence_that_takes_the_last_slice_after_it_was_admitted_leaves_no_admis
     assert gate.said == ["admit", f"moved {FIRST}", "admit", f"fenced {SECOND}", "moved 0"]
 
 
-def test_a_capture_without_slices_has_its_documents_made_and_asks_nothing() -> None:
-    gate, made = Noting(), list[int]()
-    assert copier_of([], [], gate, live=[]).run(lambda: made.append(1))
-    assert (made, gate.said) == ([1], [])
+def test_a_capture_without_slices_asks_nothing() -> None:
+    gate = Noting()
+    assert copier_of([], [], gate, live=[]).run()
+    assert gate.said == []

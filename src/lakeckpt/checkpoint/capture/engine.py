@@ -28,7 +28,6 @@ from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
-from lakeckpt.checkpoint.capture.checksums import Checksums
 from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph
 from lakeckpt.checkpoint.capture.gate import Gate, OpenGate
 from lakeckpt.checkpoint.capture.job import Copier, Job
@@ -36,7 +35,7 @@ from lakeckpt.checkpoint.capture.links import Link, open_link
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
 from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
-from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
+from lakeckpt.checkpoint.capture.slice_copier import Checksums, SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
 from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.errors import ConfigError, LakeckptError, SaveFailed
@@ -66,8 +65,6 @@ class CaptureEngine:
     One thread calls `cut`, `wait` and `close`. Any thread that is about to change the state calls `fence`.
     """
 
-    scratch_bytes = 256 * 2**20
-    """Limit on the device memory for slices that were not copied off the device before the fence."""
     open_link: Callable[[torch.device], Link | None] = staticmethod(open_link)
 
     def __init__(
@@ -176,7 +173,7 @@ class CaptureEngine:
         return True
 
     def fence(self) -> None:
-        """Return when the state may change. Slices that were not copied yet are copied now, or kept on the device.
+        """Return when the state may change. Slices that were not copied yet are copied now, or queued on the device.
 
         The hook of optimizers calls it before each step. Code that changes the state elsewhere between a cut and the
         next optimizer step (weights swapped for an evaluation, ``load_state_dict``) must call it first.
@@ -267,7 +264,6 @@ class CaptureEngine:
             self._gate,
             live=list(plan.late.values()),
             early=issued,
-            scratch_bytes=0 if self._under_way else self.scratch_bytes,  # all of it may be in use
         )
 
     def _issued_early(self, early: Moves) -> list[Issued]:

@@ -41,13 +41,12 @@ class Job:
     def copy(self) -> bytes:
         """Copy the rest of the cut, and return the document of the generation. Raises `UnannouncedChange`, which names
         a tensor that changed meanwhile, and `SaveFailed` where an exception interrupted a copy."""
-        made: list[bytes] = []
-        if not self.slices.run(lambda: made.append(self._documents())):
+        if not self.slices.run():
             keys = list(self.plan.late)
             self._refuse([keys[number] for number in sorted(self.slices.changed)])
         self._refuse(sorted(self.samples.changed(self.sample, self.filling.data)))
-        (documents,) = made
-        return documents
+        trees = {name: document() for name, document in self.trees.items()}
+        return Documents(trees=trees, table=self.plan.table, readers=self.readers).to_bytes()
 
     def _refuse(self, changed: list[str]) -> None:
         if changed:
@@ -60,10 +59,6 @@ class Job:
             )
         if self.slices.was_interrupted:
             raise SaveFailed(f"the capture of step {self.step} was interrupted in the midst of a copy")
-
-    def _documents(self) -> bytes:
-        trees = {name: document() for name, document in self.trees.items()}
-        return Documents(trees=trees, table=self.plan.table, readers=self.readers).to_bytes()
 
     def complete(self, documents: bytes) -> None:
         """Complete the generation."""

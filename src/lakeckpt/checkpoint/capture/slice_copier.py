@@ -2,16 +2,21 @@
 
 The copier claims a slice when its gate admits the slice. When the state is about to change, the training thread calls
 `fence`. It claims all remaining slices, and returns when no live tensor will be read any more. It copies slices in host
-memory itself, beside the copier. It first copies slices of a device on the device, up to ``scratch_bytes``; they leave
-the device later. It queues the copies of all other slices, for which the device waits, not the host.
+memory itself, beside the copier. It queues the copies of slices of a device: the device waits for them, not the host.
 
 A copy counts only if no tensor changed in place meanwhile, as torch counts changes. The counts are compared when the
 last live slice has been read, or at the fence. A capture is dropped, never completed, if a tensor changed, or if an
-exception interrupted a thread inside a slice. The module starts no threads.
+exception interrupted a thread inside a slice.
+
+The copier takes the checksum of each slice itself. Where many bytes come from a device, the agent takes the checksums
+(`lakeckpt.checkpoint.arena.checksummer`): a checksum takes the interpreter's lock a thousand times for each gigabyte,
+and the training thread may wait for the lock each time. If the agent ends, the copier takes the rest. The module
+starts no threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -21,12 +26,61 @@ from contextlib import contextmanager
 
 import torch
 
-from lakeckpt.checkpoint.capture.checksums import Checksums
+from lakeckpt.checkpoint.arena.checksummer import Checksummer
+from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.capture.fence import versions_of
 from lakeckpt.checkpoint.capture.gate import Gate
 from lakeckpt.checkpoint.capture.moves import Issued, Moves, wait_all
+from lakeckpt.errors import ArenaError
 
-__all__ = ["SliceCopier"]
+__all__ = ["Checksums", "SliceCopier"]
+
+
+class Checksums:
+    """The checksums of one capture. Only the copier calls it.
+
+    ``agent`` takes the checksums of bytes from a device; None: the copier does. ``lost`` is called with the reason
+    when the agent does not answer any more.
+    """
+
+    def __init__(self, filling: Filling, agent: Checksummer | None, lost: Callable[[str], None]) -> None:
+        self._filling, self._agent, self._lost = filling, agent, lost
+        self._asked: deque[int] = deque()
+
+    def take(self, numbers: Sequence[int], *, from_device: bool) -> None:
+        """Take the checksums of slices that will not change any more. `wait` returns when all of them are there."""
+        if self._agent is None or not from_device:
+            for number in numbers:
+                self._filling.filled(number)
+            return
+        self._asked += numbers
+        with self._or_here():
+            self._agent.ask([self._filling.bounds(number) for number in numbers])
+
+    def wait(self) -> None:
+        """Return when all checksums are there."""
+        with self._or_here():
+            while self._asked and self._agent is not None:
+                self._filling.summed(self._asked[0], self._agent.take())
+                self._asked.popleft()
+
+    def abort(self) -> None:
+        """Return when the agent does not read the slices any more. Its answers for the next capture follow these."""
+        with self._or_here():
+            while self._asked and self._agent is not None:
+                self._agent.take()
+                self._asked.popleft()
+
+    @contextlib.contextmanager
+    def _or_here(self) -> Iterator[None]:
+        """If the agent ends inside the block, take the checksums that it was asked for on this thread."""
+        try:
+            yield
+        except ArenaError as error:
+            self._agent = None
+            self._lost(str(error))
+            while self._asked:
+                self._filling.filled(self._asked.popleft())
 
 
 class SliceCopier:
@@ -44,7 +98,6 @@ class SliceCopier:
         *,
         live: Sequence[torch.Tensor],
         early: Sequence[Issued] = (),
-        scratch_bytes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.changed: frozenset[int] = frozenset()
@@ -53,13 +106,12 @@ class SliceCopier:
         """Whether an exception left a thread in the midst of a slice."""
         self._checksums, self._slices, self._early, self._gate = checksums, slices, early, gate
         self._live, self._versions = live, versions_of(live)
-        self._scratch_bytes, self._clock = scratch_bytes, clock
+        self._clock = clock
         self._urgent = threading.Event()
         self._changed = threading.Condition()
         self._open = deque(number for number, moves in enumerate(slices) if moves.size_bytes)
         self._copied = deque(number for number, moves in enumerate(slices) if not moves.size_bytes)
         self._pending = Counter(touched for moves in slices for touched in moves.touches)
-        self._kept: deque[tuple[int, Moves]] = deque()  # to be moved from scratch
         self._claimed: dict[int, int] = {}  # slice → the thread that copies it, and has not issued it yet
         self._issued: dict[int, list[Issued]] = {}  # slice → its queued copies that are not known to be done
         self._sealed = False
@@ -72,18 +124,10 @@ class SliceCopier:
             return
         self._urgent.set()
         self._gate.hurry()
-        scratch_bytes = self._scratch_bytes
         with self._claims():
             while (number := self._claim()) is not None:
                 moves, begin_s = self._slices[number], self._clock()
-                if (kept := self._kept_of(moves, scratch_bytes)) is not None:
-                    scratch_bytes -= moves.size_bytes
-                    with self._changed:
-                        self._kept.append((number, kept))
-                        del self._claimed[number]
-                else:
-                    scratch_bytes = 0
-                    self._now_issued(number, moves.make())
+                self._now_issued(number, moves.make())
                 self._gate.fenced(moves.size_bytes, begin_s, self._clock())
         with self._changed:
             while self._claimed:
@@ -93,16 +137,6 @@ class SliceCopier:
                     one.link.hold(one.ticket)
             self._seal()
             self._changed.notify_all()
-
-    @staticmethod
-    def _kept_of(moves: Moves, scratch_bytes: int) -> Moves | None:
-        """Copy the tensors of ``moves`` on their device. None if they are in host memory or exceed the scratch."""
-        if not moves.is_linked or moves.size_bytes > scratch_bytes:
-            return None
-        try:
-            return moves.kept()
-        except torch.OutOfMemoryError:  # training needs the memory; copies straight to the host need none
-            return None
 
     def _seal(self) -> None:
         if not self._sealed:
@@ -147,23 +181,14 @@ class SliceCopier:
 
     # --- the copier
 
-    def run(self, first: Callable[[], None] | None = None) -> bool:
-        """Copy all remaining slices, and take their checksums. Returns False if the state changed: drop the capture.
-
-        ``first`` is other work that takes time. It is done once, when the gate admits the first slice; the gate is then
-        asked again. If the fence comes before, ``first`` is done after all slices were copied.
-        """
+    def run(self) -> bool:
+        """Copy all remaining slices, and take their checksums. Returns False if the state changed: drop the capture."""
         wait_all(self._early)
         self._early = ()
         with self._claims():
             while (size_bytes := self._next_bytes()) is not None:
                 self._gate.admit(size_bytes, self._urgent)
                 begin = self._clock()
-                if first is not None and not self._urgent.is_set():
-                    first()
-                    first = None
-                    self._gate.moved(0, begin, self._clock())
-                    continue
                 number = self._claim()
                 if number is None:
                     self._gate.moved(0, begin, begin)
@@ -177,8 +202,6 @@ class SliceCopier:
                 self._gate.moved(self._slices[number].size_bytes, begin, self._clock())
                 self._came(number)
                 os.sched_yield()  # the thread that ends this bubble may wait for this core
-        if first is not None:
-            first()
         return self._finish()
 
     def abort(self) -> None:
@@ -187,7 +210,6 @@ class SliceCopier:
         self._gate.hurry()
         with self._changed:
             self._open.clear()
-            self._kept.clear()
             while self._claimed:
                 self._changed.wait()
             issued, self._issued = self._issued, {}
@@ -245,9 +267,5 @@ class SliceCopier:
         self._sum_all()
         with self._changed:
             self._seal()
-        while self._kept:
-            number, moves = self._kept.popleft()
-            wait_all(moves.make())
-            self._arrived(number)
         self._checksums.wait()
         return not self.changed and not self.was_interrupted

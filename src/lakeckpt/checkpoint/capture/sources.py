@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from lakeckpt.checkpoint.capture.state_watch import address_of, memory_of, watch_of
 from lakeckpt.checkpoint.format.parts import SHARING
-from lakeckpt.checkpoint.format.sharing import Sharing, sharing_to_bytes
+from lakeckpt.checkpoint.format.sharing import sharing_to_bytes
 from lakeckpt.checkpoint.state.parameter_names import parameter_names
 from lakeckpt.checkpoint.state.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.state.shards import sharing_of
@@ -56,8 +57,8 @@ class Sources:
         self._objects, self._names = objects, parameter_names(objects)
         self._every = [_Source(name, one, self._names_for(one)) for name, one in objects.items()]
         # If no tensor is divided at first, none will be. A tensor that is divided later is restored as it was divided.
-        self._sharing = _SharingDocument() if any(one.sharded for one in self._every) else None
-        self._random = _RandomDocument()
+        self._shares = any(one.sharded for one in self._every)
+        self._sharing = self._sharing_document()
 
     @property
     def early(self) -> dict[str, torch.Tensor]:
@@ -76,15 +77,21 @@ class Sources:
         if any(modules):
             self._names = parameter_names(self._objects)
         others = [one.renew(self._names) for one in self._every if not one.is_module]
-        return max([*modules, *others], default=Renewed.NOTHING)
+        found = max([*modules, *others], default=Renewed.NOTHING)
+        if found:
+            self._sharing = self._sharing_document()
+        return found
 
     def documents(self) -> dict[str, Document]:
         """Return for each object a function that makes the document of its present tree."""
-        found = {one.name: one.document() for one in self._every}
-        if self._sharing is not None:
-            sharded = {key: tensor for one in self._every for key, tensor in one.sharded.items()}
-            found[SHARING] = self._sharing.of(sharded)
-        return {**found, RANDOM: self._random.now()}
+        sharing = self._sharing
+        shared: dict[str, Document] = {SHARING: lambda: sharing} if self._shares else {}
+        return {**{one.name: one.document() for one in self._every}, **shared, RANDOM: _random_document()}
+
+    def _sharing_document(self) -> bytes:
+        """Return the document that says how ranks share tensors."""
+        sharded = {key: tensor for one in self._every for key, tensor in one.sharded.items()}
+        return sharing_to_bytes({key: sharing_of(tensor) for key, tensor in sharded.items()})
 
     def _names_for(self, one: object) -> Mapping[int, str]:
         return _NO_NAMES if isinstance(one, torch.nn.Module) else self._names
@@ -182,47 +189,19 @@ def _optimizer_document(flat: Flat, known: dict[str, Payload]) -> bytes:
     return tree_of_branches(branches, optimizer=flat.kind)
 
 
-class _SharingDocument:
-    """How ranks share tensors. The document is made again only if it has changed."""
+def _random_document() -> Document:
+    """Copy the states of the random generators, and return a function that makes their document."""
+    states = capture_random()
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, Any, int], tuple[object, Sharing]] = {}
-        self._shared: dict[str, Sharing] = {}
-        self._document = sharing_to_bytes({})
+    def make() -> bytes:
+        others = {name: one for name, one in states.items() if name != "python"}
+        branches = {name: branch_to_bytes(one, f"{RANDOM}.{name}") for name, one in others.items()}
+        return tree_of_branches({"python": _python_branch(states["python"]), **branches})
 
-    def of(self, sharded: Mapping[str, torch.Tensor]) -> Document:
-        shared = {key: self._of_tensor(tensor) for key, tensor in sharded.items()}
-        if shared != self._shared:
-            self._shared, self._document = shared, sharing_to_bytes(shared)
-        document = self._document
-        return lambda: document
-
-    def _of_tensor(self, tensor: torch.Tensor) -> Sharing:
-        """Return how ranks share ``tensor``, cached: there are few meshes and placements, and asking a mesh for its
-        ranks takes longer than a look-up."""
-        mesh = tensor.device_mesh  # type: ignore[attr-defined]
-        which = id(mesh), tensor.placements, tensor.dim()  # type: ignore[attr-defined]
-        if which not in self._known:
-            self._known[which] = mesh, sharing_of(tensor)  # the reference to the mesh keeps its id unique
-        return self._known[which][1]
+    return make
 
 
-class _RandomDocument:
-    """The states of the random generators, copied at each cut."""
-
-    def __init__(self) -> None:
-        self._python: tuple[Any, Payload] | None = None
-
-    def now(self) -> Document:
-        states = capture_random()
-        return lambda: tree_of_branches({name: self._branch(name, state) for name, state in states.items()})
-
-    def _branch(self, name: str, state: Any) -> Payload:
-        """Return the bytes of a state. They are cached for Python's generator, which has 625 numbers and which most
-        training loops never use."""
-        if name == "python" and self._python is not None and self._python[0] == state:
-            return self._python[1]
-        found = branch_to_bytes(state, f"{RANDOM}.{name}")
-        if name == "python":
-            self._python = state, found
-        return found
+@lru_cache(maxsize=1)
+def _python_branch(state: tuple[Any, ...]) -> Payload:
+    """Return the bytes of the state of Python's generator: 625 numbers, which most training loops never use."""
+    return branch_to_bytes(state, f"{RANDOM}.python")
