@@ -184,7 +184,7 @@ class Job:
     # --- states
 
     def save(self) -> Saved:
-        """Return the state of the rows consumed. Raises `Violation` if it is not plain, equal on all ranks, and true."""
+        """Return the state of the rows consumed. `Violation` if it is not plain, equal on all ranks, and true."""
         states = [loader.state_dict() for loader in self.loaders]
         if self.tracked or self.loaders[0] is self.dataset:
             states = [_as_json(state) for state in states]

@@ -56,7 +56,7 @@ def _check_places(receipts: list[Receipt]) -> None:
 
 
 class TrueRows:
-    """Compares batches with the rows at the positions of their receipts. ``groups``: the keys of each row group's rows."""
+    """Compares batches with the rows at the positions of their receipts. ``groups``: the keys of each row group."""
 
     def __init__(self, dataset: LakeDataset, groups: list[list[Hashable]]) -> None:
         self._dataset = dataset
