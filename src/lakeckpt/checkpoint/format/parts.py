@@ -5,6 +5,7 @@ and they are unchanged; then the part refers to the earlier files. A unit is a t
 without the tensors, as a document), with the ranks whose state it is: one rank writes replicas that agree. A large
 tensor consists of slabs, in one file or several. Digests of slabs and tensors cover the bytes of tensors, another
 digest covers the head of each file, and the manifest has a digest of the record: no byte is uncovered.
+
 The module never imports torch, and never reads or writes.
 """
 
