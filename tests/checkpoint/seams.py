@@ -45,11 +45,11 @@ def manager_with(
             own = CheckpointManager._talk(group, timeout_s, alone=alone) if exchange is None or waiter is None else None
             return exchange or own[0], waiter or own[1]  # type: ignore[index]
 
+    place = uri
     if options.get("capture_every") is not None and not isinstance(uri, (str, os.PathLike, LocalStorage)):
-        name = f"tests://{id(uri)}/{id(waiter)}"
-        _places[name], _waiters[name] = uri, waiter or SystemWaiter()
-        uri = name
-    return Manager(uri, state, **options)
+        place = f"tests://{id(uri)}/{id(waiter)}"
+        _places[place], _waiters[place] = uri, waiter or SystemWaiter()
+    return Manager(place, state, **options)
 
 
 def _open(uri: Any, *, storage_options: Mapping[str, Any] | None = None) -> Storage:

@@ -928,10 +928,10 @@ def test_documents_that_outgrow_the_arena_get_another_one(made: Made, folder: Ar
     engine = made(job.objects)
     job.step()
     assert cut(engine, 1, must=True)
-    assert cut(engine, 2, must=True, extra={"x": bytes(2**20)})
+    assert cut(engine, 2, must=True, readers={"x": bytes(2**20)})
     engine.wait()
     assert steps_in(folder) == [1]
-    assert cut(engine, 3, must=True, extra={"x": bytes(2**20)})
+    assert cut(engine, 3, must=True, readers={"x": bytes(2**20)})
     assert engine.wait() == 3
     assert 3 in steps_in(folder)
 

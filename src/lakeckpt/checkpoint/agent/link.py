@@ -2,8 +2,8 @@
 
 `AgentLink` waits for the agent when it is made, and in `wait`; else it never blocks training. An agent that ends early
 (killed for memory, say) takes its pending orders with it: the link reports them as failed at the next call; where none
-was pending, the next order fails. The next order starts another agent. The link starts no threads, but for one that
-reaps an agent which outlives the link. Imports without torch.
+was pending, the next order fails. The next order starts another agent. The link starts no threads. Imports without
+torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import select
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,8 +59,13 @@ class _Child:
         """Close the pipes, but for those of checksums: the thread that copies may be about to use them."""
         os.close(self.orders)
         os.close(self.outcomes)
-        with contextlib.suppress(RuntimeError):  # no thread can be started: the agent is reaped with this process
-            threading.Thread(target=self.process.wait, name="lakeckpt-reaper", daemon=True).start()
+        if self.process.poll() is None:
+            _ending.append(self.process.pid)
+            self.process.returncode = 0  # nobody waits for it
+
+
+_ending: list[int] = []
+"""The processes of agents that outlive their link. They are reaped when the next agent is started."""
 
 
 class AgentLink:
@@ -150,6 +154,7 @@ class AgentLink:
 
     def _start(self) -> None:
         """Start an agent. Raises `AgentError`."""
+        _ending[:] = [pid for pid in _ending if not _is_over(pid)]
         ours, theirs = [], []
         try:
             ArenaFolder(self._begin.arenas).make()
@@ -286,6 +291,14 @@ def _spawned(python: str, pipes: Sequence[int], *, trainer: int, log: int) -> su
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": _imported_from()},
     )
+
+
+def _is_over(pid: int) -> bool:
+    """Reap a child that has ended. Returns whether there is no such child any more."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
 
 
 def _own_pidfd() -> int:

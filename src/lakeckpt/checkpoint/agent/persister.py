@@ -342,5 +342,5 @@ def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) ->
         readers={name: pending_from_bytes(data) for name, data in contents.documents.readers.items()},
         metric=order.metric,
         documents={path: partial(bytes, data) for path, data in documents.items()},
-        intact=contents.verify_mapped,
+        intact=contents.verify,
     )
