@@ -110,8 +110,7 @@ def test_captures_need_a_run_that_another_process_can_open(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"capture_every needs the URL of the run, and got .*MemoryStorage"):
         CheckpointManager(MemoryStorage(), training(), capture_every=1)
     with pytest.raises(ConfigError, match=r"storage_options go to the agent.*credential_provider"):
-        options = {"credential_provider": dict}
-        CheckpointManager("s3://b/run", training(), capture_every=1, storage_options=options)
+        CheckpointManager("s3://b", training(), capture_every=1, storage_options={"credential_provider": dict})
     CheckpointManager(LocalStorage(tmp_path), training(), capture_every=1, arenas=tmp_path).close()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lakeckpt.checkpoint.arena.arena import Arena
-from lakeckpt.checkpoint.arena.contents import Contents, Documents, TensorPlace, TensorTable, contents_of
+from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTable, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.arena.slices import plan_slices
@@ -72,14 +72,8 @@ def test_a_generation_is_read_as_it_was_written(arena: Arena) -> None:
         contents = contents_of(held)
         assert contents.documents == documents()
         assert contents.specs == {one.key: one for one in SPECS}
-        assert {key: read(contents, key) for key in contents.specs} == BYTES
+        assert {key: contents.read(key) for key in contents.specs} == BYTES
         contents.verify()
-
-
-def read(contents: Contents, key: str) -> bytes:
-    into = bytearray(contents.specs[key].size_bytes)
-    contents.fill({key: memoryview(into)})
-    return bytes(into)
 
 
 def memory(size_bytes: int, offset: int) -> memoryview:
@@ -142,8 +136,8 @@ def test_of_a_damaged_slice_only_the_tensors_in_it_are_refused(arena: Arena) -> 
         assert held is not None
         contents = contents_of(held)
         with pytest.raises(ArenaDamaged, match="leaf 1 of step 3"):
-            read(contents, "model/weight")
-        assert read(contents, "optimizer/step") == BYTES["optimizer/step"] and read(contents, "model/none") == b""
+            contents.read("model/weight")
+        assert contents.read("optimizer/step") == BYTES["optimizer/step"] and contents.read("model/none") == b""
         with pytest.raises(ArenaDamaged, match="slice 1 of step 3"):
             contents.verify()
 
@@ -219,7 +213,7 @@ def test_digests_are_those_of_the_contents_wherever_they_lie(tmp_path: Path) -> 
             assert held is not None
             contents = contents_of(held)
             contents.verify()
-            assert contents.leaves() == {key: leaf_digests(read(contents, key), LEAF_BYTES) for key in sizes}
+            assert contents.leaves() == {key: leaf_digests(contents.read(key), LEAF_BYTES) for key in sizes}
             arena.memory[layout.data_at(0) + places["leaves"].start + 3 * LEAF_BYTES] ^= 1
             with pytest.raises(ArenaDamaged):
                 contents_of(held).verify()

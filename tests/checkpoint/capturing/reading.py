@@ -48,11 +48,9 @@ def held_state(arena: Arena, step: int | None = None) -> State:
     with arena.hold(step) as held:
         assert held is not None, f"there is no generation of step {step}"
         contents = contents_of(held)
-        tensors = {key: bytearray(one.size_bytes) for key, one in contents.specs.items()}
-        contents.fill({key: memoryview(into) for key, into in tensors.items()})
         return (
             {item: tree_from_bytes(document)[0] for item, document in contents.documents.trees.items()},
-            {key: bytes(into) for key, into in tensors.items()},
+            {key: bytes(contents.read(key)) for key in contents.specs},
         )
 
 

@@ -170,6 +170,12 @@ class Contents:
         """Do the same with some bytes of one tensor, from ``start`` on."""
         self._copy([(self.documents.table.places[key].start + start, into)])
 
+    def read(self, key: str) -> bytearray:
+        """Return the bytes of a tensor, verified. Raises as `fill` does."""
+        made = bytearray(self.documents.table.places[key].spec.size_bytes)
+        self.fill({key: memoryview(made)})
+        return made
+
     def _copy(self, pieces: Iterable[_Piece]) -> None:
         leaf_bytes = self.held.arena.layout.leaf_bytes
         by_leaf: defaultdict[int, list[_Piece]] = defaultdict(list)

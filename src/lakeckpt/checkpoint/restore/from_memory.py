@@ -176,6 +176,4 @@ class _InArena:
         return self._contents.held.arena.layout.leaf_bytes
 
     def same(self, one: str, other: str) -> bool:
-        made = {key: memoryview(bytearray(self._contents.specs[key].size_bytes)) for key in (one, other)}
-        self._contents.fill(made)
-        return bool(made[one] == made[other])
+        return self._contents.read(one) == self._contents.read(other)
