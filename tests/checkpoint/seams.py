@@ -18,7 +18,7 @@ from lakeckpt.checkpoint import manager as manager_module
 from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Begin, Bye, Documents, Dropped, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Begin, Bye, Dropped, Order, Outcome
 from lakeckpt.checkpoint.agent.process import persister_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.errors import CheckpointIncomplete
@@ -93,9 +93,6 @@ class ThreadAgent:
 
     def drop(self, save: Dropped, /) -> None:
         self._persister.take(save)
-
-    def keep(self, documents: Mapping[str, bytes], /) -> None:
-        self._persister.take(Documents(documents=documents))
 
     def report(self, outcome: Outcome) -> None:
         self._got.append(outcome)

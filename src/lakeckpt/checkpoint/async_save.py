@@ -41,8 +41,10 @@ from lakeckpt.errors import (
     MissingRanksError,
     SaveFailed,
     SaveLeftOut,
+    StorageError,
     UnannouncedChange,
 )
+from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 from lakeckpt.wire.envelope import dumps
@@ -77,6 +79,7 @@ class Background:
         self,
         engine: CaptureEngine,
         agent: AgentLink,
+        storage: Storage,
         generations: Generations,
         exchange: Exchange,
         attempt: Attempt,
@@ -89,6 +92,7 @@ class Background:
         self.attempt = attempt
         self._engine = engine
         self._agent = agent
+        self._storage = storage
         self._generations = generations
         self._exchange = exchange
         self._tracks = tracks
@@ -99,7 +103,7 @@ class Background:
         self._given: dict[tuple[int, int], Order] = {}
         self._held: dict[tuple[int, int], ExitStack] = {}
         self._saved: list[Saved] = []
-        self._told: set[str] = set()
+        self._written: set[str] = set()  # documents of tables that are in storage
         self._captured: int | None = None  # the last cut of which a capture began, if it was not handed over
         self._settled = False
         self._no_arena: ArenaError | None = None
@@ -123,9 +127,8 @@ class Background:
             try:
                 if self._capture(step, self._journal.pending(step), must=False):
                     self._has_told = False
-                    if documents := self._new_documents():  # this cut may be that of a final save
-                        self._agent.keep(documents)
-                        self._told |= documents.keys()
+                    with suppress(SaveFailed):  # the next cut or save tries again
+                        self._write_documents()  # this cut may be that of a final save
             except ArenaError as error:
                 if not self._settled:
                     self._no_arena = error
@@ -145,14 +148,13 @@ class Background:
         """
         failure: Exception | None = None
         pending: Pending = {}
-        documents: dict[str, bytes] = {}
         captured, good = False, None
         try:
             if self._ready:  # an order of this very step, perhaps: all ranks give it before they give the next one
                 self._engine.finish()
                 self._give()
             pending = self._journal.pending(step)
-            documents = self._new_documents()
+            self._write_documents()
             good = checked_metric(metric)
             captured = self._no_arena is None and (
                 self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
@@ -176,12 +178,10 @@ class Background:
             except Exception as error:
                 failure = error
         self._captured = None
-        self._told |= documents.keys()
         order = Order(
             step=step,
             number=self.attempt.saves,
             metric=good,
-            documents=documents,
             failure="" if failure is None else said_of(failure),
         )
         self.attempt.saves += 1
@@ -244,11 +244,18 @@ class Background:
             self._agent.wait(_NOTHING_SPARE_S)
             self._hear()
 
-    def _new_documents(self) -> dict[str, bytes]:
+    def _write_documents(self) -> None:
+        """Write what the run keeps of its tables, where it is new: a commit refers to it. Raises `SaveFailed`."""
         if self._exchange.rank:
-            return {}
+            return
         every = {path: one for track in self._tracks.values() for path, one in documents_of(track.reader).items()}
-        return {path: one.dumps() for path, one in every.items() if path not in self._told}
+        try:
+            for path in every.keys() - self._written:
+                if not self._storage.list(path):
+                    self._storage.put(path, [every[path].dumps()])
+                self._written.add(path)
+        except StorageError as error:
+            raise SaveFailed(f"the index of a table, which a checkpoint refers to, was not written: {error}") from error
 
     # --- orders
 
@@ -301,9 +308,10 @@ class Background:
             self.attempt.last = self.attempt.parent = saved.info.slot
             self.attempt.recorded = step
             self._journal.committed(step)
+            if saved.remarks.lost:
+                self._written.clear()
             self._saved.append(saved)
             return
-        self._told.clear()  # documents may have been lost with it
         if (step, number) in self._told_here:
             self._told_here.remove((step, number))
             return

@@ -114,6 +114,7 @@ def open_background(
             checksummer=lambda: agent.checksummer,
         ),
         agent,
+        place.storage,
         Generations(arenas, identity),
         exchange,
         attempt,
