@@ -523,7 +523,7 @@ def test_leaving_saves_the_last_cut_where_its_save_was_left_out(
     completes, given_up = CaptureEngine._completes, list[int]()
 
     def once(self: CaptureEngine, job: Any) -> bool:
-        if job.facts.step == 3 and not given_up:
+        if job.step == 3 and not given_up:
             given_up.append(3)
             return False  # as where the state was changed meanwhile
         return completes(self, job)
@@ -786,6 +786,7 @@ def test_orders_are_given_one_after_the_other_and_none_is_dropped(second: int, l
     background = Background(
         cast(Any, Captures(left_out)),
         cast(Any, every),
+        MemoryStorage(),
         cast(Any, every),
         cast(Any, every),
         Attempt(run="r", number=0, last=0, parent=None, seed=1),

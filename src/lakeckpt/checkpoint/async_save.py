@@ -267,7 +267,7 @@ class Background:
             if over:
                 self._give_now(self._ready.pop((step, number)))
                 continue
-            over, failure = self._engine.given_up(step)
+            over, failure = self._engine.dropped(step)
             if over:
                 said = "" if failure is None else said_of(failure)
                 self._give_now(replace(self._ready.pop((step, number)), failure=said))

@@ -56,7 +56,7 @@ class HeldGate:
     def hurry(self) -> None:
         self.open.set()
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, *, gently: bool) -> None:
+    def moved(self, size_bytes: int, begin_s: float, end_s: float) -> None:
         assert begin_s <= end_s and self.is_moving
         self.is_moving = False
         if not size_bytes:
@@ -169,27 +169,11 @@ def test_a_capture_goes_through_the_gate_slice_by_slice(made: Made) -> None:
     assert max(gate.admitted) <= 4096
 
 
-@pytest.mark.parametrize("gently", [True, False])
-def test_slices_hold_the_same_however_they_are_copied(
-    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch, gently: bool
-) -> None:
-    class Gentle(HeldGate):
-        def admit(self, size_bytes: int, urgent: threading.Event) -> bool:  # type: ignore[override]
-            super().admit(size_bytes, urgent)
-            return gently
-
-    brought: list[int] = []
-    bring = Filling.bring
-
-    def noted(filling: Filling, number: int, runs: Any) -> None:
-        brought.append(number)
-        bring(filling, number, runs)
-
-    monkeypatch.setattr(Filling, "bring", noted)
+def test_slices_hold_the_state_however_tensors_lie_in_them(made: Made, folder: ArenaFolder) -> None:
     torch.manual_seed(3)
     model = nn.ParameterList([torch.randn(size) for size in (16384, 16385, 40_001, 100_003, 7)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    gate, objects = Gentle(), {"model": model, "optimizer": optimizer}
+    gate, objects = HeldGate(), {"model": model, "optimizer": optimizer}
     engine = made(objects, gate=gate, slice_bytes=2**17)
     for step in (1, 2):
         for one in model:
@@ -199,45 +183,19 @@ def test_slices_hold_the_same_however_they_are_copied(
         gate.open.set()
         engine._idle()
         assert_same(kept_state(folder, step), state_of(objects))
-    assert bool(brought) == gently
-
-
-def test_documents_are_made_once_when_the_first_slice_was_admitted_or_the_fence_has_come(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[int] = []
-    documents = jobs.Job._documents
-
-    def noted(job: jobs.Job) -> bytes:
-        written.append(job.facts.step)
-        return documents(job)
-
-    monkeypatch.setattr(jobs.Job, "_documents", noted)
-    job, gate = Job(), HeldGate()
-    engine = made(job.objects, gate=gate)
-    job.step()
-    assert cut(engine, 1, must=True)
-    assert not gate.open.wait(0.1) and not written, "until then the training thread needs the time"
-    gate.open.set()
-    engine._idle()
-    assert written == [1]
-    job.step()
-    assert cut(engine, 2, must=True)
-    engine.fence()
-    assert engine.wait() == 2 and written == [1, 2]
 
 
 @pytest.fixture
 def may_document(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set, no document of a generation is made."""
     may = threading.Event()
-    documents = jobs.Job._documents
+    to_bytes = jobs.Documents.to_bytes
 
-    def late(job: jobs.Job) -> bytes:
+    def late(documents: jobs.Documents) -> bytes:
         assert may.wait(PATIENCE_S)
-        return documents(job)
+        return to_bytes(documents)
 
-    monkeypatch.setattr(jobs.Job, "_documents", late)
+    monkeypatch.setattr(jobs.Documents, "to_bytes", late)
     return may
 
 
@@ -905,7 +863,7 @@ def test_why_a_capture_was_given_up_is_told_once(made: Made, monkeypatch: pytest
     job.step()
     assert cut(engine, 1, must=True)
     engine.wait()
-    assert engine.given_up(1) == (False, None)
+    assert engine.dropped(1) == (False, None)
 
     def failing(self: CaptureEngine, job: Any) -> bool:
         raise MemoryError("no memory")
@@ -915,9 +873,9 @@ def test_why_a_capture_was_given_up_is_told_once(made: Made, monkeypatch: pytest
         job.step()
         assert cut(engine, 2)
         engine.finish()
-    over, failure = engine.given_up(2)
+    over, failure = engine.dropped(2)
     assert over and isinstance(failure, SaveFailed) and "no memory" in str(failure)
-    assert engine.given_up(2) == (False, None) and engine.wait() == 1
+    assert engine.dropped(2) == (False, None) and engine.wait() == 1
 
 
 def test_documents_that_outgrow_the_arena_get_another_one(made: Made, folder: ArenaFolder) -> None:

@@ -87,8 +87,8 @@ def fitting_slice_bytes(size_bytes: int, *, linked: bool = False) -> int:
 
 
 def plan_slices(sizes: Mapping[str, int], *, slice_bytes: int) -> SlicePlan:
-    """Return the plan for tensors of ``sizes`` (key → bytes). Raises ``ValueError`` unless ``slice_bytes`` is a positive
-    multiple of 64.
+    """Return the plan for tensors of ``sizes`` (key → bytes). Raises ``ValueError`` where ``slice_bytes`` is not a
+    positive multiple of 64.
 
     >>> plan = plan_slices({"weight": 100, "bias": 8}, slice_bytes=64)
     >>> plan.places["bias"], [[piece.key for piece in one] for one in plan.slices]

@@ -18,7 +18,6 @@ from collections.abc import Callable
 import torch
 
 from lakeckpt.checkpoint.arena.arena import Arena
-from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.capture.moves import Links, Moves, early_moves, joined, late_moves
@@ -32,11 +31,8 @@ _ENOUGH = 2
 _DOCUMENTS_BYTES = 256 * 2**10
 _JOINED_BYTES = 512 * 2**20
 """Ten milliseconds on the link of a GPU."""
-_SUMMED_BESIDE_BYTES = 256 * 2**20
-"""Less, and helpers of the copier take the checksums in no time."""
 _SLOW = """CUDA cannot pin the memory of the arena: captures are correct, and training waits for copies at its fences. \
 Let arenas lie in host memory (/dev/shm), not on a disk"""
-_SUMMED_HERE = "{}: checksums are taken by threads of this one from now on, which costs what queues kernels some time"
 _REMOVED = """the file of an arena was removed while its trainer lived; another one was made. Until the next cut is \
 complete, what is not in storage can be lost. Where nobody has emptied the folder, systemd does so as a user logs out: \
 RemoveIPC=no in logind.conf, or another folder for arenas, prevents that"""
@@ -56,16 +52,11 @@ class ArenaStore:
         step: int,
         generations: int = 3,
         joins: bool = False,
-        checksummer: Callable[[], Checksummer | None] = lambda: None,
     ) -> None:
         self.arena: Arena | None = None
-        self.checksummer: Checksummer | None = None
-        """Takes the checksums of bytes from devices, where they are many."""
-        self._warning: str | None = None
         self._was_removed = False
         self._folder, self._identity, self._step, self._generations = folder, identity, step, generations
         self._joins = joins
-        self._asks = checksummer
         self._outgrown: list[str] = []
         self._found: list[str] | None = None
         self._memory: torch.Tensor | None = None
@@ -78,8 +69,11 @@ class ArenaStore:
         layout = None if self.arena is None or not self.arena.is_there else self.arena.layout
         return layout is not None and layout.plan == plan.slices.digest and layout.documents_bytes >= documents_bytes
 
-    def make(self, plan: CapturePlan, documents_bytes: int, links: Links) -> None:
-        """Make or find the arena for ``plan``. Raises `ArenaTooLarge`, `ArenaError`."""
+    def make(self, plan: CapturePlan, documents_bytes: int, links: Links) -> str | None:
+        """Make or find the arena for ``plan``. Returns a warning for the user, or None.
+
+        Raises `ArenaTooLarge`, `ArenaError`.
+        """
         layout = ArenaLayout(
             identity=self._identity,
             plan=plan.slices.digest,
@@ -91,7 +85,7 @@ class ArenaStore:
         if self._found is None:
             self._found = self._left()
         self._was_removed = self._was_removed or (self.arena is not None and not self.arena.is_there)
-        self._let_go()
+        self._close_arena()
         self.arena = self._again(layout) or self._new(layout)
         self.arena.touch()
         _LOG.info(
@@ -105,21 +99,12 @@ class ArenaStore:
         self._links = links
         pinned = [link.pin(self._memory) for link in links.values()]
         self._unpin = [one for one in pinned if one is not None]
-        if len(self._unpin) < len(pinned):
-            self._warning = _SLOW
         for number in range(layout.generations):
             self.moves(plan, number)
-        linked_bytes = sum(one.nbytes for one in plan.late.values() if one.device in links)
-        if linked_bytes >= _SUMMED_BESIDE_BYTES and (checksummer := self._asks()) is not None:
-            checksummer.use(self.arena.name, leaf_bytes=layout.leaf_bytes)
-            self.checksummer = checksummer
-        if self._was_removed:
-            self._was_removed, self._warning = False, _REMOVED
-
-    def warning(self) -> str | None:
-        """Return the warning for the user, if there is one. Each warning is returned once."""
-        warning, self._warning = self._warning, None
-        return warning
+        was_removed, self._was_removed = self._was_removed, False
+        if was_removed:
+            return _REMOVED
+        return _SLOW if len(self._unpin) < len(pinned) else None
 
     def _left(self) -> list[str]:
         """Return the arenas of an earlier process of this rank. Arenas of another number of ranks count as outgrown."""
@@ -167,15 +152,8 @@ class ArenaStore:
             self._folder.remove(name)
         self._outgrown = []
 
-    def lose_checksummer(self, lost: Checksummer, why: str) -> None:
-        """Drop the process, if it is still in use: of two captures the first one reports it."""
-        if self.checksummer is lost:
-            self.checksummer = None
-            self._warning = _SUMMED_HERE.format(why)
-
-    def _let_go(self) -> None:
+    def _close_arena(self) -> None:
         """Close the arena; its file stays."""
-        self.checksummer = None
         for unpin in self._unpin:
             unpin()
         self._unpin, self._memory = [], None
@@ -214,7 +192,7 @@ class ArenaStore:
     def close(self, *, remove: bool) -> None:
         """Close everything. ``remove``: the run ended well, and nobody needs the memory any more."""
         name = None if self.arena is None else self.arena.name
-        self._let_go()
+        self._close_arena()
         if remove:
             self._remove_outgrown()
         elif name is not None:
