@@ -749,7 +749,7 @@ class Captures:
     def finish(self) -> None:
         self.completed, self._pending = self._pending or self.completed, None
 
-    def given_up(self, step: int) -> tuple[bool, None]:
+    def dropped(self, step: int) -> tuple[bool, None]:
         return False, None
 
     def cut(self, step: int, **_: Any) -> bool:
