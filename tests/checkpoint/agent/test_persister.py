@@ -12,7 +12,8 @@ import pytest
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
 from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
-from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
+from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import verify
@@ -177,17 +178,17 @@ def test_where_arenas_cannot_be_looked_at_every_order_is_answered_and_the_other_
     storage = MemoryStorage()
     begin(storage, world_size=2)
     with make_arena(tmp_path, 0, 2) as first, make_arena(tmp_path, 1, 2) as second:
-        found = ArenaFolder.found
+        opened = ArenaFolder.open
 
-        def short(self: ArenaFolder) -> list[ArenaInfo]:
+        def short(self: ArenaFolder, name: str) -> Arena:
             if threading.current_thread().name == "lakeckpt-persister-0":
                 raise ArenaError("too many open files")
-            return found(self)
+            return opened(self, name)
 
         desks, _ = ranks(storage, tmp_path, 2)
         for step in (1, 2, 3):
             fill(first, step), fill(second, step)
-        monkeypatch.setattr(ArenaFolder, "found", short)
+        monkeypatch.setattr(ArenaFolder, "open", short)
         for desk in desks:
             for step in (1, 2, 3):
                 desk.order(step, step)
