@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.link import AgentLike
-from lakeckpt.checkpoint.agent.orders import AGENT_LOST, GivenUp, Order, Outcome
+from lakeckpt.checkpoint.agent.link import AgentLink
+from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
@@ -35,15 +35,16 @@ from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import documents_of
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks
 from lakeckpt.errors import (
-    AgentError,
     ArenaError,
     CheckpointIncomplete,
     LakeckptError,
     MissingRanksError,
     SaveFailed,
     SaveLeftOut,
+    StorageError,
     UnannouncedChange,
 )
+from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 from lakeckpt.wire.envelope import dumps
@@ -77,7 +78,8 @@ class Background:
     def __init__(
         self,
         engine: CaptureEngine,
-        agent: AgentLike,
+        agent: AgentLink,
+        storage: Storage,
         generations: Generations,
         exchange: Exchange,
         attempt: Attempt,
@@ -90,6 +92,7 @@ class Background:
         self.attempt = attempt
         self._engine = engine
         self._agent = agent
+        self._storage = storage
         self._generations = generations
         self._exchange = exchange
         self._tracks = tracks
@@ -100,7 +103,7 @@ class Background:
         self._given: dict[tuple[int, int], Order] = {}
         self._held: dict[tuple[int, int], ExitStack] = {}
         self._saved: list[Saved] = []
-        self._told: set[str] = set()
+        self._written: set[str] = set()  # documents of tables that are in storage
         self._captured: int | None = None  # the last cut of which a capture began, if it was not handed over
         self._settled = False
         self._no_arena: ArenaError | None = None
@@ -124,9 +127,8 @@ class Background:
             try:
                 if self._capture(step, self._journal.pending(step), must=False):
                     self._has_told = False
-                    if documents := self._new_documents():  # this cut may be that of a final save
-                        self._agent.keep(documents)
-                        self._told |= documents.keys()
+                    with suppress(SaveFailed):  # the next cut or save tries again
+                        self._write_documents()  # this cut may be that of a final save
             except ArenaError as error:
                 if not self._settled:
                     self._no_arena = error
@@ -146,14 +148,13 @@ class Background:
         """
         failure: Exception | None = None
         pending: Pending = {}
-        documents: dict[str, bytes] = {}
         captured, good = False, None
         try:
             if self._ready:  # an order of this very step, perhaps: all ranks give it before they give the next one
                 self._engine.finish()
                 self._give()
             pending = self._journal.pending(step)
-            documents = self._new_documents()
+            self._write_documents()
             good = checked_metric(metric)
             captured = self._no_arena is None and (
                 self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
@@ -177,12 +178,10 @@ class Background:
             except Exception as error:
                 failure = error
         self._captured = None
-        self._told |= documents.keys()
         order = Order(
             step=step,
             number=self.attempt.saves,
             metric=good,
-            documents=documents,
             failure="" if failure is None else said_of(failure),
         )
         self.attempt.saves += 1
@@ -245,11 +244,18 @@ class Background:
             self._agent.wait(_NOTHING_SPARE_S)
             self._hear()
 
-    def _new_documents(self) -> dict[str, bytes]:
+    def _write_documents(self) -> None:
+        """Write what the run keeps of its tables, where it is new: a commit refers to it. Raises `SaveFailed`."""
         if self._exchange.rank:
-            return {}
+            return
         every = {path: one for track in self._tracks.values() for path, one in documents_of(track.reader).items()}
-        return {path: one.dumps() for path, one in every.items() if path not in self._told}
+        try:
+            for path in every.keys() - self._written:
+                if not self._storage.list(path):
+                    self._storage.put(path, [every[path].dumps()])
+                self._written.add(path)
+        except StorageError as error:
+            raise SaveFailed(f"the index of a table, which a checkpoint refers to, was not written: {error}") from error
 
     # --- orders
 
@@ -269,10 +275,7 @@ class Background:
     def _give_now(self, order: Order) -> None:
         self._given[order.step, order.number] = order
         self._hold(order)
-        try:
-            self._agent.order(order)
-        except AgentError as error:
-            self._over(order.step, order.number, Saved(step=order.step, info=None, error=error, took_s=0.0))
+        self._agent.order(order)
 
     def _hold(self, order: Order) -> None:
         """Keep the generation until it is persisted, if no other order is out: the agent may keep that one's where this
@@ -291,23 +294,9 @@ class Background:
     def _hear(self) -> None:
         self._give()
         self._listen()
-        try:
-            outcomes = self._agent.outcomes()
-        except AgentError as error:
-            if not self._given:
-                raise
-            for step, number in list(self._given):
-                self._over(step, number, Saved(step=step, info=None, error=error, took_s=0.0))
-            return
-        lost = ""
-        for outcome in outcomes:
-            if outcome.step == AGENT_LOST:
-                self._told.clear()  # the next agent is to have these documents, too
-                lost = outcome.text
-            elif (outcome.step, outcome.number) in self._given:
+        for outcome in self._agent.outcomes():
+            if (outcome.step, outcome.number) in self._given:
                 self._over(outcome.step, outcome.number, self._of(outcome))
-        if lost:  # no save was pending, so that nothing is lost but a final save before the next agent begins
-            warnings.warn(f"no save was lost, but {lost}", CaptureWarning, stacklevel=5)
 
     def _over(self, step: int, number: int, saved: Saved) -> None:
         """Something came of an order."""
@@ -319,9 +308,10 @@ class Background:
             self.attempt.last = self.attempt.parent = saved.info.slot
             self.attempt.recorded = step
             self._journal.committed(step)
+            if saved.remarks.lost:
+                self._written.clear()
             self._saved.append(saved)
             return
-        self._told.clear()  # documents may have been lost with it
         if (step, number) in self._told_here:
             self._told_here.remove((step, number))
             return
@@ -350,7 +340,7 @@ class Background:
                 failure = stopped[1]
             if failure is not None:
                 self._passed_on.add(key)
-                self._agent.order(GivenUp(step=order.step, number=order.number, failure=said_of(failure)))
+                self._agent.drop(Dropped(step=order.step, number=order.number, failure=said_of(failure)))
 
     def _save_of(self, order: Order) -> SaveId:
         return SaveId(attempt=self.attempt.number, step=order.step, number=order.number)

@@ -23,7 +23,15 @@ from lakeckpt.checkpoint.capture import job as jobs
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
 from lakeckpt.checkpoint.report import CaptureWarning
-from lakeckpt.errors import ArenaDamaged, ArenaTooLarge, ConfigError, SaveFailed, UnannouncedChange, UnsupportedValue
+from lakeckpt.errors import (
+    ArenaDamaged,
+    ArenaInUse,
+    ArenaTooLarge,
+    ConfigError,
+    SaveFailed,
+    UnannouncedChange,
+    UnsupportedValue,
+)
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of, steps_in
 from tests.patience import PATIENCE_S
 
@@ -482,13 +490,11 @@ def test_a_state_that_changes_its_shape_gets_another_arena(made: Made, folder: A
     job.optimizer.step()
     assert not cut(engine, 4), "it is made beside training"
     engine.wait()
-    assert len(folder.found()) == 2, "what was complete is kept until enough is again"
-    for step, arenas in ((5, 2), (5, 2), (6, 1)):  # a step that is captured twice is one step
+    assert steps_in(folder) == [] and len(folder.found()) == 1, "it took the place of the one before"
+    for step in (5, 5, 6):
         assert cut(engine, step)
         engine.wait()
-        assert len(folder.found()) == arenas
-    (info,) = folder.found()
-    assert info.steps == (6, 5, 5)
+    assert steps_in(folder) == [6, 5, 5]
     assert_same(kept_state(folder, 6), state_of(job.objects))
 
 
@@ -617,29 +623,19 @@ def test_a_restarted_process_goes_on_in_the_arena_that_it_finds(made: Made, fold
     assert folder.found() == []
 
 
-@pytest.mark.parametrize("is_half_made", [False, True])
-def test_memory_that_a_restarted_process_has_outgrown_gives_way(
-    made: Made, folder: ArenaFolder, *, is_half_made: bool
-) -> None:
+def test_memory_that_a_restarted_process_has_outgrown_gives_way(made: Made, folder: ArenaFolder) -> None:
     job = Job()
     engine = made(job.objects)
     job.step()
     assert cut(engine, 1, must=True)
     engine.wait()
-    job.model.register_buffer("grown", torch.arange(2.0**14))
-    if is_half_made:  # another arena is there already, with too little in it
-        assert cut(engine, 2, must=True)
     engine.close()
-    before = {info.name for info in folder.found()}
-    assert len(before) == 1 + is_half_made
-    again = made(job.objects, step=2)
-    for step in (3,) if is_half_made else (3, 4):
-        assert before <= {info.name for info in folder.found()}, "what is complete is kept until enough is again"
-        job.step()
-        assert cut(again, step, must=True) and again.wait() == step
-        assert_same(kept_state(folder, step), state_of(job.objects))
-    (info,) = folder.found()
-    assert info.steps == ((3, 2) if is_half_made else (4, 3))
+    job.model.register_buffer("grown", torch.arange(2.0**14))
+    again = made(job.objects, step=1)
+    job.step()
+    assert cut(again, 2, must=True) and again.wait() == 2
+    assert_same(kept_state(folder, 2), state_of(job.objects))
+    assert steps_in(folder) == [2]
 
 
 @pytest.mark.parametrize("error", [ArenaDamaged("what is in it makes no sense"), FileNotFoundError("it was removed")])
@@ -708,34 +704,31 @@ class OneFits:
         self.room_bytes: int | None = None
         check = ArenaFolder._check_room
 
-        def checked(given: ArenaFolder, opened: int, layout: Any, *, freed_bytes: int = 0) -> None:
-            taken = sum(one.size_bytes for one in folder.found()) - freed_bytes
+        def checked(given: ArenaFolder, opened: int, layout: Any) -> None:
+            taken = sum(one.size_bytes for one in folder.found())
             self.room_bytes = layout.size_bytes * 3 // 2 if self.room_bytes is None else self.room_bytes
             if taken + layout.size_bytes > self.room_bytes:
                 raise ArenaTooLarge("no room")
-            check(given, opened, layout, freed_bytes=freed_bytes)
+            check(given, opened, layout)
 
         patch.setattr(ArenaFolder, "_check_room", checked)
 
 
-def test_a_state_that_outgrows_all_memory_leaves_what_is_complete_where_it_is(
+def test_a_state_that_outgrows_all_memory_is_told_at_each_cut_and_captured_where_there_is_room_again(
     made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fits, job = OneFits(monkeypatch, folder), Job()
     engine = made(job.objects)
-    for step in (1, 2):
-        job.step()
-        assert cut(engine, step, must=True)
-    engine.wait()
+    job.step()
+    assert cut(engine, 1, must=True) and engine.wait() == 1
     job.model.register_buffer("grown", torch.zeros(2**18 - 1024))  # a MiB would be worth a warning
     for _ in range(3):
         with pytest.raises(ArenaTooLarge, match="no room"):
             cut(engine, 3, must=True)
-        assert steps_in(folder) == [2, 1]
     assert fits.room_bytes is not None
     fits.room_bytes *= 20
     assert cut(engine, 4, must=True) and engine.wait() == 4
-    assert sorted(steps_in(folder)) == [1, 2, 4]
+    assert steps_in(folder) == [4]
 
 
 def test_where_only_the_new_arena_fits_the_old_one_is_removed_for_it(
@@ -783,11 +776,12 @@ def test_memory_that_the_run_left_on_another_number_of_ranks_gives_way(
 ) -> None:
     """An attempt has begun since: nothing goes on from it. What another run left is not its own."""
     job, another = Job(), b"another run's id"
-    for identity in (replace(IDENTITY, world=IDENTITY.world + 1), replace(IDENTITY, run=another)):
+    more = replace(IDENTITY, world=IDENTITY.world + 2)
+    for identity in (more, replace(more, rank=1), replace(IDENTITY, run=another)):
         engine = made(job.objects, identity=identity)
         assert cut(engine, 1, must=True)
         engine.close()
-    lives = made(job.objects, identity=replace(IDENTITY, world=IDENTITY.world + 2))
+    lives = made(job.objects, identity=replace(more, rank=2))
     assert cut(lives, 1, must=True)
     lives.wait()
     engine = made(job.objects)
@@ -795,10 +789,18 @@ def test_memory_that_the_run_left_on_another_number_of_ranks_gives_way(
         job.step()
         assert cut(engine, step, must=True)
     engine.wait()
-    left = [(one.identity.run == another, one.identity.world, one.steps) for one in folder.found() if one.identity]
-    assert sorted(left) == sorted(
-        [(True, IDENTITY.world, (1,)), (False, IDENTITY.world + 2, (1,)), (False, IDENTITY.world, (3, 2))]
-    )
+    left = [(one.identity.run == another, one.identity.rank, one.steps) for one in folder.found() if one.identity]
+    assert sorted(left) == [(False, 0, (3, 2)), (False, 2, (1,)), (True, 0, (1,))]
+
+
+def test_an_arena_that_another_process_fills_is_not_taken(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    lives = made(job.objects)
+    assert cut(lives, 1, must=True) and lives.wait() == 1
+    engine = made(job.objects)
+    with pytest.raises(ArenaInUse, match="filled by another process"):
+        cut(engine, 2, must=True)
+    assert steps_in(folder) == [1]
 
 
 def test_a_failing_copy_is_told_and_the_next_cut_is_captured(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -362,7 +362,6 @@ class CaptureEngine:
             self._documents_bytes = len(documents)  # the next cut finds that the arena does not fit
             return False
         job.complete(documents)
-        self._store.completed()
         return True
 
 

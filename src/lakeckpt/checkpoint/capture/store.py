@@ -1,10 +1,10 @@
 """This module holds the arena that a rank fills: it finds the arena of an earlier process, or makes a new arena.
 
 `ArenaStore` holds one arena, with the copies of each slice prepared for each generation. To make an arena takes as long
-as to copy all of it, so the copier makes it, beside training. An arena that is too small for a plan is kept until the
-new arena holds two complete generations, unless only the new one fits into memory. Arenas that the run has left from
-another number of ranks are kept as long: no attempt goes on from them, because this attempt has begun. An arena whose
-file was removed by others is made again.
+as to copy all of it, so the copier makes it, beside training. A new arena takes the place of the arena before: where a
+state has outgrown its arena, no cut is in memory until the next one is complete. Arenas that the run has left from
+another number of ranks are removed, because no attempt goes on from them. An arena whose file was removed by others is
+made again.
 
 Only the copier calls the store, except for `ready`. The module starts no threads.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -22,12 +23,11 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.capture.moves import Links, Moves, early_moves, joined, late_moves
 from lakeckpt.checkpoint.capture.plan import CapturePlan
-from lakeckpt.errors import ArenaError, ArenaTooLarge
+from lakeckpt.errors import ArenaDamaged, ArenaInUse
 
 __all__ = ["ArenaStore"]
 
 _LOG = logging.getLogger("lakeckpt")
-_ENOUGH = 2
 _DOCUMENTS_BYTES = 256 * 2**10
 _JOINED_BYTES = 512 * 2**20
 """Ten milliseconds on the link of a GPU."""
@@ -39,7 +39,7 @@ RemoveIPC=no in logind.conf, or another folder for arenas, prevents that"""
 
 
 class ArenaStore:
-    """The arenas of ``identity`` in ``folder``, for a history that goes on after ``step``.
+    """The arena of ``identity`` in ``folder``, for a history that goes on after ``step``.
 
     ``joins``: the copies of adjacent slices of a device may be made together.
     """
@@ -57,8 +57,6 @@ class ArenaStore:
         self._was_removed = False
         self._folder, self._identity, self._step, self._generations = folder, identity, step, generations
         self._joins = joins
-        self._outgrown: list[str] = []
-        self._found: list[str] | None = None
         self._memory: torch.Tensor | None = None
         self._unpin: list[Callable[[], None]] = []
         self._moves: dict[int, tuple[CapturePlan, Moves, list[Moves]]] = {}
@@ -72,7 +70,7 @@ class ArenaStore:
     def make(self, plan: CapturePlan, documents_bytes: int, links: Links) -> str | None:
         """Make or find the arena for ``plan``. Returns a warning for the user, or None.
 
-        Raises `ArenaTooLarge`, `ArenaError`.
+        Raises `ArenaTooLarge`, `ArenaInUse` and other `ArenaError`.
         """
         layout = ArenaLayout(
             identity=self._identity,
@@ -82,11 +80,10 @@ class ArenaStore:
             documents_bytes=max(_DOCUMENTS_BYTES, 2 * documents_bytes),
             generations=self._generations,
         )
-        if self._found is None:
-            self._found = self._left()
         self._was_removed = self._was_removed or (self.arena is not None and not self.arena.is_there)
         self._close_arena()
-        self.arena = self._again(layout) or self._new(layout)
+        self._remove_others()
+        self.arena = self._again(layout) or self._folder.create(layout)
         self.arena.touch()
         _LOG.info(
             "captures of rank %d take %.2f GiB of memory in %s: %d generations of its state",
@@ -106,51 +103,25 @@ class ArenaStore:
             return _REMOVED
         return _SLOW if len(self._unpin) < len(pinned) else None
 
-    def _left(self) -> list[str]:
-        """Return the arenas of an earlier process of this rank. Arenas of another number of ranks count as outgrown."""
-        found = []
+    def _remove_others(self) -> None:
+        """Remove the arenas that the run has left on this node from another number of ranks."""
         for one in self._folder.found():
-            if one.identity is None or one.identity.run != self._identity.run or one.is_filled:
-                continue
-            if one.identity.world != self._identity.world:
-                self._outgrown.append(one.name)
-            elif one.identity == self._identity:
-                found.append(one.name)
-        return found
+            whose = one.identity
+            if whose is not None and whose.run == self._identity.run and whose.world != self._identity.world:
+                with contextlib.suppress(ArenaInUse):
+                    self._folder.remove(one.name)
 
     def _again(self, layout: ArenaLayout) -> Arena | None:
-        """Return a left arena that fits, without the steps that the history no longer holds; None if there is none."""
-        assert self._found is not None
-        for name in self._found:
-            with contextlib.suppress(ArenaError, FileNotFoundError):
-                arena = self._folder.open(name, writes=True)
-                same = (arena.layout.plan, arena.layout.slice_bytes, arena.layout.data_bytes, arena.layout.generations)
-                if same == (layout.plan, layout.slice_bytes, layout.data_bytes, layout.generations) and (
-                    arena.layout.documents_bytes >= layout.documents_bytes // 2
-                ):
-                    arena.forget(self._step)
-                    self._outgrown += [one for one in self._found if one != name]
-                    self._found = []
-                    return arena
-                arena.close()
+        """Return the arena of an earlier process of this rank, without the steps that the history no longer holds; None
+        if there is none that fits."""
+        with contextlib.suppress(ArenaDamaged, FileNotFoundError):
+            arena = self._folder.open(self._folder.name_of(self._identity), writes=True)
+            fits = arena.layout.documents_bytes >= layout.documents_bytes // 2
+            if fits and replace(arena.layout, documents_bytes=layout.documents_bytes) == layout:
+                arena.forget(self._step)
+                return arena
+            arena.close()
         return None
-
-    def _new(self, layout: ArenaLayout) -> Arena:
-        assert self._found is not None
-        self._outgrown += self._found
-        self._found = []
-        try:
-            return self._folder.create(layout)
-        except ArenaTooLarge:
-            if not self._outgrown or not self._folder.has_room(layout, instead_of=self._outgrown):
-                raise
-        self._remove_outgrown()  # both do not fit
-        return self._folder.create(layout)
-
-    def _remove_outgrown(self) -> None:
-        for name in self._outgrown:
-            self._folder.remove(name)
-        self._outgrown = []
 
     def _close_arena(self) -> None:
         """Close the arena; its file stays."""
@@ -159,7 +130,6 @@ class ArenaStore:
         self._unpin, self._memory = [], None
         self._moves.clear()
         if self.arena is not None:
-            self._outgrown.append(self.arena.name)
             self.arena.close()
             self.arena = None
 
@@ -184,16 +154,8 @@ class ArenaStore:
         moves = late_moves(plan, memory, self._links)
         return joined(moves, most_bytes=_JOINED_BYTES) if self._joins else moves
 
-    def completed(self) -> None:
-        """Remove the outgrown arenas if the arena has enough complete generations. Called after each complete one."""
-        if self._outgrown and self.arena is not None and len({one.step for one in self.arena.complete()}) >= _ENOUGH:
-            self._remove_outgrown()
-
     def close(self, *, remove: bool) -> None:
         """Close everything. ``remove``: the run ended well, and nobody needs the memory any more."""
-        name = None if self.arena is None else self.arena.name
         self._close_arena()
         if remove:
-            self._remove_outgrown()
-        elif name is not None:
-            self._outgrown.remove(name)
+            self._folder.remove(self._folder.name_of(self._identity))
