@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Batch", "CudaLink", "Link", "Queue", "Ticket", "open_link", "packed"]
+__all__ = ["Batch", "CudaLink", "Link", "Ticket", "open_link"]
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device of the process."""
@@ -38,33 +38,21 @@ _FEWEST = 3
 
 @dataclass(slots=True)
 class Batch:
-    """Copies that are queued together, at many cuts. ``ready`` holds the copies as their link has prepared them."""
+    """Copies that are queued together, at many cuts. The first `queue` prepares them."""
 
     pairs: list[Pair]
-    ready: Queue | None = None
-
-
-@dataclass(slots=True)
-class Queue:
-    """Copies off a device, prepared."""
-
     gathers: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
-    """(parts of one of the sources below, the tensors that are gathered into them)."""
+    """(parts of one of ``sources``, the tensors that are gathered into them)."""
     to: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     lazy: list[Pair] = field(default_factory=list)
     """Copies of tensors that are conjugated or negated lazily."""
+    _is_ready: bool = False
 
-    def add(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Add a copy of ``source`` as it is."""
-        if source.is_conj() or source.is_neg():
-            self.lazy.append((to, source))
-        else:
-            self.to.append(to)
-            self.sources.append(source)
-
-    def make(self) -> None:
-        """Queue all of it on the current stream."""
+    def queue(self) -> None:
+        """Queue the copies on the current stream."""
+        if not self._is_ready:
+            self._prepare()
         for parts, gathered in self.gathers:
             torch._foreach_copy_(parts, gathered)
         if self.to:
@@ -72,6 +60,55 @@ class Queue:
         for to, source in self.lazy:
             # torch would conjugate it on the host, after the call has returned: this does it on the device.
             to.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
+
+    def _prepare(self) -> None:
+        """Prepare the copies once. Gathers keep their memory on the device."""
+        try:
+            for run in _runs(self.pairs):
+                self._gather(run)
+        except torch.OutOfMemoryError:  # single copies take longer and need no memory
+            self.gathers, self.to, self.sources, self.lazy = [], [], [], []
+            self._add(self.pairs)
+        self._is_ready = True
+
+    def _add(self, pairs: Sequence[Pair]) -> None:
+        for to, source in pairs:
+            if source.is_conj() or source.is_neg():
+                self.lazy.append((to, source))
+            else:
+                self.to.append(to)
+                self.sources.append(source)
+
+    def _gather(self, run: list[Pair]) -> None:
+        if len(run) < _FEWEST:
+            self._add(run)
+            return
+        first = run[0][0]
+        low = first.data_ptr()
+        size_bytes = run[-1][0].data_ptr() + run[-1][0].nbytes - low
+        memory = torch.zeros(size_bytes, dtype=torch.uint8, device=run[0][1].device)
+        parts = [memory[to.data_ptr() - low : to.data_ptr() - low + to.nbytes] for to, _ in run]
+        self.gathers.append((parts, [source for _, source in run]))
+        self._add([(first.as_strided((size_bytes,), (1,), first.storage_offset()), memory)])
+
+
+def _runs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Yield ``pairs`` in their order, in runs that can be gathered."""
+    run: list[Pair] = []
+    end = 0
+    for pair in pairs:
+        to = pair[0]
+        small = to.dtype == torch.uint8 and to.dim() == 1 and to.nbytes <= _SMALL_BYTES
+        if run and not (small and 0 <= to.data_ptr() - end < _ALIGNMENT):
+            yield run
+            run = []
+        if small:
+            run.append(pair)
+            end = to.data_ptr() + to.nbytes
+        else:
+            yield [pair]
+    if run:
+        yield run
 
 
 class Ticket(Protocol):
@@ -129,7 +166,7 @@ class CudaLink:
     def copy(self, batch: Batch, /) -> Ticket:
         """See `Link`."""
         with self._copying(), torch.no_grad():
-            packed(batch).make()
+            batch.queue()
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # wait() sleeps
             event.record(self._stream)
         return _CudaTicket(event, self._device)
@@ -188,51 +225,3 @@ class _CudaTicket:
 def open_link(device: torch.device) -> Link | None:
     """Return a new link of ``device``; None for host memory and for devices other than CUDA devices."""
     return CudaLink(device) if device.type == "cuda" else None
-
-
-def packed(batch: Batch) -> Queue:
-    """Return the copies of a batch, prepared once. Gathers keep their memory on the device."""
-    if batch.ready is None:
-        ready = Queue()
-        try:
-            for run in _runs(batch.pairs):
-                _gather(run, ready)
-        except torch.OutOfMemoryError:  # single copies take longer and need no memory
-            ready = Queue()
-            for to, source in batch.pairs:
-                ready.add(to, source)
-        batch.ready = ready
-    return batch.ready
-
-
-def _runs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Yield ``pairs`` in their order, in runs that can be gathered."""
-    run: list[Pair] = []
-    end = 0
-    for pair in pairs:
-        to = pair[0]
-        small = to.dtype == torch.uint8 and to.dim() == 1 and to.nbytes <= _SMALL_BYTES
-        if run and not (small and 0 <= to.data_ptr() - end < _ALIGNMENT):
-            yield run
-            run = []
-        if small:
-            run.append(pair)
-            end = to.data_ptr() + to.nbytes
-        else:
-            yield [pair]
-    if run:
-        yield run
-
-
-def _gather(run: list[Pair], ready: Queue) -> None:
-    if len(run) < _FEWEST:
-        for to, source in run:
-            ready.add(to, source)
-        return
-    first = run[0][0]
-    low = first.data_ptr()
-    size_bytes = run[-1][0].data_ptr() + run[-1][0].nbytes - low
-    memory = torch.zeros(size_bytes, dtype=torch.uint8, device=run[0][1].device)
-    parts = [memory[to.data_ptr() - low : to.data_ptr() - low + to.nbytes] for to, _ in run]
-    ready.gathers.append((parts, [source for _, source in run]))
-    ready.add(first.as_strided((size_bytes,), (1,), first.storage_offset()), memory)
