@@ -58,8 +58,8 @@ class Bubbles:
             return _Watched(self.gate, what)
         else:
             raise ConfigError(
-                f"{type(what).__name__} cannot be watched: give a pipeline schedule, a model under DDP, a model on a GPU "
-                "or a loader, or report its waits with idle()"
+                f"{type(what).__name__} cannot be watched: give a pipeline schedule, a model under DDP, a GPU model or "
+                "a loader, or report its waits with idle()"
             )
         return what
 
@@ -95,8 +95,8 @@ class Bubbles:
 
 
 def _is_schedule(what: Any) -> bool:
-    """Return whether ``what`` is a pipeline schedule. This does not import torch's module of schedules: a schedule
-    exists only if the script has imported the module."""
+    """Return whether ``what`` is a pipeline schedule. This does not import torch's module of schedules, which takes
+    seconds: a schedule exists only if the script has imported the module."""
     if "torch.distributed.pipelining.schedules" not in sys.modules:
         return False
     from lakeckpt.checkpoint.bubbles.pipeline import is_schedule

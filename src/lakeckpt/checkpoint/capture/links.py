@@ -4,7 +4,7 @@ A `Link` is the way from one device into host memory: a queue of copies beside t
 the following copies wait for all work queued so far. `hold` makes the following work wait for copies: the device waits,
 and the host does not. Host memory has no link: a copy there is done when the call returns.
 
-`CudaLink` uses a stream of its own and pinned memory. The arena itself is pinned where CUDA can register its memory,
+A link uses a stream of its own and pinned memory. The arena itself is pinned where CUDA can register its memory,
 which not every file system allows. Elsewhere copies are correct, and block the caller.
 
 Small tensors are copied together. A model has hundreds of tensors of a few bytes, and a copy of each would cost the
@@ -19,11 +19,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-__all__ = ["Batch", "CudaLink", "Link", "Ticket", "open_link"]
+__all__ = ["Batch", "Link", "Ticket", "open_link"]
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device of the process."""
@@ -111,41 +111,8 @@ def _runs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
         yield run
 
 
-class Ticket(Protocol):
-    """Copies that were queued together."""
-
-    def wait(self) -> None:
-        """Return when the copies are done. Any thread may call this; it releases the interpreter's lock."""
-        ...
-
-
-class Link(Protocol):
-    """The way from a device into host memory. Any thread calls `copy`; the training thread calls the rest."""
-
-    def order(self) -> None:
-        """Make the following copies wait for all work that this thread has queued on the device."""
-        ...
-
-    def copy(self, batch: Batch, /) -> Ticket:
-        """Queue copies into host memory. The caller keeps ``batch``, and so its tensors, until they are done."""
-        ...
-
-    def hold(self, ticket: Ticket, /) -> None:
-        """Make the work that this thread queues from now on wait for the copies of ``ticket``."""
-        ...
-
-    def kept(self, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
-        """Return copies on the device, made after all work that this thread has queued."""
-        ...
-
-    def pin(self, memory: torch.Tensor, /) -> Callable[[], None] | None:
-        """Pin ``memory``, so that copies into it are fast. Returns a function that unpins it; None if it cannot be
-        pinned."""
-        ...
-
-
-class CudaLink:
-    """The link of a CUDA device."""
+class Link:
+    """The way from a CUDA device into host memory. Any thread calls `copy`; the training thread calls the rest."""
 
     __slots__ = ("_device", "_stream")
 
@@ -160,24 +127,23 @@ class CudaLink:
             yield
 
     def order(self) -> None:
-        """See `Link`."""
+        """Make the following copies wait for all work that this thread has queued on the device."""
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
 
     def copy(self, batch: Batch, /) -> Ticket:
-        """See `Link`."""
+        """Queue copies into host memory. The caller keeps ``batch``, and so its tensors, until they are done."""
         with self._copying(), torch.no_grad():
             batch.queue()
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # wait() sleeps
             event.record(self._stream)
-        return _CudaTicket(event, self._device)
+        return Ticket(event, self._device)
 
     def hold(self, ticket: Ticket, /) -> None:
-        """See `Link`."""
-        assert isinstance(ticket, _CudaTicket)
+        """Make the work that this thread queues from now on wait for the copies of ``ticket``."""
         torch.cuda.current_stream(self._device).wait_event(ticket.event)
 
     def kept(self, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
-        """See `Link`."""
+        """Return copies on the device, made after all work that this thread has queued."""
         with torch.cuda.device(self._device), torch.no_grad():
             copies = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in tensors]
             if copies:
@@ -185,7 +151,8 @@ class CudaLink:
         return copies
 
     def pin(self, memory: torch.Tensor, /) -> Callable[[], None] | None:
-        """See `Link`. Memory that is pinned already (for another device of this process) stays as it is."""
+        """Pin ``memory``, so that copies into it are fast. Returns a function that unpins it; None if it cannot be
+        pinned. Memory that is pinned already (for another device of this process) stays as it is."""
         if memory.is_pinned():
             return lambda: None
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -208,8 +175,8 @@ class CudaLink:
             torch.zeros(1, device=self._device).add_(1)
 
 
-class _CudaTicket:
-    """An event behind the copies."""
+class Ticket:
+    """An event behind copies that were queued together."""
 
     __slots__ = ("_device", "event")
 
@@ -217,11 +184,11 @@ class _CudaTicket:
         self.event, self._device = event, device
 
     def wait(self) -> None:
-        """See `Ticket`."""
+        """Return when the copies are done. Any thread may call this; it releases the interpreter's lock."""
         with torch.cuda.device(self._device):  # a thread without a current device would use the first one
             self.event.synchronize()
 
 
 def open_link(device: torch.device) -> Link | None:
     """Return a new link of ``device``; None for host memory and for devices other than CUDA devices."""
-    return CudaLink(device) if device.type == "cuda" else None
+    return Link(device) if device.type == "cuda" else None
