@@ -199,6 +199,12 @@ def test_where_arenas_cannot_be_looked_at_every_order_is_answered_and_the_other_
     assert desks[1].outcomes[-1].text == "nothing was saved at step 3. failure of rank 0: too many open files"
 
 
+def test_no_order_has_the_number_of_the_final_save(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    with pytest.raises(AssertionError, match="at most 999999 saves"):
+        Desk(storage, tmp_path, EventWaiter(storage)).order(1, FINAL)
+
+
 def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)

@@ -96,6 +96,7 @@ class Persister:
         """Take a message of the trainer. `run` ends after a `Bye`; a second `Bye` changes nothing."""
         with self._changed:
             if isinstance(message, Order):
+                assert message.number < FINAL, f"an attempt has at most {FINAL} saves: start the job again"
                 self._waiting.append(message)
                 self.ordered = max(self.ordered, message.step)
             elif isinstance(message, Dropped):
