@@ -6,20 +6,11 @@ The exit status is 0 for PROVED, 1 for NOT PROVED, 3 for PROVED OF WHAT WAS DELI
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from lakeckpt.cli.output import (
-    TextTable,
-    add_run_arguments,
-    options_of,
-    print_json,
-    progress_bar,
-    say_many,
-    say_rows,
-)
-
-if TYPE_CHECKING:
-    from lakeckpt.checkpoint.ledger.report import AuditReport, EpochAudit, Finding, ReaderAudit
+from lakeckpt.checkpoint.ledger.audit import NAMED_GROUPS, audit
+from lakeckpt.checkpoint.ledger.report import AuditReport, EpochAudit, Finding, ReaderAudit
+from lakeckpt.cli.output import TextTable, print_json, progress_bar, say_many, say_rows
+from lakeckpt.cli.run_place import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
 
@@ -43,17 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Audit and print. Returns the exit status."""
-    from lakeckpt.checkpoint.ledger.audit import NAMED_GROUPS, audit
-    from lakeckpt.lake.storage.base import describe
-    from lakeckpt.lake.storage.open import open_storage
-
-    storage = open_storage(args.place, storage_options=options_of(args.storage_options))
+    storage, place = open_run(args)
     with progress_bar("auditing", show=not args.json) as progress:
         report = audit(storage, tip=args.tip, progress=progress, named_groups=10**9 if args.all else NAMED_GROUPS)
     if args.json:
         print_json(report.to_plain())
     else:
-        _show(report, describe(storage), every=args.all)
+        _show(report, place, every=args.all)
     return report.exit_status
 
 

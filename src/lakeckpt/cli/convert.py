@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from lakeckpt.cli.output import options_of, print_json, say_bytes, say_many
+from lakeckpt.cli.output import print_json, say_bytes, say_many
+from lakeckpt.cli.run_place import options_of
 
 __all__ = ["add_arguments", "run"]
 

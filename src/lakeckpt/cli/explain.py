@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from lakeckpt.cli.output import (
-    TextTable,
-    add_run_arguments,
-    options_of,
-    print_json,
-    say_many,
-    say_rows,
-)
-
-if TYPE_CHECKING:
-    from lakeckpt.checkpoint.ledger.explain import MicroBatch, RankRows, ReaderStep, StepExplained
+from lakeckpt.checkpoint.ledger.explain import MicroBatch, RankRows, ReaderStep, StepExplained, explain
+from lakeckpt.cli.output import TextTable, print_json, say_many, say_rows
+from lakeckpt.cli.run_place import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,10 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Explain and print. Returns 0."""
-    from lakeckpt.checkpoint.ledger.explain import explain
-    from lakeckpt.lake.storage.open import open_storage
-
-    storage = open_storage(args.place, storage_options=options_of(args.storage_options))
+    storage, _ = open_run(args)
     found = explain(storage, args.step, tip=args.tip, ranks=args.rank)
     if args.json:
         print_json(found.to_plain(every_row=args.rows))

@@ -1,31 +1,21 @@
 """This module formats what commands print: plain text in columns for people, one JSON document for programs.
 
-Commands pass values, and this module formats them: bytes, counts, ranges of rows, times. It also makes sure that
-output that cannot be written (a narrow encoding, a full disk, a closed pipe) is reported as an error, and does not look
-like a result.
+Commands pass values, and this module formats them: bytes, counts, ranges of rows, times. The module starts no threads.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
-
-from lakeckpt.errors import ConfigError
 
 __all__ = [
     "StatusLine",
     "TextTable",
-    "add_run_arguments",
     "drop_output",
-    "escape_output",
-    "options_of",
     "print_json",
     "progress_bar",
     "say_bytes",
@@ -37,16 +27,6 @@ __all__ = [
 Progress = Callable[[int, int], None]
 
 
-def escape_output() -> None:
-    """Make stdout and stderr escape characters that their encoding lacks; a closed stream becomes ``/dev/null``."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        elif getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-
-
 def drop_output() -> None:
     """Redirect stdout to ``/dev/null``. Otherwise Python would fail at its exit, with a status of its own."""
     with contextlib.suppress(OSError, ValueError):  # stdout may be no file
@@ -56,33 +36,28 @@ def drop_output() -> None:
 
 
 class TextTable:
-    """A table of cells in columns. A column whose head begins with ``>`` is aligned to the right. Cells and heads may
-    have several lines. A table without any head has no line of heads.
+    """A table of cells in columns. A column whose head begins with ``>`` is aligned to the right. A table without any
+    head has no line of heads.
 
-    >>> table = TextTable("file", ">rows\\nread", title="A table")
+    >>> table = TextTable("file", ">rows", title="A table")
     >>> table.add_row("part-0", "1,000")
-    >>> table.add_row("part-10\\nagain", "7")
+    >>> table.add_row("part-10", "7")
     >>> print(table)
     A table
     file      rows
-              read
     part-0   1,000
     part-10      7
-    again
     """
 
     def __init__(self, *heads: str, title: str | None = None) -> None:
         self._right = [head.startswith(">") for head in heads]
         self._title = title
         texts = [head.removeprefix(">") for head in heads]
-        self._rows: list[list[str]] = []
-        if any(texts):
-            self.add_row(*texts)
+        self._rows: list[Sequence[str]] = [texts] if any(texts) else []
 
     def add_row(self, *cells: str) -> None:
         """Add a row, one cell for each column."""
-        lines = [cell.split("\n") for cell in cells]
-        self._rows += [list(line) for line in itertools.zip_longest(*lines, fillvalue="")]
+        self._rows.append(cells)
 
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
@@ -165,27 +140,4 @@ def say_rows(ranges: Sequence[tuple[int, int]], *, of: int | None = None, most: 
 
 def say_when(seconds: float) -> str:
     """Return seconds since 1970 as local time."""
-    try:
-        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):
-        return "?"
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of all commands that read a run."""
-    parser.add_argument("place", metavar="RUN", help="where the run's checkpoints are: a folder, or a URL")
-    parser.add_argument("--storage-options", metavar="JSON", help="for the store, as fsspec takes them")
-    parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
-
-
-def options_of(text: str | None) -> dict[str, Any] | None:
-    """Return the value of ``--storage-options``: a JSON object. `ConfigError` if it is anything else."""
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--storage-options must be a JSON object: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"--storage-options must be a JSON object, got {text!r}")
-    return value
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

@@ -6,20 +6,10 @@ The exit status is 0 if every byte is intact, and 1 if there is damage.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from lakeckpt.cli.output import (
-    TextTable,
-    add_run_arguments,
-    options_of,
-    print_json,
-    progress_bar,
-    say_bytes,
-    say_many,
-)
-
-if TYPE_CHECKING:
-    from lakeckpt.checkpoint.ledger.verify import CheckedCheckpoint, VerifyReport
+from lakeckpt.checkpoint.ledger.verify import CheckedCheckpoint, VerifyReport, verify
+from lakeckpt.cli.output import TextTable, print_json, progress_bar, say_bytes, say_many
+from lakeckpt.cli.run_place import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,17 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify and print. Returns the exit status."""
-    from lakeckpt.checkpoint.ledger.verify import verify
-    from lakeckpt.lake.storage.base import describe
-    from lakeckpt.lake.storage.open import open_storage
-
-    storage = open_storage(args.place, storage_options=options_of(args.storage_options))
+    storage, place = open_run(args)
     with progress_bar("verifying", show=not args.json) as progress:
         report = verify(storage, progress=progress)
     if args.json:
         print_json(report.to_plain())
     else:
-        _show(report, describe(storage))
+        _show(report, place)
     return report.exit_status
 
 
