@@ -34,7 +34,7 @@ _COMMANDS = {
     "doctor": "what runs keep in this node's memory, and what ended runs have left there",
     "audit": "prove that every row was consumed exactly once, or name those that were not",
 }
-_ELSEWHERE = {"demo": "lakeckpt.demo", "plan": "lakeckpt.cli.plan.command"}
+_ELSEWHERE = {"demo": "lakeckpt.demo.demo", "plan": "lakeckpt.cli.plan.command"}
 _ABOUT = "Resume training on a data lake, exactly: every row counts once per epoch, whatever crashes."
 
 
