@@ -15,7 +15,7 @@ from lakeckpt.checkpoint.agent.generations import digest_of_run
 from lakeckpt.checkpoint.agent.leftovers import KeptRun, kept_in, reclaim
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.cli.output import TextTable, print_json, say_bytes, say_many
+from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json
 from lakeckpt.cli.run_place import options_of
 from lakeckpt.errors import CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.base import describe
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         _show(folder.path, arenas)
         if args.reclaim:
             removed = [one for one in arenas if one["use"] == "removed"]
-            print(f"removed {_sum_of(removed)} and {say_many(logs, 'log')} of agents that had ended")
+            print(f"removed {_sum_of(removed)} and {format_count(logs, 'log')} of agents that had ended")
         else:
             _advise(folder.path, left, logs)
     return int(bool(left or (logs and not args.reclaim)))
@@ -100,9 +100,9 @@ def _show(folder: str, arenas: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(
             one["place"] or (one["run"] or "?")[:8],
             "?" if one["rank"] is None else f"{one['rank']} of {one['world_size']}",
-            say_bytes(one["size_bytes"]),
-            f"{one['steps'][0]:,}" if one["steps"] else "-",
-            "-" if one["in_storage"] is None else f"{one['in_storage']:,}",
+            format_bytes(one["size_bytes"]),
+            one["steps"][0] if one["steps"] else "-",
+            "-" if one["in_storage"] is None else one["in_storage"],
             ", ".join(map(str, one["agents"])) or "-",
             one["use"],
         )
@@ -118,11 +118,11 @@ def _advise(folder: str, left: Sequence[Mapping[str, Any]], logs: int) -> None:
     if not left and not logs:
         print("CLEAN  nothing is left of runs that have ended")
         return
-    print(f"left  {_sum_of(left)} and {say_many(logs, 'log')} of agents that have ended")
+    print(f"left  {_sum_of(left)} and {format_count(logs, 'log')} of agents that have ended")
     print("A job that is started again here may go on from a cut in memory. Where no job will be started again:")
     where = "" if folder == ArenaFolder().path else f" --arenas {shlex.quote(folder)}"
     print(f"  lakeckpt doctor{where} --reclaim")
 
 
 def _sum_of(arenas: Sequence[Mapping[str, Any]]) -> str:
-    return f"{say_many(len(arenas), 'arena')} ({say_bytes(sum(one['size_bytes'] for one in arenas))})"
+    return f"{format_count(len(arenas), 'arena')} ({format_bytes(sum(one['size_bytes'] for one in arenas))})"

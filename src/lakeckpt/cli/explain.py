@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from lakeckpt.checkpoint.ledger.explain import MicroBatch, RankRows, ReaderStep, StepExplained, explain
-from lakeckpt.cli.output import TextTable, print_json, say_many, say_rows
+from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json
 from lakeckpt.cli.run_place import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
@@ -37,8 +37,8 @@ def _show(found: StepExplained, *, every_row: bool) -> None:
         print()
         epochs = ", ".join(map(str, reader.epochs)) or "none"
         print(
-            f"{reader.reader}  {say_many(reader.rows, 'row')} of epoch {epochs}, "
-            f"{len(reader.ranks)} of {say_many(reader.world_size, 'rank')}"
+            f"{reader.reader}  {format_count(reader.rows, 'row')} of epoch {epochs}, "
+            f"{len(reader.ranks)} of {format_count(reader.world_size, 'rank')}"
         )
         print(_every_row(reader) if every_row else _row_groups(reader))
 
@@ -46,18 +46,13 @@ def _show(found: StepExplained, *, every_row: bool) -> None:
 def _row_groups(reader: ReaderStep) -> object:
     table = TextTable(">rank", "micro-batches", "file", ">row group", ">count", "rows")
     for rank in reader.ranks:
-        head = (str(rank.rank), _micro_batches(rank))
+        head: tuple[str | int, str] = rank.rank, _micro_batches(rank)
         for one in rank.where:
-            table.add_row(
-                *head,
-                one.file,
-                str(one.row_group),
-                f"{one.rows.size:,}",
-                say_rows(one.rows.pairs(), of=one.of),
-            )
+            rows = format_rows(one.rows.pairs(), of=one.of)
+            table.add_row(*head, one.file, one.row_group, one.rows.size, rows)
             head = ("", "")
         if not rank.where:
-            table.add_row(*head, "", "", "0", "")
+            table.add_row(*head, "", "", 0, "")
     return table
 
 
@@ -66,7 +61,7 @@ def _every_row(reader: ReaderStep) -> object:
     for rank in reader.ranks:
         for number, table_row in enumerate(rank.table_rows.tolist()):
             file, row_group, row = reader.order.place(table_row)
-            table.add_row(str(rank.rank), str(number), file, str(row_group), str(row))
+            table.add_row(rank.rank, number, file, row_group, row)
     return table
 
 

@@ -16,7 +16,7 @@ from lakeckpt.checkpoint.keep import best_first
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
-from lakeckpt.cli.output import TextTable, print_json, say_bytes, say_many, say_when
+from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
 from lakeckpt.cli.run_place import add_run_arguments, open_run
 from lakeckpt.core.plan import consumed
 from lakeckpt.core.state import ReaderState
@@ -150,13 +150,12 @@ def _show(plain: dict[str, Any], place: str, *, newest: int) -> None:
     print()
     _show_attempts(plain["attempts"], {one["slot"]: one["step"] for one in plain["checkpoints"]}, newest)
     for one in plain["roll_backs"][-newest:]:
-        print(f"rolled back to step {one['step']:,} (slot {one['restored_slot']}) {say_when(one['created_s'])}")
+        print(f"rolled back to step {one['step']:,} (slot {one['restored_slot']}) {format_time(one['created_s'])}")
     print()
     _show_checkpoints(plain["checkpoints"], plain["best_slot"], newest)
     if plain["leftover_files"]:
-        print(
-            f"{say_many(plain['leftover_files'], 'file')} ({say_bytes(plain['leftover_bytes'])}) of uncommitted saves"
-        )
+        files, size = format_count(plain["leftover_files"], "file"), format_bytes(plain["leftover_bytes"])
+        print(f"{files} ({size}) of uncommitted saves")
     if plain["broken_at"] is not None:
         print(f"✗ the history is broken: slot {plain['broken_at']} cannot be read")
     for damage in plain["damage"]:
@@ -174,8 +173,7 @@ def _show_attempts(attempts: list[dict[str, Any]], steps: dict[int, int], newest
             source = "a fresh start"
         else:
             source = f"step {steps[slot]:,} (slot {slot})" if slot in steps else f"slot {slot}"
-        began = say_when(one["created_s"])
-        table.add_row(str(one["attempt"]), began, source, str(one["world_size"]), f"{one['checkpoints']:,}")
+        table.add_row(one["attempt"], format_time(one["created_s"]), source, one["world_size"], one["checkpoints"])
     print(table)
 
 
@@ -185,13 +183,13 @@ def _show_checkpoints(checkpoints: list[dict[str, Any]], best: int | None, newes
     shown = [one for one in checkpoints[:-newest] if one["slot"] == best] + checkpoints[-newest:]
     _add_omitted(table, len(checkpoints) - len(shown), len(heads))
     for one in shown:
-        first, *others = [_say_place(name, at) for name, at in one["readers"].items()] or [("", "")]
+        first, *others = [_format_place(name, at) for name, at in one["readers"].items()] or [("", "")]
         table.add_row(
-            str(one["slot"]),
-            f"{one['step']:,}",
-            str(one["attempt"]),
-            say_when(one["created_s"]),
-            say_bytes(one["size_bytes"]) if one["files"] else "removed",
+            one["slot"],
+            one["step"],
+            one["attempt"],
+            format_time(one["created_s"]),
+            format_bytes(one["size_bytes"]) if one["files"] else "removed",
             "-" if one["metric"] is None else f"{one['metric']:.6g}",
             "best" if one["slot"] == best else "" if one["in_history"] else "rolled back",
             *first,
@@ -206,7 +204,7 @@ def _add_omitted(table: TextTable, count: int, columns: int) -> None:
         table.add_row("…", f"{count:,} older", *[""] * (columns - 2))
 
 
-def _say_place(name: str, at: dict[str, Any]) -> tuple[str, str]:
+def _format_place(name: str, at: dict[str, Any]) -> tuple[str, str]:
     if "unreadable" in at:
         return f"{name}: unreadable", ""
     share = 100 * at["rows_done"] / at["rows"] if at["rows"] else 100.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, read_profiles, shares, windows_by_site
 from lakeckpt.checkpoint.persist.log import list_slots
-from lakeckpt.cli.output import TextTable, print_json, say_bytes, say_many
+from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json
 from lakeckpt.cli.run_place import add_run_arguments, open_run
 from lakeckpt.errors import CheckpointNotFound
 
@@ -73,26 +73,26 @@ def _rank(profile: BubbleProfile) -> dict[str, Any]:
 
 
 def _show(plain: dict[str, Any], place: str, *, sites: int) -> None:
-    print(f"{place}  attempt {plain['attempt']}, {say_many(plain['world_size'], 'rank')}")
+    print(f"{place}  attempt {plain['attempt']}, {format_count(plain['world_size'], 'rank')}")
     times = (">rank", ">iterations", ">each", ">bubbles")
     table = TextTable(*times, ">moved", ">in bubbles", ">free time", ">outside", ">at the fence")
     for one in plain["ranks"]:
         moved = one["moved_bytes"]
         parts = ("in_bubbles_bytes", "in_free_time_bytes", "outside_bytes", "at_the_fence_bytes")
         table.add_row(
-            str(one["rank"]),
-            f"{one['iterations']:,}",
+            one["rank"],
+            one["iterations"],
             _milliseconds(one["iteration_s"]),
             _milliseconds(one["bubble_s"]),
-            say_bytes(moved),
+            format_bytes(moved),
             *(f"{one[name] / moved:.1%}" if moved else "-" for name in parts),
         )
     print(table)
     for one in plain["ranks"]:
         shown = TextTable("site", "kind", ">times", ">mean", ">moved", title=f"rank {one['rank']}")
         for site in one["sites"][:sites]:
-            mean, moved = _milliseconds(site["mean_s"]), say_bytes(site["moved_bytes"])
-            shown.add_row(site["site"], site["kind"], f"{site['times']:,}", mean, moved)
+            mean, moved = _milliseconds(site["mean_s"]), format_bytes(site["moved_bytes"])
+            shown.add_row(site["site"], site["kind"], site["times"], mean, moved)
         print()
         print(shown)
         if len(one["sites"]) > sites:

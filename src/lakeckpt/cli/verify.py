@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from lakeckpt.checkpoint.ledger.verify import CheckedCheckpoint, VerifyReport, verify
-from lakeckpt.cli.output import TextTable, print_json, progress_bar, say_bytes, say_many
+from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json, progress_bar
 from lakeckpt.cli.run_place import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
@@ -34,15 +34,13 @@ def run(args: argparse.Namespace) -> int:
 def _show(report: VerifyReport, place: str) -> None:
     there = [one for one in report.checkpoints if one.status != "removed"]
     removed = len(report.checkpoints) - len(there)
-    count = say_many(len(report.checkpoints), "checkpoint")
+    count = format_count(len(report.checkpoints), "checkpoint")
     print(f"{place}  {count}, {removed:,} of them removed by retention")
     if there:
         table = TextTable(">slot", ">step", ">attempt", ">files", ">size", "")
         for one in there:
             status = one.status + ("" if one.in_history else " (rolled back)")
-            table.add_row(
-                *(str(one.slot), f"{one.step:,}", str(one.attempt), str(one.files), say_bytes(one.size_bytes), status)
-            )
+            table.add_row(one.slot, one.step, one.attempt, one.files, format_bytes(one.size_bytes), status)
         print(table)
     if report.leftover_files:
         print(_left(report))
@@ -51,13 +49,13 @@ def _show(report: VerifyReport, place: str) -> None:
     print()
     for damage in report.every_damage:
         print(f"✗ {damage}")
-    size = sum(one.size_bytes for one in there)
     if report.every_damage:
-        print(f"DAMAGED  {say_many(len(report.every_damage), 'object')} of the run: see above")
+        print(f"DAMAGED  {format_count(len(report.every_damage), 'object')} of the run: see above")
         print(_advice(report))
     else:
-        what = f"{say_many(report.indexes, 'table index', 'table indexes')} and {say_many(len(there), 'checkpoint')}"
-        print(f"INTACT  the log, {what} ({say_bytes(size)}): every checksum holds")
+        indexes = format_count(report.indexes, "table index", "table indexes")
+        size = format_bytes(sum(one.size_bytes for one in there))
+        print(f"INTACT  the log, {indexes} and {format_count(len(there), 'checkpoint')} ({size}): every checksum holds")
 
 
 def _bound(one: CheckedCheckpoint) -> str:
@@ -67,7 +65,7 @@ def _bound(one: CheckedCheckpoint) -> str:
 
 def _left(report: VerifyReport) -> str:
     """Return a sentence about the files that no checkpoint names."""
-    left = f"{say_many(report.leftover_files, 'file')} ({say_bytes(report.leftover_bytes)})"
+    left = f"{format_count(report.leftover_files, 'file')} ({format_bytes(report.leftover_bytes)})"
     if report.log_damage:
         return f"{left} of checkpoints whose entries in the log are damaged, or of saves that were never committed"
     text = f"{left} of saves that were never committed; the next save removes them"

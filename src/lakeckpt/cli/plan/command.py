@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lakeckpt.checkpoint.restore.remap import remap
-from lakeckpt.cli.output import TextTable, print_json, progress_bar, say_bytes, say_many, say_when
+from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json, progress_bar
 from lakeckpt.cli.plan.columns import ColumnBytes, column_bytes, has_page_checksums
 from lakeckpt.cli.plan.facts import Topology, plan_facts, warnings_of
 from lakeckpt.cli.plan.filters import filter_of_json
@@ -130,9 +130,9 @@ def _run_remap(args: argparse.Namespace, table: Table) -> int:
         return 0
     print(
         f"{describe(storage)}: slot {done.slot}, reader {done.reader!r}, epoch {done.epoch}\n"
-        f"{say_many(done.consumed, 'row')} that had been consumed found in {done.version} of {table.uri} by "
-        f"{', '.join(done.key)} ({say_many(done.compared, 'key')} compared); {say_many(done.left, 'row')} left of the "
-        "epoch.\nThe next restore of this checkpoint goes on from there.",
+        f"{format_count(done.consumed, 'row')} that had been consumed found in {done.version} of {table.uri} by "
+        f"{', '.join(done.key)} ({format_count(done.compared, 'key')} compared); {format_count(done.left, 'row')} left "
+        "of the epoch.\nThe next restore of this checkpoint goes on from there.",
     )
     return 0
 
@@ -155,9 +155,9 @@ def _open(args: argparse.Namespace) -> Table:
 def _show(facts: Mapping[str, Any]) -> None:
     print(f"{facts['table']}  {_version(facts)}")
     table = TextTable("", "")
-    table.add_row("files", f"{facts['files']:,}, {say_bytes(facts['file_bytes'])}")
+    table.add_row("files", f"{facts['files']:,}, {format_bytes(facts['file_bytes'])}")
     per_group = facts["rows"] // max(1, facts["row_groups"])
-    table.add_row("row groups", f"{facts['row_groups']:,}, {say_many(per_group, 'row')} each on average")
+    table.add_row("row groups", f"{facts['row_groups']:,}, {format_count(per_group, 'row')} each on average")
     deleted = f"; {facts['deleted_rows']:,} more are deleted" if facts["deleted_rows"] else ""
     table.add_row("rows", f"{facts['rows']:,}{deleted}")
     if "filter" in facts:
@@ -175,20 +175,20 @@ def _show(facts: Mapping[str, Any]) -> None:
 def _reading(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what depends on the topology."""
     dropped = f"; {facts['dropped_rows']:,} rows dropped" if facts["dropped_rows"] else ""
-    ranks, workers = say_many(facts["world_size"], "rank"), say_many(facts["workers"], "worker")
+    ranks, workers = format_count(facts["world_size"], "rank"), format_count(facts["workers"], "worker")
     rows = f"{facts['batch_size']:,} rows per micro-batch, {facts['batch_size'] * facts['world_size']:,} per step"
-    held = f"{say_many(facts['windows_held'], 'window')} of {say_bytes(facts['window_bytes'])} held at once"
+    held = f"{format_count(facts['windows_held'], 'window')} of {format_bytes(facts['window_bytes'])} held at once"
     return [
         ("topology", f"{ranks} × {workers}, {rows}"),
         ("lanes", f"{facts['lanes']}; {_borders(facts['cut_row_groups'])}"),
         (
             "an epoch",
-            f"{say_many(facts['steps'], 'step')} on every rank, {facts['short_steps']:,} of them short{dropped}",
+            f"{format_count(facts['steps'], 'step')} on every rank, {facts['short_steps']:,} of them short{dropped}",
         ),
         (
             "memory",
-            f"about {say_bytes(facts['memory_bytes'])} per rank: {held}, {facts['windows_open']} of them open; "
-            f"at most {say_bytes(facts['most_memory_bytes'])}",
+            f"about {format_bytes(facts['memory_bytes'])} per rank: {held}, {facts['windows_open']} of them open; "
+            f"at most {format_bytes(facts['most_memory_bytes'])}",
         ),
     ]
 
@@ -196,13 +196,13 @@ def _reading(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _columns(facts: Mapping[str, Any]) -> str:
     names = facts["columns"]
     named = ", ".join(names[:6]) + (f", … {len(names) - 6} more" if len(names) > 6 else "")
-    stored, decoded = say_bytes(facts["stored_bytes"]), say_bytes(facts["decoded_bytes"])
+    stored, decoded = format_bytes(facts["stored_bytes"]), format_bytes(facts["decoded_bytes"])
     return f"{len(names)}: {named}; {stored} stored, about {decoded} decoded"
 
 
 def _selected(facts: Mapping[str, Any]) -> str:
     return (
-        f"{facts['filter']}: keeps no row of {say_many(facts['empty_row_groups'], 'row group')} and every row of "
+        f"{facts['filter']}: keeps no row of {format_count(facts['empty_row_groups'], 'row group')} and every row of "
         f"{facts['whole_row_groups']:,}; {facts['counted_row_groups']:,} were decoded to count"
     )
 
@@ -211,11 +211,11 @@ def _version(facts: Mapping[str, Any]) -> str:
     kind = str(facts["format"]).capitalize()
     if facts["version"] is None:
         return kind
-    made = "" if facts["version_ms"] is None else f", of {say_when(facts['version_ms'] / 1000)}"
+    made = "" if facts["version_ms"] is None else f", of {format_time(facts['version_ms'] / 1000)}"
     return f"{kind} version {facts['version']}{made}"
 
 
 def _borders(cut: int) -> str:
     if not cut:
         return "their borders cut no row group"
-    return f"their borders cut {say_many(cut, 'row group')}, which {'is' if cut == 1 else 'are'} decoded again"
+    return f"their borders cut {format_count(cut, 'row group')}, which {'is' if cut == 1 else 'are'} decoded again"
