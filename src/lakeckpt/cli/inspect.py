@@ -156,7 +156,7 @@ def _position(plain: Mapping[str, Any]) -> dict[str, Any]:
         "lanes": lanes,
         "batch_size": batch_size,
         "world_size": world_size,
-        "segments": [segment.to_plain() for segment in state.segments],
+        "segments": state.to_plain()["segments"],
         "endless": state.identity.endless,
         "table": state.identity.table,
         "version": state.identity.version,

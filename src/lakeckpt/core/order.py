@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.hashing import MAX_PERMUTED, USUAL, Means, derive_key, hash64, permutation
+from lakeckpt.core.hashing import MAX_PERMUTED, derive_key, hash64, permutation
 
 __all__ = ["EpochLayout", "Fragment", "OrderSpec", "Window", "lane_bounds"]
 
@@ -75,12 +75,12 @@ class Window:
         """The number of rows."""
         return self.stop - self.start
 
-    def permutation(self, means: Means = USUAL) -> Int64Array | None:
+    def permutation(self) -> Int64Array | None:
         """Return, for each position less ``start``, the row of the concatenated fragments (int64, shape (rows,)).
 
         None where the rows stand in the fragments' order.
         """
-        return None if self.key is None else permutation(self.key, self.rows, means)
+        return None if self.key is None else permutation(self.key, self.rows)
 
 
 def lane_bounds(rows: int, num_lanes: int, rotation: int = 0) -> Int64Array:

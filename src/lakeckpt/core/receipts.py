@@ -6,11 +6,10 @@ again. It never says that its rows were *used*: that is what a cut says of recei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lakeckpt.core.plain import integer, integers, listing
 from lakeckpt.errors import StateInvalid
+from lakeckpt.wire.documents import as_row, from_plain, to_plain
 
 __all__ = ["EPOCH_NUMBERS", "Receipt", "Span"]
 
@@ -18,6 +17,7 @@ EPOCH_NUMBERS: int = 2**32
 """How many numbers (`Receipt.number`) each epoch has, which is more than any epoch has steps."""
 
 
+@as_row
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Span:
     """Positions [start, stop) of an epoch."""
@@ -82,29 +82,11 @@ class Receipt:
 
     def to_plain(self) -> dict[str, object]:
         """Return the receipt as JSON-able values."""
-        return {
-            "epoch": self.epoch,
-            "micro_batch": self.micro_batch,
-            "lane": self.lane,
-            "step": self.step,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "spans": [[span.epoch, span.start, span.stop] for span in self.spans],
-            "step_rows": self.step_rows,
-        }
+        found: dict[str, object] = to_plain(self)
+        return found
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, object]) -> Receipt:
+    def from_plain(cls, plain: object) -> Receipt:
         """Return the receipt that `to_plain` made ``plain`` of; StateInvalid where it is none."""
-        if not isinstance(plain, Mapping):
-            raise StateInvalid(f"a receipt is a mapping, got {type(plain).__name__}")
-        names = ("epoch", "micro_batch", "step", "rank", "world_size", "step_rows")
-        triples = [integers(entry, "spans", count=3) for entry in listing(plain, "spans")]
-        try:
-            return cls(
-                spans=tuple(Span(epoch=epoch, start=start, stop=stop) for epoch, start, stop in triples),
-                lane=integer(plain, "lane", least=-1),
-                **{name: integer(plain, name) for name in names},
-            )
-        except ValueError as error:
-            raise StateInvalid(f"not a receipt: {error}") from error
+        found: Receipt = from_plain(cls, plain, "a receipt", error=StateInvalid)
+        return found
