@@ -17,7 +17,7 @@ from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan, consumed, consumption, rebase, replan, start
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.core.state import MAX_LANES, MAX_ROWS, ReaderState, Segment
-from lakeckpt.errors import StateInvalid
+from lakeckpt.errors import StateError
 from tests.core.states import identity_of, reached_states
 
 
@@ -81,7 +81,7 @@ def test_a_mutated_state_is_refused_as_invalid_or_is_another_state(state: Reader
             del target[at[-1]]
     try:
         found = ReaderState.from_plain(plain)
-    except StateInvalid:
+    except StateError:
         return
     again = found.to_plain()
     assert ReaderState.from_plain(json.loads(json.dumps(again))) == found
@@ -101,7 +101,7 @@ def usable(state: ReaderState) -> None:
 
 @pytest.mark.parametrize("value", ODD)
 def test_what_is_no_state_at_all_is_refused(value: Any) -> None:
-    with pytest.raises(StateInvalid):
+    with pytest.raises(StateError):
         ReaderState.from_plain(value)
 
 
@@ -172,7 +172,7 @@ def test_seeds_are_all_words_of_64_bits_signed_or_not() -> None:
     for seed in (-(2**63), -1, 2**64 - 1):
         assert of_identity(spec={"seed": seed, "shuffle": True, "window": 4}).identity.spec.seed == seed
     for seed in (-(2**63) - 1, 2**64):
-        with pytest.raises(StateInvalid, match=r"identity\.spec.: seed must fit 64 bits"):
+        with pytest.raises(StateError, match=r"identity\.spec.: seed must fit 64 bits"):
             of_identity(spec={"seed": seed, "shuffle": True, "window": 4})
 
 
@@ -186,7 +186,7 @@ def test_seeds_are_all_words_of_64_bits_signed_or_not() -> None:
     ],
 )
 def test_what_is_wrong_in_a_state_is_named(changes: dict[str, Any], match: str) -> None:
-    with pytest.raises(StateInvalid, match=match):
+    with pytest.raises(StateError, match=match):
         of_identity(**changes)
 
 
@@ -264,14 +264,14 @@ def test_a_mutated_receipt_is_refused_as_invalid_or_is_another(receipt: Receipt,
         del target[at[-1]]
     try:
         found = Receipt.from_plain(plain)
-    except StateInvalid:
+    except StateError:
         return
     assert found.to_plain() == {**found.to_plain(), **plain}
 
 
 @pytest.mark.parametrize("value", [None, [], "x", 3])
 def test_what_is_no_receipt_is_refused(value: Any) -> None:
-    with pytest.raises(StateInvalid):
+    with pytest.raises(StateError):
         Receipt.from_plain(value)
 
 

@@ -16,7 +16,7 @@ from lakeckpt import Batch, LakeDataset, LakeLoader, Receipt
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import consumption
 from lakeckpt.core.state import ReaderState
-from lakeckpt.errors import StateInvalid, StateUnavailable
+from lakeckpt.errors import StateError, StateUnavailable
 from lakeckpt.testing.observed import positions_of
 from tests.data.reading import ROWS, as_json, flat, ids, loader_of, some
 from tests.lakes import LakeSpec
@@ -180,7 +180,7 @@ def test_a_state_that_no_job_comes_to_is_refused_and_nothing_changes(
     some(whole, 3 if batch_size else 12)
     state = {**whole.state_dict(), **changes}
     for one in (whole, whole.dataset):
-        with pytest.raises(StateInvalid, match=match):
+        with pytest.raises(StateError, match=match):
             one.load_state_dict(state)
     other = loader_of(lake, batch_size=batch_size)
     some(other, 3 if batch_size else 12)

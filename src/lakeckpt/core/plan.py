@@ -21,7 +21,7 @@ from lakeckpt.core.lanes import Deal, EpochDeal, Left, Rest
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState, Segment
 from lakeckpt.core.stream import StreamDeal
-from lakeckpt.errors import StateInvalid, StateMismatch
+from lakeckpt.errors import StateError, StateMismatch
 
 __all__ = [
     "MAX_SEGMENTS",
@@ -216,13 +216,13 @@ def _cut_spans(spans: Iterable[Span], start: int, stop: int) -> list[Span]:
 
 
 def check_place(state: ReaderState, *, ahead: int = 0) -> None:
-    """Raise StateInvalid where ``state`` is more than ``ahead`` steps behind the end of its epoch.
+    """Raise StateError where ``state`` is more than ``ahead`` steps behind the end of its epoch.
 
     Such a state was damaged or made by hand. Loading it would skip rows without an error.
     """
     steps = Plan(state).steps if state.epoch <= MAX_EPOCH else 0
     if steps is not None and state.step > steps + ahead:
-        raise StateInvalid(
+        raise StateError(
             f"no job comes to this reader state: step {state.step} of epoch {state.epoch} is at hand, which has "
             f"{steps}. It was damaged or made by hand: load one as it was saved"
         )

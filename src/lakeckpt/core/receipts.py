@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lakeckpt.errors import StateInvalid
+from lakeckpt.errors import StateError
 from lakeckpt.wire.documents import as_row, from_plain, to_plain
 
 __all__ = ["EPOCH_NUMBERS", "Receipt", "Span"]
@@ -87,6 +87,6 @@ class Receipt:
 
     @classmethod
     def from_plain(cls, plain: object) -> Receipt:
-        """Return the receipt that `to_plain` made ``plain`` of; StateInvalid where it is none."""
-        found: Receipt = from_plain(cls, plain, "a receipt", error=StateInvalid)
+        """Return the receipt that `to_plain` made ``plain`` of; StateError where it is none."""
+        found: Receipt = from_plain(cls, plain, "a receipt", error=StateError)
         return found

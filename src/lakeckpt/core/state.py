@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from lakeckpt.core.hashing import PERMUTATION_VERSION
 from lakeckpt.core.lanes import Rest, Tail
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.errors import StateInvalid
+from lakeckpt.errors import StateError
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 
 __all__ = [
@@ -185,11 +185,11 @@ class ReaderState:
 
     @classmethod
     def from_plain(cls, plain: object) -> ReaderState:
-        """Return the state that `to_plain` made ``plain`` of; StateInvalid, saying why, where it is none."""
+        """Return the state that `to_plain` made ``plain`` of; StateError, saying why, where it is none."""
         if not isinstance(plain, Mapping):
-            raise StateInvalid(f"a reader state is a mapping, got {type(plain).__name__}")
+            raise StateError(f"a reader state is a mapping, got {type(plain).__name__}")
         values = dict(plain)
         if values.pop("format", None) != FORMAT:
-            raise StateInvalid(f"a reader state's 'format' is {FORMAT!r}, got {plain.get('format')!r}")
-        found: ReaderState = from_plain(cls, values, "a reader state", error=StateInvalid)
+            raise StateError(f"a reader state's 'format' is {FORMAT!r}, got {plain.get('format')!r}")
+        found: ReaderState = from_plain(cls, values, "a reader state", error=StateError)
         return found

@@ -21,7 +21,7 @@ from lakeckpt.core.plan import consumption
 from lakeckpt.core.read_ahead import Basis, ReadAhead, Span
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
-from lakeckpt.errors import ConfigError, StateInvalid
+from lakeckpt.errors import ConfigError, StateError
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
 
@@ -176,7 +176,7 @@ class ReaderTrack:
             return None
         try:
             table = ReaderState.from_plain(state).identity.table
-        except StateInvalid:
+        except StateError:
             return str(index.digest)  # a reader with its own kind of state stays at one version
         return table if table in {one.digest for one, _ in versions_of(self.reader)} else str(index.digest)
 

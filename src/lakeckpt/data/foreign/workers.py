@@ -24,7 +24,7 @@ from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.source import BatchSource, gives
 from lakeckpt.data.transform import CarriedRows
-from lakeckpt.errors import StateInvalid, StateUnavailable
+from lakeckpt.errors import StateError, StateUnavailable
 from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 
 __all__ = ["WORKER_FORMAT", "SharedEpoch", "WorkerPlace", "WorkerTurns"]
@@ -122,7 +122,7 @@ class WorkerPlace:
         was = (self.worker, self.workers, self.state.segment.world_size)
         if was == (worker, workers, world_size) or (was[:2] == (worker, workers) and Plan(self.state).at_end):
             return
-        raise StateInvalid(
+        raise StateError(
             f"this is the state of worker {self.worker} of {self.workers}, of {was[2]} ranks, given to worker {worker} "
             f"of {workers}, of {world_size} ranks: a StatefulDataLoader goes on with as many ranks and workers as it "
             "had. lakeckpt.LakeLoader goes on with any number of both"
@@ -134,9 +134,9 @@ class WorkerPlace:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> WorkerPlace:
-        """Return what `to_plain` made ``plain`` of; StateInvalid where it is none."""
+        """Return what `to_plain` made ``plain`` of; StateError where it is none."""
         values = {name: value for name, value in plain.items() if name != "format"}
-        found: WorkerPlace = from_plain(cls, values, "the state of a worker", error=StateInvalid)
+        found: WorkerPlace = from_plain(cls, values, "the state of a worker", error=StateError)
         return found
 
 

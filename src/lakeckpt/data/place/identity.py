@@ -54,7 +54,7 @@ class IdentityOf:
 
 
 def state_of_job(plain: object) -> ReaderState:
-    """Return the reader state that ``plain`` is; StateInvalid where it is none."""
+    """Return the reader state that ``plain`` is; StateError where it is none."""
     return ReaderState.from_plain(plain)
 
 

@@ -184,7 +184,7 @@ class Progress:
     def load(self, state: ReaderState, *, ahead: int = 0) -> None:
         """Go on from ``state``; StateMismatch, without a change, where it is of another order of rows.
 
-        StateInvalid where no job comes to it: see `check_place`, for ``ahead`` as well.
+        StateError where no job comes to it: see `check_place`, for ``ahead`` as well.
         """
         identity, given = self.identity, state
         if self.goes_on_elsewhere(state):

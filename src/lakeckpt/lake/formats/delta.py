@@ -30,7 +30,6 @@ from lakeckpt.errors import (
     ObjectMissing,
     StorageError,
     TableError,
-    TableFeatureUnsupported,
     TableNotFound,
     TableVersionGone,
 )
@@ -92,7 +91,7 @@ def _opened(place: str, version: int | None, options: dict[str, str], uri: str) 
         needed.add(f"reader version {protocol.min_reader_version}")
     unknown = sorted(needed - READER_FEATURES)
     if unknown:
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the Delta table {uri!r} needs readers that know {', '.join(unknown)}: we do not, and would misread it. "
             f"Known are {', '.join(sorted(READER_FEATURES))}; drop the feature, or make a plain copy"
         )
@@ -111,7 +110,7 @@ def _pinned(table: DeltaTable, place: str, storage: Storage, uri: str) -> Pinned
     partitions = tuple(name for name in schema.names if name in set(metadata.partition_columns))
     for name in partitions:
         if pa.types.is_binary(schema.field(name).type) or pa.types.is_large_binary(schema.field(name).type):
-            raise TableFeatureUnsupported(
+            raise TableError(
                 f"the Delta table {uri!r} is partitioned by the bytes of {name!r}, which deltalake gives in escaped "
                 "form: partition it by text, or make a plain copy"
             )
@@ -263,7 +262,7 @@ def _asking(uri: str, what: str) -> AbstractContextManager[None]:
 def _explained(uri: str, what: str, error: BaseException, text: str) -> Exception:
     where = f"of the Delta table {uri!r}, deltalake cannot read {what} ({text})"
     if isinstance(error, DeltaProtocolError) or "nsupported" in text or "catalog-managed" in text:
-        return TableFeatureUnsupported(f"{where}: drop the feature that it names, or make a plain copy")
+        return TableError(f"{where}: drop the feature that it names, or make a plain copy")
     if isinstance(error, TableNotFoundError):
         return TableNotFound(f"{where}: check the path and the credentials")
     if is_of_the_store(error, text):

@@ -69,7 +69,7 @@ def open_table(
     that was begun with another ``exclude``, the rest of the epoch goes on with this one, and the audit lists the rows.
     A warning names a file that the version does not have; it excludes nothing.
 
-    Raises `TableNotFound` (nothing there, no Parquet file, no such version), `TableFeatureUnsupported` (the version
+    Raises `TableNotFound` (nothing there, no Parquet file, no such version), `TableError` (the version
     cannot be read exactly), `DataFileDamaged` (a file that is no readable Parquet), `DataFileChanged` (a file is not as
     the format's metadata says), `SchemaError` (files that disagree), `StorageError` (the store failed) and
     `ConfigError`.
@@ -166,7 +166,7 @@ def pin(
 ) -> PinnedFiles:
     """Return what the version ``asked`` for of the table at ``place`` consists of: a URI, or a table of pyiceberg's.
 
-    `ConfigError` where the format's library is not installed or has no such version, `TableFeatureUnsupported` where
+    `ConfigError` where the format's library is not installed or has no such version, `TableError` where
     the table needs what cannot be read exactly.
     """
     if kind == "iceberg":

@@ -22,7 +22,7 @@ from pyiceberg.table import FileScanTask
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.types import NestedField, PrimitiveType
 
-from lakeckpt.errors import DataFileDamaged, LakeckptError, TableFeatureUnsupported
+from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError
 from lakeckpt.lake.formats.iceberg.plan import DeleteFile, PlannedFile
 from lakeckpt.lake.table.deletes import Int64Array
 
@@ -34,7 +34,7 @@ def rows_deleted_by_value(
 ) -> dict[str, Int64Array]:
     """Location of a data file → the rows that equality deletes name (int64, ascending); files without have no entry.
 
-    `TableFeatureUnsupported` where columns are compared that cannot be, `DataFileDamaged` names a file that cannot be
+    `TableError` where columns are compared that cannot be, `DataFileDamaged` names a file that cannot be
     read.
     """
     affected = [one for one in planned if one.equalities]
@@ -66,7 +66,7 @@ def rows_deleted_by_value(
 def _compared(delete: DeleteFile, metadata: TableMetadata) -> Schema:
     """The columns that a delete file compares: as they are now, or as they last were if they have been dropped."""
     if delete.format != FileFormat.PARQUET.value:
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the equality delete file {delete.location!r} is {delete.format}: only Parquet is read here. "
             "Compact the table (rewrite_data_files)"
         )
@@ -75,7 +75,7 @@ def _compared(delete: DeleteFile, metadata: TableMetadata) -> Schema:
     for field_id in delete.equality_ids:
         field = next((field for one in schemas for field in one.fields if field.field_id == field_id), None)
         if field is None or not isinstance(field.field_type, PrimitiveType):
-            raise TableFeatureUnsupported(
+            raise TableError(
                 f"the equality delete file {delete.location!r} compares the field {field_id}, which is "
                 f"{'in no schema of the table' if field is None else 'nested'}: compact the table (rewrite_data_files)"
             )
@@ -84,7 +84,7 @@ def _compared(delete: DeleteFile, metadata: TableMetadata) -> Schema:
             NestedField(field_id, f"f{field_id}", field.field_type, False, initial_default=field.initial_default)
         )
     if not fields:
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the equality delete file {delete.location!r} does not say which columns it compares: compact the table"
         )
     return Schema(*fields)

@@ -39,7 +39,7 @@ from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.transforms import IdentityTransform, VoidTransform
 from pyiceberg.types import StringType
 
-from lakeckpt.errors import TableError, TableFeatureUnsupported
+from lakeckpt.errors import TableError
 
 __all__ = ["DeleteFile", "PlannedFile", "plan_files"]
 
@@ -103,7 +103,7 @@ def plan_files(
 ) -> list[PlannedFile]:
     """Return the data files of a snapshot with what deletes rows of them, sorted by location.
 
-    `TableFeatureUnsupported` where a file cannot be read exactly, `TableError` where manifests contradict each other.
+    Raises `TableError` where a file cannot be read exactly, or manifests contradict each other.
     """
     for manifest in manifests:
         if manifest.key_metadata is not None:
@@ -129,7 +129,7 @@ def plan_files(
 def _planned(entry: _Entry, deletes: _Deletes, spec: PartitionSpec) -> PlannedFile:
     path = entry.file.file_path
     if entry.file.file_format != FileFormat.PARQUET:
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the data file {path!r} is {entry.file.file_format.value}: only Parquet is read here. "
             "Write it again as Parquet (write.format.default), then rewrite the table's data files"
         )
@@ -284,8 +284,8 @@ def _comparable(value: object) -> object:
     return "NaN" if isinstance(value, float) and math.isnan(value) else value
 
 
-def _encrypted(location: str) -> TableFeatureUnsupported:
-    return TableFeatureUnsupported(
+def _encrypted(location: str) -> TableError:
+    return TableError(
         f"{location!r} is encrypted (it has key metadata): encrypted Iceberg tables are not read. "
         "Copy the rows to a table without encryption"
     )

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 from pyroaring import BitMap64
 
-from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError, TableFeatureUnsupported, TableVersionGone
+from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError, TableVersionGone
 from lakeckpt.lake.formats.iceberg.plan import DeleteFile, PlannedFile
 from lakeckpt.lake.table.deletes import Int64Array
 
@@ -109,7 +109,7 @@ def _vector(vector: DeleteFile, io: FileIO) -> Int64Array:
 def _positions(delete: DeleteFile, wanted: set[str], io: FileIO) -> dict[str, Int64Array]:
     """Return what a position delete file lists of the data files ``wanted``."""
     if delete.format != "PARQUET":
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the position delete file {delete.location!r} is {delete.format}: only Parquet and Puffin are read here. "
             "Compact the table (rewrite_position_delete_files or rewrite_data_files)"
         )

@@ -27,7 +27,7 @@ from pyiceberg.types import (
     StructType,
 )
 
-from lakeckpt.errors import TableFeatureUnsupported
+from lakeckpt.errors import TableError
 from lakeckpt.lake.parquet.types import narrow_type
 from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField
 from lakeckpt.lake.table.scalars import Value
@@ -40,11 +40,11 @@ _NEVER = ("",)
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """The Arrow schema of an Iceberg schema, without metadata. `TableFeatureUnsupported` where it has no such type."""
+    """The Arrow schema of an Iceberg schema, without metadata. `TableError` where it has no such type."""
     try:
         whole = schema_to_pyarrow(schema, include_field_ids=False)
     except Exception as error:  # of types that it does not know, pyiceberg raises what its visitor meets
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the table has columns whose types pyiceberg cannot tell Arrow ({error}): copy it without them"
         ) from error
     return pa.schema([pa.field(one.name, narrow_type(one.type), nullable=one.nullable) for one in whole])
@@ -73,7 +73,7 @@ def _stored(one: NestedField, mapped: list[MappedField] | None) -> StoredField:
     below = None if mapped is None else (own.fields if own is not None else [])
     default = one.initial_default
     if default is not None and not isinstance(one.field_type, PrimitiveType):
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the nested column {one.name!r} has an initial default, which is not read: write the files anew with it"
         )
     return StoredField(

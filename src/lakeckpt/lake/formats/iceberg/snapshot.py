@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pyiceberg.table import Table
 
-from lakeckpt.errors import LakeckptError, TableError, TableFeatureUnsupported, TableVersionGone
+from lakeckpt.errors import LakeckptError, TableError, TableVersionGone
 from lakeckpt.lake.formats.iceberg.equality_deletes import rows_deleted_by_value
 from lakeckpt.lake.formats.iceberg.io import StorageIO, plain_location, storage_options_of
 from lakeckpt.lake.formats.iceberg.plan import PlannedFile, plan_files
@@ -36,7 +36,7 @@ _NO_SNAPSHOT = "-1"
 def pin(source: object, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int) -> PinnedFiles:
     """Return what the snapshot ``asked`` for of the table at ``source`` consists of; see `load` for what that may be.
 
-    `TableNotFound`, `ConfigError`, `TableFeatureUnsupported` (it cannot be read exactly), `DataFileDamaged` (metadata
+    `TableNotFound`, `ConfigError`, `TableError` (it cannot be read exactly), `DataFileDamaged` (metadata
     or delete files that are gone or malformed), `StorageError`.
     """
     table = load(source, storage_options=storage_options)
@@ -132,7 +132,7 @@ def _root(table: Table, places: Sequence[str]) -> str:
 def _refuse_unreadable(table: Table) -> None:
     for name in table.metadata.properties:
         if name.startswith("encryption."):
-            raise TableFeatureUnsupported(
+            raise TableError(
                 f"the table {_name(table)!r} is encrypted (it has the property {name!r}): encrypted Iceberg tables are "
                 "not read. Copy the rows to a table without encryption"
             )
