@@ -271,6 +271,6 @@ class ConditionalPutUnsupported(StorageError, kind="conditional_put_unsupported"
 
 
 def error_of(kind: str, text: str, *, otherwise: type[LakeckptError]) -> LakeckptError:
-    """Return the error that another process raised, by its ``kind`` and text; of class ``otherwise`` for other kinds."""
+    """Return the error that another process raised, by its ``kind`` and text; ``otherwise`` for other kinds."""
     every = [one for one in globals().values() if isinstance(one, type) and issubclass(one, LakeckptError)]
     return next((one for one in every if one.kind == kind), otherwise)(text)

@@ -233,7 +233,7 @@ def test_what_differs_between_the_readers_of_ranks_is_named_with_both_values() -
 
     for result in run_ranks(3, body):
         assert isinstance(result, TrackingError)
-        assert "state of reader 'reader', 'identity'/'seed': 3 on ranks 0, 2; 4 on rank 1" in str(result)
+        assert "state of reader 'reader', 'identity'/'spec'/'seed': 3 on ranks 0, 2; 4 on rank 1" in str(result)
         assert "state of reader 'reader', 'step': 1 on ranks 0-1; 2 on rank 2" in str(result)
 
 

@@ -109,7 +109,7 @@ class RowGroupReader:
         self._slack = _HEADER_MISCOUNT if str(metadata.created_by).startswith("parquet-mr") else 0
 
     def plan(self, row_group: int, columns: Sequence[str]) -> RowGroupPlan:
-        """Return where ``columns`` lie. Raises `DataFileDamaged`, or `TableError` (too large, or of an unknown codec)."""
+        """Return where ``columns`` lie. Raises `DataFileDamaged`, or `TableError` (too large, unknown codec)."""
         wanted = frozenset(columns)
         leaves = {leaf: name for leaf, name in self._leaves.items() if name in wanted}
         chunks = column_chunks(self.metadata, row_group, leaves)

@@ -23,7 +23,6 @@ from lakeckpt.lake.table.scalars import Value, from_plain, to_plain
 __all__ = ["ColumnMapping", "FieldPlan", "StoredField", "fields_of", "resolve"]
 
 _FIELD_ID = b"PARQUET:field_id"
-MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,22 +49,14 @@ class StoredField:
         return [self.field_id, list(self.names), below, to_plain(self.default, kind)]
 
     @classmethod
-    def from_plain(cls, plain: object, kind: pa.DataType, depth: int = 0) -> StoredField:
-        """Return what `to_plain` gave; ``ValueError`` or ``TypeError`` where it is something else."""
-        if not isinstance(plain, list) or len(plain) != 4 or depth > MAX_DEPTH:
-            raise TypeError("a stored field is a list of four")
+    def from_plain(cls, plain: Any, kind: pa.DataType) -> StoredField:
+        """Return the field of which `to_plain` made ``plain``."""
         field_id, names, children, default = plain
-        if not (field_id is None or type(field_id) is int) or not isinstance(names, list | tuple):
-            raise TypeError("malformed stored field")
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError("names of a stored field are texts")
-        below = fields_of(kind)
-        if not isinstance(children, list) or len(children) not in (0, len(below)):
-            raise ValueError(f"the children of a stored field do not fit the type {kind}")
+        below = zip(children, fields_of(kind), strict=False)
         return cls(
             field_id=field_id,
             names=tuple(names),
-            children=tuple(cls.from_plain(c, f.type, depth + 1) for c, f in zip(children, below, strict=False)),
+            children=tuple(cls.from_plain(child, one.type) for child, one in below),
             default=from_plain(default, kind),
         )
 
@@ -79,22 +70,13 @@ class ColumnMapping:
     def __bool__(self) -> bool:
         return bool(self.fields)
 
-    def check(self, schema: pa.Schema) -> None:
-        """``ValueError`` where the mapping names what is no column of ``schema``, or does not fit a column's type."""
-        for name, stored in self.fields.items():
-            if name not in schema.names:
-                raise ValueError(f"a column mapping names {name!r}, which is no column of the table")
-            _check(name, stored, schema.field(name).type)
-
     def to_plain(self, schema: pa.Schema) -> list[object]:
         """Return values that the wire can carry."""
         return [[name, stored.to_plain(schema.field(name).type)] for name, stored in sorted(self.fields.items())]
 
     @classmethod
-    def from_plain(cls, plain: object, schema: pa.Schema) -> ColumnMapping:
-        """Return what `to_plain` gave; ``ValueError``, ``TypeError`` or ``KeyError`` where it is something else."""
-        if not isinstance(plain, list):
-            raise TypeError("a list of stored columns was expected")
+    def from_plain(cls, plain: Any, schema: pa.Schema) -> ColumnMapping:
+        """Return the mapping of which `to_plain` made ``plain``."""
         return cls(fields={name: StoredField.from_plain(stored, schema.field(name).type) for name, stored in plain})
 
 
@@ -189,14 +171,6 @@ class _File:
                 if one.name == name:
                     return i
         return None
-
-
-def _check(column: str, stored: StoredField, kind: pa.DataType) -> None:
-    below = fields_of(kind)
-    if len(stored.children) not in (0, len(below)):
-        raise ValueError(f"the mapping of {column!r} has {len(stored.children)} children, its type {kind} {len(below)}")
-    for child, one in zip(stored.children, below, strict=False):
-        _check(f"{column}.{one.name}", child, one.type)
 
 
 def _field_id(one: pa.Field) -> int | None:

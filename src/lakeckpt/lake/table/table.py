@@ -69,7 +69,7 @@ class Table:
 
         `TableVersionGone` if it is gone, `DataFileChanged` if its size changed.
         """
-        file = self.index.files[ordinal]
+        file = self.index.file(ordinal)
         assert isinstance(self.storage, LocalStorage)
         try:
             opened = pa.OSFile(self.storage.local_path(file.path))
@@ -84,7 +84,7 @@ class Table:
         """Open a file of the index to read ranges of it, several at once; the caller closes it. As `open_file`."""
         if isinstance(self.storage, LocalStorage):
             return LocalBytes(self.open_file(ordinal))
-        return StoredBytes(self.storage, self.uri, self.index.files[ordinal])
+        return StoredBytes(self.storage, self.uri, self.index.file(ordinal))
 
     def footer(self, ordinal: int) -> pq.FileMetaData:
         """Read the footer of a file of the index again. `TableVersionGone`, `DataFileChanged`: not the pinned one."""
@@ -96,7 +96,7 @@ class Table:
 
     def whole_footer(self, ordinal: int) -> Footer:
         """As `footer`, with the digest of its bytes."""
-        file = self.index.files[ordinal]
+        file = self.index.file(ordinal)
         try:
             footer = read_footer(self.storage, file.path, file.size_bytes, file.etag)
         except ObjectMissing as error:
@@ -131,7 +131,7 @@ class Table:
             raise changed(self.uri, differences)
 
     def _difference(self, ordinal: int, path: str, info: ObjectInfo | None) -> str | None:
-        file = self.index.files[ordinal]
+        file = self.index.file(ordinal)
         if info is None:
             return f"{path!r} is gone"
         if info.size_bytes != file.size_bytes:
