@@ -29,9 +29,14 @@ from lakeckpt.lake.table.listing import Found, Source, find_files
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
 from lakeckpt.lake.table.version import TableFormat, VersionAsked
 
-__all__ = ["is_of_catalog", "need", "open_table", "pin"]
+__all__ = ["is_of_catalog", "open_table", "pin"]
 
-_LIBRARIES = {"delta": "deltalake", "iceberg": "pyiceberg", "hudi": "hudi"}
+_FORMATS = {
+    "delta": ("deltalake", "lakeckpt.lake.formats.delta"),
+    "iceberg": ("pyiceberg", "lakeckpt.lake.formats.iceberg.snapshot"),
+    "hudi": ("hudi", "lakeckpt.lake.formats.hudi"),
+}
+"""The library of each format, and the module that asks the library. Both are imported when a table has the format."""
 
 
 def open_table(
@@ -169,26 +174,12 @@ def pin(
     `ConfigError` where the format's library is not installed or has no such version, `TableError` where
     the table needs what cannot be read exactly.
     """
-    if kind == "iceberg":
-        need(kind)
-        from lakeckpt.lake.formats.iceberg import snapshot as iceberg
-
-        return iceberg.pin(place, asked=asked, storage_options=storage_options, threads=threads)
-    if kind == "delta":
-        need(kind)
-        from lakeckpt.lake.formats import delta
-
-        return delta.pin(str(place), asked=asked, storage_options=storage_options, threads=threads)
-    need("hudi")
-    from lakeckpt.lake.formats import hudi
-
-    return hudi.pin(str(place), asked=asked, storage_options=storage_options, threads=threads)
-
-
-def need(kind: str) -> None:
-    """`ConfigError` that names what to install, where the library of a format is not there."""
-    library = _LIBRARIES[kind]
+    library, module = _FORMATS[kind]
     if importlib.util.find_spec(library) is None:
         raise ConfigError(
             f'tables in the format {kind} are read by {library}, which is not installed: pip install "lakeckpt[{kind}]"'
         )
+    pinned: PinnedFiles = importlib.import_module(module).pin(
+        place, asked=asked, storage_options=storage_options, threads=threads
+    )
+    return pinned

@@ -14,7 +14,6 @@ a table, all objects are listed, and the format is named. The module opens no fi
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import glob
 import os
 import re
@@ -23,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+from fsspec.utils import glob_translate
 
 from lakeckpt.errors import ConfigError, StorageError, TableNotFound
 from lakeckpt.lake.storage.base import ObjectInfo, Storage, check_key, has_bucket, redact_uri, split_uri
@@ -38,7 +39,6 @@ PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
 MAX_SINGLE_LISTINGS = 64
 METADATA_FILES = (".metadata.json", ".metadata.json.gz")
 _MAGIC = re.compile(r"[*?\[]")
-_LOGS = ("_delta_log", ".hoodie")
 _INNER = re.compile(r"/(?:_delta_log|\.hoodie)/.|/metadata/(?:v\d+|\d{5,}-[\w-]+)(?:\.gz)?\.metadata\.json(?:\.gz)?$")
 """Behind the folder of a table that lies in another folder."""
 
@@ -102,35 +102,21 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
             storage=open_root(root, storage_options), uri=redact_uri(root), files=(), format="iceberg", place=text
         )
     storage = open_root(text, storage_options)
-    if isinstance(storage, LocalStorage):
-        if os.path.isfile(storage.name):
+    if isinstance(storage, LocalStorage) and os.path.isfile(storage.name):
+        return _of_list([text], storage_options, 1)
+    infos = storage.list()
+    if not infos:
+        with contextlib.suppress(TableNotFound, ConfigError):  # there is no such file, or the place is a bucket
             return _of_list([text], storage_options, 1)
-        infos = storage.list()
-    else:
-        folder, name = _split_last(text)
-        if folder.endswith("/"):  # no storage is rooted at an empty name: a folder alone can be meant
-            folder, name = text, ""
-        infos = open_root(folder, storage_options).list(name)  # one listing tells a file from a folder
-        if name and [info.path for info in infos] == [name]:
-            return _of_list([text], storage_options, 1)
-        infos = [_below(info, name) for info in infos] if name else infos
     uri = redact_uri(text)
-    told = _format_of(uri, infos, kind)
-    if told == "parquet":
-        _refuse_empty_log(uri, storage)
-        _refuse_part_of_table(text, storage_options)
-    if told != "parquet":
-        return Found(storage=storage, uri=uri, files=tuple(infos), format=told, place=text)
+    found = _format_of(uri, infos, kind)
+    if found != "parquet":
+        return Found(storage=storage, uri=uri, files=tuple(infos), format=found, place=text)
+    _refuse_part_of_table(text, storage_options)
     files = [info for info in infos if _is_data_file(info.path)]
     if not files:
         raise TableNotFound(_nothing_in_folder(uri, storage, infos))
     return _found(storage, uri, files)
-
-
-def _below(info: ObjectInfo, folder: str) -> ObjectInfo:
-    """As it is listed in ``folder``. (``dataclasses.replace`` takes three times as long, and there may be millions.)"""
-    path = info.path[len(folder) + 1 :]
-    return ObjectInfo(path=path, size_bytes=info.size_bytes, etag=info.etag, mtime_ns=info.mtime_ns)
 
 
 def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int) -> Found:
@@ -145,9 +131,9 @@ def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int)
         base = f"{text[: len(text) - len(rest)]}{steady}"
         if steady.endswith("/"):
             raise ConfigError(_empty_name(text))
-        pattern = rest[len(steady) + 1 :].split("/")
-        listed = open_root(base, storage_options).list("")
-        names = [f"{base}/{info.path}" for info in listed if _matches(info.path.split("/"), pattern)]
+        matches = re.compile(glob_translate(rest[len(steady) + 1 :])).match
+        listed = (info.path for info in open_root(base, storage_options).list(""))
+        names = [f"{base}/{path}" for path in listed if matches(path) and "/." not in f"/{path}"]
     if not names:
         raise TableNotFound(f"no file matches the glob {redact_uri(text)!r}: check the path, or pass the folder")
     return _of_list(names, storage_options, threads)
@@ -205,12 +191,6 @@ def _absolute(text: str) -> str:
     """A local path without detours, a URL without a slash at its end."""
     scheme, rest = split_uri(text)
     return os.path.abspath(os.path.expanduser(rest)) if scheme == "file" else text.rstrip("/")
-
-
-def _split_last(text: str) -> tuple[str, str]:
-    """The folder and the last part of a URL; no last part where that is a bucket."""
-    folder, _, name = split_uri(text)[1].rpartition("/")
-    return (text[: len(text) - len(name) - 1], name) if folder else (text, "")
 
 
 def common_root(texts: Sequence[str]) -> str:
@@ -298,16 +278,6 @@ def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) 
     return next(iter(found), "parquet")
 
 
-def _refuse_empty_log(uri: str, storage: Storage) -> None:
-    """Raise `ConfigError` where a local folder has the folder of a Delta or Hudi log, and the log is gone."""
-    for folder in _LOGS:
-        if isinstance(storage, LocalStorage) and os.path.isdir(os.path.join(storage.name, folder)):
-            raise ConfigError(
-                f"{uri!r} holds a folder {folder!r} that is empty: the log of a table is gone, and the files alone are "
-                "not the table's rows. Restore the log, or name the files that you mean by a glob or a list"
-            )
-
-
 def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) -> None:
     """`ConfigError` where a folder ``key=value`` is part of a Delta, Hudi or Iceberg table."""
     root = text
@@ -353,18 +323,3 @@ _PARQUET_ONLY = (
     "lakeckpt reads Parquet only: write the rows of other files as Parquet first (pyarrow.dataset reads CSV and JSON, "
     "and its write_dataset writes Parquet)"
 )
-
-
-def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a path matches a glob, both split at ``/``: wildcards stay within a name, and skip hidden ones.
-
-    >>> _matches(["a", "b", "x.pq"], ["**", "*.pq"]), _matches([".a", "x.pq"], ["**", "*.pq"])
-    (True, False)
-    """
-    if not pattern or not names:
-        return not names and all(one == "**" for one in pattern)
-    hidden = names[0].startswith(".")
-    if pattern[0] == "**":
-        return _matches(names, pattern[1:]) or (not hidden and _matches(names[1:], pattern))
-    fits = fnmatch.fnmatchcase(names[0], pattern[0]) and (not hidden or pattern[0].startswith("."))
-    return fits and _matches(names[1:], pattern[1:])
