@@ -162,7 +162,7 @@ def _newest_metadata(folder: str, storage_options: Mapping[str, Any] | None) -> 
 
 
 def _of_metadata(location: str, storage_options: Mapping[str, Any] | None) -> Table:
-    io = StorageIO(location, storage_options)
+    io = StorageIO(storage_options)
     named = redact_uri(location)
     try:
         data = io.new_input(location).read(0, MAX_METADATA_BYTES)
