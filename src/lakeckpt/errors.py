@@ -1,10 +1,10 @@
-"""This module defines what can go wrong, grouped by what a handler would do about it.
+"""This module defines all errors that lakeckpt raises on purpose, grouped by what a handler would do.
 
-Every error says what was found, where (file, row group, lane, rank, step) and what to do next. ``kind`` is a
+Every error names what was found, where (file, row group, lane, rank, step) and what to do next. ``kind`` is a
 stable, machine-readable name::
 
     LakeckptError
-    ├── ConfigError            an argument is wrong: mend the call                                   (ValueError)
+    ├── ConfigError            an argument is wrong: fix the call                                    (ValueError)
     ├── TableError             the lake is not as the run needs it, or cannot be read exactly
     │   ├── TableNotFound      nothing to read there                                          (FileNotFoundError)
     │   ├── SchemaError        a column is missing, or files disagree                                (ValueError)
@@ -22,7 +22,7 @@ stable, machine-readable name::
     ├── CheckpointError        a checkpoint cannot be made or used                                 (RuntimeError)
     │   ├── CheckpointNotFound
     │   ├── CheckpointDamaged      bytes are not what was written: an older one is tried
-    │   ├── CheckpointMismatch     it does not fit the live objects: mend the script
+    │   ├── CheckpointMismatch     it does not fit the live objects: fix the script
     │   ├── AttemptSuperseded      a newer attempt owns the run: stop
     │   ├── SaveFailed             the store refused, or ranks are silent: training may go on, nothing was committed
     │   │   └── SaveSkipped        another cut was persisted instead of this one
@@ -135,7 +135,7 @@ class DataFileDamaged(_InRowGroup, TableError, kind="data_file_damaged"):
 
 
 class NullValueError(_InRowGroup, TableError, ValueError, kind="null_value"):
-    """A null where the caller allowed none; ``column``, ``file`` and ``row_group`` say where, as far as it is known."""
+    """A null where the caller allowed none; ``column``, ``file`` and ``row_group`` name the place, if it is known."""
 
 
 class DataFileChanged(TableError, kind="data_file_changed"):

@@ -63,12 +63,12 @@ def test_bytes_that_are_not_ours_are_refused(data: bytes) -> None:
 
 
 def test_two_documents_in_one_file_are_refused() -> None:
-    with pytest.raises(WireDamaged, match=f"has {2 * len(DATA)} bytes and its header says {len(DATA)}"):
+    with pytest.raises(WireDamaged, match=f"has {2 * len(DATA)} bytes and its header states {len(DATA)}"):
         read(DATA + DATA)
 
 
 def test_a_truncation_is_told_by_its_sizes() -> None:
-    with pytest.raises(WireDamaged, match=f"it has {len(DATA) - 1} bytes and its header says {len(DATA)}"):
+    with pytest.raises(WireDamaged, match=f"it has {len(DATA) - 1} bytes and its header states {len(DATA)}"):
         read(DATA[:-1])
 
 

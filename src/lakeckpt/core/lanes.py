@@ -45,7 +45,7 @@ Tail = Literal["short", "drop"]
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """What is left of an epoch that has begun, and the layout that it began with."""
+    """The rest of an epoch that has begun, and the layout that it began with."""
 
     epoch: Count
     num_lanes: Count
@@ -59,7 +59,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rest:
-    """What nobody has consumed: parts of epochs that have begun, and every epoch from ``next_epoch`` on."""
+    """All positions that are not consumed: parts of epochs that have begun, and every epoch from ``next_epoch`` on."""
 
     begun: tuple[Left, ...]
     next_epoch: Count

@@ -4,7 +4,7 @@ An epoch's order is laid out in four steps, none of which keeps state:
 
 1. the non-empty row groups are put in the order of a keyed hash (unshuffled: in table order);
 2. the rows, row group after row group, are numbered by *positions* 0 … rows - 1;
-3. positions are cut into ``num_lanes`` contiguous lanes, equal to within one row; ``rotation`` says which lane is the
+3. positions are cut into ``num_lanes`` contiguous lanes, equal to within one row; ``rotation`` is the lane that is the
    first to get one of the extra rows (0 unless a stream is endless);
 4. within a lane, every ``window`` consecutive row groups (or the parts of them inside the lane) form a *window*, and
    the rows of a window are permuted by a keyed hash (unshuffled: left as they are). A window of more than 2^27 rows is
@@ -30,7 +30,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderSpec:
-    """What the user chooses of the order: part of every reader state."""
+    """The user's choices about the order: part of every reader state."""
 
     seed: int
     shuffle: bool
@@ -142,7 +142,7 @@ class EpochLayout:
 
     @property
     def identity(self) -> tuple[OrderSpec, int, int, int]:
-        """What tells layouts of one table apart: for use as a key."""
+        """A key that differs between different layouts of one table."""
         return (self.spec, self.epoch, self.num_lanes, self.rotation)
 
     def window_at(self, position: int) -> Window:

@@ -44,7 +44,7 @@ MAX_SEGMENTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutKey:
-    """What, with the table and the order's spec, an `lakeckpt.core.order.EpochLayout` is built from."""
+    """The arguments of `lakeckpt.core.order.EpochLayout.build` that differ between the epochs of a table."""
 
     epoch: int
     num_lanes: int
@@ -86,7 +86,7 @@ def start(identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, wo
 
 
 class Plan:
-    """What a reader state implies. Computed once for a segment; `assignment` may be asked of any step of it."""
+    """The consequences of a reader state. Made once for a segment; `assignment` takes any step of the segment."""
 
     def __init__(self, state: ReaderState) -> None:
         self.state = state
@@ -177,7 +177,7 @@ class Plan:
 
     @property
     def at_end(self) -> bool:
-        """Whether nothing of the epoch is left to be dealt."""
+        """True if nothing of the epoch is left to be dealt."""
         return self.steps is not None and self.state.step >= self.steps
 
 
@@ -224,7 +224,7 @@ def check_place(state: ReaderState, *, ahead: int = 0) -> None:
     if steps is not None and state.step > steps + ahead:
         raise StateError(
             f"no job comes to this reader state: step {state.step} of epoch {state.epoch} is at hand, which has "
-            f"{steps}. It was damaged or made by hand: load one as it was saved"
+            f"{steps}. It was damaged or made by hand: load a state as it was saved"
         )
 
 
@@ -254,7 +254,7 @@ def replan(state: ReaderState, *, num_lanes: int, batch_size: int, world_size: i
 
 
 def rebase(state: ReaderState, identity: Identity) -> ReaderState:
-    """Return ``state`` with what is left of it dealt anew, with the ends that ``identity`` says.
+    """Return ``state`` with what is left of it dealt anew, with the ends of ``identity``.
 
     ``identity`` has as many rows in the same order. An epoch that has not begun is only renamed.
     """

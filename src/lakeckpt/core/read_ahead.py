@@ -34,21 +34,21 @@ _STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """What the loop was given from one step to the next."""
+    """The batches that the loop was given from one step to the next."""
 
     batches: int = 0
     """How many batches (in row-wise use: rows)."""
     elsewhere: bool = False
-    """Whether one of them was given on another thread than the one that steps."""
+    """True if one of them was given on another thread than the one that steps."""
     primed: bool = False
-    """Whether one of them came from an iterator that had given others before the run was restored."""
+    """True if one of them came from an iterator that had given others before the run was restored."""
     recent: int = 0
     """How many of them the iterator gave that gave the last one."""
     fresh: bool = False
-    """Whether that iterator gave its first one: the step before was then the last of another iteration, and may have
+    """True if that iterator gave its first batch: the step before was then the last of another iteration, and may have
     had what was left."""
     over: bool = False
-    """Whether the end of the rows is the last that the loop was given."""
+    """True if the loop was last given the end of the rows."""
 
 
 class ReadAhead:
@@ -68,7 +68,7 @@ class ReadAhead:
         self._counts: list[int] = []
         """The batches of the first steps, but for those that came after the end of an iteration: of what was left."""
         self._restarted = False
-        """Whether an iteration began with the last of them."""
+        """True if an iteration began with the last of them."""
         self.reason = ""
         """Why the loop is suspected; empty: it is not, so far."""
 
@@ -80,7 +80,7 @@ class ReadAhead:
         return "inferred" if self._steps >= _STEPS else "undecided"
 
     def stepped(self, span: Span) -> None:
-        """Note a step that did not say what it used, and what was given since the step before."""
+        """Note a step that did not state what it used, and what was given since the step before."""
         self._steps += 1
         if len(self._counts) < _STEPS and not (span.over and span.batches):
             self._counts.append(span.recent)

@@ -1,7 +1,7 @@
-"""This module holds receipts: each micro-batch carries one that says which rows the training loop got.
+"""This module holds receipts: each micro-batch carries one that names the rows in it.
 
 A receipt names positions, never rows: with the table's index and the order, positions are enough to find the rows
-again. It never says that its rows were *used*: that is what a cut says of receipts.
+again. A receipt does not state that its rows were *used*: a cut does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What a micro-batch is made of."""
+    """The rows of one micro-batch, and the step and rank that it was dealt to."""
 
     epoch: int
     """The epoch at hand; of an endless stream 0: its spans name the epochs."""

@@ -2,9 +2,9 @@
 
 A state names the order it belongs to (`Identity`), the segments of the epoch at hand, and how many steps of it are
 done. From these, `lakeckpt.core.plan` computes everything else: which rank gets which rows next, and which rows have
-been consumed. States are values: whatever happens makes a new one.
+been consumed. States are values: every change makes a new state.
 
-It never lists single rows, and never holds a path, a column name or a credential: those enter as digests.
+A state never lists single rows, and never holds a path, a column name or a credential, only digests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT = "lakeckpt.reader/1"
 """The name and major version of a plain state."""
 
 MAX_EPOCH = 1 << 31
-"""The last epoch that can be asked for, or gone on with, save of an endless stream."""
+"""The last epoch that can be read; an endless stream has no limit."""
 
 MAX_LANES = 1 << 20
 """The most lanes of an epoch: planning takes time and memory in proportion to them."""
@@ -43,7 +43,7 @@ MAX_ROWS = 1 << 56
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What the order of rows is a function of, less what segments say: equal identities mean equal orders."""
+    """All that determines the order of rows, except the segments: equal identities mean equal orders."""
 
     table: str
     """Digest of the pinned file listing (hex)."""
@@ -56,7 +56,7 @@ class Identity:
     endless: bool
     permutation_version: Positive = PERMUTATION_VERSION
     version: str = field(default="", compare=False)
-    """What the table's format calls the version, for people; empty where it has none. ``table`` decides."""
+    """The format's name for the table version, for people; empty where it has none. It decides nothing."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rows <= MAX_ROWS:
@@ -65,7 +65,7 @@ class Identity:
             raise ValueError("an endless stream has epochs of at least one row, got 0")
 
     def of_version(self, other: Identity) -> Identity:
-        """This identity, of the table version and the row selection that ``other`` is of."""
+        """Return this identity with the table version and the row selection of ``other``."""
         return replace(self, table=other.table, selection=other.selection, rows=other.rows, version=other.version)
 
     def differences(self, other: Identity, *, words: str = "{} became {}") -> list[str]:
@@ -126,7 +126,7 @@ class ReaderState:
     step: Count
     """Steps done, of this epoch; every rank has done as many."""
     base: Rest | None = None
-    """What was left when the first of ``segments`` began; None: a whole epoch, or stream."""
+    """The rest when the first of ``segments`` began; None: a whole epoch, or stream."""
 
     def __post_init__(self) -> None:
         if not self.segments:

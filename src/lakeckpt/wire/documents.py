@@ -78,7 +78,7 @@ def from_plain_of(kinds: Mapping[str, type[_T]], tag: str, plain: object, what: 
 
 
 class _Wrong(Exception):
-    """A value that is not as its type says: why, and the steps that lead to it, the innermost first."""
+    """A value that does not fit its type: why, and the steps that lead to it, the innermost first."""
 
     def __init__(self, reason: str, *steps: str) -> None:
         super().__init__(reason)

@@ -14,9 +14,9 @@ The header names the kind of the document and the version of its format::
     24+k     n      payload, one msgpack value (see ``values``)
     24+k+n   16     BLAKE2b-128 of every byte before
 
-Magic and checksum keep their places in every version of the envelope, so that a reader can tell damage from a newer
-format. A reader refuses a newer *major* version by name; a newer *minor* version is read as far as the fields are known
-(`lakeckpt.wire.documents` refuses others by name). The checksum notices accidents, not forgery.
+Magic and checksum keep their places in every version of the envelope, so that a reader can distinguish damage from a
+newer format. A reader refuses a newer *major* version by name; a newer *minor* version is read as far as the fields are
+known (`lakeckpt.wire.documents` refuses others by name). The checksum notices accidents, not forgery.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def _verify(view: memoryview, kind: str) -> None:
     if blake2b(view[:end], digest_size=CHECKSUM_BYTES).digest() == bytes(view[end:]):
         return
     _, _, name_bytes, _, _, _, payload_bytes = _HEADER.unpack_from(view)
-    said = _HEADER.size + name_bytes + payload_bytes + CHECKSUM_BYTES
-    if said != len(view):
-        raise WireDamaged(f"this {kind} document is damaged: it has {len(view)} bytes and its header says {said}")
+    expected = _HEADER.size + name_bytes + payload_bytes + CHECKSUM_BYTES
+    if expected != len(view):
+        raise WireDamaged(f"this {kind} document is damaged: it has {len(view)} bytes and its header states {expected}")
     raise WireDamaged(f"this {kind} document is damaged: its checksum is not that of its {len(view)} bytes")
 
 

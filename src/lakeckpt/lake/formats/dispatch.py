@@ -55,7 +55,7 @@ def open_table(
 ) -> Table:
     """Open the table at ``source`` and pin the files, the deleted rows and the schema that its version consists of.
 
-    ``source`` is the folder of a Delta, Iceberg or Hudi table, told apart by what lies in it (``format`` decides where
+    ``source`` is the folder of a Delta, Iceberg or Hudi table, recognised by what lies in it (``format`` decides where
     it is several); or plain Parquet: a folder (searched at any depth; ``key=value`` folders become columns), a glob,
     one file, or a list of files. Local, in an object store (``storage_options``: docs/how-to/s3.md), or in any
     ``filesystem`` of fsspec, by a URL of it: that reads plain Parquet and Iceberg tables. For other URLs that fsspec
@@ -70,13 +70,13 @@ def open_table(
     files that are still listed with the same path, size and ETag (or time), nothing is read again.
 
     ``exclude`` are row groups that are not read: ``[(path, ordinal), …]``, as `DataFileDamaged` names them. They are a
-    selection: another ``exclude`` is another index. Where `CheckpointManager.restore` comes to the midst of an epoch
+    selection: another ``exclude`` is another index. Where `CheckpointManager.restore` comes to the middle of an epoch
     that was begun with another ``exclude``, the rest of the epoch goes on with this one, and the audit lists the rows.
     A warning names a file that the version does not have; it excludes nothing.
 
     Raises `TableNotFound` (nothing there, no Parquet file, no such version), `TableError` (the version
     cannot be read exactly), `DataFileDamaged` (a file that is no readable Parquet), `DataFileChanged` (a file is not as
-    the format's metadata says), `SchemaError` (files that disagree), `StorageError` (the store failed) and
+    in the format's metadata), `SchemaError` (files that disagree), `StorageError` (the store failed) and
     `ConfigError`.
     """
     if threads is not None and threads < 1:
@@ -160,7 +160,7 @@ def _open_cache(place: str | os.PathLike[str], storage_options: Mapping[str, Any
 
 
 def is_of_catalog(source: object) -> bool:
-    """Whether a catalog says where the table is: ``iceberg://catalog/namespace.table``, or a table of pyiceberg's."""
+    """Return whether a catalog knows the table: ``iceberg://catalog/namespace.table``, or a table of pyiceberg's."""
     return (isinstance(source, str) and source.startswith("iceberg://")) or (
         type(source).__module__.partition(".")[0] == "pyiceberg" and not isinstance(source, str)
     )

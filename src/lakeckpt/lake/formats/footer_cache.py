@@ -5,8 +5,8 @@ index of the files, and their schemas. A file that is listed with the same path,
 had; where a store has no ETags, the modification time decides. All other footers are read, and the document is
 replaced. So a table that grew costs its new files, and a table that did not grow costs a listing.
 
-A document that is damaged, or of another kind, is ignored: whoever opens a file compares its footer with the pinned
-digest in any case. The module starts no threads.
+A document that is damaged, or of another kind, is ignored. Opening a file compares its footer with the pinned digest
+in any case. The module starts no threads.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ __all__ = ["pin"]
 
 _UTC = "utc"
 _NO_COMMIT = "0"
-"""How we call the version of a table that has no completed instant yet."""
+"""Our name for the version of a table that has no completed instant yet."""
 _META_FIELDS, _CREATED_AS = "hoodie.populate.meta.fields", "hoodie.table.create.schema"
 _SCHEMA_ONLY = (
     "hoodie.table.name=schema\nhoodie.table.type=COPY_ON_WRITE\nhoodie.table.version=6\n"
@@ -80,8 +80,8 @@ def _chosen(commits: list[Commit], asked: VersionAsked, zone: str, uri: str) -> 
         return commits[-1] if commits else None
     if zone != _UTC:
         raise ConfigError(
-            f"the instants of the Hudi table {uri!r} are in the local time of whoever wrote them, which the table does "
-            f"not tell: name one by version. {_offer(commits)}"
+            f"the instants of the Hudi table {uri!r} are in the local time of the writer, which the table does "
+            f"not record: name one by version. {_offer(commits)}"
         )
     when = int(asked.timestamp.timestamp() * 1000)
     older = [commit for commit in commits if commit.instant.epoch_mills <= when]
@@ -139,7 +139,7 @@ def _files(table: HudiTable, commits: list[Commit], chosen: Commit, uri: str) ->
 
 
 def _schema(table: HudiTable, options: Mapping[str, str], commits: list[Commit], uri: str) -> pa.Schema:
-    """Return the columns as the newest of ``commits`` that tells a schema has them."""
+    """Return the columns of the newest of ``commits`` that records a schema."""
     with_meta = options.get(_META_FIELDS, "true").lower() != "false"
     known: str | None = None
     for commit in reversed(commits):

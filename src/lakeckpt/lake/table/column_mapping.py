@@ -1,10 +1,10 @@
 """This module finds where a data file stores the columns of a table, when the file was written under another schema.
 
-A table format says for each column of its schema, nested fields too, by what a file stores it: a Parquet field id, or a
-name that the column had. `ColumnMapping` keeps that. `resolve` compares it with the schema of one file and returns a
-`FieldPlan` for each column: which field of the file holds it, and the same for its children. A field that the file
-lacks is null, or has the default of the column. Other fields of the file are not read, and their order does not matter.
-A column that the mapping does not name is stored under its own name, as in plain Parquet tables.
+A table format defines for each column of its schema, nested fields too, how files identify it: by a Parquet field id,
+or by a name that the column had. `ColumnMapping` keeps that. `resolve` compares it with the schema of one file and
+returns a `FieldPlan` for each column: which field of the file holds it, and the same for its children. A field that the
+file lacks is null, or has the default of the column. Other fields of the file are not read, and their order does not
+matter. A column that the mapping does not name is stored under its own name, as in plain Parquet tables.
 
 The module knows schemas only. `lakeckpt.lake.parquet.fit` puts values into another shape and casts them.
 """
@@ -27,7 +27,7 @@ _FIELD_ID = b"PARQUET:field_id"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredField:
-    """By what a file stores a column, or a field inside of one.
+    """How a file identifies a column, or a field inside of one.
 
     By ``field_id``, in files that have field ids; else by the first of ``names`` that is there. ``children`` are in the
     order of the column's type: a struct's fields, a list's element, a map's key and value; empty: by their own names.
@@ -63,7 +63,7 @@ class StoredField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnMapping:
-    """`StoredField` by column of the table's schema; columns that are not in it are stored under their own names."""
+    """The `StoredField` of each column of the table's schema. Other columns are stored under their own names."""
 
     fields: Mapping[str, StoredField] = field(default_factory=dict)
 
@@ -114,7 +114,7 @@ def resolve(
 ) -> dict[str, FieldPlan]:
     """Return where a file of the Arrow schema ``file`` (field ids in its fields' metadata) holds each of ``columns``.
 
-    `SchemaError`, naming ``path``, where it cannot be told, or a column that must not be null has no value there.
+    Raises `SchemaError`, naming ``path``, where a column cannot be identified, or must not be null and has no value.
     """
     has_ids = any(_field_id(one) is not None for one in _all_fields(file))
     whole = _File(path=path, has_ids=has_ids)
@@ -149,7 +149,7 @@ class _File:
                 plans.append(self.plan(child, below, fields, f"{column}.{child.name}"))
             same = [(p.index, p.name) for p in plans] == [(i, f.name) for i, f in enumerate(inner)]
             same = same and len(inner) == len(fields)
-        elif len(inner) == len(fields):  # elements, keys and values: told by their place
+        elif len(inner) == len(fields):  # elements, keys and values are identified by their place
             for place, (child, below) in enumerate(zip(inner, children, strict=True)):
                 plans.append(self._below(child, below, fields[place], place, f"{column}.{child.name}"))
         same = same and all(plan.same for plan in plans)

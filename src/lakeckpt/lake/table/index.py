@@ -4,7 +4,7 @@
 row group: a million row groups are a few megabytes. The digest depends on the content alone: relative paths, sizes,
 footer digests, partition values, row counts, deleted rows, and the schema by which a table format reads the files. It
 does not depend on the place, the machine, modification times, or the format's name of the version. A run writes the
-index once. What is read back is checked, and its paths are confined to the table that the user opened.
+index once. Paths are confined to the table that the user opened. The module reads no file and starts no threads.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestOfEpoch:
-    """An index is of what is left of one epoch: what had been read of it, in an earlier version, does not exist."""
+    """The rest of one epoch: the rows that were read in an earlier version are treated as deleted."""
 
     epoch: Count
     taken: Deletes
-    """The rows that had been read, by the file of this index in which they are now; the version itself has them."""
+    """The rows that were read, by the file of this index in which they are now. The version itself still has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +72,7 @@ class TableIndex:
 
     ``size_bytes``, ``mtime_ns`` (-1: unknown): int64[F]; ``footer_digests``: 16 bytes each, joined; ``first_group``:
     int64[F + 1], the row groups of file ``i`` are ``[first_group[i], first_group[i + 1])``; ``stored_rows`` and
-    ``group_bytes`` (uncompressed): int64[G], as the footers say, row groups without rows included; ``deletes``: the
+    ``group_bytes`` (uncompressed): int64[G], of the footers, row groups without rows included; ``deletes``: the
     stored rows that do not exist in ``version``; ``columns``: by what the files store the columns of ``schema``;
     ``rest``: the index is of what is left of an epoch (`whole` is of the version). ``excluded``: ordinals of row groups
     that are never read, ascending. Arrays are read-only. Two indexes are equal if their digests are.
@@ -188,7 +188,7 @@ class TableIndex:
         return int(self.group_rows.sum())
 
     def group(self, ordinal: int) -> tuple[int, int]:
-        """The (file, row group in that file) of a row group of the table, ``0 <= ordinal < G``. ``IndexError``."""
+        """Return (file, row group in that file) of a row group of the table, ``0 <= ordinal < G``; ``IndexError``."""
         if not 0 <= ordinal < len(self.stored_rows):
             raise IndexError(f"row group {ordinal} of a table of {len(self.stored_rows)}")
         file = int(self.first_group.searchsorted(ordinal, side="right")) - 1
@@ -211,7 +211,7 @@ class TableIndex:
             "rest": to_plain(self.rest, RestOfEpoch | None),
             "excluded": list(self.excluded),
         }
-        if self.version.format != "parquet":  # what the files hold does not say how the format reads them
+        if self.version.format != "parquet":  # files do not define how a format reads them
             content["types"] = [[one.name, type_text(one.type)] for one in self.schema]
         return content
 
@@ -237,7 +237,7 @@ class TableIndex:
         except Exception as error:  # whatever a document that is none of ours makes numpy and pyarrow raise
             raise WireDamaged(f"this table index is malformed: {type(error).__name__}: {error}") from error
         if index.digest != digest:
-            raise WireDamaged(f"this table index says that its digest is {digest!r}, but it is {index.digest!r}")
+            raise WireDamaged(f"this table index records the digest {digest!r}, but has {index.digest!r}")
         return index
 
     @classmethod
@@ -326,7 +326,7 @@ def _read_only(array: Int64Array) -> Int64Array:
 
 
 def _narrow(array: Int64Array) -> np.ndarray[Any, Any]:
-    """The same numbers in four bytes each where they fit."""
+    """Return the same numbers in four bytes each where they fit."""
     return array.astype("<u4") if not len(array) or int(array.max()) < 2**32 else array.astype("<i8")
 
 

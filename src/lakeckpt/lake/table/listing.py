@@ -2,7 +2,7 @@
 
 `find_files` returns a storage and the objects in it, sorted bytewise by their path relative to its root:
 
-- a folder: all Parquet files in it at any depth; names that begin with ``.`` or ``_`` are left out (``_x=1`` is kept:
+- a folder: all Parquet files in it at any depth; names that begin with ``.`` or ``_`` are skipped (``_x=1`` is not:
   it is a partition), and so are names that do not end like a Parquet file's;
 - a glob (``*``, ``?``, ``[…]`` within a name, ``**`` for any folders), one file, or a list of files: just those.
 
@@ -60,7 +60,7 @@ class Found:
 def find_files(
     source: Source, *, storage_options: Mapping[str, Any] | None, threads: int, kind: TableFormat | None = None
 ) -> Found:
-    """Find the files of a table, or raise `TableNotFound` or `ConfigError` that says what was looked for.
+    """Find the files of a table, or raise `TableNotFound` or `ConfigError` that names what was looked for.
 
     ``kind``: the format that it must have, where the caller knows.
     """
@@ -83,7 +83,7 @@ def _of_kind(found: Found, kind: TableFormat | None) -> Found:
 
 
 def list_exactly(storage: Storage, paths: Sequence[str], *, threads: int) -> dict[str, ObjectInfo]:
-    """What the storage lists for these paths now; paths that are gone are left out."""
+    """Return what the storage lists for these paths now, by path. Paths that are gone have no entry."""
     if isinstance(storage, LocalStorage) or len(paths) <= MAX_SINGLE_LISTINGS:
         with ThreadPoolExecutor(max_workers=max(1, min(threads, len(paths)))) as pool:
             found = [info for infos in pool.map(storage.list, paths) for info in infos]
@@ -94,7 +94,7 @@ def list_exactly(storage: Storage, paths: Sequence[str], *, threads: int) -> dic
 
 
 def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableFormat | None) -> Found:
-    """A folder or one file."""
+    """Return the files of a folder, or one file."""
     text = _absolute(text)
     if text.endswith(METADATA_FILES):
         root = text.rpartition("/")[0].rpartition("/")[0]
@@ -163,14 +163,14 @@ def _found(storage: Storage, uri: str, files: list[ObjectInfo]) -> Found:
             check_key(info.path)
         except StorageError as error:
             raise StorageError(
-                f"{error}. It lies in {uri!r}, and its rows can be neither read nor left out unasked: rename it, or "
+                f"{error}. It lies in {uri!r}, and its rows can be neither read nor skipped silently: rename it, or "
                 "name the files that you mean by a glob or a list"
             ) from None
     return Found(storage=storage, uri=uri, files=tuple(sorted(files, key=lambda info: info.path)))
 
 
 def open_root(text: str, storage_options: Mapping[str, Any] | None) -> Storage:
-    """The storage rooted at a table's folder; local links to files are followed."""
+    """Return the storage rooted at a table's folder. Local links to files are followed."""
     storage = open_for_table(text, storage_options=storage_options)
     return LocalStorage(storage.name, follow_file_links=True) if isinstance(storage, LocalStorage) else storage
 
@@ -188,13 +188,13 @@ def _is_local_path(text: str) -> bool:
 
 
 def _absolute(text: str) -> str:
-    """A local path without detours, a URL without a slash at its end."""
+    """Return a local path without detours, or a URL without a slash at its end."""
     scheme, rest = split_uri(text)
     return os.path.abspath(os.path.expanduser(rest)) if scheme == "file" else text.rstrip("/")
 
 
 def common_root(texts: Sequence[str]) -> str:
-    """The deepest folder that holds all of these files, above folders named ``key=value``; `ConfigError`: none does."""
+    """Return the deepest folder above all of these files and their folders ``key=value``. `ConfigError`: none does."""
     schemes = {split_uri(text)[0] for text in texts}
     if len(schemes) > 1:
         raise ConfigError(f"the files of a table must lie in one store, not in {', '.join(sorted(schemes))}")
@@ -209,7 +209,7 @@ def common_root(texts: Sequence[str]) -> str:
 
 
 def paths_below(root: str, texts: Sequence[str]) -> list[str]:
-    """The paths of files in their `common_root`, each without one separator in front.
+    """Return the paths of files in their `common_root`, each without one separator in front.
 
     `ConfigError` for an empty name (``//``) in one: in an object store that is not what a single slash names.
     """
@@ -232,7 +232,7 @@ def _empty_name(text: str) -> str:
 
 
 def _common_folder(paths: Sequence[str]) -> str:
-    """The deepest folder that holds all of these paths; ``""`` for the root."""
+    """Return the deepest folder that holds all of these paths; ``""`` for the root."""
     low, high = min(paths).split("/")[:-1], max(paths).split("/")[:-1]
     count = 0
     while count < min(len(low), len(high)) and low[count] == high[count]:
@@ -247,7 +247,7 @@ def _is_data_file(path: str) -> bool:
 
 
 def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) -> TableFormat:
-    """The format of the table that these objects are, ``kind`` if it is one; `ConfigError` where they could be two."""
+    """Return the format of the table of these objects, ``kind`` if it is one; `ConfigError`: it could be two."""
     found: dict[TableFormat, str] = {}
     within: dict[str, str] = {}
     for info in infos:
@@ -279,7 +279,7 @@ def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) 
 
 
 def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) -> None:
-    """`ConfigError` where a folder ``key=value`` is part of a Delta, Hudi or Iceberg table."""
+    """Raise `ConfigError` where a folder ``key=value`` is part of a Delta, Hudi or Iceberg table."""
     root = text
     while is_partition_folder(root.rpartition("/")[2]):
         root = root.rpartition("/")[0]

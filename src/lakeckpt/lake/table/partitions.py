@@ -90,7 +90,7 @@ def partition_columns(paths: Sequence[str]) -> tuple[PartitionColumn, ...]:
 
 
 def partition_names(path: str) -> set[str]:
-    """Return the partition columns that a path says."""
+    """Return the names of the partition columns in a path."""
     return set(_of_path(path))
 
 

@@ -42,9 +42,9 @@ class Table:
     storage: Storage
     index: TableIndex
     reopen: Callable[[], Table] | None = field(default=None, repr=False)
-    """Opens what is the newest version now; None where a version was named, and in other processes."""
+    """Opens the newest version; None where a version was named, and in other processes."""
     named: bool = False
-    """Whether a version was named when it was opened."""
+    """True if a version was named when the table was opened."""
     exclude: tuple[tuple[str, int], ...] = ()
     """The row groups (path, ordinal in the file) that are not read, in any version."""
 

@@ -1,6 +1,6 @@
 """This module names versions of tables: the version that was asked for, and the version that was pinned.
 
-Plain Parquet has no versions: its version is the listing itself. What a version consists of is in the index.
+Plain Parquet has no versions: its version is the listing itself. The index holds the files of a version.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class VersionAsked:
         return tuple(name for name in ("version", "snapshot_id", "timestamp") if getattr(self, name) is not None)
 
     def check(self, kind: TableFormat, uri: str) -> None:
-        """`ConfigError` where tables in this format have no such versions."""
+        """Raise `ConfigError` where tables in this format have no such versions."""
         for name in self.given:
             if name not in _ARGUMENTS[kind]:
                 takes = " or ".join(_ARGUMENTS[kind])

@@ -30,7 +30,7 @@ from lakeckpt.lake.table.version import TableVersion, VersionAsked
 __all__ = ["pin"]
 
 _NO_SNAPSHOT = "-1"
-"""What the format itself calls the version of a table that has no snapshot yet."""
+"""The format's own name for the version of a table that has no snapshot yet."""
 
 
 def pin(source: object, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int) -> PinnedFiles:
@@ -121,7 +121,7 @@ def _deleted(table: Table, planned: Sequence[PlannedFile], threads: int) -> dict
 def _root(table: Table, places: Sequence[str]) -> str:
     """Return the table's location where all files lie in it, else the deepest folder that holds them.
 
-    Of a location that ends with a slash, some writers make ``s3://lake/t//data/…``: files of ``s3://lake/t//data``.
+    Some writers turn a location that ends with a slash into ``s3://lake/t//data/…``: files of ``s3://lake/t//data``.
     """
     location = plain_location(table.location()).rstrip("/")
     if all(place.startswith(location + "/") and "//" not in place[len(location) :] for place in places):
