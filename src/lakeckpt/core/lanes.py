@@ -187,10 +187,10 @@ class EpochDeal:
             if self._shift is not None:
                 low += self._shift
                 return [Span(epoch=self.left.epoch, start=low, stop=low + self.batch_size)]
-            return spans_of(self.left.epoch, self.left.positions.stretch(low, low + self.batch_size))
+            return spans_of(self.left.epoch, self.left.positions.take(low, low + self.batch_size))
         limit = self.limits[lane : lane + 1].repeat(2)
         inside = rows_before(limit, self.count, self.batch_size, np.array([turn, turn + 1]))
-        return spans_of(self.left.epoch, self.left.positions.stretch(start + int(inside[0]), start + int(inside[1])))
+        return spans_of(self.left.epoch, self.left.positions.take(start + int(inside[0]), start + int(inside[1])))
 
     @cached_property
     def _begins(self) -> list[int]:

@@ -122,9 +122,9 @@ class Plan:
         stop = self.micro_batch(step + 1)
         number = first + rank
         if stop - first == world_size:
-            spans, lane, rows = self.deal.spans(number), number % num_lanes, self.deal.rows_of(first, stop)
+            spans, lane = self.deal.spans(number), number % num_lanes
         else:
-            spans, lane, rows = self._equal_part(first, stop, rank), -1, self._rows_between(first, stop)
+            spans, lane = self._equal_part(first, stop, rank), -1
         receipt = Receipt(
             epoch=self.state.epoch,
             micro_batch=number,
@@ -133,7 +133,7 @@ class Plan:
             rank=rank,
             world_size=world_size,
             spans=tuple(spans),
-            step_rows=rows,
+            step_rows=self.deal.rows_of(first, stop),
         )
         return Assignment(
             receipt=receipt,
@@ -154,16 +154,13 @@ class Plan:
 
     def step_rows(self, step: int) -> int:
         """Return how many rows all ranks get in ``step``."""
-        return self._rows_between(self.micro_batch(step), self.micro_batch(step + 1))
+        return self.deal.rows_of(self.micro_batch(step), self.micro_batch(step + 1))
 
     def has_rows(self, rank: int, *, from_step: int) -> bool:
         """Return whether a step from ``from_step`` on has rows for ``rank``."""
         return self.steps is None or any(
             self.assignment(step, rank).receipt.rows for step in range(from_step, self.steps)
         )
-
-    def _rows_between(self, first: int, stop: int) -> int:
-        return self.deal.rows_of(first, stop)
 
     def _equal_part(self, first: int, stop: int, rank: int) -> list[Span]:
         spans = [span for number in range(first, stop) for span in self.deal.spans(number)]

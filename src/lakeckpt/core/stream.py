@@ -111,7 +111,7 @@ class StreamDeal:
             whole += 1
         return len(self._begun) + whole
 
-    def _pieces(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, Intervals]]:
+    def _pieces(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         index = self._unit_of(lane, start)
         while start < stop:
             unit = self._unit(index)
