@@ -24,7 +24,6 @@ from lakeckpt.lake.table.partitions import STORED, coded
 from lakeckpt.lake.table.table import Table
 from lakeckpt.lake.table.version import TableVersion
 from lakeckpt.reading.windows.decode import RowGroupDecoder
-from tests.lake.test_index import files_of
 
 VERSION = TableVersion(format="iceberg", name="1")
 
@@ -166,7 +165,7 @@ def test_partition_columns_have_the_type_that_the_schema_says(
     decoder = RowGroupDecoder(table, ["p"])
     found = pa.concat_tables([decoder.decode(group, 0, 2) for group in range(len(values))])
     assert found["p"].combine_chunks().equals(pa.array([value for value in values for _ in range(2)], kind))
-    assert [dict(file.partition)["p"] for file in files_of(table.index)] == values
+    assert [table.index.partitions[0].value_of(file) for file in range(len(values))] == values
     if pa.types.is_floating(kind):
         assert np.signbit(found["p"].to_numpy()[::2]).tolist() == np.signbit(values).tolist()
 
@@ -180,7 +179,7 @@ def test_files_that_store_a_partition_column_are_read(tmp_path: Path) -> None:
     assert rows(table, ["p"]) == [{"p": 8}, {"p": 9}, {"p": 5}]
     (column,) = table.index.partitions
     assert column.is_stored(0) and column.value_of(1) == 5 and column.codes.tolist() == [STORED, 0]
-    assert column.field.nullable and table.index.file(0).partition == ()
+    assert column.field.nullable
     with pytest.raises(ValueError, match="file 0 stores the column 'p'"):
         column.value_of(0)
 

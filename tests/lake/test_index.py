@@ -87,17 +87,17 @@ def test_every_row_group_lies_in_one_file_in_order() -> None:
 
 
 def test_a_file_tells_all_that_was_pinned_of_it() -> None:
-    files = files_of(index_of(FILES))
+    index = index_of(FILES)
+    files = files_of(index)
     assert [f.path for f in files] == sorted(FILES)
-    assert [f.group_rows.tolist() for f in files] == [[3, 0, 2], [], [0], [5, 1]]
-    assert [f.first_group for f in files] == [0, 3, 3, 4]
+    assert index.first_group.tolist() == [0, 3, 3, 4, 6]
     assert [f.size_bytes for f in files] == [105, 100, 100, 106]
     assert [f.etag for f in files] == [None, "etag-1", None, "etag-3"]
     assert [f.mtime_ns for f in files] == [10**18, 10**18 + 1, None, 10**18 + 3]
-    assert [f.partition for f in files] == [(("k", v),) for v in "abbc"]
+    assert [index.partitions[0].value_of(file) for file in range(4)] == ["a", "b", "b", "c"]
     assert files[-1].footer_digest == b"\3" * 16
     with pytest.raises(ValueError, match="read-only"):
-        files[0].group_rows[0] = 7
+        index.group_rows[0] = 7
 
 
 @pytest.mark.parametrize("files", [FILES, {}, {"a": []}, {"a": [0, 0]}, {"a": [2**40]}])

@@ -94,13 +94,12 @@ def load_footers(data: bytes) -> Known:
     schemas = [pa.ipc.read_schema(pa.py_buffer(one)) for one in value["schemas"]]
     found = {}
     for place, code in enumerate(codes):
-        file = index.file(place)
-        groups = slice(file.first_group, file.first_group + len(file.stored_rows))
+        file, groups = index.file(place), slice(*index.first_group[place : place + 2].tolist())
         info = ObjectInfo(path=file.path, size_bytes=file.size_bytes, etag=file.etag, mtime_ns=file.mtime_ns)
         summary = FileSummary(
             digest=file.footer_digest,
             schema=schemas[code],
-            group_rows=file.stored_rows,
+            group_rows=index.stored_rows[groups],
             group_bytes=index.group_bytes[groups],
         )
         found[file.path] = info, summary

@@ -100,13 +100,9 @@ def fields_of(kind: pa.DataType) -> list[pa.Field]:
     """Return the children of a type: a struct's fields, a list's element, a map's key and value; of others none."""
     if isinstance(kind, pa.BaseExtensionType):
         return fields_of(kind.storage_type)
-    if pa.types.is_struct(kind):
-        return [kind.field(i) for i in range(kind.num_fields)]
     if pa.types.is_map(kind):
         return [kind.key_field, kind.item_field]
-    if _is_list(kind):
-        return [kind.value_field]
-    return []
+    return [kind.field(place) for place in range(kind.num_fields)]
 
 
 def resolve(
@@ -186,13 +182,3 @@ def _all_fields(fields: Iterable[pa.Field]) -> Iterable[pa.Field]:
 
 def _storage(kind: pa.DataType) -> pa.DataType:
     return _storage(kind.storage_type) if isinstance(kind, pa.BaseExtensionType) else kind
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    views = (getattr(pa.types, test, None) for test in ("is_list_view", "is_large_list_view"))
-    return bool(
-        pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_fixed_size_list(kind)
-        or any(test is not None and test(kind) for test in views)
-    )

@@ -24,7 +24,7 @@ from lakeckpt.lake.parquet.footer import DIGEST_BYTES, Int64Array
 from lakeckpt.lake.storage.base import check_key
 from lakeckpt.lake.table.column_mapping import ColumnMapping
 from lakeckpt.lake.table.deletes import Deletes
-from lakeckpt.lake.table.partitions import PartitionColumn, Value
+from lakeckpt.lake.table.partitions import PartitionColumn
 from lakeckpt.lake.table.scalars import type_text
 from lakeckpt.lake.table.version import PLAIN, TableVersion
 from lakeckpt.wire.documents import Count, from_plain, to_plain
@@ -39,11 +39,9 @@ _NO_TIME = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """One file of the pinned listing.
+    """One file of the pinned listing: its path in the table, and what tells it from another file of that path.
 
-    ``path`` is relative to the table's root; ``footer_digest`` the BLAKE2b-128 of its footer; ``group_rows`` the rows
-    of its row groups that are not deleted, ``stored_rows`` all (int64, read-only); ``partition`` its (column, value)
-    pairs, without the columns that it stores itself. ``mtime_ns`` is a hint only.
+    ``footer_digest`` is the BLAKE2b-128 of its footer. ``mtime_ns`` is a hint only.
     """
 
     path: str
@@ -51,10 +49,6 @@ class DataFile:
     etag: str | None
     mtime_ns: int | None
     footer_digest: bytes
-    first_group: int
-    group_rows: Int64Array = field(compare=False, repr=False)
-    stored_rows: Int64Array = field(compare=False, repr=False)
-    partition: tuple[tuple[str, Value], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +120,6 @@ class TableIndex:
 
     def file(self, ordinal: int) -> DataFile:
         """Return what is pinned of a file, ``0 <= ordinal < F``. No object is kept for it."""
-        first, end = int(self.first_group[ordinal]), int(self.first_group[ordinal + 1])
         mtime_ns = int(self.mtime_ns[ordinal])
         return DataFile(
             path=self.paths[ordinal],
@@ -134,10 +127,6 @@ class TableIndex:
             etag=self.etags[ordinal],
             mtime_ns=None if mtime_ns == _NO_TIME else mtime_ns,
             footer_digest=self.footer_digests[DIGEST_BYTES * ordinal : DIGEST_BYTES * (ordinal + 1)],
-            first_group=first,
-            group_rows=self.group_rows[first:end],
-            stored_rows=self.stored_rows[first:end],
-            partition=tuple((p.name, p.value_of(ordinal)) for p in self.partitions if not p.is_stored(ordinal)),
         )
 
     @property

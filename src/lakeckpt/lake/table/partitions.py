@@ -117,19 +117,11 @@ def _decoded(text: str, path: str) -> str:
 
 
 def _column(name: str, raw: Sequence[str | None]) -> PartitionColumn:
-    distinct = sorted({value for value in raw if value is not None})
-    integers = bool(distinct) and all(_INTEGER.fullmatch(text) and int(text) in _INT64 for text in distinct)
-    values: list[Value] = []
-    code_of: dict[str | None, int] = {}
-    code_of_value: dict[Value, int] = {}
-    for text in [*distinct, *([None] if None in raw else [])]:
-        value: Value = int(text) if integers and text is not None else text
-        if value not in code_of_value:  # "07" and "7" are one integer
-            code_of_value[value] = len(values)
-            values.append(value)
-        code_of[text] = code_of_value[value]
-    codes = np.fromiter((code_of[text] for text in raw), dtype=np.int32, count=len(raw))
-    return PartitionColumn(name=name, values=tuple(values), codes=codes, type=pa.int64() if integers else pa.string())
+    texts = {text for text in raw if text is not None}
+    if texts and all(_INTEGER.fullmatch(text) and int(text) in _INT64 for text in texts):
+        numbers = [None if text is None else int(text) for text in raw]  # "07" and "7" are one integer
+        return coded(name, pa.int64(), numbers, [False] * len(raw))
+    return coded(name, pa.string(), raw, [False] * len(raw))
 
 
 def coded(name: str, kind: pa.DataType, values: Sequence[Value], stored: Sequence[bool]) -> PartitionColumn:
