@@ -95,14 +95,13 @@ def load_footers(data: bytes) -> Known:
     found = {}
     for place, code in enumerate(codes):
         file, groups = index.file(place), slice(*index.first_group[place : place + 2].tolist())
-        info = ObjectInfo(path=file.path, size_bytes=file.size_bytes, etag=file.etag, mtime_ns=file.mtime_ns)
         summary = FileSummary(
-            digest=file.footer_digest,
+            digest=index.footer_digest(place),
             schema=schemas[code],
             group_rows=index.stored_rows[groups],
             group_bytes=index.group_bytes[groups],
         )
-        found[file.path] = info, summary
+        found[file.path] = file, summary
     return found
 
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from lakeckpt.errors import ConfigError, WireDamaged
 from lakeckpt.lake.parquet.footer import DIGEST_BYTES, Int64Array
-from lakeckpt.lake.storage.base import check_key
+from lakeckpt.lake.storage.base import ObjectInfo, check_key
 from lakeckpt.lake.table.column_mapping import ColumnMapping
 from lakeckpt.lake.table.deletes import Deletes
 from lakeckpt.lake.table.partitions import PartitionColumn
@@ -31,24 +31,10 @@ from lakeckpt.wire.documents import Count, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 from lakeckpt.wire.values import pack
 
-__all__ = ["DataFile", "RestOfEpoch", "TableIndex"]
+__all__ = ["RestOfEpoch", "TableIndex"]
 
 KIND, VERSION = "table-index", (1, 0)
 _NO_TIME = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataFile:
-    """One file of the pinned listing: its path in the table, and what tells it from another file of that path.
-
-    ``footer_digest`` is the BLAKE2b-128 of its footer. ``mtime_ns`` is a hint only.
-    """
-
-    path: str
-    size_bytes: int
-    etag: str | None
-    mtime_ns: int | None
-    footer_digest: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +104,19 @@ class TableIndex:
     def __reduce__(self) -> tuple[Any, ...]:
         return (TableIndex.loads, (self.dumps(),))
 
-    def file(self, ordinal: int) -> DataFile:
-        """Return what is pinned of a file, ``0 <= ordinal < F``. No object is kept for it."""
+    def file(self, ordinal: int) -> ObjectInfo:
+        """Return a file as it was listed, ``0 <= ordinal < F``. No object is kept for it. Its time is a hint only."""
         mtime_ns = int(self.mtime_ns[ordinal])
-        return DataFile(
+        return ObjectInfo(
             path=self.paths[ordinal],
             size_bytes=int(self.size_bytes[ordinal]),
             etag=self.etags[ordinal],
             mtime_ns=None if mtime_ns == _NO_TIME else mtime_ns,
-            footer_digest=self.footer_digests[DIGEST_BYTES * ordinal : DIGEST_BYTES * (ordinal + 1)],
         )
+
+    def footer_digest(self, ordinal: int) -> bytes:
+        """Return the BLAKE2b-128 of the footer of a file."""
+        return self.footer_digests[DIGEST_BYTES * ordinal : DIGEST_BYTES * (ordinal + 1)]
 
     @property
     def whole(self) -> TableIndex:

@@ -109,7 +109,7 @@ class Table:
             raise changed(
                 self.uri, [f"{file.path!r} no longer ends as it did: it was cut, or written again"]
             ) from error
-        if footer.digest != file.footer_digest:
+        if footer.digest != self.index.footer_digest(ordinal):
             raise changed(self.uri, [f"{file.path!r} has another footer: it was written again"])
         return footer.metadata
 
