@@ -117,18 +117,6 @@ def test_a_header_alone_is_refused() -> None:
         read(resealed(struct.pack(">8sBBHHHQ", b"LAKECKPT", 1, 255, 1, 0, 0, 2**64 - 1)))
 
 
-@pytest.mark.parametrize("kind", ["", "A", "a b", "é", "a" * 33, "../x", "a\n"])
-def test_a_kind_that_is_no_name_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match="a kind is"):
-        dumps(1, kind=kind, version=VERSION)
-
-
-@pytest.mark.parametrize("version", [(-1, 0), (0, 65536)])
-def test_a_version_out_of_range_is_refused(version: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="a version is"):
-        dumps(1, kind=KIND, version=version)
-
-
 @pytest.mark.parametrize("code", [0, *range(8, 128)])
 def test_an_extension_of_an_unknown_type_is_refused(code: int) -> None:
     with pytest.raises(UnsupportedValue, match=rf"extension type {code} is unknown"):
