@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["BASES", "Basis", "ReadAhead", "Span"]
+__all__ = ["BASES", "Basis", "Given", "ReadAhead"]
 
 Basis = Literal["stated", "inferred", "undecided", "suspected"]
 """The evidence that rows were consumed. The loop states it by ``step(batch)``, or it is inferred from the rows that
@@ -33,7 +33,7 @@ _STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Given:
     """The batches that the loop was given from one step to the next."""
 
     batches: int = 0
@@ -56,7 +56,7 @@ class ReadAhead:
 
     >>> loop = ReadAhead()
     >>> for batches in (3, 1, 1):
-    ...     loop.stepped(Span(batches=batches, recent=batches))
+    ...     loop.stepped(Given(batches=batches, recent=batches))
     >>> loop.reason
     'the first step was given 3 batches and the next two 1 each'
     """
@@ -79,20 +79,20 @@ class ReadAhead:
             return "suspected"
         return "inferred" if self._steps >= _STEPS else "undecided"
 
-    def stepped(self, span: Span) -> None:
+    def stepped(self, given: Given) -> None:
         """Note a step that did not state what it used, and what was given since the step before."""
         self._steps += 1
-        if len(self._counts) < _STEPS and not (span.over and span.batches):
-            self._counts.append(span.recent)
-            self._restarted = span.fresh
-        self.reason = self.reason or self._why(span)
+        if len(self._counts) < _STEPS and not (given.over and given.batches):
+            self._counts.append(given.recent)
+            self._restarted = given.fresh
+        self.reason = self.reason or self._why(given)
 
-    def _why(self, span: Span) -> str:
-        if span.elsewhere:
+    def _why(self, given: Given) -> str:
+        if given.elsewhere:
             return "a batch was delivered on another thread than the one that steps"
-        if span.primed:
+        if given.primed:
             return "the iterator in use had delivered batches before restore()"
-        if not span.batches and span.over:
+        if not given.batches and given.over:
             return "a step had no new batch, and the loader had come to the end of its rows before"
         if len(self._counts) == _STEPS:
             first, second, third = self._counts
