@@ -15,7 +15,7 @@ from lakeckpt.checkpoint.arena.arena import Arena, Held
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, GenerationRecord
 from lakeckpt.checkpoint.format.digests import short_digest
-from lakeckpt.errors import ArenaDamaged, ArenaInUse
+from lakeckpt.errors import ArenaDamaged, ArenaError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 
@@ -81,7 +81,7 @@ class Generations:
         if self._arena() is not None:
             try:
                 self._folder.remove(self._name)
-            except ArenaInUse:
+            except ArenaError:
                 return False
             self.close()
         return True

@@ -15,7 +15,7 @@ from typing import Literal
 
 from lakeckpt.checkpoint.agent.logs import agents_of, log_path, logs_in, unused
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
-from lakeckpt.errors import ArenaInUse
+from lakeckpt.errors import ArenaError
 
 __all__ = ["KeptArena", "KeptRun", "Use", "kept_in", "reclaim"]
 
@@ -108,6 +108,6 @@ def _is_removed(folder: ArenaFolder, info: ArenaInfo) -> bool:
                 return False
         try:
             folder.remove(info.name)
-        except ArenaInUse:
+        except ArenaError:
             return False
         return True
