@@ -19,9 +19,9 @@ from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.orders import Begin, Bye, Dropped, Order, Outcome
-from lakeckpt.checkpoint.agent.process import persister_of
+from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.errors import CheckpointIncomplete
+from lakeckpt.errors import SaveFailed
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
@@ -71,18 +71,20 @@ class ThreadAgent:
     checksummer = None
 
     def __init__(self, begin: Begin) -> None:
-        self.rank, self._timeout_s = begin.rank, begin.timeout_s
+        self.rank, self._timeout_s = begin.rank, begin.settings.timeout_s
         self._got: deque[Outcome] = deque()
         self._came = threading.Event()
         identity = identity_of(begin.digest, rank=begin.rank, world_size=begin.world_size)
         self._generations = Generations(ArenaFolder(begin.arenas), identity)
-        self._persister = persister_of(
-            begin,
+        self._persister = Persister(
             _places[begin.uri],
             self._generations,
+            begin.attempt,
+            rank=begin.rank,
+            world_size=begin.world_size,
+            settings=begin.settings,
             waiter=_waiters[begin.uri],
             report=self.report,
-            log=lambda text: None,
         )
         name = f"lakeckpt-persister-{begin.rank}"
         self._thread = threading.Thread(target=self._persister.run, name=name, daemon=True)
@@ -111,7 +113,7 @@ class ThreadAgent:
         self._thread.join(2 * self._timeout_s)
         if self._thread.is_alive():
             if well:
-                raise CheckpointIncomplete("what was ordered is not in storage: its store is stuck")
+                raise SaveFailed("what was ordered is not in storage: its store is stuck")
             return
         if well:
             self._generations.remove()

@@ -36,7 +36,7 @@ from lakeckpt.checkpoint.restore.votes import Together
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.data.place.deliveries import ConsumptionWarning, Deliveries, ReadAheadWarning, unsaved
-from lakeckpt.errors import CheckpointIncomplete, ConfigError, LakeckptError, SaveFailed, SaveLeftOut
+from lakeckpt.errors import ConfigError, LakeckptError, SaveFailed, SaveSkipped
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
@@ -79,7 +79,8 @@ class CheckpointManager:
         capture_every: copy the state into host memory every so many optimizer steps (int), or so much time (timedelta),
             beside training; saves are then made from there by a process of this node, while training goes on, and a
             process that is restarted loses no more than that. It takes the state's size three times (four times with
-            several ranks) of memory. None: saves are synchronous.
+            several ranks) of memory. ``uri`` is then a path or URL, not a `Storage`, and ``storage_options`` are plain
+            values: the process opens both again. None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. What the last
             iterations were like is written beside the checkpoints once a minute, for ``lakeckpt report``.
@@ -201,7 +202,7 @@ class CheckpointManager:
         `DamageWarning` and told in `restore_report`. A job that still runs on this run is superseded: its next save
         raises `AttemptSuperseded`, which names this process.
 
-        Raises, on every rank, `DisagreementError` where they were given other settings, such as ``persist_every``;
+        Raises, on every rank, `TrackingError` where they were given other settings, such as ``persist_every``;
         `CheckpointMismatch` listing all that does not fit and `StateError` where a reader refuses its state, with
         nothing changed on any, and with nothing written: a job that is alive goes on. `CheckpointDamaged` where there
         are checkpoints and none is whole; `CheckpointNotFound` naming the steps that can be had where ``step`` is none
@@ -303,7 +304,7 @@ class CheckpointManager:
                 self._cut(self._background, due=due, captured=captured)
             elif due:
                 self._save(saver)
-        except (SaveFailed, CheckpointIncomplete) as error:
+        except SaveFailed as error:
             if not self._warn_only:
                 raise
             text = f"training goes on without a checkpoint of step {self._failed_step}: {error}"
@@ -319,8 +320,8 @@ class CheckpointManager:
         begins (where there is ``capture_every``), and the handle that is returned waits for it.
 
         What fails on one rank fails on all, within seconds, and the error says which rank it was and why. Raises
-        `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
-        `AttemptSuperseded` (stop), `DisagreementError` (the ranks are not at one cut), `UnsupportedValue` (a state that
+        `SaveFailed` (nothing was committed, or ranks are gone; training may go on),
+        `AttemptSuperseded` (stop), `TrackingError` (the ranks are not at one cut), `UnsupportedValue` (a state that
         cannot be written, with its path), `CheckpointError` where your own code raised something else on another rank,
         as a ``state_dict`` may, and `ConfigError` for a metric that is no number, as `step` does.
         """
@@ -408,7 +409,7 @@ class CheckpointManager:
         """Wait for what is being saved; what fails is a warning where a save by policy is allowed to fail."""
         try:
             self.wait()
-        except (SaveFailed, CheckpointIncomplete) as error:
+        except SaveFailed as error:
             if not self._warn_only:
                 raise
             text = f"a checkpoint of step {self._failed_step} was not saved: {error}"
@@ -490,10 +491,10 @@ class CheckpointManager:
                 self._committed(one.info)
                 continue
             assert one.error is not None
-            if isinstance(one.error, SaveLeftOut) and (one.step in committed or background.is_saving(one.step)):
+            if isinstance(one.error, SaveSkipped) and (one.step in committed or background.is_saving(one.step)):
                 continue  # another save of the same step is, or will be, the result
             self._settle(one.step, one.error)
-            if not isinstance(one.error, SaveLeftOut) or one.step == wanted:
+            if not isinstance(one.error, SaveSkipped) or one.step == wanted:
                 failure, self._failed_step = one.error, one.step
         try:
             remarks.warn()

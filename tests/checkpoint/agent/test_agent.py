@@ -26,7 +26,9 @@ from lakeckpt.checkpoint.agent.orders import Begin, Order, Outcome
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.tracking.waiting import SystemWaiter, poll
@@ -45,19 +47,12 @@ class Node:
         return Begin(
             uri=self.storage.name,
             storage_options={},
-            run=RUN,
+            attempt=Attempt(run=RUN, number=attempt, last=attempt, parent=None, seed=1),
+            settings=Settings(keep=Keep(last=3), verify="sizes", timeout_s=float(PATIENCE_S)),
             digest=DIGEST,
-            attempt=attempt,
-            last=attempt,
-            parent=None,
-            recorded=0,
-            seed=1,
             rank=rank,
             world_size=world_size,
             arenas=str(self.arenas),
-            keep=Keep(last=3),
-            verify="sizes",
-            timeout_s=PATIENCE_S,
             linger_s=linger_s,
         )
 

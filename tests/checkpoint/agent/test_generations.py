@@ -54,14 +54,13 @@ def test_an_arena_of_another_number_of_ranks_is_none_of_ours(tmp_path: Path) -> 
         generations.close()
 
 
-def test_steps_are_told_by_attempt_and_a_later_attempt_is_noticed(tmp_path: Path) -> None:
+def test_steps_are_told_by_attempt(tmp_path: Path) -> None:
     generations = Generations(ArenaFolder(tmp_path), identity_of(DIGEST, rank=0, world_size=1))
     with make_arena(tmp_path) as arena, make_arena(tmp_path, 1, 2) as others:
         fill(arena, 6, attempt=0)
         fill(arena, 7, attempt=2)
         fill(others, 8, attempt=3)  # another rank's
     assert (generations.steps(), generations.steps("0"), generations.steps("2")) == ([6, 7], [6], [7])
-    assert [generations.holds_later(attempt) for attempt in range(4)] == [True, True, False, False]
     generations.close()
 
 

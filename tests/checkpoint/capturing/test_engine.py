@@ -25,7 +25,7 @@ from lakeckpt.checkpoint.capture.moves import Issued, Moves
 from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.errors import (
     ArenaDamaged,
-    ArenaInUse,
+    ArenaError,
     ArenaTooLarge,
     ConfigError,
     SaveFailed,
@@ -798,7 +798,7 @@ def test_an_arena_that_another_process_fills_is_not_taken(made: Made, folder: Ar
     lives = made(job.objects)
     assert cut(lives, 1, must=True) and lives.wait() == 1
     engine = made(job.objects)
-    with pytest.raises(ArenaInUse, match="filled by another process"):
+    with pytest.raises(ArenaError, match="filled by another process"):
         cut(engine, 2, must=True)
     assert steps_in(folder) == [1]
 

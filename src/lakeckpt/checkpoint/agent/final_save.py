@@ -1,7 +1,8 @@
 """This module chooses the cut of the final save, which the agents of a job make after their trainers have died.
 
-Each agent writes which steps lie complete in its rank's arena, and up to which step it knows commits; all read the same
-answer: the newest step that every rank has. Ranks may be a step apart when they die. Imports without torch.
+Each agent writes which steps lie complete in its rank's arena, and up to which step it knows commits. All read the same
+answer: the newest step that every rank has. Ranks may be a step apart when they die. Imports without torch, and starts
+no threads but those of `RecordTalk`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lakeckpt.wire.envelope import dumps, loads
 __all__ = ["FINAL", "agree_on_final_save", "final_folder"]
 
 FINAL = 999_999
-"""The number of the final save: behind all that a trainer ordered."""
+"""The number of the final save: higher than that of any order of a trainer."""
 _KIND, _VERSION = "final_save", (1, 0)
 _PAUSE_S = 5.0
 
@@ -49,7 +50,7 @@ def agree_on_final_save(
     become pointless. Raises `MissingRanksError` naming the ranks whose agents wrote nothing in time, and
     `StorageError`.
     """
-    if rank == 0 and world_size > 1:  # agents that wait for an order of a dead trainer see that there will be none
+    if rank == 0 and world_size > 1:  # so that agents stop waiting for orders of a dead trainer
         storage.put(f"{final_folder(attempt)}/{rank:05d}.dies", [b""])
     talk = RecordTalk(
         storage,
@@ -62,7 +63,7 @@ def agree_on_final_save(
         still=still,
         pause_s=min(_PAUSE_S, timeout_s / 4),  # so that all begin to persist at about the same time
     )
-    if max(steps, default=recorded) <= recorded:  # whatever the others have, there is nothing for all
+    if max(steps, default=recorded) <= recorded:  # no step can be newer on all ranks
         talk.settle(_to_bytes([], recorded))
         return None
     common, newest = _from_bytes(talk.combine(_to_bytes(steps, recorded), _merge))

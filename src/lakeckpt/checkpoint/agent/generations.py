@@ -15,7 +15,7 @@ from lakeckpt.checkpoint.arena.arena import Arena, Held
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, GenerationRecord
 from lakeckpt.checkpoint.format.digests import short_digest
-from lakeckpt.errors import ArenaDamaged, ArenaInUse
+from lakeckpt.errors import ArenaDamaged, ArenaError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 
@@ -70,22 +70,21 @@ class Generations:
         """Return step → digest of the cut, of the generations of an attempt, as `hold` finds them."""
         return {record.step: record.cut for record in reversed(self._records()) if record.attempt == attempt}
 
-    def holds_later(self, attempt: int) -> bool:
-        """Return whether an attempt that began later than ``attempt`` has captured into the arena."""
-        return any(record.attempt.isdecimal() and int(record.attempt) > attempt for record in self._records())
-
     def close(self) -> None:
         """Close the arena. It is opened again when it is needed."""
         if self._open is not None:
             self._open.close()
             self._open = None
 
-    def remove(self) -> None:
-        """Remove the arena, unless a trainer fills it."""
+    def remove(self) -> bool:
+        """Remove the arena. Returns False where a trainer fills it."""
         if self._arena() is not None:
-            with contextlib.suppress(ArenaInUse):
+            try:
                 self._folder.remove(self._name)
-        self.close()
+            except ArenaError:
+                return False
+            self.close()
+        return True
 
     def _records(self) -> list[GenerationRecord]:
         arena = self._arena()

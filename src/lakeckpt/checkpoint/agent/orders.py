@@ -13,8 +13,8 @@ from typing import Any
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.fields import fields_of
-from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.persist.commit import Verify
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError
 from lakeckpt.wire.documents import from_plain_of, to_plain
 from lakeckpt.wire.envelope import dumps, loads
@@ -37,8 +37,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """A trainer begins an attempt. The fields of the attempt are those of
-    `lakeckpt.checkpoint.persist.attempt.Attempt`.
+    """A trainer begins ``attempt``, whose checkpoints are published by ``settings``.
 
     ``digest`` identifies the run on this node, ``arenas`` is the folder of the arenas. ``linger_s``: how much longer
     than a save the final save waits for the agents of other ranks, whose trainers may die later.
@@ -46,19 +45,12 @@ class Begin:
 
     uri: str
     storage_options: Mapping[str, Any]
-    run: str
+    attempt: Attempt
+    settings: Settings
     digest: bytes
-    attempt: int
-    last: int
-    parent: int | None
-    recorded: int
-    seed: int
     rank: int
     world_size: int
     arenas: str
-    keep: Keep
-    verify: Verify
-    timeout_s: float
     linger_s: float
 
 

@@ -21,7 +21,7 @@ __all__ = ["Filling", "checksum"]
 
 
 def checksum(data: bytes | memoryview) -> bytes:
-    """XXH3-128: 16 bytes, at the speed of memory. It notices accidents, not forgery."""
+    """Return the XXH3-128 of ``data`` (16 bytes), at the speed of memory. It notices accidents, not forgery."""
     return xxhash.xxh3_128_digest(data)
 
 
@@ -48,18 +48,18 @@ class Filling:
         return self._arena._view[at : at + self._arena.layout.data_bytes]
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """Where in the arena slice ``number`` begins and ends."""
+        """Return where in the arena slice ``number`` begins and ends."""
         layout = self._arena.layout
         begin, at = number * layout.slice_bytes, layout.data_at(self._number)
         return at + begin, at + min(begin + layout.slice_bytes, layout.data_bytes)
 
     def filled(self, number: int) -> None:
-        """Slice ``number`` is as it shall be: take its checksums. It must not be written to any more."""
+        """Take the checksums of slice ``number``, which must not be written to any more."""
         begin, end = self.bounds(number)
         self.summed(number, leaf_digests(self._arena._view[begin:end], self._arena.layout.leaf_bytes))
 
     def summed(self, number: int, checksums: bytes) -> None:
-        """Slice ``number`` is as it shall be, and ``checksums`` are those of its leaves."""
+        """Take ``checksums`` for those of the leaves of slice ``number``, which must not be written to any more."""
         with self._lock:
             self._checksums[self._arena.layout.checksums_of(number)] = checksums
             self._missing.discard(number)
@@ -67,7 +67,7 @@ class Filling:
     def complete(self, *, step: int, attempt: str, cut: bytes, documents: bytes) -> GenerationRecord:
         """Make the generation the complete one of ``step``. Every slice must have been filled.
 
-        ``ArenaDamaged`` where ``documents`` are larger than the arena has room for; the generation is abandoned then.
+        Raises `ArenaDamaged` where ``documents`` are larger than the arena has room for, and abandons the generation.
         """
         arena, layout = self._arena, self._arena.layout
         if self._missing:
@@ -97,5 +97,5 @@ class Filling:
         return record
 
     def abandon(self) -> None:
-        """Give the generation back as it is: it holds nothing until it is begun again."""
+        """End the filling without a complete generation."""
         self._arena._end(self._number)

@@ -73,7 +73,7 @@ class ArenaFolder:
     def create(self, layout: ArenaLayout) -> Arena:
         """Make an arena in the place of the one that its rank has, and open it to be filled.
 
-        Raises `ArenaInUse` where another process fills that one, `ArenaTooLarge`, and `ArenaError` where the file
+        Raises `ArenaError` where another process fills that one, `ArenaTooLarge`, and `ArenaError` where the file
         system cannot hold arenas. Nothing new is left where it fails, nor where the process is killed meanwhile.
         """
         name = self.name_of(layout.identity)
@@ -95,7 +95,7 @@ class ArenaFolder:
             return arena
 
     def open(self, name: str, *, writes: bool = False) -> Arena:
-        """Open an arena that `found` named. Raises `ArenaDamaged`, `ArenaInUse`; ``FileNotFoundError`` where it is
+        """Open an arena that `found` named. Raises `ArenaDamaged`, `ArenaError`; ``FileNotFoundError`` where it is
         gone."""
         with self._opened() as folder:
             return Arena(self._file(name, folder), name, writes=writes)
@@ -115,7 +115,7 @@ class ArenaFolder:
     def remove(self, name: str) -> None:
         """Remove an arena, if it is there. Generations that somebody holds, to persist them, stay until released.
 
-        Raises `ArenaInUse` where another process fills it, and `ArenaError` where it cannot be looked at.
+        Raises `ArenaError` where another process fills it, and `ArenaError` where it cannot be looked at.
         """
         with contextlib.suppress(FileNotFoundError), self._opened() as folder:
             try:

@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.capture.moves import Links, Moves, early_moves, joined, late_moves
 from lakeckpt.checkpoint.capture.plan import CapturePlan
-from lakeckpt.errors import ArenaDamaged, ArenaInUse
+from lakeckpt.errors import ArenaDamaged, ArenaError
 
 __all__ = ["ArenaStore"]
 
@@ -70,7 +70,7 @@ class ArenaStore:
     def make(self, plan: CapturePlan, documents_bytes: int, links: Links) -> str | None:
         """Make or find the arena for ``plan``. Returns a warning for the user, or None.
 
-        Raises `ArenaTooLarge`, `ArenaInUse` and other `ArenaError`.
+        Raises `ArenaTooLarge`, `ArenaError` and other `ArenaError`.
         """
         layout = ArenaLayout(
             identity=self._identity,
@@ -108,7 +108,7 @@ class ArenaStore:
         for one in self._folder.found():
             whose = one.identity
             if whose is not None and whose.run == self._identity.run and whose.world != self._identity.world:
-                with contextlib.suppress(ArenaInUse):
+                with contextlib.suppress(ArenaError):
                     self._folder.remove(one.name)
 
     def _again(self, layout: ArenaLayout) -> Arena | None:
