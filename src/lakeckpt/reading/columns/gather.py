@@ -2,7 +2,7 @@
 
 *Gathered* rows are copies in memory of their own; *cut* rows are views, save that offsets are new; *joined* rows are
 copies. All three are made column by column, and keep the structure that a column has. Columns come in *parts*, as they
-were decoded: parts are gathered from, or stay what they are (`Pieces`), and are not joined before.
+were decoded: rows are gathered from the parts, which are not joined before.
 
 The rows of a `Ragged` of fixed-width elements are runs of bytes to Arrow: views of them are put in order, 16 bytes a
 row, and then every row is copied once to where it belongs. Elements that are columns of columns are gathered element by
@@ -11,8 +11,6 @@ element. Nothing here runs Python per row, and nothing knows of Arrow's types, n
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -24,7 +22,7 @@ import pyarrow.compute as pc
 from lakeckpt.reading.columns.forms import MAX_NARROW_BYTES, view
 from lakeckpt.reading.columns.ragged import Column, Ragged, map_column, trusted
 
-__all__ = ["Pieces", "column_bytes", "cut", "gather", "join_rows", "laid_out"]
+__all__ = ["column_bytes", "cut", "gather", "join_rows"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -32,47 +30,7 @@ New: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 """Makes an array of a shape and dtype, of whatever values."""
 
 
-class Pieces:
-    """The rows of ``parts``, one after another, which stay where they are: a cut within one of them is a view."""
-
-    __slots__ = ("_starts", "parts")
-
-    def __init__(self, parts: Sequence[Column[Array]]) -> None:
-        self.parts = parts
-        self._starts = list(itertools.accumulate((_rows_of(part) for part in parts), initial=0))
-
-    def cut(self, start: int, stop: int, make: Callable[[Array], Any]) -> Any:
-        """Rows [start, stop), with ``make`` applied to every array."""
-        place = max(0, bisect.bisect_right(self._starts, start, hi=len(self.parts)) - 1)
-        begin, end = self._starts[place : place + 2]
-        if stop <= end:
-            return _cut(self.parts[place], start - begin, stop - begin, make)
-        found = []
-        while start < stop:
-            begin, end = self._starts[place : place + 2]
-            found.append(_cut(self.parts[place], start - begin, min(stop, end) - begin, _as_it_is))
-            start, place = min(stop, end), place + 1
-        return map_column(join_rows(found), make)
-
-
-def _as_it_is(array: Array) -> Array:
-    return array
-
-
-def _rows_of(column: Column[Array]) -> int:
-    """Return the rows of a column; 0 of a struct that has no arrays."""
-    return max(map(_rows_of, column.values()), default=0) if isinstance(column, dict) else len(column)
-
-
-def laid_out(parts: Sequence[Column[Array]]) -> Column[Array] | Pieces:
-    """``parts`` one after another, without a copy."""
-    filled = [part for part in parts if _rows_of(part)] or parts[:1]
-    return filled[0] if len(filled) == 1 else Pieces(filled)
-
-
-def cut(
-    columns: Mapping[str, Column[Array] | Pieces], start: int, stop: int, make: Callable[[Array], Any]
-) -> dict[str, Any]:
+def cut(columns: Mapping[str, Column[Array]], start: int, stop: int, make: Callable[[Array], Any]) -> dict[str, Any]:
     """Return rows [start, stop) of ``columns``, with ``make`` applied to every array of them."""
     # Once for every column of every micro-batch: plain arrays first, and nothing more than that for them.
     return {
@@ -81,7 +39,7 @@ def cut(
     }
 
 
-def _cut(column: Column[Array] | Pieces, start: int, stop: int, make: Callable[[Array], Any]) -> Any:
+def _cut(column: Column[Array], start: int, stop: int, make: Callable[[Array], Any]) -> Any:
     if isinstance(column, Ragged):
         offsets, values, masks = column.offsets, column.values, column.masks
         begin, end = offsets.item(start), offsets.item(stop)
@@ -91,8 +49,6 @@ def _cut(column: Column[Array] | Pieces, start: int, stop: int, make: Callable[[
             column.kind,
             {name: make(mask[begin:end]) for name, mask in masks.items()} if masks else {},
         )
-    if isinstance(column, Pieces):
-        return column.cut(start, stop, make)
     if isinstance(column, dict):
         return cut(column, start, stop, make)
     return make(column[start:stop])
@@ -225,7 +181,7 @@ def _join_ragged(parts: Sequence[Ragged[Array]]) -> Ragged[Array]:
     )
 
 
-def column_bytes(columns: Mapping[str, Column[Array] | Pieces]) -> int:
+def column_bytes(columns: Mapping[str, Column[Array]]) -> int:
     """Return the bytes of all arrays of ``columns``."""
     sizes: list[int] = []
 
@@ -234,6 +190,5 @@ def column_bytes(columns: Mapping[str, Column[Array] | Pieces]) -> int:
         return array
 
     for column in columns.values():
-        for part in column.parts if isinstance(column, Pieces) else [column]:
-            map_column(part, add)
+        map_column(column, add)
     return sum(sizes)

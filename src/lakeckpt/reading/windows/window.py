@@ -28,7 +28,7 @@ from lakeckpt.core.order import Fragment, Window
 from lakeckpt.errors import DataFileDamaged, NullValueError
 from lakeckpt.reading.columns.convert import Nulls, convert_parts
 from lakeckpt.reading.columns.forms import join, narrowed
-from lakeckpt.reading.columns.gather import Pieces, column_bytes, gather, laid_out
+from lakeckpt.reading.columns.gather import column_bytes, gather, join_rows
 from lakeckpt.reading.columns.plain import PlainRows
 from lakeckpt.reading.columns.ragged import Column
 from lakeckpt.reading.columns.recycled import Recycled
@@ -45,7 +45,7 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 class DecodedWindow:
     """The rows of a window in the order of positions: as columns, or as an Arrow table."""
 
-    columns: Mapping[str, Column[Array] | Pieces] | None
+    columns: Mapping[str, Column[Array]] | None
     table: pa.Table | None
     size_bytes: int
     plain: PlainRows | None = None
@@ -87,9 +87,9 @@ class WindowDecoder:
         held = sum(int(table.get_total_buffer_size()) for table in tables) if order is None else 0
         tables.clear()
 
-        def whole(name: str) -> Column[Array] | Pieces:
+        def whole(name: str) -> Column[Array]:
             mine = [part for one in parts for part in one.pop(name)]
-            return laid_out(mine) if order is None else gather(mine, order, self._memory.new)
+            return join_rows(mine) if order is None else gather(mine, order, self._memory.new)
 
         names = list(parts[0])
         columns = dict(zip(names, self._threads.map(whole, names), strict=True))
