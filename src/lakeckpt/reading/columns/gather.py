@@ -27,12 +27,12 @@ __all__ = ["column_bytes", "cut", "gather", "join_rows"]
 Array: TypeAlias = npt.NDArray[Any]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 New: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
-"""Makes an array of a shape and dtype, of whatever values."""
+"""Makes an array of a shape and dtype, with unspecified values."""
 
 
 def cut(columns: Mapping[str, Column[Array]], start: int, stop: int, make: Callable[[Array], Any]) -> dict[str, Any]:
     """Return rows [start, stop) of ``columns``, with ``make`` applied to every array of them."""
-    # Once for every column of every micro-batch: plain arrays first, and nothing more than that for them.
+    # This runs for every column of every micro-batch, so plain arrays come first.
     return {
         name: make(column[start:stop]) if type(column) is np.ndarray else _cut(column, start, stop, make)
         for name, column in columns.items()
@@ -55,7 +55,7 @@ def _cut(column: Column[Array], start: int, stop: int, make: Callable[[Array], A
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return an array whose memory is of Arrow's pool, which keeps what it is given back: new pages cost more."""
+    """Return an array in memory of Arrow's pool. The pool keeps freed memory, and new pages cost more."""
     count = int(np.prod(shape))
     if not count:
         return np.empty(shape, dtype)
@@ -63,9 +63,9 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def gather(parts: Sequence[Column[Array]], rows: Int64Array, new: New = _empty) -> Column[Array]:
-    """Return ``rows`` of ``parts``, which are of one structure, one after another; in their order.
+    """Return the rows ``rows``, in this order, of ``parts`` one after another. ``parts`` have the same structure.
 
-    Arrays of fixed width are made by ``new``.
+    ``new`` makes the arrays of fixed width.
     """
     first = parts[0]
     if isinstance(first, dict):
@@ -75,7 +75,7 @@ def gather(parts: Sequence[Column[Array]], rows: Int64Array, new: New = _empty) 
         return _gather_ragged(cast("Sequence[Ragged[Array]]", parts), rows, new)
     column = _joined(cast("Sequence[Array]", parts), new)
     found = new((len(rows), *column.shape[1:]), column.dtype)
-    # Rows are where they are said to be; in the mode "raise" numpy would make a copy first.
+    # Every row is within bounds; in the mode "raise" numpy would make a copy first.
     return np.take(column, rows, axis=0, out=found, mode="wrap") if len(rows) else found
 
 
@@ -95,7 +95,7 @@ def _gather_ragged(parts: Sequence[Ragged[Array]], rows: Int64Array, new: New) -
 
 
 def _gather_runs(parts: Sequence[Ragged[Array]], rows: Int64Array) -> tuple[Array, Int64Array]:
-    """Rows of fixed-width elements: to Arrow each is a run of bytes."""
+    """Return rows of fixed-width elements, and their offsets. To Arrow each row is a run of bytes."""
     first = cast("Array", parts[0].values)
     item = first.dtype.itemsize * int(np.prod(first.shape[1:]))
     sizes = [len(cast("Array", part.values)) * item for part in parts]
@@ -115,9 +115,9 @@ def _gather_runs(parts: Sequence[Ragged[Array]], rows: Int64Array) -> tuple[Arra
 
 
 _SHORT_RUN = 64
-"""Bytes of a row that is copied as fast as a view of it is made."""
+"""A row of so many bytes is copied as fast as a view of it is made."""
 _INLINE = 12
-"""Arrow keeps contents of so many bytes in the view itself."""
+"""Arrow keeps the contents in the view itself, up to so many bytes."""
 
 
 def _octets(part: Ragged[Array]) -> pa.Buffer:
@@ -137,7 +137,7 @@ def _views(offsets: Int64Array, place: int) -> npt.NDArray[np.int32]:
 
 
 def _inline(views: npt.NDArray[np.int32], contents: Sequence[pa.Buffer]) -> None:
-    """Put contents that are short into their views, as Arrow has it."""
+    """Put short contents into their views, as Arrow requires."""
     short = np.flatnonzero((views[:, 0] > 0) & (views[:, 0] <= _INLINE))
     if not len(short):
         return
@@ -152,7 +152,10 @@ def _inline(views: npt.NDArray[np.int32], contents: Sequence[pa.Buffer]) -> None
 
 
 def join_rows(parts: Sequence[Column[Array]]) -> Column[Array]:
-    """Return the rows of ``parts``, of one structure, one after another, in new memory (of one part: its own)."""
+    """Return the rows of ``parts`` one after another, in new memory; a single part is returned as it is.
+
+    ``parts`` have the same structure.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -35,10 +35,10 @@ Key = tuple[tuple[OrderSpec, int, int, int], int]
 
 
 def windows_held_of(lanes: int) -> int:
-    """Return how many windows a process that reads so many lanes may hold: one for each lane, and as many read ahead,
-    two at least.
+    """Return how many windows a process that reads so many lanes may hold: one for each lane, and as many that are
+    read ahead, at least two.
 
-    With one alone, a lane's next window is decoded in one thread while this one is consumed, and the other waits.
+    With a single window ahead, the second thread would have nothing to decode.
     """
     return lanes + max(lanes, 2)
 
@@ -72,7 +72,7 @@ class Served:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CachedWindow:
-    """A window from when it is announced until all of it was served."""
+    """A window from its announcement until all of its rows were served."""
 
     key: Key
     layout: EpochLayout
@@ -81,7 +81,7 @@ class CachedWindow:
     waiting: int = 0
     """Announced parts that have not been taken."""
     used: int = 0
-    """When a part was last taken: counted."""
+    """The number of the last use: the larger, the later."""
     future: Future[DecodedWindow] | None = None
     """None while there is no room for it."""
     decoded: DecodedWindow | None = None
@@ -89,7 +89,7 @@ class CachedWindow:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the reader would not wait for it."""
+        """Whether the window can be read without a wait."""
         return self.decoded is not None or (self.future is not None and self.future.done())
 
 
@@ -180,7 +180,7 @@ class WindowCache:
             self._begin(self._deferred.popleft())
 
     def drop(self, needed: CachedWindow) -> None:
-        """Drop a window that is not needed any more, or that must be decoded anew."""
+        """Drop a window that is no longer needed, or that must be decoded anew."""
         needed.gone, needed.decoded, needed.future = True, None, None
         del self._all[needed.key]
 

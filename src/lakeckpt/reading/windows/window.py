@@ -55,7 +55,7 @@ class DecodedWindow:
 class WindowDecoder:
     """Decodes windows of a table; several threads may at once.
 
-    ``decoder`` is shared by the ``threads``. ``nulls`` as for `convert`; None: windows are Arrow tables.
+    The ``threads`` share ``decoder``. ``nulls`` as for `convert`; None: windows are Arrow tables.
     """
 
     def __init__(self, decoder: RowGroupDecoder, *, nulls: Nulls | None, threads: Threads) -> None:
@@ -72,7 +72,7 @@ class WindowDecoder:
     def decode(self, window: Window) -> DecodedWindow:
         """Return the rows of ``window``, in memory of their own. Raises as `RowGroupDecoder.decode`."""
         self._memory.limit_bytes = int(max(0, min(self._largest, self.room_bytes)))
-        # One row group may keep one thread busy alone; of several, the next window is not to take the threads.
+        # One row group keeps one thread busy. While several are decoded, the next window must not take the threads.
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             tables = self._threads.map(self._fragment, window.fragments) or [self.schema.empty_table()]
         _check_rows(window, tables)
@@ -102,7 +102,7 @@ class WindowDecoder:
 
 
 def _check_rows(window: Window, tables: Sequence[pa.Table]) -> None:
-    """Refuse another number of rows than the window has: rows are gathered without bounds checks."""
+    """Raise `DataFileDamaged` for another number of rows than the window has: gathering checks no bounds."""
     came = sum(table.num_rows for table in tables)
     if came != window.rows:
         groups = ", ".join(str(part.group) for part in window.fragments)
@@ -113,7 +113,7 @@ def _check_rows(window: Window, tables: Sequence[pa.Table]) -> None:
 
 
 def _counted(digits: npt.NDArray[np.uint16]) -> Int64Array:
-    """As `Means.counted`, in half of numpy's time: in memory that Arrow has, and with one table of all digits."""
+    """Do what `Means.counted` does in half of numpy's time, in Arrow's memory."""
     places: Int64Array = pc.array_sort_indices(pa.array(digits)).to_numpy().view(np.int64)
     return places
 
