@@ -23,7 +23,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lakeckpt.core.hashing import Means
 from lakeckpt.core.order import Fragment, Window
 from lakeckpt.errors import DataFileDamaged, NullValueError
 from lakeckpt.reading.columns.convert import Nulls, convert_parts
@@ -62,8 +61,7 @@ class WindowDecoder:
         self.rows = decoder
         self._nulls = nulls
         self._threads = threads
-        memory = self._memory = Recycled()
-        self._means = Means(new=lambda count: memory.new((count,), np.dtype(np.uint64)), counted=_counted)
+        self._memory = Recycled()
         self._largest = 0
         self.room_bytes: float = math.inf
         """The most memory that may wait to be used for a later window, beside the windows that are held."""
@@ -76,7 +74,7 @@ class WindowDecoder:
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             tables = self._threads.map(self._fragment, window.fragments) or [self.schema.empty_table()]
         _check_rows(window, tables)
-        order = window.permutation(self._means)
+        order = window.permutation()
         if self._nulls is None:
             return _as_table(_ordered(tables, order, self.schema))
         nulls = self._nulls
@@ -110,12 +108,6 @@ def _check_rows(window: Window, tables: Sequence[pa.Table]) -> None:
             f"row groups {groups} of the table gave {came} rows where {window.rows} were expected: a data file is "
             "damaged, or was replaced. Write it again, or open the table version that the run began with"
         )
-
-
-def _counted(digits: npt.NDArray[np.uint16]) -> Int64Array:
-    """Do what `Means.counted` does in half of numpy's time, in Arrow's memory."""
-    places: Int64Array = pc.array_sort_indices(pa.array(digits)).to_numpy().view(np.int64)
-    return places
 
 
 def _as_table(table: pa.Table) -> DecodedWindow:
