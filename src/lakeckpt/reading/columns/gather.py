@@ -130,7 +130,7 @@ def _as_runs(column: Ragged[Array], item: int) -> pa.Array:
 
 
 def _views(offsets: Int64Array, place: int) -> npt.NDArray[np.int32]:
-    """Arrow's views of the rows of the ``place``-th content: int32, shape (rows, 4): length, 0, place, offset."""
+    """Return Arrow's views of the rows of content ``place``: int32, shape (rows, 4): length, 0, place, offset."""
     views = np.zeros((len(offsets) - 1, 4), np.int32)
     views[:, 0], views[:, 2], views[:, 3] = np.diff(offsets), place, offsets[:-1]
     return views

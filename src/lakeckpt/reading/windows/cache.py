@@ -136,7 +136,10 @@ class WindowCache:
     @property
     def held(self) -> int:
         """How many windows are in memory now, or being decoded."""
-        return sum(one.future is not None for one in self._all.values())
+        return len(self._held())
+
+    def _held(self) -> list[CachedWindow]:
+        return [one for one in self._all.values() if one.future is not None]
 
     @property
     def has_room(self) -> bool:
@@ -195,9 +198,7 @@ class WindowCache:
 
     def clear(self) -> None:
         """Drop all windows, close files and end threads; windows that are needed later are decoded anew."""
-        if (
-            self.process != os.getpid()
-        ):  # forked: the threads that decode, and the locks that they hold, are the parent's
+        if self.process != os.getpid():  # forked: the threads, and the locks that they hold, are the parent's
             self._begin_threads(self._threads.count)
         else:
             self._threads.close()
@@ -214,8 +215,7 @@ class WindowCache:
     def _begin(self, needed: CachedWindow) -> None:
         needed.decoded = None
         if self._limit is not None:  # the window is decoded into the memory that waits
-            held = [one for one in self._all.values() if one.future is not None]
-            self._decoder.room_bytes = self._limit - sum(map(self._bytes_of, held))
+            self._decoder.room_bytes = self._limit - sum(map(self._bytes_of, self._held()))
         needed.future = self._threads.submit(partial(self._decoder.decode, needed.window))
 
     def _make_room(self, needed: CachedWindow, *, spared: int) -> bool:
@@ -232,11 +232,11 @@ class WindowCache:
         return True
 
     def _by_use(self) -> list[CachedWindow]:
-        """All windows, the one used last last."""
+        """Return all windows, the one used last at the end."""
         return sorted(self._all.values(), key=lambda one: one.used)
 
     def _fits(self, needed: CachedWindow) -> bool:
-        held = [one for one in self._all.values() if one.future is not None]
+        held = self._held()
         if not held:
             return True
         if len(held) >= self._most_held:

@@ -154,7 +154,7 @@ class RowGroupDecoder:
         return stored if surviving is None else stored.filter(pa.array(surviving))
 
     def _read(self, group: int, schema: pa.Schema) -> dict[str, Any]:
-        """As `_fitted`. Only damage that the file, opened again, has still is believed."""
+        """Return what `_fitted` returns. Damage is raised only if the file, opened again, still has it."""
         try:
             return self._fitted(group, schema)
         except DataFileDamaged:
