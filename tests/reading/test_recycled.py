@@ -9,6 +9,7 @@ import pytest
 
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.reading.columns.recycled import Recycled
+from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.positions import PositionReader
 from tests.data.reading import ids, loader_of, table_of
 from tests.lakes import LakeSpec
@@ -60,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_later_window_lies_where_an_earlier_one_lay_that_nobody_holds(folder: Path) -> None:
     table, spec = table_of(folder), OrderSpec(seed=1, shuffle=True, window=4)
     layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
-    reader = PositionReader(table, ["id"], spec, max_windows=1, threads=1)
+    reader = PositionReader(RowGroupDecoder(table, ["id"]), spec, max_windows=1, threads=1)
     found = [place(reader.read([(layout, start, start + 160)])["id"]) for start in range(0, 960, 160)]
     assert len(set(found)) < 6
 
@@ -94,7 +95,8 @@ def test_memory_waits_only_where_it_fits_beside_the_windows(
     monkeypatch.setattr("lakeckpt.reading.windows.window.Recycled", Noted)
     table, spec = table_of(folder), OrderSpec(seed=1, shuffle=True, window=4)
     layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
-    reader = PositionReader(table, ["id"], spec, max_windows=2, threads=1, memory_limit_bytes=limit)
+    decoder = RowGroupDecoder(table, ["id"])
+    reader = PositionReader(decoder, spec, max_windows=2, threads=1, memory_limit_bytes=limit)
     reader.read([(layout, 0, 80)])  # half of a window, which stays
     reader.read([(layout, 160, 170)])
     assert made[0].limit_bytes == waits

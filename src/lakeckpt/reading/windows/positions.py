@@ -13,7 +13,7 @@ runs per row, and any position can be entered at any time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ import pyarrow as pa
 
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.errors import ConfigError, NullValueError
-from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import Nulls, convert
 from lakeckpt.reading.columns.gather import cut, join_rows
 from lakeckpt.reading.columns.plain import PlainRows
@@ -50,9 +49,8 @@ Announced = list[tuple[CachedWindow, int, int]]
 
 
 class PositionReader:
-    """Reads rows of ``table`` by their positions in the order that ``spec`` makes of it. For one thread.
+    """Reads the rows that ``decoder`` decodes by their positions in the order that ``spec`` makes. For one thread.
 
-    ``columns`` as for `RowGroupDecoder`; with ``new_decoder``, the decoder that it returns reads the rows.
     ``max_windows`` is the number of windows that are open at once, and ``memory_limit_bytes`` bounds the windows that
     are held, as `WindowCache` has them. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``make`` is
     applied to every array of the columns. At most ``threads`` decode; None: as many as there are processors.
@@ -60,8 +58,7 @@ class PositionReader:
 
     def __init__(
         self,
-        table: Table,
-        columns: Sequence[str] | None,
+        decoder: RowGroupDecoder,
         spec: OrderSpec,
         *,
         max_windows: int,
@@ -69,7 +66,6 @@ class PositionReader:
         make: Callable[[Any], Any] | None = None,
         memory_limit_bytes: int | None = None,
         threads: int | None = None,
-        new_decoder: Callable[[], RowGroupDecoder] | None = None,
     ) -> None:
         if max_windows < 1:
             raise ConfigError(f"max_windows must be at least 1, got {max_windows}")
@@ -77,7 +73,6 @@ class PositionReader:
         self._nulls = nulls
         self._make = make
         self._max_windows = max_windows
-        decoder = RowGroupDecoder(table, columns) if new_decoder is None else new_decoder()
         self.schema: pa.Schema = decoder.schema
         """The schema of the rows."""
         self._windows = WindowCache(
