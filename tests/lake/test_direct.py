@@ -6,7 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,17 +99,6 @@ def test_a_write_that_is_cut_short_is_gone_on_with(tmp_path: Path, shortened: in
     data = chunks(3 * BLOCK + 100, each=1000)
     storage_over(tmp_path, Calls(shortened=shortened)).put("a", data)
     assert (tmp_path / "a").read_bytes() == b"".join(data)
-
-
-def test_a_chunk_may_be_changed_as_soon_as_the_next_one_is_asked_for(tmp_path: Path) -> None:
-    def reused() -> Iterator[memoryview]:
-        buffer = bytearray(1000)
-        for number in range(200):
-            buffer[:] = bytes([number]) * 1000
-            yield memoryview(buffer)
-
-    LocalStorage(tmp_path).put("a", reused())
-    assert (tmp_path / "a").read_bytes() == b"".join(bytes([number]) * 1000 for number in range(200))
 
 
 def test_a_failure_of_the_disk_goes_through(tmp_path: Path) -> None:

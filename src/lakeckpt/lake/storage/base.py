@@ -10,9 +10,8 @@ This module never does I/O of its own, and never shows credentials: `describe` g
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 from urllib.parse import unquote
@@ -21,7 +20,6 @@ from lakeckpt.errors import ConditionalPutUnsupported, ConfigError, StorageError
 
 __all__ = [
     "Buffer",
-    "CallersError",
     "ObjectInfo",
     "Storage",
     "check_key",
@@ -30,16 +28,11 @@ __all__ = [
     "clear_leftovers",
     "delete_all",
     "describe",
-    "guarded",
-    "has_bucket",
     "is_temporary",
-    "list_after",
     "no_conditional_put",
     "redact_uri",
     "split_uri",
-    "take_up_to",
     "temporary_name",
-    "unwrapping",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -75,8 +68,7 @@ class Storage(Protocol):
 
     Keys are as `check_key` says. All methods may be called from several threads and processes at once, and instances
     can be pickled. Buffers stay the caller's: none is kept or changed after a call has returned. Every failure is a
-    `StorageError` (with ``errno`` where the system gave one), never a client library's own class; what the caller's
-    iterable of chunks raises goes through unchanged, and then nothing has become visible.
+    `StorageError` (with ``errno`` where the system gave one), never a client library's own class.
     """
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
@@ -95,12 +87,11 @@ class Storage(Protocol):
         """
         ...
 
-    def put(self, path: str, chunks: Iterable[Buffer]) -> int:
+    def put(self, path: str, chunks: Sequence[Buffer]) -> int:
         """Write a whole object and return its size in bytes; replaces what was there.
 
         When it returns, the object is durable; until then, it is not there at all or as it was before. Folders are
-        made. A collection of chunks (whose ``iter`` can be taken twice) lets the store write anew after a failure; a
-        one-shot iterator does not.
+        made. The store may go through ``chunks`` several times.
         """
         ...
 
@@ -218,12 +209,6 @@ def describe(storage: Storage) -> str:
     return name if isinstance(name, str) else type(storage).__name__
 
 
-def has_bucket(storage: Storage) -> bool:
-    """Whether the bucket that the storage lies in is there, where a store has such and can tell."""
-    has = getattr(storage, "has_bucket", None)
-    return bool(has()) if callable(has) else True
-
-
 def clear_leftovers(storage: Storage) -> int:
     """Remove the temporary files that dead writers left in a folder; return how many were removed.
 
@@ -243,14 +228,6 @@ def delete_all(storage: Storage, paths: Sequence[str]) -> None:
         storage.delete(path)
 
 
-def list_after(storage: Storage, prefix: str, after: str, *, limit: int) -> list[ObjectInfo]:
-    """Return the first ``limit`` objects in the folder ``prefix`` whose path sorts after ``after``."""
-    some = getattr(storage, "list_after", None)
-    if callable(some):
-        return list(some(prefix, after, limit=limit))
-    return [info for info in storage.list(prefix) if info.path > after][:limit]
-
-
 # -- for implementations ----------------------------------------------------------------------------------------------
 
 
@@ -263,44 +240,3 @@ def is_temporary(path: str) -> bool:
     """Whether the last part of a path is the name of an object that is still being written."""
     name = path.rpartition("/")[2]
     return name.startswith(_TEMPORARY_PREFIX) and name.endswith(_TEMPORARY_SUFFIX)
-
-
-class CallersError(Exception):
-    """Holds the exception that the caller's iterable of chunks raised."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-def guarded(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Yield the chunks as views of bytes; an exception of the iterable comes as `CallersError`."""
-    try:
-        for chunk in chunks:
-            yield memoryview(chunk).cast("B")
-    except Exception as error:
-        raise CallersError(error) from error
-
-
-@contextlib.contextmanager
-def unwrapping() -> Iterator[None]:
-    """Raise the caller's exception itself, with its own cause and context, where `guarded` had wrapped it."""
-    error: Exception | None = None
-    try:
-        yield
-    except CallersError as failure:
-        error = failure.error
-    if error is not None:
-        raise error
-
-
-def take_up_to(chunks: Iterator[memoryview], limit: int) -> tuple[list[bytes], Iterator[memoryview] | None, int]:
-    """Return copies of the first chunks, until they pass ``limit`` bytes; the rest, or None; the bytes so far."""
-    head: list[bytes] = []
-    size = 0
-    for chunk in chunks:
-        head.append(bytes(chunk))
-        size += len(head[-1])
-        if size > limit:
-            return head, chunks, size
-    return head, None, size

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -86,7 +86,7 @@ class FsspecStorage:
                 raise ObjectChanged(f"{path!r} in {self.name} has the ETag {now}, not {etag}: it was written again")
             return data
 
-    def put(self, path: str, chunks: Iterable[Buffer]) -> int:
+    def put(self, path: str, chunks: Sequence[Buffer]) -> int:
         raise self._read_only()
 
     def put_new(self, path: str, data: bytes) -> None:

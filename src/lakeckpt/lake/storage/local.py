@@ -20,7 +20,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from lakeckpt.errors import ConditionalPutUnsupported, ObjectExists, ObjectMissing, StorageError
@@ -30,10 +30,8 @@ from lakeckpt.lake.storage.base import (
     check_key,
     check_prefix,
     check_range,
-    guarded,
     is_temporary,
     temporary_name,
-    unwrapping,
 )
 from lakeckpt.lake.storage.direct import Blocks
 
@@ -97,9 +95,9 @@ class LocalStorage:
                 at += count
             return at
 
-    def put(self, path: str, chunks: Iterable[Buffer]) -> int:
+    def put(self, path: str, chunks: Sequence[Buffer]) -> int:
         check_key(path)
-        with unwrapping(), self._explaining("write", path):
+        with self._explaining("write", path):
             place = self._place(path)
             with self._written(place, chunks) as (temporary, size):
                 os.rename(temporary, place)
@@ -211,14 +209,14 @@ class LocalStorage:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _written(self, place: str, chunks: Iterable[Buffer]) -> Iterator[tuple[str, int]]:
+    def _written(self, place: str, chunks: Sequence[Buffer]) -> Iterator[tuple[str, int]]:
         """Write ``chunks`` to a synced temporary file, and yield its path and size. An exception removes the file."""
         temporary, descriptor = self._created(os.path.dirname(place))
         try:
             with contextlib.suppress(OSError):  # without locks, leftovers are just never cleared
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             blocks = Blocks(descriptor)
-            size = sum(blocks.write(chunk) for chunk in guarded(chunks))
+            size = sum(blocks.write(memoryview(chunk).cast("B")) for chunk in chunks)
             blocks.finish()
             os.fsync(descriptor)
             yield temporary, size

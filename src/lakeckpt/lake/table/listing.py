@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from lakeckpt.errors import ConfigError, StorageError, TableNotFound
-from lakeckpt.lake.storage.base import ObjectInfo, Storage, check_key, has_bucket, redact_uri, split_uri
+from lakeckpt.errors import ConfigError, ObjectMissing, StorageError, TableNotFound
+from lakeckpt.lake.storage.base import ObjectInfo, Storage, check_key, redact_uri, split_uri
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_for_table
 from lakeckpt.lake.table.partitions import is_partition_folder
@@ -110,7 +110,12 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
         folder, name = _split_last(text)
         if folder.endswith("/"):  # no storage is rooted at an empty name: a folder alone can be meant
             folder, name = text, ""
-        infos = open_root(folder, storage_options).list(name)  # one listing tells a file from a folder
+        try:
+            infos = open_root(folder, storage_options).list(name)  # one listing tells a file from a folder
+        except ObjectMissing:
+            raise TableNotFound(
+                f"there is no table at {redact_uri(text)!r}: its bucket does not exist. Check its name and the endpoint"
+            ) from None
         if name and [info.path for info in infos] == [name]:
             return _of_list([text], storage_options, 1)
         infos = [_below(info, name) for info in infos] if name else infos
@@ -123,7 +128,7 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
         return Found(storage=storage, uri=uri, files=tuple(infos), format=told, place=text)
     files = [info for info in infos if _is_data_file(info.path)]
     if not files:
-        raise TableNotFound(_nothing_in_folder(uri, storage, infos))
+        raise TableNotFound(_nothing_in_folder(uri, infos))
     return _found(storage, uri, files)
 
 
@@ -330,13 +335,11 @@ def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) 
             )
 
 
-def _nothing_in_folder(uri: str, storage: Storage, infos: Sequence[ObjectInfo]) -> str:
+def _nothing_in_folder(uri: str, infos: Sequence[ObjectInfo]) -> str:
     looked = (
         f"looked for files named *{', *'.join(PARQUET_SUFFIXES)} at any depth, without names that begin with . or _"
     )
     if not infos:
-        if not has_bucket(storage):
-            return f"there is no table at {uri!r}: its bucket does not exist. Check its name, and the endpoint"
         return f"there is no table at {uri!r}: nothing is there ({looked}). Check the path and the credentials"
     return (
         f"there is no table at {uri!r}, since it holds no Parquet file: {looked}; found {_others(infos)}. "
