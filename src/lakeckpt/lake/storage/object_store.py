@@ -312,7 +312,8 @@ class ObjectStorage:
                 credential_provider=self._options.provider,
             )
         except Exception as error:
-            raise ConfigError(f"cannot open {self.name}: {shown(error, self._options)}") from None
+            advice = "docs/how-to/s3.md lists the options"
+            raise ConfigError(f"cannot open {self.name}: {shown(error, self._options)} ({advice})") from None
 
     def _in_child(self) -> Storage | None:
         """Return the storage that a forked process reads with; None where obstore may be used."""

@@ -1,8 +1,8 @@
 """This module translates ``storage_options`` into the configuration of obstore.
 
 Users bring the names that they know from s3fs, boto3, deltalake or pyiceberg. `StoreOptions.of` maps the names of S3 to
-those of obstore; names that it does not know go to obstore, which knows many more and refuses the rest. Options of
-Google's and Azure's stores go to obstore as they are. The module never shows a value of an option.
+those of obstore. All other names go to obstore, which knows many more and refuses the rest. Options of Google's and
+Azure's stores go to obstore as they are. The module never shows a value of an option.
 """
 
 from __future__ import annotations
@@ -41,27 +41,6 @@ _NAMES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases
 _PREFIXES = ("aws_", "s3.", "client.")
 _NESTED = ("client_kwargs", "config_kwargs", "client_options", "s3_additional_kwargs")
 _OF_THE_CLIENT = ("allow_http", "allow_invalid_certificates", "proxy_url", "user_agent")
-_OF_OTHER_CLIENTS = frozenset(
-    {
-        "allow_unsafe_rename",
-        "s3_allow_unsafe_rename",
-        "conditional_put",
-        "connect_timeout",
-        "default_block_size",
-        "default_cache_type",
-        "default_fill_cache",
-        "max_concurrency",
-        "max_pool_connections",
-        "max_retries",
-        "read_timeout",
-        "retries",
-        "signature_version",
-        "skip_instance_cache",
-        "timeout",
-        "use_listings_cache",
-        "use_ssl",
-    }
-)
 _HIDDEN = ("key", "secret", "token", "password", "sas", "connection_string", "service_account")
 _LEAST_SECRET = 4
 _KEYS = ("access_key_id", "secret_access_key", "session_token")
@@ -230,8 +209,7 @@ def _flat(given: Mapping[str, Any], *, is_s3: bool) -> Iterator[tuple[str, Any]]
             for prefix in _PREFIXES:
                 plain = plain.removeprefix(prefix)
             plain = plain.replace("-", "_")
-            if plain not in _OF_OTHER_CLIENTS:
-                yield _NAMES.get(plain, plain), value
+            yield _NAMES.get(plain, plain), value
         else:
             yield name, value
 
