@@ -34,8 +34,6 @@ DEFAULT_MAX_ROW_GROUP_BYTES = 8 * 2**30
 """The default limit on the uncompressed bytes of the wanted columns of one row group."""
 
 _MISSING_CODECS = frozenset(("LZO", "UNKNOWN"))
-_HEADER_MISCOUNT = 100
-"""Old versions of parquet-mr did not count the header of the dictionary page, which is no longer than this."""
 _MOST_MS = (2**63 - 1) // 10**6
 """Nanoseconds of 64 bits hold timestamps of fewer milliseconds than this, before and after 1970."""
 _DECODING_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
@@ -80,7 +78,6 @@ class RowGroupReader:
         self._most_bytes = most_bytes
         self._int96_unit = int96_unit
         self._leaves = leaves_of(metadata.schema, columns)
-        self._slack = _HEADER_MISCOUNT if str(metadata.created_by).startswith("parquet-mr") else 0
 
     def plan(self, row_group: int, columns: Sequence[str]) -> RowGroupPlan:
         """Return where ``columns`` lie. Raises `DataFileDamaged`, `RowGroupTooLarge`, `TableFeatureUnsupported`."""
@@ -90,8 +87,8 @@ class RowGroupReader:
         for chunk in chunks:
             self._check_chunk(row_group, chunk)
         self._check_size(row_group, chunks)
-        pieces = ((chunk.start, min(self._size_bytes, chunk.stop + self._slack)) for chunk in chunks)
-        return RowGroupPlan(row_group=row_group, columns=columns, ranges=coalesced(pieces))
+        ranges = coalesced((chunk.start, chunk.stop) for chunk in chunks)
+        return RowGroupPlan(row_group=row_group, columns=columns, ranges=ranges)
 
     def decode(
         self, source: pa.NativeFile, plan: RowGroupPlan, rows: int, *, use_threads: bool
