@@ -1,6 +1,6 @@
 """This module opens the files of a table, and fetches the bytes of row groups before they are decoded.
 
-`Prefetcher.expect` takes the row groups that will be decoded next, in their order. If the row groups lie in a store,
+`Prefetcher.expect` takes the row groups that are decoded next, in their order. If the row groups lie in a store,
 the prefetcher opens the files and starts to read the column chunks, while the bytes that are not fetched yet stay
 within ``ahead_bytes``. `Prefetcher.fetch` waits for the bytes of one row group, whether the row group was expected or
 not. A row group that is fetched never waits for row groups that are only expected. Local files are mapped, and not read
@@ -56,7 +56,7 @@ class OpenedFile:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Expected:
-    """A row group that will be decoded."""
+    """A row group that is decoded soon."""
 
     file: Future[OpenedFile] | None = None
     fetch: Fetch | None = None
@@ -64,7 +64,7 @@ class _Expected:
     size_bytes: int = 0
     """The size of this read."""
     is_settled: bool = False
-    """Whether no more work is done ahead: the read was begun or fetched, is too large to hold ahead, or failed."""
+    """True where no more work is done ahead: the read was begun or fetched, is too large to hold ahead, or failed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -75,7 +75,7 @@ class _State:
     files: OrderedDict[int, Future[OpenedFile]] = field(default_factory=OrderedDict)
     """By ordinal; the one used last is the last."""
     expected: dict[int, _Expected] = field(default_factory=dict)
-    """By the row group's ordinal in the table, in the order in which they will be decoded."""
+    """By the row group's ordinal in the table, in the order in which they are decoded."""
     is_closed: bool = False
 
 
@@ -91,7 +91,7 @@ class Prefetcher:
         self._state = _State()
 
     def expect(self, groups: Iterable[int]) -> None:
-        """Say that ``groups`` will be fetched next, in this order, and no others. It never waits and never raises."""
+        """Replace the row groups that are expected by ``groups``, in this order. It never waits and never raises."""
         if not self._ahead_bytes:
             return
         state = self._state
@@ -103,15 +103,15 @@ class Prefetcher:
 
     @property
     def has_room(self) -> bool:
-        """Whether more row groups would be fetched ahead now."""
+        """True where more row groups would be fetched ahead now."""
         waiting = [one for one in list(self._state.expected.values()) if one.size_bytes or not one.is_settled]
         held = sum(one.size_bytes for one in waiting)
         return held < self._ahead_bytes and len(waiting) < MOST_AHEAD
 
     def fetch(self, group: int) -> tuple[OpenedFile, RowGroupPlan, pa.NativeFile]:
-        """Return the opened file of a row group, what is read of it, and a file that holds it.
+        """Return the opened file of a row group, its plan, and a file that holds the bytes of the plan.
 
-        Raises what opening and reading raise.
+        The caller closes this last file unless it is the mapped one. Raises what opening and reading raise.
         """
         state, ordinal = self._state, self._index.group(group)[0]
         with state.lock:

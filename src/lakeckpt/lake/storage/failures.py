@@ -1,7 +1,7 @@
 """This module turns what obstore raises into our errors.
 
 `failure_of` decides by the class of an exception, the status and the code in its text. A failure that another attempt
-may not meet is a `Retryable`; every other failure is a `StorageError`, which says what was asked of which store. The
+may not meet is a `Retryable`. Every other failure is a `StorageError`, whose text names the call and the store. The
 texts hold no secret of the options. The module makes no requests.
 """
 
@@ -25,7 +25,7 @@ _LASTING = frozenset({"PermissionDeniedError", "UnauthenticatedError", "InvalidP
 
 
 class Refused(StorageError):
-    """The object is not as the condition of the request says."""
+    """The object does not meet the condition of the request."""
 
 
 class BehindTheEnd(StorageError):
@@ -63,7 +63,7 @@ def failure_of(error: Exception, what: str, options: StoreOptions) -> Exception:
 
 
 def shown(error: BaseException, options: StoreOptions) -> str:
-    """Return an error's text in one line, without secrets and without what is for obstore's authors."""
+    """Return an error's text in one line, without secrets and without the details that obstore adds for its authors."""
     text = str(error).partition("\n\nDebug source")[0]
     code, message, status = _CODE.search(text), _MESSAGE.search(text), _STATUS.search(text)
     if status is not None:

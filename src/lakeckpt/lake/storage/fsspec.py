@@ -33,7 +33,7 @@ from lakeckpt.lake.storage.base import (
 __all__ = ["FsspecStorage"]
 
 Entry = Mapping[str, Any]
-"""What a filesystem says of a file or a folder."""
+"""What a filesystem returns about a file or a folder."""
 
 
 class FsspecStorage:
@@ -137,13 +137,13 @@ class FsspecStorage:
         return found
 
     def _info(self, entry: Entry, path: str) -> ObjectInfo | None:
-        """Return what an entry says; None for folders, their placeholders and unfinished objects."""
+        """Return the object of an entry; None for folders, their placeholders and unfinished objects."""
         if entry.get("type", "file") != "file" or not path or path.endswith("/") or is_temporary(path):
             return None
-        if entry.get("size") is None:  # web servers say it of single files
+        if entry.get("size") is None:  # web servers know the sizes of single files only
             entry = {**entry, **self._now(f"{self._root}/{path}")}
         if entry.get("size") is None:
-            raise StorageError(f"{self.name} does not say how large {path!r} is: copy the table to another store")
+            raise StorageError(f"{self.name} does not know how large {path!r} is: copy the table to another store")
         times = (entry.get(key) for key in ("LastModified", "last_modified", "mtime", "updated", "created"))
         time = next((value for value in times if value is not None), None)
         return ObjectInfo(path=path, size_bytes=int(entry["size"]), etag=_etag(entry), mtime_ns=_nanoseconds(time))
@@ -162,8 +162,8 @@ class FsspecStorage:
             failure = StorageTimeout(f"cannot {verb} {where}: no answer in time")
             failure.errno = errno.ETIMEDOUT
         except Exception as error:
-            said = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
-            failure = StorageError(f"cannot {verb} {where}: {type(error).__name__}{said}")
+            reason = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
+            failure = StorageError(f"cannot {verb} {where}: {type(error).__name__}{reason}")
             failure.errno = getattr(error, "errno", None) or errno.EREMOTEIO
         else:
             return

@@ -72,7 +72,7 @@ class _Clients:
 
 
 class _Fork:
-    """What a process knows of forks: ``made_this`` is true where this process was forked from one that had clients."""
+    """``made_this`` is true in a process that was forked from a process with clients; ``lock`` is for its threads."""
 
     made_this = False
     lock = threading.Lock()
@@ -93,7 +93,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class ObjectStorage:
-    """A `Storage` at ``s3://bucket/folder``, ``gs://…`` or ``az://…``; ``storage_options`` as `StoreOptions` says."""
+    """A `Storage` at ``s3://bucket/folder``, ``gs://…`` or ``az://…``; options: see `StoreOptions.of`."""
 
     __slots__ = ("_bucket", "_child", "_clients", "_given", "_key", "_kind", "_options", "_proved", "_retrier", "_uri")
 
@@ -131,7 +131,7 @@ class ObjectStorage:
 
     @property
     def place(self) -> str:
-        """What tells the storage apart from places of the same name at other endpoints."""
+        """A text that differs from that of a place of the same name at another endpoint."""
         return f"{self._options.config.get('endpoint', '')} {self._bucket} {self._key}"
 
     def list(self, prefix: str = "") -> Infos:
@@ -208,7 +208,7 @@ class ObjectStorage:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _entries(self, what: str, prefix: str) -> Iterator[Mapping[str, Any]]:
-        """Yield what the store says of each object whose key begins with the folders ``prefix``."""
+        """Yield the store's entry of each object whose key begins with the folders ``prefix``."""
         stream: Any = None
         last: str | None = None
 

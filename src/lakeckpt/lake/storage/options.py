@@ -49,7 +49,7 @@ _PROFILE_LIFETIME = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """What a user said of an object store.
+    """The options of an object store.
 
     ``config`` and ``client`` have obstore's names. obstore calls ``provider`` before the credentials that it returned
     last expire. ``certificates`` is the path of those to trust. ``repr`` shows only this path and the deadlines.
@@ -111,13 +111,6 @@ class StoreOptions:
             return {name: value for name, value in self.config.items() if name in _KEYS}
         found = dict(self.provider())
         return {**found, "session_token": found.pop("token", None)}
-
-    def for_clients_of_formats(self) -> dict[str, str]:
-        """Return the options as text under the names of Rust's object_store, on which deltalake and hudi stand."""
-        config = {**self.config, **self.keys()}
-        config.pop("expires_at", None)
-        found = {f"aws_{name}": _as_text(value) for name, value in config.items() if value is not None}
-        return {**found, **{name: _as_text(value) for name, value in self.client.items()}}
 
     def for_s3fs(self, keys: Credentials) -> dict[str, Any]:
         """Return the arguments of ``s3fs.S3FileSystem`` that asks with ``keys``."""
@@ -215,7 +208,7 @@ def _flat(given: Mapping[str, Any], *, is_s3: bool) -> Iterator[tuple[str, Any]]
 
 
 def _add_endpoint(found: dict[str, Any]) -> None:
-    """Complete a bare ``host:port``, and allow plain HTTP where the endpoint says so."""
+    """Complete a bare ``host:port``, and allow plain HTTP where the endpoint begins with http://."""
     environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     endpoint = found.get("endpoint") or environment
     if endpoint is None:
@@ -237,7 +230,3 @@ def _content_of(certificates: Any) -> str:
             return file.read()
     except (OSError, TypeError) as error:
         raise ConfigError(f"cannot read the certificates in the file {certificates!r}: {error}") from None
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""This module decides how long a call to a store may take, and what is tried again.
+"""This module bounds how long a call to a store may take, and repeats attempts that failed.
 
 A call (one object, or one span of up to 8 MiB of it) is a series of attempts with pauses between them. The client below
 bounds the time of each attempt and retries nothing by itself. The call as a whole has a deadline, which grows with the
