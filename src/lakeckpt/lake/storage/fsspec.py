@@ -12,7 +12,6 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
@@ -144,9 +143,7 @@ class FsspecStorage:
             entry = {**entry, **self._now(f"{self._root}/{path}")}
         if entry.get("size") is None:
             raise StorageError(f"{self.name} does not know how large {path!r} is: copy the table to another store")
-        times = (entry.get(key) for key in ("LastModified", "last_modified", "mtime", "updated", "created"))
-        time = next((value for value in times if value is not None), None)
-        return ObjectInfo(path=path, size_bytes=int(entry["size"]), etag=_etag(entry), mtime_ns=_nanoseconds(time))
+        return ObjectInfo(path=path, size_bytes=int(entry["size"]), etag=_etag(entry))
 
     @contextlib.contextmanager
     def _explaining(self, verb: str, path: str) -> Iterator[None]:
@@ -176,14 +173,3 @@ def _rebuild(filesystem: AbstractFileSystem, root: str, name: str) -> FsspecStor
 
 def _etag(entry: Entry) -> str | None:
     return next((str(entry[key]).strip('"') for key in ("ETag", "etag") if entry.get(key)), None)
-
-
-def _nanoseconds(time: Any) -> int | None:
-    if isinstance(time, str):
-        try:
-            time = datetime.fromisoformat(time)
-        except ValueError:
-            return None
-    if isinstance(time, datetime):
-        return int(time.timestamp() * 1_000_000) * 1000
-    return int(time * 1_000_000_000) if isinstance(time, int | float) else None
