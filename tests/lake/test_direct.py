@@ -128,6 +128,16 @@ def test_pages_that_are_pages_of_the_file_are_written_from_where_they_lie(
     assert (tmp_path / "a").read_bytes() == b"".join([head, large, rest])
 
 
+def test_pages_that_are_no_pages_of_the_file_go_past_the_cache_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "STRAIGHT_BYTES", 2 * BLOCK)
+    calls, large = Calls(), paged(5 * BLOCK)
+    storage_over(tmp_path, calls).put("a", [b"x" * 100, large])
+    assert calls.writes == [(BLOCK, True)] * 5 + [(100, False)]
+    assert (tmp_path / "a").read_bytes() == b"x" * 100 + large
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 @pytest.mark.parametrize("before", [0, 100, 4096, BLOCK - 1, BLOCK + 4096])
 @pytest.mark.parametrize("off", [0, 64, 3996, 4095])

@@ -82,7 +82,10 @@ class Blocks:
         self._filled = 0
 
     def _write_pages(self, data: memoryview) -> None:
-        """Write whole pages, past the cache if the file system can."""
+        """Write whole pages, past the cache if the file system can.
+
+        It refuses, too, what is not aligned because the write before it ended inside a page.
+        """
         if self._is_direct is None:
             self._set_direct(True)
         while len(data):
@@ -91,8 +94,6 @@ class Blocks:
             except OSError as error:
                 if not self._is_direct or error.errno not in _REFUSED:
                     raise
-                self._set_direct(False)
-            if self._is_direct and len(data) % PAGE_BYTES:  # a write ended inside a page: the rest is not aligned
                 self._set_direct(False)
 
     def _set_direct(self, is_direct: bool) -> None:
