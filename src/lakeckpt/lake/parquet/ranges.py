@@ -25,8 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing, TableVersionGone
-from lakeckpt.lake.storage.base import Storage
-from lakeckpt.lake.table.index import DataFile
+from lakeckpt.lake.storage.base import ObjectInfo, Storage
 
 __all__ = [
     "ADVICE",
@@ -184,7 +183,7 @@ def _fill(part: pa.Buffer, at: int, read: Callable[[int, int], bytes], start: in
     np.copyto(np.frombuffer(part, np.uint8)[at : at + len(content)], content)  # without the interpreter's lock
 
 
-def read_pinned(storage: Storage, uri: str, file: DataFile, start: int, stop: int) -> bytes:
+def read_pinned(storage: Storage, uri: str, file: ObjectInfo, start: int, stop: int) -> bytes:
     """Return bytes [start, stop) of a pinned ``file`` of the table at ``uri``, which has them all.
 
     Raises `TableVersionGone` where there is no such file, and `DataFileChanged` where it is another.

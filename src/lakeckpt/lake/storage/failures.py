@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import re
 
-from lakeckpt.errors import ObjectMissing, StorageError, StorageTimeout
+from lakeckpt.errors import ObjectMissing, StorageError
 from lakeckpt.lake.storage.options import StoreOptions
 from lakeckpt.lake.storage.retry import Retryable
 
@@ -56,7 +56,7 @@ def failure_of(error: Exception, what: str, options: StoreOptions) -> Exception:
     if status == 501 or (0 < status < 500 and not is_passing):
         return _lasting(StorageError, f"{what}: {text}")
     if "kind: Timeout" in whole or "TimedOut" in whole:
-        return Retryable("no whole answer in time", kind=StorageTimeout, errno=errno.ETIMEDOUT)
+        return Retryable("no whole answer in time", errno=errno.ETIMEDOUT)
     if not status and ("HTTP error" in whole or "error decoding" in whole):
         return Retryable(f"the connection broke ({text})", errno=errno.ECONNRESET)
     return Retryable(text, errno=errno.EREMOTEIO)

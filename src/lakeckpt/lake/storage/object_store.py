@@ -184,7 +184,7 @@ class ObjectStorage:
                     if self.read(path, 0, len(data) + 1) == data:
                         return  # the answer to it was lost
                     raise ObjectExists(f"there is an object at {path!r} in {self.name} already") from None
-                raise Retryable("another put to the same key was under way") from None
+                raise Retryable("another put to the same key was under way", errno=errno.EBUSY) from None
 
         self._retrier.call(what, attempt, size_bytes=len(data))
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lakeckpt.errors import ConfigError, StorageError, StorageTimeout
+from lakeckpt.errors import ConfigError, StorageError
 
 __all__ = ["Deadlines", "Retrier", "Retryable"]
 
@@ -49,11 +49,11 @@ class Deadlines:
 
 
 class Retryable(Exception):
-    """An attempt failed in a way that another may not. ``kind(text)`` with ``errno`` is raised when none is left."""
+    """An attempt failed in a way that another may not. A `StorageError` with ``errno`` is raised when none is left."""
 
-    def __init__(self, text: str, *, kind: type[StorageError] = StorageError, errno: int | None = None) -> None:
+    def __init__(self, text: str, *, errno: int) -> None:
         super().__init__(text)
-        self.kind, self.errno = kind, errno
+        self.errno = errno
 
 
 class Retrier:
@@ -75,8 +75,8 @@ class Retrier:
     def call(self, what: str, attempt: Callable[[], T], *, size_bytes: int = 0) -> T:
         """Return what ``attempt()`` returns, which moves ``size_bytes``.
 
-        ``what`` begins the message of an error, as in "cannot read 'x' in s3://bucket". Raises the ``kind`` of the last
-        `Retryable` when attempts run out, `StorageTimeout` when the time does.
+        ``what`` begins the message of an error, as in "cannot read 'x' in s3://bucket". Raises `StorageError`
+        with the text of the last `Retryable` when attempts or time run out.
         """
         limits, begin, tried = self.deadlines, self.clock(), 0
         end = begin + limits.bound_s(size_bytes)
@@ -86,12 +86,10 @@ class Retrier:
                 return attempt()
             except Retryable as failure:
                 pause_s = self._draw() * min(limits.longest_pause_s, limits.pause_s * 2 ** min(tried - 1, 30))
-                late = self.clock() + pause_s >= end
-                if not late and tried < limits.max_attempts:
+                if tried < limits.max_attempts and self.clock() + pause_s < end:
                     self._sleep(pause_s)
                     continue
-                kind = StorageTimeout if late else failure.kind
                 spent = f"{tried} attempt{'s' * (tried > 1)} in {self.clock() - begin:.1f} of {end - begin:.1f} s"
-                error = kind(f"{what}: {failure} ({spent})")
+                error = StorageError(f"{what}: {failure} ({spent})")
                 error.errno = failure.errno
             raise error from None

@@ -108,8 +108,8 @@ class RowGroupDecoder:
         """Return rows [start, stop) of those of row group ``group`` (its ordinal in the table) that are not deleted.
 
         The memory is shared with nothing else that this returns. Raises `DataFileDamaged` (file, row group and column
-        named), `RowGroupTooLarge` (more than ``max_row_group_bytes``), `DataFileChanged` (the file is not the pinned
-        one), `SchemaError` (values do not fit the table's type), `TableFeatureUnsupported` (pyarrow lacks the codec),
+        named), `TableError` (more than ``max_row_group_bytes``), `DataFileChanged` (the file is not the pinned
+        one), `SchemaError` (values do not fit the table's type), `TableError` (pyarrow lacks the codec),
         `StorageError` (the store failed), `ValueError` (no such rows).
         """
         index = self.table.index
@@ -213,7 +213,7 @@ class RowGroupDecoder:
             raise
         except OSError as error:
             raise StorageError(f"the data file {path!r} could not be opened: {error}") from error
-        storage, file = self.table.storage, index.files[ordinal]
+        storage, file = self.table.storage, index.file(ordinal)
         is_local = isinstance(storage, LocalStorage)
         fit = self._fits.fit(self._stored_in(ordinal, self._every_column().names), metadata, path)
         reader = RowGroupReader(
