@@ -3,8 +3,8 @@
 `Prefetcher.expect` takes the row groups that are decoded next, in their order. If the row groups lie in a store,
 the prefetcher opens the files and starts to read the column chunks, while the bytes that are not fetched yet stay
 within ``ahead_bytes``. `Prefetcher.fetch` waits for the bytes of one row group, whether the row group was expected or
-not. A row group that is fetched never waits for row groups that are only expected. Local files are mapped, and not read
-ahead.
+not. A row group that is fetched never waits for row groups that are only expected. Local files are not read ahead: a
+file is mapped anew for each row group, so that the process does not hold the pages of all open files.
 
 Each file is open once, for all threads. The files that were used last stay open; a file that was dropped is closed when
 the last thread that uses it has finished.
@@ -46,7 +46,7 @@ class OpenedFile:
     plan: Callable[[int], RowGroupPlan]
     """Returns the columns to read of a row group, which is named by its ordinal in the table."""
     source: pa.NativeFile | Callable[[int, int], bytes]
-    """The mapped local file, or a function that reads bytes [start, stop) from a store."""
+    """The local file, or a function that reads bytes [start, stop) from a store."""
 
     def begin(self, plan: RowGroupPlan) -> Fetch:
         """Start to read a row group from a store."""
@@ -111,7 +111,7 @@ class Prefetcher:
     def fetch(self, group: int) -> tuple[OpenedFile, RowGroupPlan, pa.NativeFile]:
         """Return the opened file of a row group, its plan, and a file that holds the bytes of the plan.
 
-        The caller closes this last file unless it is the mapped one. Raises what opening and reading raise.
+        The caller closes this last file. Raises what opening and reading raise.
         """
         state, ordinal = self._state, self._index.group(group)[0]
         with state.lock:
@@ -121,7 +121,7 @@ class Prefetcher:
         opened = self.opened(ordinal) if file is None else _result(state, ordinal, file)
         plan = opened.plan(group)
         if isinstance(opened.source, pa.NativeFile):
-            return opened, plan, opened.source
+            return opened, plan, pa.memory_map(f"/proc/self/fd/{opened.source.fileno()}")
         fetch = fetch or opened.begin(plan)
         self._advance(state)  # after the row group that is wanted now
         return opened, plan, fetch.wait()

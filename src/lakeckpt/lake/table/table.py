@@ -71,11 +71,11 @@ class Table:
         return self.index.num_rows
 
     def open_file(self, ordinal: int) -> pa.NativeFile:
-        """Map a local file of the index. `TableVersionGone` if it is gone, `DataFileChanged` if its size changed."""
+        """Open a local file of the index. `TableVersionGone` if it is gone, `DataFileChanged` if its size changed."""
         file = self.index.file(ordinal)
         assert isinstance(self.storage, LocalStorage)
         try:
-            opened = pa.memory_map(self.storage.local_path(file.path))
+            opened = pa.OSFile(self.storage.local_path(file.path))
         except (ObjectMissing, FileNotFoundError) as error:
             raise gone(self.uri, file.path) from error
         if (size := opened.size()) != file.size_bytes:

@@ -173,8 +173,7 @@ class RowGroupDecoder:
         try:
             found, fit = file.reader.decode(source, plan, rows, use_threads=self._use_threads), file.fit
         finally:
-            if source is not file.source:
-                source.close()
+            source.close()
         for name in stored:
             field = self.table.schema.field(name)
             try:
