@@ -283,11 +283,13 @@ class Answering(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     content, keys, says_length = DATA, None, True
+    refusal = "who is it"
 
     def do_GET(self) -> None:
         key = self.headers["Authorization"].partition("Credential=")[2].partition("/")[0]
         if self.keys is not None and key not in self.keys():
-            self.answer(403, b"<Error><Code>InvalidAccessKeyId</Code><Message>who is it</Message></Error>")
+            message = f"<Message>{self.refusal}</Message>"
+            self.answer(403, f"<Error><Code>InvalidAccessKeyId</Code>{message}</Error>".encode())
             return
         first, last = (int(one) for one in self.headers["Range"].removeprefix("bytes=").split("-"))
         self.answer(206, self.content[first : last + 1], f"bytes {first}-{last}/{len(self.content)}")
@@ -349,8 +351,8 @@ def test_keys_that_expire_every_two_seconds_are_renewed_before_they_do() -> None
 
 def test_secrets_are_in_no_name_and_no_error() -> None:
     options = {"key": "k", "secret": "canary/5ecr3t+=", "token": "canary-token", "max_attempts": 1}
-    with answering(options, keys=staticmethod(set)) as storage:
-        with pytest.raises(StorageError, match="403 InvalidAccessKeyId: who is it") as caught:
+    with answering(options, keys=staticmethod(set), refusal="not canary/5ecr3t+= of k") as storage:
+        with pytest.raises(StorageError, match=r"403 InvalidAccessKeyId: not \*\*\* of k") as caught:
             storage.read("x", 0, 10)
         assert "canary" not in f"{caught.value} {storage!r} {storage._options!r}"
     with pytest.raises(ConfigError, match="belong together") as refused:

@@ -1,4 +1,4 @@
-"""Pieces of a file come whole, close ones together, several at once; what is not as it was pinned is told."""
+"""Pieces of an object are read whole, close ones together, several at once. Another object is refused."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def test_no_more_requests_are_under_way_than_there_are_threads() -> None:
         (Store(failure=StorageError("the store is down")), StorageError, "the store is down"),
     ],
 )
-def test_an_object_that_is_not_as_it_was_pinned_is_told(store: Store, kind: type[Exception], text: str) -> None:
+def test_an_object_that_is_not_the_pinned_one_is_refused(store: Store, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         read(store, [(0, 10), (500, 600)])
 
 
-def test_what_is_abandoned_is_not_asked_for_any_more() -> None:
+def test_a_cancelled_fetch_begins_no_more_requests() -> None:
     entered, go_on = threading.Barrier(ranges.THREADS + 1), threading.Event()
 
     class Held(Store):

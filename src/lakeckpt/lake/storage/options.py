@@ -30,16 +30,13 @@ _ALIASES = {
     "skip_signature": ("anon", "anonymous"),
     "request_payer": ("requester_pays",),
     "virtual_hosted_style_request": ("force_virtual_addressing",),
-    "server_side_encryption": ("serversideencryption",),
-    "sse_kms_key_id": ("ssekmskeyid",),
-    "sse_bucket_key_enabled": ("bucketkeyenabled",),
     "profile": ("profile_name",),
     "proxy_url": ("proxy", "proxy_uri"),
     "root_certificate": ("ca_bundle",),
 }
 _NAMES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
 _PREFIXES = ("aws_", "s3.", "client.")
-_NESTED = ("client_kwargs", "config_kwargs", "client_options", "s3_additional_kwargs")
+_NESTED = ("client_kwargs", "config_kwargs", "client_options")
 _OF_THE_CLIENT = ("allow_http", "allow_invalid_certificates", "proxy_url", "user_agent")
 _HIDDEN = ("key", "secret", "token", "password", "sas", "connection_string", "service_account")
 _LEAST_SECRET = 4
