@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from lakeckpt.errors import DataFileChanged, DataFileDamaged, StorageError
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.parquet import prefetch as fetching
+from lakeckpt.lake.parquet.ranges import THREADS
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -149,6 +150,27 @@ def test_row_groups_that_are_expected_no_more_do_not_hold_up_those_behind_them(t
     assert not decoder.has_room
     decoder.expect([*range(240, 300)])
     assert decoder.has_room
+
+
+def test_reads_of_row_groups_that_are_expected_no_more_are_cancelled(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[10] * 60])
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    starts: list[int] = []
+
+    def hold(path: str, start: int) -> None:
+        starts.append(start)
+        begun.release()
+        if len(starts) > 1:  # the first one reads the footer
+            go_on.wait(BOUND_S)
+
+    decoder = RowGroupDecoder(stored(table, hold))
+    decoder.expect(range(60))
+    for _ in range(1 + THREADS):
+        assert begun.acquire(timeout=BOUND_S)
+    decoder.expect([])
+    go_on.set()
+    assert ids(decoder.decode(59, 0, 1)) == [590]
+    assert len(starts) == 1 + THREADS + 1
 
 
 def test_a_local_file_is_not_read_ahead(tmp_path: Path) -> None:
