@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lakeckpt.errors import ConfigError, StorageError, TableError
+from lakeckpt.errors import ConfigError, StorageError, TableError, one_line
 from lakeckpt.lake.storage.base import split_uri
 from lakeckpt.lake.storage.open import FILESYSTEM
 from lakeckpt.lake.storage.options import StoreOptions
@@ -52,7 +52,7 @@ def asking(explained: Callable[[BaseException, str], Exception]) -> Iterator[Non
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # an interrupt; panics of Rust are no `Exception` either
-        failure = explained(error, " ".join(str(error).split())[:500])
+        failure = explained(error, one_line(error, 500))
     else:
         return
     raise failure from None
