@@ -145,8 +145,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._own_generator = torch.Generator() if generator is None else None
         self._ahead = prefetch_factor
         self._workers: Workers | None = None
-        self._workers_started = 0, 0
-        """At which version of the table, and by which process."""
+        self._workers_started: tuple[str, int] = "", 0
+        """Of which table version (by its digest), and by which process."""
         self._early: tuple[Any, Iterator[tuple[Receipt, Any]]] | None = None
         self._waiting: int | None = None
         """The newest iteration."""
@@ -260,7 +260,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return self._place(), self._found(assignments, rank)
 
     def _place(self) -> Any:
-        return self._progress.state, self.topology, self.dataset._source.generation, os.getpid()
+        return self._progress.state, self.topology, os.getpid()
 
     def _seed_workers(self, rank: int) -> None:
         """Seed the generator that this iteration's workers get their seeds from, unless it is the user's."""
@@ -283,9 +283,9 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def _started(self) -> Workers:
         """Workers for one iteration, or those that live on and read the version of the table at hand."""
-        generation = self.dataset._source.generation
+        started = self.table.index.digest, os.getpid()
         if self._workers is not None:
-            if self._workers_started == (generation, os.getpid()) and self._workers.alive:
+            if self._workers_started == started and self._workers.alive:
                 return self._workers
             self._workers.close()
             self._workers = None
@@ -302,7 +302,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             generator=self._own_generator or self.generator,
         )
         if self.persistent_workers:
-            self._workers, self._workers_started = workers, (generation, os.getpid())
+            self._workers, self._workers_started = workers, started
         return workers
 
     def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]], stage: Stage | None) -> Iterator[Any]:

@@ -273,7 +273,7 @@ class Versions:
         self.at_hand = pinned
         self._read[pinned.table.index.digest] = pinned
         columns = None if self._pinning.columns is None else list(self._pinning.columns)
-        self._source.repin(pinned.table, columns, pinned.selecting)
+        self._source.pin(pinned.table, columns, pinned.selecting)
 
     def _check_types(self, index: TableIndex) -> None:
         """`SchemaError` where a column that is read has another type in the version to move to."""

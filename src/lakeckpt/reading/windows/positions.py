@@ -25,7 +25,6 @@ from lakeckpt.errors import ConfigError, NullValueError
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import Nulls, convert
 from lakeckpt.reading.columns.gather import cut, join_rows
-from lakeckpt.reading.columns.plain import PlainRows
 from lakeckpt.reading.columns.ragged import map_namespace
 from lakeckpt.reading.windows.cache import CachedWindow, WindowCache
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -161,16 +160,6 @@ class PositionReader:
             return pa.concat_tables(cuts) if cuts else self.schema.empty_table()
         columns: Any = join_rows(cuts) if cuts else convert(self.schema.empty_table(), nulls=self._nulls)
         return columns if self._make is None else map_namespace(columns, self._make)
-
-    def take_plain(self, announced: Announced) -> tuple[PlainRows, int, int] | None:
-        """`take`, for whoever copies the rows: where rows [start, stop) lie, without arrays over them. None where they
-        are not all of one window that is decoded, and plain: nothing was taken then."""
-        self._check_process()
-        if len(announced) != 1:
-            return None
-        needed, start, stop = announced[0]
-        plain = None if needed.decoded is None else needed.decoded.plain
-        return None if plain is None or self._served_within(needed, start, stop) is None else (plain, start, stop)
 
     def _within(self, needed: CachedWindow, start: int, stop: int) -> dict[str, Any] | None:
         """The rows, where they go on from the last ones of a decoded window, and more of it follow: nearly all do."""

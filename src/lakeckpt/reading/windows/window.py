@@ -27,7 +27,6 @@ from lakeckpt.errors import DataFileDamaged, NullValueError
 from lakeckpt.reading.columns.convert import Nulls, convert_parts
 from lakeckpt.reading.columns.forms import join, narrowed
 from lakeckpt.reading.columns.gather import Pieces, column_bytes, gather, laid_out
-from lakeckpt.reading.columns.plain import PlainRows
 from lakeckpt.reading.columns.ragged import Column
 from lakeckpt.reading.columns.recycled import Recycled
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -46,8 +45,6 @@ class DecodedWindow:
     columns: Mapping[str, Column[Array] | Pieces] | None
     table: pa.Table | None
     size_bytes: int
-    plain: PlainRows | None = None
-    """Where the columns lie, if all of them are plain."""
 
 
 class WindowDecoder:
@@ -95,7 +92,7 @@ class WindowDecoder:
         columns = dict(zip(names, self._threads.map(whole, names), strict=True))
         size = max(held, column_bytes(columns))
         self._memory.limit_bytes = max(self._memory.limit_bytes, size)
-        return DecodedWindow(columns=columns, table=None, size_bytes=size, plain=PlainRows.of(columns))
+        return DecodedWindow(columns=columns, table=None, size_bytes=size)
 
     def close(self, *, gives_back: bool) -> None:
         """Close the files that are open; a later `decode` opens them again. ``gives_back``: what Arrow keeps, too."""
