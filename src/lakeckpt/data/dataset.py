@@ -216,7 +216,7 @@ class LakeDataset(IterableDataset[Any]):
     def selection(self) -> RowSelection | None:
         """The rows that the filter keeps of each row group; None without a filter. Counted now, if not before.
 
-        The ranks of a job share the counting, whichever of them ask and whenever.
+        Of the ranks of a job, the first that asks counts, and the others wait for its counts.
         """
         return self._versions.at_hand.selection
 
