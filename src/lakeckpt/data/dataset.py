@@ -17,12 +17,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import Identity
+from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.foreign.frameworks import check_dealers
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
 from lakeckpt.data.options import ReadOptions, chosen_columns, flag, one_of, optional, positive, whole
-from lakeckpt.data.place.identity import state_of_job
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Pinning, Versions, check_moves
 from lakeckpt.data.source import BatchSource, Output, gives
@@ -294,7 +293,7 @@ class LakeDataset(IterableDataset[Any]):
         if isinstance(state, Mapping) and state.get("format") == WORKER_FORMAT:
             self._turns.load(state)
             return
-        found = state_of_job(state)
+        found = ReaderState.from_plain(state)
         self._progress.load(found)
         self._read_ahead = ""
         at_end = Plan(found).at_end

@@ -74,40 +74,33 @@ def bind_transform(transform: Transform | None) -> Callable[[Any, TransformConte
         return None
     if not callable(transform):
         raise ConfigError(f"transform must be callable, got {type(transform).__name__}")
+    return _Bound(transform, _way_of(transform))
+
+
+def _way_of(transform: Transform) -> str:
+    """Return how the transform takes the context: "named", "second", or "" where it does not."""
     try:
         parameters = list(inspect.signature(transform).parameters.values())
     except (TypeError, ValueError):  # a builtin that does not say: called with the batch alone
-        return _WithoutContext(transform)
+        return ""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     if any(p.name == "context" and p.kind in named for p in parameters[1:]):
-        return _WithNamedContext(transform)
+        return "named"
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in positional if p.default is p.empty]
-    return _WithContext(transform) if len(required) >= 2 else _WithoutContext(transform)
+    return "second" if len([p for p in positional if p.default is p.empty]) >= 2 else ""
 
 
 @dataclass(frozen=True, slots=True)
-class _WithContext:
+class _Bound:
+    """A function of (batch, context), picklable where ``transform`` is."""
+
     transform: Transform
+    way: str
 
     def __call__(self, batch: Any, context: TransformContext) -> Any:
-        return self.transform(batch, context)
-
-
-@dataclass(frozen=True, slots=True)
-class _WithNamedContext:
-    transform: Transform
-
-    def __call__(self, batch: Any, context: TransformContext) -> Any:
-        return self.transform(batch, context=context)
-
-
-@dataclass(frozen=True, slots=True)
-class _WithoutContext:
-    transform: Transform
-
-    def __call__(self, batch: Any, context: TransformContext) -> Any:
-        return self.transform(batch)
+        if self.way == "named":
+            return self.transform(batch, context=context)
+        return self.transform(batch, context) if self.way else self.transform(batch)
 
 
 class CarriedRows:

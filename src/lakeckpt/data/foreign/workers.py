@@ -96,20 +96,18 @@ class WorkerPlace:
     """The place of worker ``worker`` of ``workers``: its part of the state of a StatefulDataLoader."""
 
     state: ReaderState
-    """Its ``step`` is the next one of this worker, or the one at which its turns began."""
+    """Its ``step`` is the next one of this worker, or 0."""
     worker: int
     workers: int
-    origin: int
-    """The step at which the workers' turns began."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.worker < self.workers or self.origin < 0:
-            raise ValueError(f"no such worker: {self.worker} of {self.workers}, from step {self.origin}")
+        if not 0 <= self.worker < self.workers:
+            raise ValueError(f"no such worker: {self.worker} of {self.workers}")
 
     @property
     def next_step(self) -> int:
         """The next step of this worker."""
-        return self.state.step + (self.worker - (self.state.step - self.origin)) % self.workers
+        return self.state.step + (self.worker - self.state.step) % self.workers
 
     @property
     def is_over(self) -> bool:
@@ -130,8 +128,8 @@ class WorkerPlace:
 
     def to_plain(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        numbers = {"worker": self.worker, "workers": self.workers, "origin": self.origin}
-        return {"format": WORKER_FORMAT, **numbers, "state": self.state.to_plain()}
+        about = {"format": WORKER_FORMAT, "worker": self.worker, "workers": self.workers}
+        return {**about, "state": self.state.to_plain()}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> WorkerPlace:
@@ -141,7 +139,6 @@ class WorkerPlace:
                 state=ReaderState.from_plain(plain.get("state")),
                 worker=integer(plain, "worker"),
                 workers=integer(plain, "workers", least=1),
-                origin=integer(plain, "origin"),
             )
         except StateInvalid:
             raise
@@ -233,7 +230,7 @@ class WorkerTurns:
             progress.begin_epoch(progress.epoch if shared.epoch is None else shared.epoch)
         lanes = shared.agree_lanes(progress.settled(world_size, workers).segment.num_lanes)
         progress.settle(world_size, workers, num_lanes=lanes)
-        return WorkerPlace(state=progress.state, worker=worker, workers=workers, origin=progress.state.step)
+        return WorkerPlace(state=progress.state, worker=worker, workers=workers)
 
     def _steps(self, place: WorkerPlace, rank: int) -> Iterator[Any]:
         plan, workers, step = Plan(place.state), place.workers, place.next_step

@@ -1,11 +1,12 @@
-"""Which version of its table does a dataset read, and when does it go on with another one?
+"""This module chooses the version of its table that a dataset reads.
 
-A dataset reads the version that it was opened with, or the one that a restored state names (`Versions.fit` looks
-whether that one is still there, `Versions.repin` goes to it). With ``on_new_version="next_epoch"`` it goes on with the
-newest one where an epoch begins (`Versions.move`): all ranks with the same, which the first of them finds. Inside of an
-epoch a version is never changed.
+A dataset reads the version that it was opened with, or the version that a restored state names (`Versions.fit` looks
+whether that version is still there, `Versions.repin` goes to it). With ``on_new_version="next_epoch"`` it goes on with
+the newest version where an epoch begins (`Versions.move`): all ranks with the same version, which the first rank finds.
+Inside of an epoch a version is never changed.
 
-Reads listings and footers only when asked to look; counts no rows (`lakeckpt.data.place.selecting` does).
+The module reads listings and footers only when it is asked to look. It counts no rows (`lakeckpt.data.place.selecting`
+does), and starts no threads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.options import ReadOptions
-from lakeckpt.data.place.broadcast import hear_first
+from lakeckpt.data.place.broadcast import found_by_first
 from lakeckpt.data.place.identity import IdentityOf
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.selecting import Selecting
@@ -231,7 +232,7 @@ class Versions:
         if not self._progress.at_start:
             self._is_new = False
             return
-        data = hear_first(self._newest, explicit=explicit, dp_group=dp_group)
+        data = found_by_first(self._newest, explicit=explicit, dp_group=dp_group)
         self._is_new = False
         index = TableIndex.loads(data)
         if index.digest != self.at_hand.table.index.digest:
