@@ -64,7 +64,7 @@ class LakeDataset(IterableDataset[Any]):
             ``list[str]``; other columns of varying length are `lakeckpt.Ragged`.
         rank, world_size: the data-parallel rank and size; both or neither.
         dp_group: the data-parallel ProcessGroup or DeviceMesh, if it is not the default group.
-        storage_options: passed to the store, where ``table`` is not a `lakeckpt.Table`.
+        storage_options, filesystem: as for `lakeckpt.open_table`, where ``table`` is not a `lakeckpt.Table`.
         options: a `lakeckpt.ReadOptions`: lanes, nulls, table versions, memory and what else few users need.
 
     Raises ConfigError and SchemaError for arguments that cannot be; nothing is read before the first iteration (or
@@ -89,13 +89,17 @@ class LakeDataset(IterableDataset[Any]):
         world_size: int | None = None,
         dp_group: Any = None,
         storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
         options: ReadOptions | None = None,
     ) -> None:
         super().__init__()
         batch_size, shuffle_window = optional("batch_size", batch_size), positive("shuffle_window", shuffle_window)
         one_of("output", output, ("torch", "numpy", "arrow"))
         self.options = _checked(options, output)
-        table = table if isinstance(table, Table) else open_table(table, storage_options=storage_options)
+        if not isinstance(table, Table):
+            table = open_table(table, storage_options=storage_options, filesystem=filesystem)
+        elif storage_options is not None or filesystem is not None:
+            raise ConfigError("storage_options= and filesystem= go to open_table, and this table is open already")
         check_moves(table, self.options, endless=endless)
         self.batch_size = batch_size
         self.columns = chosen_columns(table.schema, columns)

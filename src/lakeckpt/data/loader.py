@@ -246,7 +246,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def _turn(self) -> None:
         """End an epoch that was received, and go on with the newest version of the table where another one begins."""
         if self._restarts is not None:
-            self._progress.mark(None)
+            self._progress.runs.mark(None)
             self.dataset._go_to(self.epoch)
         self._progress.turn(self.topology[0])
         self.dataset._move()

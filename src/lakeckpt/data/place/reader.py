@@ -96,17 +96,17 @@ class LoaderReader:
         Raises StateUnavailable where no such batch was delivered since the last checkpoint.
         """
         self._loader._settle()
-        return self._loader._progress.receipt_of(number, self._loader.topology[0])
+        return self._loader._progress.runs.numbered(number, self._loader.topology[0])
 
     def mark(self, at: Receipt | None = None) -> None:
         """Forget what was consumed up to ``at``: a checkpoint has recorded it."""
         self._loader._settle()
-        self._loader._progress.mark(at)
+        self._loader._progress.runs.mark(at)
 
     def stretches(self, at: Receipt | None = None) -> list[tuple[ReaderState, ReaderState]]:
         """Return what was consumed since the mark up to ``at``, as (from, to) pairs of states of one epoch each."""
         self._loader._settle()
-        return self._loader._progress.stretches(at)
+        return self._loader._progress.runs.stretches(at)
 
     def offer_selection(self, found: RowSelection) -> bool:
         """Take a saved selection for counted; return whether it was needed, and is of this table and filter."""

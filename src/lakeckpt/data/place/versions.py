@@ -145,7 +145,7 @@ class Versions:
         whole = self.at_hand.table.index.whole
         if whole.digest not in self._read:  # an epoch that begins is of it, before anything was read of it
             self._read[whole.digest] = self._of(whole)
-        needed = {self.at_hand.table.index.digest, whole.digest, *self._progress.tables}
+        needed = {self.at_hand.table.index.digest, whole.digest, *self._progress.runs.tables}
         self._read = {digest: one for digest, one in self._read.items() if digest in needed}
         return list(self._read.values())
 
