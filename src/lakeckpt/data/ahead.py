@@ -61,7 +61,7 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next one would come without a wait."""
+        """True where the next batch would come without a wait."""
         rows = self._announced[0][1] if self._announced else None
         return rows is None or PositionReader.is_ready(rows)
 

@@ -49,10 +49,10 @@ class LakeDataset(IterableDataset[Any]):
         filters: which rows to read: a pyarrow expression, ``[("a", ">", 3), ("b", "in", [...])]`` (all must hold), or a
             list of such lists (one must). Rows stay where it is true, and go where it is false or null. They are
             counted once, row group by row group, before the first iteration; positions count those that stay.
-        shuffle: whether to permute row groups, and rows inside of windows, anew for every epoch.
+        shuffle: permute row groups, and rows inside of windows, anew for every epoch.
         shuffle_window: row groups whose rows are permuted together. All lanes' windows are in memory at once.
         seed: any integer of 64 bits.
-        drop_last: deliver full micro-batches only, and leave out the rows that fill none (row-wise: ranks get equally
+        drop_last: deliver full micro-batches only, and drop the rows that fill none (row-wise: ranks get equally
             many rows). False: every row counts; the last micro-batches of a lane are smaller, and every rank has the
             same number of steps.
         endless: one iteration that never ends, over epoch borders, always full micro-batches.
@@ -158,7 +158,7 @@ class LakeDataset(IterableDataset[Any]):
         self._read_ahead = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker that is spawned can ask neither torch.distributed nor the group, so it is told.
+        # A worker that is spawned can ask neither torch.distributed nor the group: it gets the answer.
         state = dict(self.__dict__)
         if get_worker_info() is None:
             state["_pickled_topology"] = self.topology
@@ -183,12 +183,12 @@ class LakeDataset(IterableDataset[Any]):
 
     @property
     def identity(self) -> Identity:
-        """What the order of rows is a function of."""
+        """The identity of the order of rows: all that the order is a function of."""
         return self._progress.identity
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand; where worker processes of somebody else's DataLoader read, the one that they read."""
+        """The epoch at hand; where worker processes of somebody else's DataLoader read, the epoch that they read."""
         read = self._shared.epoch if self._shared.has_begun else None
         return self._progress.epoch if read is None else read
 

@@ -42,7 +42,7 @@ _LAYOUTS_KEPT = 4
 
 
 class BatchSource:
-    """How the rows of assignments of one table become what the loop gets. Not safe for use by several threads.
+    """Makes what the loop gets of the rows of assignments of one table. Not safe for use by several threads.
 
     ``selecting``: where positions count the rows that a filter keeps.
     """
@@ -217,13 +217,13 @@ def _placed(found: NullFound, receipt: Receipt, *, index: TableIndex, nulls: Nul
 
 
 def _threads() -> int:
-    """What this process may have decoding: were each of the loader's to take all processors, the first would wait."""
+    """Return how many threads may decode in this process: loader workers share the processors."""
     info = get_worker_info()
     return usual_threads(1 if info is None else info.num_workers)
 
 
 def gives(receipt: Receipt, row_wise: bool) -> bool:
-    """Whether the loop gets something for ``receipt``: not for a row that another rank got at the end of an epoch."""
+    """Return whether the loop gets something for ``receipt``: not where another rank got the last row of an epoch."""
     return not row_wise or receipt.rows > 0
 
 

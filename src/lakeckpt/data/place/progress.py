@@ -59,7 +59,7 @@ class Progress:
 
     @property
     def identity(self) -> Identity:
-        """What the order of rows is a function of. Where rows are filtered, they are counted for it."""
+        """The identity of the order of rows. Where rows are filtered, asking for it counts them."""
         if isinstance(self._identity, IdentityOf):
             self._identity = self._identity()
         return self._identity
@@ -211,7 +211,7 @@ class Progress:
             self._settled = None
 
     def read_rest(self, later: Identity | IdentityOf) -> None:
-        """Note that the identity at hand is of the rest of one epoch, and that later epochs are in the order of ``later``."""
+        """Note that the identity at hand is of the rest of one epoch; later epochs are in the order of ``later``."""
         self._later = later
 
     def _leave_rest(self) -> None:

@@ -31,7 +31,7 @@ __all__ = ["Selecting"]
 
 Progress = Callable[[int, int], None]
 _PATIENCE = timedelta(minutes=30)
-"""How long a rank waits for the counts of another one."""
+"""A rank waits for the counts of another rank for so long."""
 
 
 class Selecting:
@@ -48,7 +48,7 @@ class Selecting:
 
     @property
     def kept(self) -> KeptRows:
-        """What a decoder needs."""
+        """The filter and its counts, for a decoder."""
         return KeptRows(filter=self.filter, counts=self.get())
 
     def get(self) -> RowSelection:
@@ -58,7 +58,7 @@ class Selecting:
         return self._found
 
     def offer(self, found: RowSelection) -> bool:
-        """Take ``found`` instead of counting, and say whether it was taken.
+        """Take ``found`` instead of counting, and return whether it was taken.
 
         It is not taken where counts are known, or where ``found`` was counted over another table, by another
         expression, or by another release of pyarrow.

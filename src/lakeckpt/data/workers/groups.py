@@ -37,9 +37,9 @@ class Group:
     memory: int
     """The number of the slot memory (`SlotMemory.numbered`)."""
     over: bool = False
-    """Whether the worker gives no more micro-batches in this iteration: all are read, or there was an error."""
+    """True where the worker gives no more micro-batches in this iteration: all are read, or there was an error."""
     error: Any = None
-    """Why the worker ended its reading behind these micro-batches: an exception, or an `ExceptionWrapper`."""
+    """The error that ended the reading behind these micro-batches: an exception, or an `ExceptionWrapper`."""
     size_bytes: int = 0
     written: list[tuple[int, int, int, int]] = field(default_factory=list)
     """In the worker: (step, offset, bytes, where the pickle begins) of each micro-batch."""

@@ -38,12 +38,12 @@ class Packed:
 
     def __init__(self) -> None:
         self._holds: list[Any] = []
-        """What the addresses of the leaves are valid as long as."""
+        """The objects that own the memory of the leaves."""
         self._leaves: list[tuple[int, int]] = []
         """(address, bytes) of each."""
         self.size_bytes = 0
         self.pickle_at = 0
-        """Where the pickle begins in the slab."""
+        """The place in the slab where the pickle begins."""
 
     def add(self, address: int, size_bytes: int, *holds: Any) -> int:
         """Note the leaf at ``address``, which is valid as long as ``holds``; return where it lies in the slab."""
@@ -77,7 +77,7 @@ def pack(value: Any, receipt: Receipt) -> Packed:
 def unpack(slab: npt.NDArray[np.uint8] | torch.Tensor, pickle_at: int, receipt: Receipt) -> Any:
     """Return the value that lies in ``slab``. Its tensors and arrays are views of the slab, and as writable as it is.
 
-    Where the slab is a tensor, in pinned memory, tensors share its storage: so the allocator hears of copies that are
+    Where the slab is a tensor, in pinned memory, tensors share its storage: so the allocator knows of copies that are
     under way.
     """
     return _Unpickler(_Leaves(slab, receipt), pickle_at).load()

@@ -99,7 +99,7 @@ class Workers:
 
     @property
     def alive(self) -> bool:
-        """Whether they may read on: they were not closed, and none has ended."""
+        """True where the workers may read on: they were not closed, and none has ended."""
         return not self.closed and all(worker.is_alive for worker in self._workers)
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class _Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process has not ended."""
+        """True where the process has not ended."""
         return self._groups is None or self._process.is_alive()
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ _GROUP_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Where an iteration begins: what a worker plans from."""
+    """The place where an iteration begins, from which a worker plans."""
 
     state: ReaderState
     rank: int
@@ -56,7 +56,7 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How large a group may be. One micro-batch is always allowed."""
+    """The limits of a group. One micro-batch is always allowed."""
 
     size_bytes: int
     micro_batches: int
@@ -82,7 +82,7 @@ class WorkerReader(Dataset[Group]):
         self._memory, self._worker, self._workers, self._limits = memory, worker, workers, limits
         self._slots = Slots(memory, spare_bytes=limits.spare_bytes)
         self._ahead: Ahead | None = None
-        """What is left of the iteration; None: nothing."""
+        """The rest of the iteration; None: nothing is left."""
         self._groups = 0
 
     def __getitem__(self, task: Task) -> Group:

@@ -139,7 +139,7 @@ class SlotMemory:
 
 
 class _Lease:
-    """What numpy needs to know to look at a slot; it lives as long as anybody does so."""
+    """The memory of a slot, as numpy asks for it. It lives as long as any array over the slot."""
 
     __slots__ = ("__array_interface__", "_memory", "_offset", "_size_bytes")
 
