@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.state import MAX_VERSION, Identity
+from lakeckpt.core.state import Identity
 from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table.table import Table
@@ -50,7 +50,7 @@ class IdentityOf:
             spec=self.spec,
             tail=self.tail,
             endless=self.endless,
-            version=str(version)[:MAX_VERSION] if version.name else "",
+            version=str(version) if version.name else "",
         )
 
 
