@@ -275,5 +275,4 @@ def _ending(code: int) -> str:
     return how + (" (out of memory? the kernel's log says so)" if code == -signal.SIGKILL else "")
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _KEPT.extend(_ITERATORS))
+os.register_at_fork(after_in_child=lambda: _KEPT.extend(_ITERATORS))

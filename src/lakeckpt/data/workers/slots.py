@@ -21,7 +21,6 @@ import itertools
 import mmap
 import os
 import sys
-import tempfile
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -40,8 +39,6 @@ _LEAST_SPARE = 4
 _LEAST_BYTES = 1 << 30
 _MOST_BYTES = 1 << 42
 _PAGE = mmap.PAGESIZE
-_REMOVE = getattr(mmap, "MADV_REMOVE", None)
-_NOT_IN_DUMPS = getattr(mmap, "MADV_DONTDUMP", None)
 
 _MEMORIES: weakref.WeakValueDictionary[int, SlotMemory] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
@@ -57,9 +54,8 @@ class SlotMemory:
         """Its name in the process that made it; copies in other processes have the same."""
         self._process = os.getpid()
         self._map = mmap.mmap(descriptor, size_bytes)
-        if _NOT_IN_DUMPS is not None:
-            with contextlib.suppress(OSError):
-                self._map.madvise(_NOT_IN_DUMPS)
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_DONTDUMP)
         self.address: int = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
         self._leased: dict[int, int] = {}
         self._ended: deque[int] = deque()
@@ -82,7 +78,7 @@ class SlotMemory:
         It has four times as many addresses as the machine has memory: slots of different sizes do not share them.
         OSError where not even a gibibyte can be mapped.
         """
-        descriptor = _anonymous_file()
+        descriptor = os.memfd_create("lakeckpt-slots")
         try:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             size = min(max(1 << (4 * memory - 1).bit_length(), _LEAST_BYTES), _MOST_BYTES)
@@ -123,9 +119,9 @@ class SlotMemory:
 
     def punch(self, offset: int, size_bytes: int) -> None:
         """Give the memory of whole pages back to the system; what is read there next is zero."""
-        if size_bytes > 0 and _REMOVE is not None:
+        if size_bytes > 0:
             with contextlib.suppress(OSError):  # it stays taken until the slot memory goes
-                self._map.madvise(_REMOVE, offset, _pages(size_bytes))
+                self._map.madvise(mmap.MADV_REMOVE, offset, _pages(size_bytes))
 
     def _end(self, offset: int, size_bytes: int) -> None:
         # In any thread, at any moment: only what cannot be interrupted, and no lock.
@@ -226,11 +222,3 @@ def _rounded(size_bytes: int) -> int:
     """Return the size of a slot for ``size_bytes``."""
     step = max(_PAGE, 1 << max(0, size_bytes.bit_length() - 4))
     return -(-size_bytes // step) * step
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("lakeckpt-slots")
-    descriptor, path = tempfile.mkstemp(prefix="lakeckpt-slots-")
-    os.unlink(path)
-    return descriptor
