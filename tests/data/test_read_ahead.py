@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors
 from lakeckpt.core.order import Window
+from lakeckpt.data.source import BatchSource
 from lakeckpt.reading.windows.cache import WindowCache
 from lakeckpt.reading.windows.positions import PositionReader
 from lakeckpt.reading.windows.window import DecodedWindow, WindowDecoder
@@ -244,6 +245,24 @@ def test_a_source_without_room_is_still_asked_for_all_there_is(folder: Path, mon
     expected = ids(loader_of(folder))
     monkeypatch.setattr(PositionReader, "has_room", False)
     assert ids(loader_of(folder)) == expected
+
+
+def test_what_fails_while_it_is_announced_is_tried_again_when_it_is_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ids(loader_of(folder))
+    inner, failures = BatchSource.new_reader, [errors.StorageError("not now")]
+
+    def new_reader(self: BatchSource, lanes: int) -> PositionReader:
+        if failures:
+            raise failures.pop()
+        return inner(self, lanes)
+
+    monkeypatch.setattr(BatchSource, "new_reader", new_reader)
+    assert ids(loader_of(folder)) == expected and not failures
+    failures += [errors.StorageError("not now"), errors.StorageError("never")]
+    found, error = until_error(loader_of(folder))
+    assert found == [] and isinstance(error, errors.StorageError)
 
 
 def test_a_program_that_ends_in_the_midst_of_an_iteration_ends(folder: Path) -> None:
