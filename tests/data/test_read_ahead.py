@@ -260,7 +260,7 @@ def test_what_fails_while_it_is_announced_is_tried_again_when_it_is_taken(
 
     monkeypatch.setattr(BatchSource, "new_reader", new_reader)
     assert ids(loader_of(folder)) == expected and not failures
-    failures += [errors.StorageError("not now"), errors.StorageError("never")]
+    failures += [errors.StorageError("never")] * 9
     found, error = until_error(loader_of(folder))
     assert found == [] and isinstance(error, errors.StorageError)
 
