@@ -69,6 +69,7 @@ def job(rank: int, folder: str) -> None:
         write(lake, 20, 30)
     rows = flat(loader)  # the other rank reads what the first one found
     Path(folder, f"rows.{rank}").write_text(",".join(map(str, rows)))
+    dist.barrier()
     if rank == 0:
         for file in lake.iterdir():
             file.unlink()
