@@ -249,11 +249,11 @@ class Reader:
 
     def mark(self, at: Receipt | None = None) -> None:
         self._settle()
-        self.progress.mark(at)
+        self.progress.runs.mark(at)
 
     def stretches(self, at: Receipt | None = None) -> list[tuple[ReaderState, ReaderState]]:
         self._settle()
-        return self.progress.stretches(at)
+        return self.progress.runs.stretches(at)
 
 
 class Counter:
