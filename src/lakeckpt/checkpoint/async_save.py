@@ -26,11 +26,10 @@ from lakeckpt.checkpoint.agent.orders import AGENT_LOST, GivenUp, Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
-from lakeckpt.checkpoint.failures import error_said, failure_noted, leave_note, leave_word, said_of, word_left
+from lakeckpt.checkpoint.failures import leave_note, noted_failure, save_error, stop_of, stopped
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import checked_metric
-from lakeckpt.checkpoint.persist.agreement import everyone
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import documents_of
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks
@@ -45,6 +44,7 @@ from lakeckpt.errors import (
     UnannouncedChange,
 )
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 from lakeckpt.wire.envelope import dumps
 
@@ -183,7 +183,7 @@ class Background:
             number=self.attempt.saves,
             metric=good,
             documents=documents,
-            failure="" if failure is None else said_of(failure),
+            failure="" if failure is None else error_to_text(failure),
         )
         self.attempt.saves += 1
         if captured and failure is None:
@@ -202,10 +202,10 @@ class Background:
     def _all_have_arenas(self) -> bool:
         facts = {} if self._no_arena is None else {"no arena": str(self._no_arena)}
         try:
-            without = everyone(self._exchange, facts).facts.get("no arena")
+            without = self._exchange.everyone(facts).facts.get("no arena")
         except MissingRanksError as error:
-            if (stopped := word_left(self._exchange, self.attempt.number)) is not None:
-                raise stopped[1] from error
+            if (stop := stopped(self._exchange)) is not None:
+                raise stop[1] from error
             raise CheckpointIncomplete(f"whether all ranks have an arena is not known: {error}") from error
         if without:
             self._no_arena = self._no_arena or ArenaError("; ".join(sorted(without)))
@@ -263,7 +263,7 @@ class Background:
                 continue
             over, failure = self._engine.given_up(step)
             if over:
-                said = "" if failure is None else said_of(failure)
+                said = "" if failure is None else error_to_text(failure)
                 self._give_now(replace(self._ready.pop((step, number)), failure=said))
 
     def _give_now(self, order: Order) -> None:
@@ -340,17 +340,17 @@ class Background:
         if self._exchange.world_size == 1 or not is_due or not (self._given or self._ready):
             return
         self._listens_s = self._waiter.now() + _LISTEN_S
-        stopped = word_left(self._exchange, self.attempt.number)
+        stop = stopped(self._exchange)
         for order in [*self._given.values(), *self._ready.values()]:
             key = order.step, order.number
             if key in self._passed_on or key in self._told_here:
                 continue
-            failure = failure_noted(self._exchange, self._save_of(order))
-            if failure is None and stopped is not None and order.number >= stopped[0]:
-                failure = stopped[1]
+            failure = noted_failure(self._exchange, self._save_of(order))
+            if failure is None and stop is not None and order.number >= stop[0]:
+                failure = stop[1]
             if failure is not None:
                 self._passed_on.add(key)
-                self._agent.order(GivenUp(step=order.step, number=order.number, failure=said_of(failure)))
+                self._agent.order(GivenUp(step=order.step, number=order.number, failure=error_to_text(failure)))
 
     def _save_of(self, order: Order) -> SaveId:
         return SaveId(attempt=self.attempt.number, step=order.step, number=order.number)
@@ -366,7 +366,7 @@ class Background:
                 created_s=outcome.created_s,
             )
         else:
-            error = error_said(f"{outcome.kind}\n{outcome.text}")
+            error = save_error(f"{outcome.kind}: {outcome.text}")
         remarks = Remarks() if info is None else Remarks(lost=outcome.lost, unpruned=outcome.text)
         return Saved(step=outcome.step, info=info, error=error, took_s=outcome.took_s, remarks=remarks)
 
@@ -410,7 +410,7 @@ class Background:
         hear of two saves, one after the other."""
         if self._exchange.world_size > 1:
             first = min((number for _, number in self._ready), default=self.attempt.saves)
-            leave_word(self._exchange, self.attempt.number, self._exchange.rank, error, first=first)
+            stop_of(self._exchange, self._exchange.rank, error, first=first)
             if self._exchange.rank == 0:  # the store that has the word may end with this process
                 SystemWaiter().wait((_ROUNDS if at_exit else 2) * _LISTEN_S)
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lakeckpt.checkpoint.persist.agreement import everyone
 from lakeckpt.checkpoint.policy import Policy
 from lakeckpt.errors import ConfigError, DisagreementError
-from lakeckpt.tracking.exchange import Exchange, GlooExchange, Solo
+from lakeckpt.tracking.exchange import Exchange, exchange_of_group
 
 __all__ = ["check_shared", "check_topology", "exchange_of", "said_of_policy"]
 
@@ -27,7 +26,7 @@ def exchange_of(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
         size = dist.get_world_size(group)
         if size < 1:
             raise ConfigError("this process is not in the group= that was given: give one whose ranks save together")
-        return Solo() if size == 1 else GlooExchange(group, timeout_s=timeout_s)
+        return exchange_of_group(group, timeout_s=timeout_s)
     if group is None and not alone and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise ConfigError(
             f"this job has WORLD_SIZE={os.environ['WORLD_SIZE']} processes, but torch.distributed is not initialized: "
@@ -36,7 +35,7 @@ def exchange_of(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
         )
     if group is not None:
         raise ConfigError("a group was given and torch.distributed is not initialized: call init_process_group first")
-    return Solo()
+    return Exchange()
 
 
 def check_topology(exchange: Exchange, rank: int | None, world_size: int | None) -> None:
@@ -55,7 +54,7 @@ def check_shared(exchange: Exchange, settings: Mapping[str, str]) -> None:
 
     Collective. Ranks that save at different steps would wait for each other until their time is over.
     """
-    tally = everyone(exchange, settings)
+    tally = exchange.everyone(settings)
     differ = [name for name in settings if len(tally.facts[name]) > 1]
     if differ:
         raise DisagreementError(

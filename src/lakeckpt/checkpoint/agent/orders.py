@@ -78,7 +78,7 @@ class Order:
     """Persist the complete generation of ``step``.
 
     ``number``: how many orders the attempt gave before. ``documents``: path → a document that must be in storage before
-    the commit. ``failure``: why this rank has not captured the cut (`lakeckpt.checkpoint.failures.said_of`), for the
+    the commit. ``failure``: why this rank has not captured the cut (`lakeckpt.tracking.notes.error_to_text`), for the
     other ranks; empty where it has.
     """
 
@@ -91,7 +91,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """Another rank has given up the save of an order, for ``failure`` (`lakeckpt.checkpoint.failures.said_of`)."""
+    """Another rank has given up the save of an order, for ``failure`` (`lakeckpt.tracking.notes.error_to_text`)."""
 
     step: int
     number: int

@@ -25,7 +25,7 @@ from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
-from lakeckpt.checkpoint.failures import ListeningWaiter, error_said, gave_up, publish_failure
+from lakeckpt.checkpoint.failures import ListeningWaiter, failure_in, publish_failure, save_error
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import PARTS, SaveId
@@ -197,7 +197,7 @@ class Persister:
             return
         failure = self._elsewhere.get((order.step, order.number))
         if failure is not None:
-            raise error_said(failure)
+            raise save_error(failure)
 
     def _save_of(self, order: Order) -> SaveId:
         return SaveId(attempt=self._publisher.attempt.number, step=order.step, number=order.number)
@@ -292,7 +292,7 @@ class Persister:
         if self._superseded is not None:
             raise self._superseded
         if order.failure:
-            raise error_said(order.failure)
+            raise save_error(order.failure)
         self._refuse_given_up_elsewhere()
         self._refuse_removed()
         self._say_what_failed()
@@ -306,7 +306,7 @@ class Persister:
     def _refuse_given_up(self, note: str) -> None:
         """Raise what rank 0 has noted at ``note``, if it has given this save up."""
         if any(info.path == note for info in self._storage.list(note)):
-            raise gave_up(self._storage, note, 0)
+            raise failure_in(self._storage, note, 0)
 
     def _publish(self, save: SaveId, order: Order, held: Held | Exception | None) -> Manifest:
         talk = RecordTalk(

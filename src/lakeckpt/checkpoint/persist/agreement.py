@@ -20,16 +20,16 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, short_digest
 from lakeckpt.checkpoint.format.fields import Ranks, holds, ranges
 from lakeckpt.checkpoint.format.parts import Outline
 from lakeckpt.checkpoint.format.units import UnitId
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.tracking.rounds import Rounds
 from lakeckpt.tracking.tally import Tally
 
-__all__ = ["SUMS", "Agreement", "Merge", "Shares", "Talk", "Unit", "agree", "everyone", "sum_of"]
+__all__ = ["SUMS", "Agreement", "Shares", "Unit", "agree", "sum_of"]
 
 _UNITS = "the units"
 _BUNDLE = "bundle "
@@ -43,23 +43,6 @@ Held = Mapping[UnitId, tuple[int, Intervals]]
 """A unit → its size in bytes, and the ranks that hold it."""
 Shares = Mapping[UnitId, tuple[int, Ranks]]
 """A unit → the rank that writes it, and the ranks that hold it."""
-
-
-class Talk(Protocol):
-    """What is needed of a `lakeckpt.tracking.exchange.Exchange` here."""
-
-    rank: int
-    world_size: int
-
-    def combine(self, data: bytes, merge: Merge, /) -> bytes:
-        """The merge of the data of all ranks."""
-        ...
-
-
-class Merge(Protocol):
-    """An associative, commutative merge of messages."""
-
-    def __call__(self, messages: Sequence[bytes], /) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,20 +88,7 @@ class Agreement:
         )
 
 
-def _merge(messages: Sequence[bytes]) -> bytes:
-    first, *others = [Tally.from_bytes(message) for message in messages]
-    return first.merge(*others).to_bytes()
-
-
-def everyone(talk: Talk, facts: Mapping[str, str]) -> Tally:
-    """The facts of all ranks; `MissingRanksError` where one does not answer."""
-    mine = Tally.of_rank(talk.rank, world_size=talk.world_size, facts=facts)
-    tally = Tally.from_bytes(talk.combine(mine.to_bytes(), _merge))
-    tally.settle()
-    return tally
-
-
-def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: Mapping[str, str]) -> Agreement:
+def agree(talk: Rounds, *, facts: Mapping[str, str], units: Sequence[Unit], tell: Mapping[str, str]) -> Agreement:
     """Settle the ``facts`` and the shares. ``tell`` is what this rank tells all others: rank 0 only.
 
     Raises `DisagreementError` naming the ranks and the fact, `MissingRanksError` naming the ranks.
@@ -130,8 +100,8 @@ def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: 
             bundles[unit.bundle].append(unit)
     said = {f"{_BUNDLE}{number}": _said_of(bundle) for number, bundle in enumerate(bundles.values())}
     told = {f"{_TOLD}{name}": value for name, value in tell.items()}
-    tally = everyone(talk, {**facts, _UNITS: _digest(alone), **said, **told})
-    tally.settle(agreed=sorted(facts))
+    tally = talk.everyone({**facts, _UNITS: _digest(alone), **said, **told})
+    tally.require_agreement(sorted(facts))
     held = _held(talk, alone, alike=len(tally.facts[_UNITS]) == 1)
     holders = _holders(tally)
     mine: defaultdict[Intervals, list[Unit]] = defaultdict(list)
@@ -149,11 +119,7 @@ def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: 
     contents = [part for name, content in sorted(held) for part in (name.encode(), content)]
     return Agreement(
         cut=short_digest(*(text.encode() for text in texts), *contents),
-        told={
-            name.removeprefix(_TOLD): next(iter(values))
-            for name, values in tally.facts.items()
-            if name.startswith(_TOLD)
-        },
+        told={name.removeprefix(_TOLD): tally.value(name) for name in tally.facts if name.startswith(_TOLD)},
         owners=_spread(held, loads),
         mine={what: share for ranks, some in mine.items() for what, share in _shared_out(some, ranks).items()},
         bundles={tuple(ranks.pairs()): total % SUMS for ranks, total in sums.items()},
@@ -191,7 +157,7 @@ def _digest(units: Sequence[Unit]) -> str:
     ).hex()
 
 
-def _held(talk: Talk, units: Sequence[Unit], *, alike: bool) -> Held:
+def _held(talk: Rounds, units: Sequence[Unit], *, alike: bool) -> Held:
     """Who holds which content: known without a word of all units that are ``alike``, asked of the others."""
     whole = Intervals.whole(talk.world_size)
     held = {unit.id: (unit.size_bytes, whole) for unit in units}
@@ -199,9 +165,9 @@ def _held(talk: Talk, units: Sequence[Unit], *, alike: bool) -> Held:
         buckets: dict[str, list[Unit]] = {f"{number:02x}": [] for number in range(_BUCKETS)}
         for unit in units:
             buckets[f"{zlib.crc32(unit.id[0].encode()) % _BUCKETS:02x}"].append(unit)
-        tally = everyone(talk, {number: _digest(bucket) for number, bucket in buckets.items()})
+        tally = talk.everyone({number: _digest(bucket) for number, bucket in buckets.items()})
         differ = [unit for number, bucket in buckets.items() if len(tally.facts[number]) > 1 for unit in bucket]
-        tally = everyone(talk, {_PREFIX + unit.id[0]: f"{unit.id[1].hex()}:{unit.size_bytes}" for unit in differ})
+        tally = talk.everyone({_PREFIX + unit.id[0]: f"{unit.id[1].hex()}:{unit.size_bytes}" for unit in differ})
         for name, values in tally.facts.items():
             for value, ranks in values.items():
                 content, _, size = value.partition(":")

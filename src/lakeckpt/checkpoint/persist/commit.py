@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from lakeckpt.checkpoint.failures import failure_published, gave_up
+from lakeckpt.checkpoint.failures import failure_in, published_failure
 from lakeckpt.checkpoint.format.begins import said_of
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import Ranks
@@ -92,7 +92,7 @@ def collect_parts(
             name = info.path.removeprefix(folder + "/")
             rank = int(name[:5]) if name[:5].isdigit() else -1
             if name == f"{rank:05d}.failed":
-                raise gave_up(storage, info.path, rank)
+                raise failure_in(storage, info.path, rank)
             if name == f"{rank:05d}.lkc" and rank not in found:
                 new[info.path] = rank
         read = list(pool.map(storage.read, new))
@@ -197,7 +197,7 @@ def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, t
             except WireError as error:
                 raise SaveFailed(f"slot {slot} cannot be read back: {error}") from error
             if entry is None:
-                failure = failure_published(storage, save, 0)
+                failure = published_failure(storage, save, 0)
                 if failure is not None:
                     raise failure
                 return None

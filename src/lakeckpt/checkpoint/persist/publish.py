@@ -21,17 +21,16 @@ from lakeckpt.checkpoint.consumed.pending import joined, since, weakest
 from lakeckpt.checkpoint.failures import (
     ListeningWaiter,
     Notes,
-    error_said,
-    failure_noted,
     leave_note,
+    noted_failure,
     publish_failure,
-    said_of,
+    save_error,
 )
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.format.units import tensor_unit, tree_unit
 from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.persist.agreement import Agreement, Talk, agree
+from lakeckpt.checkpoint.persist.agreement import Agreement, agree
 from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
 from lakeckpt.checkpoint.persist.commit import Expected, Verify, await_commit, collect_parts, verify_objects
 from lakeckpt.checkpoint.persist.indexes import Documents
@@ -55,6 +54,8 @@ from lakeckpt.errors import (
 )
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.facts import facts_of
+from lakeckpt.tracking.notes import error_to_text
+from lakeckpt.tracking.rounds import Rounds
 from lakeckpt.tracking.waiting import Waiter
 
 __all__ = ["Publisher", "Settings"]
@@ -125,7 +126,7 @@ class Publisher:
         self.remarks = Remarks()  # on the last commit
         self._earlier: tuple[int | None, Earlier] = (None, Earlier())  # a slot, and this rank's part of its commit
 
-    def publish(self, save: SaveId, taken: StagedCut | Exception, talk: Talk) -> Manifest:
+    def publish(self, save: SaveId, taken: StagedCut | Exception, talk: Rounds) -> Manifest:
         """Publish a cut, or tell the other ranks why this one has none; collective. Returns what was committed.
 
         Raises `SaveFailed`, `CheckpointIncomplete` and `AttemptSuperseded`; `DisagreementError` where the ranks are not
@@ -143,7 +144,7 @@ class Publisher:
             self._prune(manifest)
         return manifest
 
-    def _publish(self, save: SaveId, taken: StagedCut | Exception, talk: Talk) -> Manifest:
+    def _publish(self, save: SaveId, taken: StagedCut | Exception, talk: Rounds) -> Manifest:
         if self._rank == 0:
             self._clear_failed(save)
         cut, agreement = self._agree(save, taken, talk)
@@ -174,7 +175,7 @@ class Publisher:
     def _listen(self) -> None:
         """Raise what another rank has noted of the save at hand."""
         assert self._notes is not None and self._current is not None
-        failure = failure_noted(self._notes, self._current)
+        failure = noted_failure(self._notes, self._current)
         if failure is not None:
             raise failure
 
@@ -192,7 +193,7 @@ class Publisher:
 
     # --- agree
 
-    def _agree(self, save: SaveId, taken: StagedCut | Exception, talk: Talk) -> tuple[StagedCut, Agreement]:
+    def _agree(self, save: SaveId, taken: StagedCut | Exception, talk: Rounds) -> tuple[StagedCut, Agreement]:
         """Settle with all ranks what is where. What fails on one rank fails on all."""
         facts = {"optimizer step": str(save.step), "attempt": str(save.attempt), "save": str(save.number)}
         failure = taken if isinstance(taken, Exception) else None
@@ -211,7 +212,7 @@ class Publisher:
             failure = failure or error
         if failure is not None:
             what = _LEFT_OUT if isinstance(failure, SaveLeftOut) else _FAILURE
-            tell = {f"{what} of rank {self._rank}": said_of(failure)}
+            tell = {f"{what} of rank {self._rank}": error_to_text(failure)}
         try:
             agreement = agree(
                 talk, facts=facts, units=taken.staged.units() if isinstance(taken, StagedCut) else [], tell=tell
@@ -219,13 +220,13 @@ class Publisher:
         except MissingRanksError as error:
             raise failure or CheckpointIncomplete(f"the checkpoint of step {save.step}: {error}") from error
         failures = sorted(  # the first one is a failure, if any is
-            (name, *said.split("\n", 1))
+            (name, *said.split(": ", 1))
             for name, said in agreement.told.items()
             if name.startswith((_FAILURE, _LEFT_OUT))
         )
         if failures:
             texts = "; ".join(f"{name}: {text}" for name, _, text in failures)
-            raise failure or error_said(f"{failures[0][1]}\nnothing was saved at step {save.step}. {texts}")
+            raise failure or save_error(f"{failures[0][1]}: nothing was saved at step {save.step}. {texts}")
         assert isinstance(taken, StagedCut)
         return taken, agreement
 
