@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions, open_table
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.errors import ConfigError, StateInvalid, StateMismatch, StateUnavailable
-from lakeckpt.testing import LakeSpec
 from tests.data.reading import ROWS, as_json, dataset_of, flat, ids, loader_of, some
+from tests.lakes import LakeSpec
 
 EVERY = list(range(ROWS))
 

@@ -17,9 +17,9 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import consumption
 from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import ConfigError, StateInvalid, StateUnavailable
-from lakeckpt.testing import LakeSpec
 from lakeckpt.testing.observed import positions_of
 from tests.data.reading import ROWS, as_json, flat, ids, loader_of, some
+from tests.lakes import LakeSpec
 
 
 def test_the_state_is_plain_and_the_same_however_often_it_is_asked_for(lake: Path) -> None:

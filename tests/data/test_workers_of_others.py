@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.errors import ConfigError, StateInvalid, StateMismatch, StateUnavailable
-from lakeckpt.testing import LakeSpec
 from tests.data.reading import ROWS, dataset_of, flat, ids, some, until_error
+from tests.lakes import LakeSpec
 
 EVERY = list(range(ROWS))
 

@@ -14,8 +14,8 @@ from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.reading.columns.recycled import Recycled
 from lakeckpt.reading.windows.positions import PositionReader
 from lakeckpt.reading.windows.window import WindowDecoder
-from lakeckpt.testing.lakes import LakeSpec
 from tests.data.reading import flat, ids, loader_of, some, table_of
+from tests.lakes import LakeSpec
 
 INT64 = np.dtype(np.int64)
 
