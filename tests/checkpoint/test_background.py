@@ -106,6 +106,14 @@ def test_what_is_saved_behind_training_is_the_cut_and_not_what_training_made_of_
     assert steps_of(storage)[:1] == [3]
 
 
+def test_captures_need_a_run_that_another_process_can_open(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"capture_every needs the URL of the run, and got .*MemoryStorage"):
+        CheckpointManager(MemoryStorage(), training(), capture_every=1)
+    with pytest.raises(ConfigError, match=r"storage_options go to the agent.*credential_provider"):
+        CheckpointManager("s3://b", training(), capture_every=1, storage_options={"credential_provider": dict})
+    CheckpointManager(LocalStorage(tmp_path), training(), capture_every=1, arenas=tmp_path).close()
+
+
 def test_a_policy_saves_behind_training_and_leaving_well_saves_the_last_cut(tmp_path: Path) -> None:
     storage, objects = MemoryStorage(), training()
     with managed(storage, objects, tmp_path, persist_every=4) as saver:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lakeckpt.checkpoint import manager as manager_module
-from lakeckpt.checkpoint.agent.link import InnerAgent
+from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.report import CaptureWarning, SaveWarning
@@ -33,7 +33,7 @@ from lakeckpt.errors import (
     UnsupportedValue,
 )
 from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, Reader, manager, run_ranks, train_step, training
-from tests.checkpoint.seams import manager_with
+from tests.checkpoint.seams import ThreadAgent, manager_with
 from tests.faults.faulty_storage import FaultyStorage
 
 TIMEOUT_S = 10_000.0
@@ -127,15 +127,16 @@ a_capture_without_memory = _of_engine("cut", ArenaTooLarge("the cause"))
 a_capture_that_fails_later = _of_engine("_completes", MemoryError("the cause"))
 
 
-def an_agent_that_cannot_be_reached(rank: Rank, patch: pytest.MonkeyPatch) -> None:
-    order = InnerAgent.order
+def an_agent_that_was_killed(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    order = ThreadAgent.order
 
-    def failing(self: InnerAgent, given: Any, /) -> None:
-        if self._persister.rank == rank.rank:
-            raise AgentError("the cause")
-        order(self, given)
+    def failing(self: ThreadAgent, given: Order, /) -> None:
+        if self.rank == rank.rank:
+            self.report(Outcome(step=given.step, number=given.number, kind="save_failed", text="the cause"))
+        else:
+            order(self, given)
 
-    patch.setattr(InnerAgent, "order", failing)
+    patch.setattr(ThreadAgent, "order", failing)
 
 
 EITHER = {
@@ -155,7 +156,7 @@ CAPTURED = {
     "capture cannot begin": (a_capture_that_cannot_begin, RuntimeError),
     "capture without memory": (a_capture_without_memory, SaveFailed),
     "capture fails later": (a_capture_that_fails_later, SaveFailed),
-    "agent cannot be reached": (an_agent_that_cannot_be_reached, AgentError),
+    "agent was killed": (an_agent_that_was_killed, SaveFailed),
 }
 WAYS = [
     pytest.param(

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.link import AgentLike
-from lakeckpt.checkpoint.agent.orders import AGENT_LOST, GivenUp, Order, Outcome
+from lakeckpt.checkpoint.agent.link import AgentLink
+from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
@@ -34,7 +34,6 @@ from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import documents_of
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks
 from lakeckpt.errors import (
-    AgentError,
     ArenaError,
     CheckpointIncomplete,
     LakeckptError,
@@ -77,7 +76,7 @@ class Background:
     def __init__(
         self,
         engine: CaptureEngine,
-        agent: AgentLike,
+        agent: AgentLink,
         generations: Generations,
         exchange: Exchange,
         attempt: Attempt,
@@ -269,10 +268,7 @@ class Background:
     def _give_now(self, order: Order) -> None:
         self._given[order.step, order.number] = order
         self._hold(order)
-        try:
-            self._agent.order(order)
-        except AgentError as error:
-            self._over(order.step, order.number, Saved(step=order.step, info=None, error=error, took_s=0.0))
+        self._agent.order(order)
 
     def _hold(self, order: Order) -> None:
         """Keep the generation until it is persisted, if no other order is out: the agent may keep that one's where this
@@ -291,23 +287,9 @@ class Background:
     def _hear(self) -> None:
         self._give()
         self._listen()
-        try:
-            outcomes = self._agent.outcomes()
-        except AgentError as error:
-            if not self._given:
-                raise
-            for step, number in list(self._given):
-                self._over(step, number, Saved(step=step, info=None, error=error, took_s=0.0))
-            return
-        lost = ""
-        for outcome in outcomes:
-            if outcome.step == AGENT_LOST:
-                self._told.clear()  # the next agent is to have these documents, too
-                lost = outcome.text
-            elif (outcome.step, outcome.number) in self._given:
+        for outcome in self._agent.outcomes():
+            if (outcome.step, outcome.number) in self._given:
                 self._over(outcome.step, outcome.number, self._of(outcome))
-        if lost:  # no save was pending, so that nothing is lost but a final save before the next agent begins
-            warnings.warn(f"no save was lost, but {lost}", CaptureWarning, stacklevel=5)
 
     def _over(self, step: int, number: int, saved: Saved) -> None:
         """Something came of an order."""
@@ -350,7 +332,7 @@ class Background:
                 failure = stop[1]
             if failure is not None:
                 self._passed_on.add(key)
-                self._agent.order(GivenUp(step=order.step, number=order.number, failure=error_to_text(failure)))
+                self._agent.drop(Dropped(step=order.step, number=order.number, failure=error_to_text(failure)))
 
     def _save_of(self, order: Order) -> SaveId:
         return SaveId(attempt=self.attempt.number, step=order.step, number=order.number)

@@ -9,7 +9,6 @@ taken in by the next call of `step`, `save` or `wait`, on the thread that calls.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -23,7 +22,7 @@ from lakeckpt.checkpoint.arguments import check_capturing, check_settings, check
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack, by_reader, cut_all
 from lakeckpt.checkpoint.keep import Keep, held_metric
-from lakeckpt.checkpoint.opening import Place, open_background
+from lakeckpt.checkpoint.opening import open_background, place_of
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.commit import Verify
 from lakeckpt.checkpoint.persist.history import not_rolled_back
@@ -39,7 +38,6 @@ from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.data.place.deliveries import ConsumptionWarning, Deliveries, ReadAheadWarning, unsaved
 from lakeckpt.errors import CheckpointIncomplete, ConfigError, LakeckptError, SaveFailed, SaveLeftOut
 from lakeckpt.lake.storage.base import Storage, describe
-from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader
@@ -134,8 +132,7 @@ class CheckpointManager:
         self._storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
         self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1)
         check_topology(self._exchange, rank, world_size)
-        self._uri = os.fspath(uri) if isinstance(uri, (str, PathLike)) else None
-        self._storage_options = dict(storage_options or {})
+        self._place = None if capture_every is None else place_of(self._storage, uri, storage_options or {})
         self._captures = _captures(capture_every, self._exchange, self._waiter)
         self._arenas = None if self._captures is None else ArenaFolder(arenas)
         self._bubbles = bubbles
@@ -253,10 +250,10 @@ class CheckpointManager:
             notes=self._exchange if world_size > 1 else None,
         )
         self._saver = Saver(publisher, self._exchange, objects=objects, tracks=self._tracks, journal=journal)
-        if self._arenas is not None:
+        if self._arenas is not None and self._place is not None:
             self._background = open_background(
                 objects,
-                self._place(),
+                self._place,
                 self._exchange,
                 attempt,
                 arenas=self._arenas,
@@ -503,11 +500,6 @@ class CheckpointManager:
         finally:  # whether or not warnings are errors
             if failure is not None:
                 raise failure
-
-    def _place(self) -> Place:
-        """Where the run lies, as an agent can open it."""
-        uri = self._storage.name if isinstance(self._storage, LocalStorage) else self._uri
-        return Place(storage=self._storage, uri=uri, storage_options=self._storage_options)
 
     def _ready(self) -> Saver:
         self._refuse_closed()

@@ -59,7 +59,7 @@ class ForkedAgent:
             self.returncode = 0
         return self.returncode
 
-    def wait(self, timeout_s: float) -> int | None:
+    def wait(self, timeout_s: float | None = None) -> int | None:
         """Wait for its end."""
         select.select([self._watched], [], [], timeout_s)
         return self.poll()

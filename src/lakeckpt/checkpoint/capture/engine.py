@@ -116,7 +116,6 @@ class CaptureEngine:
         attempt: str,
         cut: bytes,
         readers: Mapping[str, bytes] | None = None,
-        extra: Mapping[str, bytes] | None = None,
         common: int | None = None,
         must: bool = False,
     ) -> bool:
@@ -146,7 +145,7 @@ class CaptureEngine:
         if filling is None:
             return False
         try:
-            facts = Facts(step=step, attempt=attempt, cut=cut, readers=readers or {}, extra=extra or {})
+            facts = Facts(step=step, attempt=attempt, cut=cut, readers=readers or {})
             job = self._taken(facts, plan, filling)
             self._gate.start(plan.late_bytes)
             self._copier.start()

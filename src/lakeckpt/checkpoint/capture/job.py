@@ -34,7 +34,6 @@ class Facts:
     cut: bytes
     """Its digest (16 bytes), the same on every rank."""
     readers: Mapping[str, bytes]
-    extra: Mapping[str, bytes]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +77,6 @@ class Job:
             trees={name: document() for name, document in self.trees.items()},
             table=self.plan.table,
             readers=self.facts.readers,
-            extra=self.facts.extra,
         ).to_bytes()
 
     def complete(self, documents: bytes) -> None:

@@ -157,7 +157,7 @@ class ArenaStore:
         try:
             return self._folder.create(layout)
         except ArenaTooLarge:
-            if not self._outgrown or not self._folder.has_room(layout, instead_of=self._outgrown):
+            if not self._outgrown:
                 raise
         self._remove_outgrown()  # both do not fit
         return self._folder.create(layout)
