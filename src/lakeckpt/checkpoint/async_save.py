@@ -26,7 +26,7 @@ from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
-from lakeckpt.checkpoint.failures import leave_note, noted_failure, save_error, stop_of, stopped
+from lakeckpt.checkpoint.failures import leave_note, note_stop, noted_failure, noted_stop, save_error
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import checked_metric
@@ -203,7 +203,7 @@ class Background:
         try:
             without = self._exchange.everyone(facts).facts.get("no arena")
         except MissingRanksError as error:
-            if (stop := stopped(self._exchange)) is not None:
+            if (stop := noted_stop(self._exchange)) is not None:
                 raise stop[1] from error
             raise CheckpointIncomplete(f"whether all ranks have an arena is not known: {error}") from error
         if without:
@@ -314,7 +314,7 @@ class Background:
     def _note(self, order: Order, failure: Exception) -> None:
         """Tell the other trainers of a save that failed. One that is left out for another is none."""
         if self._exchange.world_size > 1 and not isinstance(failure, SaveLeftOut):
-            leave_note(self._exchange, self._save_of(order), self._exchange.rank, failure)
+            leave_note(self._exchange, self._save_of(order), failure)
 
     def _listen(self, *, now: bool = False) -> None:
         """Hand to the agent which saves other ranks gave up: it stops waiting for them, and its outcome says why."""
@@ -322,7 +322,7 @@ class Background:
         if self._exchange.world_size == 1 or not is_due or not (self._given or self._ready):
             return
         self._listens_s = self._waiter.now() + _LISTEN_S
-        stop = stopped(self._exchange)
+        stop = noted_stop(self._exchange)
         for order in [*self._given.values(), *self._ready.values()]:
             key = order.step, order.number
             if key in self._passed_on or key in self._told_here:
@@ -392,7 +392,7 @@ class Background:
         hear of two saves, one after the other."""
         if self._exchange.world_size > 1:
             first = min((number for _, number in self._ready), default=self.attempt.saves)
-            stop_of(self._exchange, self._exchange.rank, error, first=first)
+            note_stop(self._exchange, error, first=first)
             if self._exchange.rank == 0:  # the store that has the word may end with this process
                 SystemWaiter().wait((_ROUNDS if at_exit else 2) * _LISTEN_S)
 

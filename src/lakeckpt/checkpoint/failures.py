@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.errors import (
@@ -30,33 +30,22 @@ from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.notes import STOPPED, Note, error_from_text, error_to_text
 from lakeckpt.tracking.waiting import Waiter
 
+if TYPE_CHECKING:
+    from lakeckpt.tracking.exchange import Exchange
+
 __all__ = [
     "ListeningWaiter",
-    "Notes",
-    "failure_in",
     "leave_note",
+    "note_stop",
     "noted_failure",
+    "noted_stop",
     "publish_failure",
     "published_failure",
     "save_error",
-    "stop_of",
-    "stopped",
 ]
 
 _SLICE_S = 0.25
 """How long a rank waits at the most before it looks for notes of the exchange again."""
-
-
-class Notes(Protocol):
-    """Where trainers leave notes for each other: `lakeckpt.tracking.exchange.Exchange` is one."""
-
-    def publish(self, key: str, data: bytes, /) -> None:
-        """Leave a note; never waits for anyone."""
-        ...
-
-    def peek(self, key: str, /) -> bytes | None:
-        """Return the note of that key; None where there is none yet."""
-        ...
 
 
 def save_error(text: str, *, prefix: str = "") -> LakeckptError:
@@ -94,51 +83,47 @@ def published_failure(storage: Storage, save: SaveId, rank: int) -> LakeckptErro
         return _error_of(Note.from_bytes(storage.read(save.failure_path(rank))))
     except ObjectMissing:
         return None
-
-
-def failure_in(storage: Storage, path: str, rank: int) -> LakeckptError:
-    """Return the error of the note at ``path``, which ``rank`` has left in storage."""
-    try:
-        return _error_of(Note.from_bytes(storage.read(path)))
-    except (OSError, ValueError) as error:
-        return SaveFailed(f"rank {rank} gave the checkpoint up: its note cannot be read: {error}")
+    except ValueError:
+        return SaveFailed(f"rank {rank} gave the checkpoint up, and its note is damaged: see its log")
 
 
 # --- notes in the exchange
 
 
-def _leave(notes: Notes, key: str, note: Note) -> None:
-    """Leave a note, unless another rank has left one: the first cause counts."""
-    with suppress(RuntimeError):  # the store of the exchange is gone, and the ranks with it
-        if notes.peek(key) is None:
-            notes.publish(key, note.to_bytes())
-
-
-def _noted(notes: Notes, key: str) -> Note | None:
-    found = notes.peek(key)
-    return None if found is None else Note.from_bytes(found)
-
-
-def leave_note(notes: Notes, save: SaveId, rank: int, error: Exception) -> None:
+def leave_note(exchange: Exchange, save: SaveId, error: Exception) -> None:
     """Leave a note in the exchange that ``save`` fails on this rank."""
-    _leave(notes, f"failed/{save.folder}", Note(rank=rank, error=error_to_text(error)))
+    _leave(exchange, _key(save), Note(rank=exchange.rank, error=error_to_text(error)))
 
 
-def noted_failure(notes: Notes, save: SaveId) -> LakeckptError | None:
+def noted_failure(exchange: Exchange, save: SaveId) -> LakeckptError | None:
     """Return the error of the note that a rank has left of ``save`` in the exchange; None if there is none."""
-    note = _noted(notes, f"failed/{save.folder}")
-    return None if note is None else _error_of(note)
+    found = exchange.peek(_key(save))
+    return None if found is None else _error_of(Note.from_bytes(found))
 
 
-def stop_of(notes: Notes, rank: int, error: BaseException, *, first: int) -> None:
+def note_stop(exchange: Exchange, error: BaseException, *, first: int = 0) -> None:
     """Leave a note in the exchange that this rank stops, and takes part in no save from number ``first`` on."""
-    _leave(notes, STOPPED, Note(rank=rank, error=error_to_text(error), first=first))
+    _leave(exchange, STOPPED, Note(rank=exchange.rank, error=error_to_text(error), first=first))
 
 
-def stopped(notes: Notes) -> tuple[int, LakeckptError] | None:
+def noted_stop(exchange: Exchange) -> tuple[int, LakeckptError] | None:
     """Return the number of the first save in which a rank that has stopped takes no part, and why it stopped."""
-    note = _noted(notes, STOPPED)
-    return None if note is None else (note.first, save_error(note.error, prefix=f"rank {note.rank} has stopped: "))
+    found = exchange.peek(STOPPED)
+    if found is None:
+        return None
+    note = Note.from_bytes(found)
+    return note.first, save_error(note.error, prefix=f"rank {note.rank} has stopped: ")
+
+
+def _key(save: SaveId) -> str:
+    return f"failed/{save.folder}"
+
+
+def _leave(exchange: Exchange, key: str, note: Note) -> None:
+    """Leave a note, unless another rank has left one: the first cause counts."""
+    with suppress(MissingRanksError):  # the store of the exchange is gone, and the ranks with it
+        if exchange.peek(key) is None:
+            exchange.publish(key, note.to_bytes())
 
 
 class ListeningWaiter:

@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack, by_reader, cut_all
+from lakeckpt.checkpoint.failures import note_stop
 from lakeckpt.checkpoint.keep import Keep, held_metric
 from lakeckpt.checkpoint.opening import open_background, place_of
 from lakeckpt.checkpoint.persist.attempt import Attempt
@@ -247,7 +248,7 @@ class CheckpointManager:
             world_size=world_size,
             settings=self._settings,
             waiter=self._waiter,
-            notes=self._exchange if world_size > 1 else None,
+            exchange=self._exchange if world_size > 1 else None,
         )
         self._saver = Saver(publisher, self._exchange, objects=objects, tracks=self._tracks, journal=journal)
         if self._arenas is not None and self._place is not None:
@@ -398,11 +399,18 @@ class CheckpointManager:
             failure = own
             raise
         finally:
-            if failure is not None and self._background is not None and not self._closed:
-                self._background.stop(failure, at_exit=error is None)
+            if failure is not None and not self._closed:
+                self._stop(failure, at_exit=error is None)
             self._close(well=well)
 
     # --- inside
+
+    def _stop(self, failure: BaseException, *, at_exit: bool) -> None:
+        """Tell the other ranks that this one stops, so that none waits for it until its time is over."""
+        if self._background is not None:
+            self._background.stop(failure, at_exit=at_exit)
+        elif self._exchange.world_size > 1:
+            note_stop(self._exchange, failure)
 
     def _wait_or_warn(self) -> None:
         """Wait for what is being saved; what fails is a warning where a save by policy is allowed to fail."""

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from lakeckpt.checkpoint.failures import failure_in, published_failure
+from lakeckpt.checkpoint.failures import published_failure
 from lakeckpt.checkpoint.format.begins import said_of
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import Ranks
@@ -91,8 +91,8 @@ def collect_parts(
         for info in storage.list(folder):
             name = info.path.removeprefix(folder + "/")
             rank = int(name[:5]) if name[:5].isdigit() else -1
-            if name == f"{rank:05d}.failed":
-                raise failure_in(storage, info.path, rank)
+            if name == f"{rank:05d}.failed" and (failure := published_failure(storage, save, rank)) is not None:
+                raise failure
             if name == f"{rank:05d}.lkc" and rank not in found:
                 new[info.path] = rank
         read = list(pool.map(storage.read, new))

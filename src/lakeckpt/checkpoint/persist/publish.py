@@ -15,14 +15,15 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.consumed.pending import joined, since, weakest
 from lakeckpt.checkpoint.failures import (
     ListeningWaiter,
-    Notes,
     leave_note,
     noted_failure,
+    noted_stop,
     publish_failure,
     save_error,
 )
@@ -57,6 +58,9 @@ from lakeckpt.tracking.facts import facts_of
 from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.rounds import Rounds
 from lakeckpt.tracking.waiting import Waiter
+
+if TYPE_CHECKING:
+    from lakeckpt.tracking.exchange import Exchange
 
 __all__ = ["Publisher", "Settings"]
 
@@ -94,7 +98,7 @@ class Publisher:
     """Publishes the cuts of ``rank`` of ``world_size``, for one attempt.
 
     ``still`` raises, while others' parts are waited for and right before a commit, where there is to be none any more;
-    nothing is written then, either. ``notes``: where ranks tell each other of failures beside storage, if anywhere.
+    nothing is written then, either. ``exchange``: where trainers leave notes of failures, beside those in storage.
     """
 
     def __init__(
@@ -108,14 +112,14 @@ class Publisher:
         waiter: Waiter,
         clock: Callable[[], float] = time.time,
         still: Callable[[], None] = lambda: None,
-        notes: Notes | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.attempt = attempt
         self._storage = storage
         self._rank, self._world_size = rank, world_size
         self._settings = settings
-        self._notes = notes
-        self._waiter = waiter if notes is None else ListeningWaiter(waiter, self._listen)
+        self._exchange = exchange
+        self._waiter = waiter if exchange is None else ListeningWaiter(waiter, self._listen)
         self._current: SaveId | None = None
         self._clock = clock
         self._still = still
@@ -168,16 +172,22 @@ class Publisher:
         return manifest
 
     def _tell_others(self, save: SaveId, failure: Exception) -> None:
-        if self._notes is not None:
-            leave_note(self._notes, save, self._rank, failure)
+        if self._exchange is not None:
+            leave_note(self._exchange, save, failure)
         publish_failure(self._storage, save, self._rank, failure)
 
     def _listen(self) -> None:
         """Raise what another rank has noted of the save at hand."""
-        assert self._notes is not None and self._current is not None
-        failure = noted_failure(self._notes, self._current)
+        assert self._exchange is not None and self._current is not None
+        failure = noted_failure(self._exchange, self._current)
         if failure is not None:
             raise failure
+        self._refuse_stopped()
+
+    def _refuse_stopped(self) -> None:
+        """Raise why another trainer has stopped, if one has."""
+        if self._exchange is not None and (stop := noted_stop(self._exchange)) is not None:
+            raise stop[1]
 
     def lost(self) -> str:
         """What the log has lost since this attempt wrote it (`Tip.lost`)."""
@@ -218,6 +228,7 @@ class Publisher:
                 talk, facts=facts, units=taken.staged.units() if isinstance(taken, StagedCut) else [], tell=tell
             )
         except MissingRanksError as error:
+            self._refuse_stopped()
             raise failure or CheckpointIncomplete(f"the checkpoint of step {save.step}: {error}") from error
         failures = sorted(  # the first one is a failure, if any is
             (name, *said.split(": ", 1))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from lakeckpt.checkpoint.failures import failure_in, published_failure
+from lakeckpt.checkpoint.failures import published_failure
 from lakeckpt.checkpoint.format.parts import PARTS, SaveId
 from lakeckpt.errors import MissingRanksError, ObjectMissing, SaveFailed, WireError
 from lakeckpt.lake.storage.base import Storage
@@ -84,7 +84,8 @@ class RecordTalk(Rounds):
             listed = {info.path for info in self._storage.list(self._folder)}
             failed = [rank for rank in range(1, self.world_size) if self._save.failure_path(rank) in listed]
             if failed:  # the other ranks look for the answer of rank 0, and not for the note of every rank
-                failure = failure_in(self._storage, self._save.failure_path(failed[0]), failed[0])
+                failure = published_failure(self._storage, self._save, failed[0])
+                assert failure is not None
                 self._answer(number, failure_to_bytes(failure))
                 raise failure
             new = [path for path in names if path in listed and path not in found]
