@@ -355,7 +355,7 @@ class Whenever:
     def is_due(self, step: int) -> bool:
         return False
 
-    def announce(self, step: int, pace: Any) -> Any:
+    def interval_s(self, costs: Any) -> float:
         raise AssertionError
 
 

@@ -66,17 +66,19 @@ class Pauses:
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_they_settle_on_what_a_process_group_settles_on(world_size: int, differ: bool) -> None:
     def body(rank: int, talk: Any) -> Agreement:
-        tell = {"slot": "4"} if rank == 0 else {}
-        return agree(talk, facts=FACTS, units=units(rank, differ=differ), tell=tell)
+        announced = {"slot": "4"} if rank == 0 else {}
+        return agree(talk, facts=FACTS, units=units(rank, differ=differ), announce=announced)
 
     through_storage = good(over_storage(world_size, body))
     assert through_storage == good(run_ranks(world_size, body))
-    assert through_storage == [through_storage[0]] * world_size and through_storage[0].told == {"slot": "4"}
+    assert through_storage == [through_storage[0]] * world_size and through_storage[0].announced == {"slot": "4"}
 
 
 def test_replicas_that_agree_say_one_small_thing_each() -> None:
     storage = MemoryStorage()
-    good(over_storage(4, lambda rank, talk: agree(talk, facts=FACTS, units=units(0, differ=False), tell={}), storage))
+    good(
+        over_storage(4, lambda rank, talk: agree(talk, facts=FACTS, units=units(0, differ=False), announce={}), storage)
+    )
     assert len(storage.objects) == 4 and max(map(len, storage.objects.values())) < 400
     assert {path.rpartition("/")[0] for path in storage.objects} == {f"parts/{SAVE.folder}"}
 
@@ -91,7 +93,9 @@ def divided(rank: int, *, group: int = 1, count: int = 500, other: int = 0, kind
 
 def agreed(world_size: int, units_of: Callable[[int], list[Unit]], storage: MemoryStorage | None = None) -> Any:
     return good(
-        over_storage(world_size, lambda rank, talk: agree(talk, facts=FACTS, units=units_of(rank), tell={}), storage)
+        over_storage(
+            world_size, lambda rank, talk: agree(talk, facts=FACTS, units=units_of(rank), announce={}), storage
+        )
     )
 
 
@@ -222,7 +226,7 @@ def test_where_ranks_differ_in_one_unit_they_say_little_of_the_others() -> None:
 
 def test_a_disagreement_is_raised_on_every_rank() -> None:
     def body(rank: int, talk: Rounds) -> Agreement:
-        return agree(talk, facts={"optimizer step": str(rank // 2)}, units=[], tell={})
+        return agree(talk, facts={"optimizer step": str(rank // 2)}, units=[], announce={})
 
     results = over_storage(3, body)
     assert all(isinstance(one, DisagreementError) for one in results)
@@ -234,7 +238,7 @@ def test_a_rank_that_says_nothing_is_named_when_the_time_is_over(gone: int) -> N
     def body(rank: int, talk: Rounds) -> Agreement:
         if rank == gone:
             raise Gone
-        return agree(talk, facts=FACTS, units=[], tell={})
+        return agree(talk, facts=FACTS, units=[], announce={})
 
     results = [one for rank, one in enumerate(over_storage(3, body)) if rank != gone]
     assert all(isinstance(one, MissingRanksError) for one in results)
@@ -304,7 +308,7 @@ def test_a_rank_that_gives_up_is_seen_by_those_who_wait() -> None:
         if rank == 1:
             publish_failure(storage, SAVE, 1, SaveFailed("the disk is full"))
             return None
-        return agree(talk, facts=FACTS, units=[], tell={})
+        return agree(talk, facts=FACTS, units=[], announce={})
 
     results = over_storage(2, body, storage)
     assert isinstance(results[0], CheckpointError) and "rank 1 gave the checkpoint up: the disk is full" in str(

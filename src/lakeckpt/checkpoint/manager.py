@@ -30,7 +30,7 @@ from lakeckpt.checkpoint.persist.history import not_rolled_back
 from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.policy import Policy, policy_of
-from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, said_of_policy
+from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, text_of_policy
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, RestoreReport, SaveHandle, SaveWarning
 from lakeckpt.checkpoint.restore.restorer import Restorer
 from lakeckpt.checkpoint.restore.votes import Together
@@ -143,8 +143,8 @@ class CheckpointManager:
         self._on_save = on_save
         self._warn_only = on_save_failure == "warn"
         self._shared = {
-            "when to save": said_of_policy(chosen),
-            "capture_every": "None" if capture_every is None else said_of_policy(policy_of(capture_every)),
+            "when to save": text_of_policy(chosen),
+            "capture_every": "None" if capture_every is None else text_of_policy(policy_of(capture_every)),
             "keep": repr(rule),
             "verify": verify,
             "on_save_failure": on_save_failure,
@@ -489,7 +489,7 @@ class CheckpointManager:
         """Take in what came of saves beside training. A failure after the newest commit is raised; one of a save that
         was skipped for another only where the save of step ``wanted`` was."""
         failure, remarks = None, Remarks()
-        outcomes = list(background.heard())
+        outcomes = list(background.results())
         committed = {one.info.step for one in outcomes if one.info is not None} | {self._saved_step}
         for one in outcomes:
             if one.info is not None:

@@ -202,7 +202,7 @@ class Persister:
             publish_failure(self._storage, self._save_of(order), self.rank, error)
 
     def _persisted(self, order: Order, held: Held | Exception | None) -> Manifest:
-        self._publisher.catch_up()  # an agent before this one may have committed and not reported
+        self._publisher.tip.catch_up()  # an agent before this one may have committed and not reported
         if order.failure:
             raise save_error(order.failure)
         self._refuse_dropped()
@@ -259,13 +259,13 @@ class Persister:
         itself, or another attempt has begun. The agents of other ranks may be dead, and never send what is awaited."""
         if self._bye is None:
             return
-        if lost := self._publisher.lost():
+        if lost := self._publisher.tip.lost():
             found = lost.partition(":")[0]
             raise SaveFailed(
                 f"nothing was saved of a run that was removed: {found}. What was captured stays in memory, in case its "
                 "storage comes back; lakeckpt doctor removes it"
             )
-        self._publisher.refuse_later()
+        self._publisher.tip.refuse_later()
 
     def _refuse_over(self, order: Order) -> None:
         """Raise where the other ranks may never come to this order: their trainers died before they gave it."""
@@ -303,7 +303,7 @@ class Persister:
 
     def _save_finally(self) -> None:
         attempt = self._publisher.attempt
-        self._publisher.catch_up()
+        self._publisher.tip.catch_up()
         self._refuse_pointless()
         self._until_s += self._linger_s
         step = agree_on_final_save(
