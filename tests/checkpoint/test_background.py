@@ -294,14 +294,14 @@ def test_a_save_that_is_left_out_for_a_newer_one_is_no_failure(tmp_path: Path) -
         for steps in (1, 2):  # the first is taken before there are others
             train(saver, objects, steps)
             background._engine.wait()
-            saver._take_in(background)  # as the next step does
+            saver._read_results(background)  # as the next step does
             assert begun.wait(PATIENCE_S)
         try:
             assert len(background._pending) == 3
             go_on[0].set()
             while len(background._pending) > 1:  # 1 is committed, 2 left out
                 assert background._agent.wait(PATIENCE_S)
-                saver._take_in(background)
+                saver._read_results(background)
         finally:
             for event in go_on:
                 event.set()

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from lakeckpt.errors import LakeckptError, MissingRanksError
 from lakeckpt.tracking.notes import STOPPED, Note
-from lakeckpt.tracking.rounds import Rounds, facts_from_bytes, failure_to_bytes, tally_from_bytes
+from lakeckpt.tracking.rounds import Rounds, answer_to_bytes, facts_from_bytes, tally_from_bytes
 from lakeckpt.tracking.tally import Tally, name_ranks, ranks_of
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter, poll
 
@@ -152,7 +152,7 @@ class StoreExchange(Exchange):
         with _reaching_the_store():
             answer = self._poll(look, 2)  # rank 0 may come late, and then waits for the others
             if answer is None:
-                answer = _put_once(self._store, _answer(number), failure_to_bytes(self._missing([0])))
+                answer = _put_once(self._store, _answer(number), answer_to_bytes(self._missing([0])))
             else:
                 self._store.delete_key(_message(number, self.rank))  # says that this rank has read the answer
         return tally_from_bytes(answer)

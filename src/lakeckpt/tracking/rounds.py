@@ -10,20 +10,15 @@ The module imports without torch and starts no threads. All ranks call `Rounds.e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from lakeckpt.errors import LakeckptError, TrackingError, WireDamaged, WireError
+from lakeckpt.errors import LakeckptError, TrackingError
 from lakeckpt.tracking.notes import error_from_text, error_to_text
 from lakeckpt.tracking.tally import Tally
+from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = [
-    "Rounds",
-    "facts_from_bytes",
-    "facts_to_bytes",
-    "failure_to_bytes",
-    "tally_from_bytes",
-    "tally_to_bytes",
-]
+__all__ = ["Rounds", "answer_to_bytes", "facts_from_bytes", "facts_to_bytes", "tally_from_bytes"]
 
 _VERSION = (1, 0)
 
@@ -49,9 +44,9 @@ class Rounds:
         try:
             tally = Tally.of([facts, *self._collect(number)])
         except TrackingError as error:
-            self._answer(number, failure_to_bytes(error))
+            self._answer(number, answer_to_bytes(error))
             raise
-        return tally_from_bytes(self._answer(number, tally_to_bytes(tally)))
+        return tally_from_bytes(self._answer(number, answer_to_bytes(tally)))
 
     def _next_round(self) -> int:
         self._round += 1
@@ -74,6 +69,14 @@ class Rounds:
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """The answer of a round: the facts of all ranks, or the error of rank 0."""
+
+    tally: Tally | None = None
+    error: str = ""
+
+
 def facts_to_bytes(facts: Mapping[str, str]) -> bytes:
     """Return the facts of one rank as a message."""
     return dumps(dict(facts), kind="facts", version=_VERSION)
@@ -81,30 +84,20 @@ def facts_to_bytes(facts: Mapping[str, str]) -> bytes:
 
 def facts_from_bytes(data: bytes) -> Mapping[str, str]:
     """Return the facts that `facts_to_bytes` made ``data`` of. Raises `WireError` for anything else."""
-    facts = loads(data, kind="facts", supported=_VERSION).value
-    if not isinstance(facts, dict) or not all(isinstance(one, str) for pair in facts.items() for one in pair):
-        raise WireDamaged(f"the facts of a rank are texts by name, got {facts!r:.80}")
+    plain = loads(data, kind="facts", supported=_VERSION).value
+    facts: Mapping[str, str] = from_plain(Mapping[str, str], plain, "the facts of a rank")
     return facts
 
 
-def tally_to_bytes(tally: Tally) -> bytes:
-    """Return the answer of a round in which all ranks took part."""
-    return dumps({"tally": tally.to_plain()}, kind="answer", version=_VERSION)
+def answer_to_bytes(answer: Tally | LakeckptError) -> bytes:
+    """Return the answer of a round as a message."""
+    found = _Answer(tally=answer) if isinstance(answer, Tally) else _Answer(error=error_to_text(answer))
+    return dumps(to_plain(found), kind="answer", version=_VERSION)
 
 
-def failure_to_bytes(error: LakeckptError) -> bytes:
-    """Return the answer of a round that failed."""
-    return dumps({"error": error_to_text(error)}, kind="answer", version=_VERSION)
-
-
-def tally_from_bytes(answer: bytes) -> Tally:
-    """Return the tally of an answer, or raise its error. Raises `WireError` for anything else."""
-    plain = loads(answer, kind="answer", supported=_VERSION).value
-    try:
-        if "error" in plain:
-            raise error_from_text(plain["error"])
-        return Tally.from_plain(plain["tally"])
-    except WireError:
-        raise
-    except (AttributeError, KeyError, TypeError) as error:
-        raise WireDamaged(f"this document is no answer of rank 0: {error!r}") from error
+def tally_from_bytes(data: bytes) -> Tally:
+    """Return the tally of the answer in ``data``, or raise its error. Raises `WireError` for anything else."""
+    answer: _Answer = from_plain(_Answer, loads(data, kind="answer", supported=_VERSION).value, "an answer of rank 0")
+    if answer.tally is None:
+        raise error_from_text(answer.error)
+    return answer.tally

@@ -57,22 +57,6 @@ class Tally:
         described = "; ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in values[:_MOST_VALUES])
         return f"{name}: {described}{' …' if len(values) > _MOST_VALUES else ''}"
 
-    def to_plain(self) -> dict[str, dict[str, list[int]]]:
-        """Return the tally as a plain value."""
-        return {
-            name: {value: ranks.to_plain() for value, ranks in values.items()} for name, values in self.facts.items()
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Mapping[str, object]]) -> Tally:
-        """Return the tally that `to_plain` made ``plain`` of."""
-        return cls(
-            facts={
-                name: {value: Intervals.from_plain(ranks) for value, ranks in values.items()}
-                for name, values in plain.items()
-            }
-        )
-
 
 def ranks_of(ranks: Iterable[int]) -> Intervals:
     """Return ``ranks`` as a set."""

@@ -21,11 +21,10 @@ from lakeckpt.errors import MissingRanksError, ObjectMissing, SaveFailed, WireEr
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.rounds import (
     Rounds,
+    answer_to_bytes,
     facts_from_bytes,
     facts_to_bytes,
-    failure_to_bytes,
     tally_from_bytes,
-    tally_to_bytes,
 )
 from lakeckpt.tracking.tally import Tally, name_ranks, ranks_of
 from lakeckpt.tracking.waiting import LONGEST_S, Waiter, poll
@@ -67,7 +66,7 @@ class RecordTalk(Rounds):
         if self.rank:
             self._send(number, facts_to_bytes(facts))
         elif self.world_size > 1:
-            self._answer(number, tally_to_bytes(Tally.of([facts])))
+            self._answer(number, answer_to_bytes(Tally.of([facts])))
 
     def _send(self, number: int, data: bytes) -> None:
         self._storage.put(f"{self._folder}/{self.rank:05d}.facts-{number}", [data])
@@ -86,7 +85,7 @@ class RecordTalk(Rounds):
             if failed:  # the other ranks look for the answer of rank 0, and not for the note of every rank
                 failure = published_failure(self._storage, self._save, failed[0])
                 assert failure is not None
-                self._answer(number, failure_to_bytes(failure))
+                self._answer(number, answer_to_bytes(failure))
                 raise failure
             new = [path for path in names if path in listed and path not in found]
             found.update(zip(new, pool.map(lambda path: self._read(path, facts_from_bytes), new), strict=True))
