@@ -21,7 +21,7 @@ from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.orders import Begin, Bye, Documents, Dropped, Order, Outcome
 from lakeckpt.checkpoint.agent.process import persister_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.errors import CheckpointIncomplete
+from lakeckpt.errors import SaveFailed
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
@@ -114,7 +114,7 @@ class ThreadAgent:
         self._thread.join(2 * self._timeout_s)
         if self._thread.is_alive():
             if well:
-                raise CheckpointIncomplete("what was ordered is not in storage: its store is stuck")
+                raise SaveFailed("what was ordered is not in storage: its store is stuck")
             return
         if well:
             self._generations.remove()

@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.persist.agreement import Agreement, Unit, agree, sum_of
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedTensor, StagedTree
 from lakeckpt.checkpoint.state.wholes import part_key
-from lakeckpt.errors import CheckpointError, DisagreementError, MissingRanksError, SaveFailed
+from lakeckpt.errors import CheckpointError, MissingRanksError, SaveFailed, TrackingError
 from lakeckpt.tracking.rounds import Rounds
 from tests.checkpoint.rig import EventWaiter, Gone, MemoryStorage, good, run_ranks
 
@@ -229,7 +229,7 @@ def test_a_disagreement_is_raised_on_every_rank() -> None:
         return agree(talk, facts={"optimizer step": str(rank // 2)}, units=[], announce={})
 
     results = over_storage(3, body)
-    assert all(isinstance(one, DisagreementError) for one in results)
+    assert all(isinstance(one, TrackingError) for one in results)
     assert all("0 on ranks 0-1; 1 on rank 2" in str(one) for one in results)
 
 

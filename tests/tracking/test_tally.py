@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.errors import DisagreementError, MissingRanksError, WireDamaged
+from lakeckpt.errors import MissingRanksError, TrackingError, WireDamaged
 from lakeckpt.tracking.rounds import answer_to_bytes, facts_from_bytes, tally_from_bytes
 from lakeckpt.tracking.tally import Tally, name_ranks, ranks_of
 from lakeckpt.wire.envelope import dumps
@@ -34,7 +34,7 @@ def test_a_tally_has_what_each_rank_states_and_nothing_else(stated: list[dict[st
 def test_a_disagreement_names_the_ranks_and_what_they_state() -> None:
     tally = Tally.of([{"step": "7" if rank == 2 else "8", "attempt": "1"} for rank in range(4)])
     tally.require_agreement(["attempt", "a fact that nobody states"])
-    with pytest.raises(DisagreementError, match=r"^the ranks are not at .*: step: 8 on ranks 0-1, 3; 7 on rank 2$"):
+    with pytest.raises(TrackingError, match=r"^the ranks are not at .*: step: 8 on ranks 0-1, 3; 7 on rank 2$"):
         tally.require_agreement(["attempt", "step"])
 
 

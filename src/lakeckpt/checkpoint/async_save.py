@@ -35,11 +35,10 @@ from lakeckpt.checkpoint.persist.indexes import documents_of
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks
 from lakeckpt.errors import (
     ArenaError,
-    CheckpointIncomplete,
     LakeckptError,
     MissingRanksError,
     SaveFailed,
-    SaveLeftOut,
+    SaveSkipped,
     UnannouncedChange,
 )
 from lakeckpt.tracking.exchange import Exchange
@@ -221,7 +220,7 @@ class Background:
         except MissingRanksError as error:
             if (stop := noted_stop(self._exchange)) is not None:
                 raise stop[1] from error
-            raise CheckpointIncomplete(f"it is not known if all ranks have an arena: {error}") from error
+            raise SaveFailed(f"it is not known if all ranks have an arena: {error}") from error
         if without:
             self._no_arena = self._no_arena or ArenaError("; ".join(sorted(without)))
             return False
@@ -325,7 +324,7 @@ class Background:
 
     def _note(self, order: Order, failure: Exception) -> None:
         """Tell the other trainers of a save that failed. A save that was skipped for another has not failed."""
-        if self._exchange.world_size > 1 and not isinstance(failure, SaveLeftOut):
+        if self._exchange.world_size > 1 and not isinstance(failure, SaveSkipped):
             leave_note(self._exchange, self._save_of(order), failure)
 
     def _look_for_notes(self, *, now: bool = False) -> None:
@@ -363,7 +362,7 @@ class Background:
         return Saved(step=outcome.step, info=info, error=None, took_s=outcome.took_s, remarks=remarks)
 
     def wait(self) -> None:
-        """Return when the results of all saves are known. Raises `CheckpointIncomplete` if the agent is silent."""
+        """Return when the results of all saves are known. Raises `SaveFailed` if the agent is silent."""
         self._engine.finish()
         self._order_ready()
         for one in list(self._pending.values()):
@@ -373,7 +372,7 @@ class Background:
         while self._pending:
             if self._waiter.now() > deadline_s:
                 steps = sorted(one.order.step for one in self._pending.values())
-                raise CheckpointIncomplete(f"the agent has reported nothing of the saves of the steps {steps}")
+                raise SaveFailed(f"the agent has reported nothing of the saves of the steps {steps}")
             self._agent.wait(self._timeout_s if self._exchange.world_size == 1 else _LOOK_S)
             self._look_for_notes(now=True)
             self._read_outcomes()

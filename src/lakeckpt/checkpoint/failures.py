@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.errors import (
     CheckpointError,
-    CheckpointIncomplete,
     ConfigError,
     LakeckptError,
     MissingRanksError,
@@ -53,7 +52,7 @@ def save_error(text: str, *, prefix: str = "") -> LakeckptError:
     trainer handles as it handles its own."""
     found = error_from_text(text, prefix=prefix, otherwise=SaveFailed)
     if isinstance(found, MissingRanksError):
-        return CheckpointIncomplete(str(found))
+        return SaveFailed(str(found))
     if isinstance(found, (CheckpointError, TrackingError, StateError, UnsupportedValue, ConfigError)):
         return found
     return SaveFailed(str(found))

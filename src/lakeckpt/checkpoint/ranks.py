@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lakeckpt.checkpoint.policy import Policy
-from lakeckpt.errors import ConfigError, DisagreementError
+from lakeckpt.errors import ConfigError, TrackingError
 from lakeckpt.tracking.exchange import Exchange, exchange_of_group
 
 __all__ = ["check_shared", "check_topology", "exchange_of", "text_of_policy"]
@@ -53,14 +53,14 @@ def check_topology(exchange: Exchange, rank: int | None, world_size: int | None)
 
 
 def check_shared(exchange: Exchange, settings: Mapping[str, str]) -> None:
-    """Raise `DisagreementError`, on every rank, where the ranks were given different ``settings``: name → value.
+    """Raise `TrackingError`, on every rank, where the ranks were given different ``settings``: name → value.
 
     Collective. Ranks that save at different steps would wait for each other until their time is over.
     """
     tally = exchange.everyone(settings)
     differ = [name for name in settings if len(tally.facts[name]) > 1]
     if differ:
-        raise DisagreementError(
+        raise TrackingError(
             f"the ranks were given different settings: {', and '.join(map(tally.describe, differ))}. "
             "Give all ranks of a CheckpointManager the same"
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.errors import DisagreementError
+from lakeckpt.errors import TrackingError
 
 __all__ = ["Tally", "name_ranks", "ranks_of"]
 
@@ -42,13 +42,13 @@ class Tally:
         return next(iter(self.facts[name]))
 
     def require_agreement(self, names: Iterable[str]) -> None:
-        """Raise `DisagreementError`, which names the ranks, if the ranks state different values of a fact in
+        """Raise `TrackingError`, which names the ranks, if the ranks state different values of a fact in
         ``names``."""
         differ = [name for name in names if len(self.facts.get(name, {})) > 1]
         if differ:
             described = ", and ".join(map(self.describe, differ[:_MOST_NAMED]))
             more = f", and {len(differ) - _MOST_NAMED} more" if len(differ) > _MOST_NAMED else ""
-            raise DisagreementError(f"the ranks are not at one cut: {described}{more}")
+            raise TrackingError(f"the ranks are not at one cut: {described}{more}")
 
     def describe(self, name: str) -> str:
         """Return which ranks state which values of a fact, the rarest value last: ``step: 8 on ranks 0-2; 7 on rank

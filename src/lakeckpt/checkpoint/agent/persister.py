@@ -32,7 +32,7 @@ from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
-from lakeckpt.errors import LakeckptError, SaveFailed, SaveLeftOut, StorageError
+from lakeckpt.errors import LakeckptError, SaveFailed, SaveSkipped, StorageError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.waiting import Waiter
 
@@ -184,7 +184,7 @@ class Persister:
 
     def _skip(self, order: Order) -> None:
         """Report an order that is skipped for a newer order, after a note to the ranks that take it in sequence."""
-        error: LakeckptError = SaveLeftOut(f"step {order.step} was skipped: a newer cut waits to be persisted")
+        error: LakeckptError = SaveSkipped(f"step {order.step} was skipped: a newer cut waits to be persisted")
         try:
             self._refuse_pointless()
             if self.world_size > 1 and not publish_failure(self._storage, self._save_of(order), self.rank, error):
@@ -238,7 +238,7 @@ class Persister:
                 f"step {order.step} was not saved: nothing that rank {self.rank} has captured is in memory any more: "
                 "its arena was removed, or all of its captures were dropped"
             )
-        raise SaveLeftOut(
+        raise SaveSkipped(
             f"step {order.step} was skipped: rank {self.rank} had not captured it, or newer cuts took its place while "
             "an earlier one was persisted"
         )

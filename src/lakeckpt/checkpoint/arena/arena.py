@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.arena.filling import Filling, checksum
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES, SUPERBLOCK_BYTES, ArenaLayout, GenerationRecord
 from lakeckpt.checkpoint.arena.locks import FileLocks
 from lakeckpt.checkpoint.format.digests import leaf_digests
-from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaInUse, WireError
+from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
 
 __all__ = ["Arena", "Held"]
 
@@ -41,7 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)  # its calls release the interpreter's
 class Arena:
     """The arena in the file opened as ``descriptor``, which the arena owns from then on. ``name`` is for messages.
 
-    ``writes``: to fill generations. Raises `ArenaInUse` where another opening fills them already, `ArenaDamaged` where
+    ``writes``: to fill generations. Raises `ArenaError` where another opening fills them already, `ArenaDamaged` where
     the file is not an arena of the size that it names, and `ArenaError` where it cannot be mapped.
     """
 
@@ -53,7 +53,7 @@ class Arena:
             self.layout = _layout_of(descriptor, name)
             self._writer = self.layout.generations
             if writes and not self._locks.take(self._writer):
-                raise ArenaInUse(f"the arena {name!r} is filled by another process: let it end first")
+                raise ArenaError(f"the arena {name!r} is filled by another process: let it end first")
             self._map = _mapped(descriptor, self.layout.size_bytes, name, writes=writes)
         except BaseException:
             self._locks.forget()

@@ -88,7 +88,7 @@ class ArenaFolder:
             return arena
 
     def open(self, name: str, *, writes: bool = False) -> Arena:
-        """Open an arena that `found` named. Raises `ArenaDamaged`, `ArenaInUse`; ``FileNotFoundError`` where it is
+        """Open an arena that `found` named. Raises `ArenaDamaged`, `ArenaError`; ``FileNotFoundError`` where it is
         gone."""
         with self._opened() as folder:
             return Arena(self._file(name, folder), name, writes=writes)

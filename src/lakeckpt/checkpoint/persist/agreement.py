@@ -91,7 +91,7 @@ def agree(talk: Rounds, *, facts: Mapping[str, str], units: Sequence[Unit], anno
     """Settle the ``facts`` and the shares. ``announce`` goes to all ranks, and need not be equal; of one name that
     several ranks announce, the value of the first counts.
 
-    Raises `DisagreementError` naming the ranks and the fact, `MissingRanksError` naming the ranks.
+    Raises `TrackingError` naming the ranks and the fact, `MissingRanksError` naming the ranks.
     """
     alone = sorted((unit for unit in units if unit.bundle is None), key=lambda unit: unit.id)
     bundles: defaultdict[Hashable, list[Unit]] = defaultdict(list)

@@ -45,11 +45,10 @@ from lakeckpt.checkpoint.state.staged import StagedCut
 from lakeckpt.core.read_ahead import BASES, Basis
 from lakeckpt.errors import (
     CheckpointDamaged,
-    CheckpointIncomplete,
     LakeckptError,
     MissingRanksError,
     SaveFailed,
-    SaveLeftOut,
+    SaveSkipped,
     StorageError,
     WireError,
 )
@@ -134,7 +133,7 @@ class Publisher:
         """Publish a cut; collective. ``taken`` is the cut, or the error that kept this rank from having it, which then
         fails the save on all ranks. Returns the commit.
 
-        Raises `SaveFailed`, `CheckpointIncomplete`, `AttemptSuperseded`, `DisagreementError` if the ranks are not at
+        Raises `SaveFailed`, `AttemptSuperseded`, `TrackingError` if the ranks are not at
         one cut, and ``taken`` itself if it is an error.
         """
         self._current = save
@@ -142,7 +141,7 @@ class Publisher:
             manifest = self._publish(save, taken, talk)
         except Exception as error:
             self.tip.failed.add(save)
-            if not isinstance(error, SaveLeftOut):  # what was referred to may be what is not there: written anew
+            if not isinstance(error, SaveSkipped):  # what was referred to may be what is not there: written anew
                 self._earlier = (self._earlier[0], Earlier())
             raise
         if self._rank == 0:
@@ -210,14 +209,14 @@ class Publisher:
         except Exception as error:
             failure = failure or error
         if failure is not None:
-            what = _LEFT_OUT if isinstance(failure, SaveLeftOut) else _FAILURE
+            what = _LEFT_OUT if isinstance(failure, SaveSkipped) else _FAILURE
             announced = {f"{what} of rank {self._rank}": error_to_text(failure)}
         try:
             units = taken.staged.units() if isinstance(taken, StagedCut) else []
             agreement = agree(talk, facts=facts, units=units, announce=announced)
         except MissingRanksError as error:
             self._refuse_stopped()
-            raise failure or CheckpointIncomplete(f"the checkpoint of step {save.step}: {error}") from error
+            raise failure or SaveFailed(f"the checkpoint of step {save.step}: {error}") from error
         failures = sorted(  # the first one is a failure, if any is
             (name, *said.split(": ", 1))
             for name, said in agreement.announced.items()
