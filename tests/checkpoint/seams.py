@@ -18,8 +18,8 @@ from lakeckpt.checkpoint import manager as manager_module
 from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Begin, Bye, Documents, Dropped, Order, Outcome
-from lakeckpt.checkpoint.agent.process import persister_of
+from lakeckpt.checkpoint.agent.orders import Begin, Bye, Dropped, Order, Outcome
+from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.errors import SaveFailed
 from lakeckpt.lake.storage.base import Storage
@@ -71,18 +71,20 @@ class ThreadAgent:
     checksummer = None
 
     def __init__(self, begin: Begin) -> None:
-        self.rank, self._timeout_s = begin.rank, begin.timeout_s
+        self.rank, self._timeout_s = begin.rank, begin.settings.timeout_s
         self._got: deque[Outcome] = deque()
         self._came = threading.Event()
         identity = identity_of(begin.digest, rank=begin.rank, world_size=begin.world_size)
         self._generations = Generations(ArenaFolder(begin.arenas), identity)
-        self._persister = persister_of(
-            begin,
+        self._persister = Persister(
             _places[begin.uri],
             self._generations,
+            begin.attempt,
+            rank=begin.rank,
+            world_size=begin.world_size,
+            settings=begin.settings,
             waiter=_waiters[begin.uri],
             report=self.report,
-            log=lambda text: None,
         )
         name = f"lakeckpt-persister-{begin.rank}"
         self._thread = threading.Thread(target=self._persister.run, name=name, daemon=True)
@@ -93,9 +95,6 @@ class ThreadAgent:
 
     def drop(self, save: Dropped, /) -> None:
         self._persister.take(save)
-
-    def keep(self, documents: Mapping[str, bytes], /) -> None:
-        self._persister.take(Documents(documents=documents))
 
     def report(self, outcome: Outcome) -> None:
         self._got.append(outcome)

@@ -522,7 +522,7 @@ def test_leaving_saves_the_last_cut_where_its_save_was_left_out(
     completes, given_up = CaptureEngine._completes, list[int]()
 
     def once(self: CaptureEngine, job: Any) -> bool:
-        if job.facts.step == 3 and not given_up:
+        if job.step == 3 and not given_up:
             given_up.append(3)
             return False  # as where the state was changed meanwhile
         return completes(self, job)
@@ -748,7 +748,7 @@ class Captures:
     def finish(self) -> None:
         self.completed, self._pending = self._pending or self.completed, None
 
-    def given_up(self, step: int) -> tuple[bool, None]:
+    def dropped(self, step: int) -> tuple[bool, None]:
         return False, None
 
     def cut(self, step: int, **_: Any) -> bool:
@@ -785,6 +785,7 @@ def test_orders_are_given_one_after_the_other_and_none_is_dropped(second: int, l
     background = Background(
         cast(Any, Captures(left_out)),
         cast(Any, every),
+        MemoryStorage(),
         cast(Any, every),
         cast(Any, every),
         Attempt(run="r", number=0, last=0, parent=None, seed=1),

@@ -15,7 +15,7 @@ The training thread alone calls this module. Its threads are those of the captur
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +31,7 @@ from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import checked_metric
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.indexes import documents_of
+from lakeckpt.checkpoint.persist.indexes import write_documents
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks
 from lakeckpt.errors import (
     ArenaError,
@@ -41,6 +41,7 @@ from lakeckpt.errors import (
     SaveSkipped,
     UnannouncedChange,
 )
+from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
@@ -91,6 +92,7 @@ class Background:
         self,
         engine: CaptureEngine,
         agent: AgentLink,
+        storage: Storage,
         generations: Generations,
         exchange: Exchange,
         attempt: Attempt,
@@ -103,6 +105,7 @@ class Background:
         self.attempt = attempt
         self._engine = engine
         self._agent = agent
+        self._storage = storage
         self._generations = generations
         self._exchange = exchange
         self._tracks = tracks
@@ -111,7 +114,7 @@ class Background:
         self._timeout_s = timeout_s
         self._pending: dict[int, _Pending] = {}  # by the number of the save
         self._results: list[Saved] = []
-        self._documents: set[str] = set()  # paths that the agent has
+        self._written: set[str] = set()  # documents of tables that are in storage
         self._captured: int | None = None  # the last cut of which a capture began, if no save has used it
         self._settled = False
         self._no_arena: ArenaError | None = None
@@ -133,9 +136,8 @@ class Background:
             try:
                 if self._capture(step, self._journal.pending(step), must=False):
                     self._has_reported = False
-                    if documents := self._new_documents():  # this cut may be that of a final save
-                        self._agent.keep(documents)
-                        self._documents |= documents.keys()
+                    with suppress(SaveFailed):  # the next cut or save tries again
+                        self._write_documents(skip=self._written)  # this cut may be that of a final save
             except ArenaError as error:
                 if not self._settled:
                     self._no_arena = error
@@ -153,7 +155,6 @@ class Background:
         is raised here, the agents of all ranks drop the save together.
         """
         pending: Pending = {}
-        documents: dict[str, bytes] = {}
         good: float | None = None
         captured = False
         failure: Exception | None = None
@@ -162,7 +163,7 @@ class Background:
                 self._engine.finish()  # all ranks order a save before the next one
                 self._order_ready()
             pending = self._journal.pending(step)
-            documents = self._new_documents()
+            self._write_documents()
             good = checked_metric(metric)
             captured = self._no_arena is None and (
                 self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
@@ -181,12 +182,10 @@ class Background:
         except Exception as error:
             failure = error
         self._captured = None
-        self._documents |= documents.keys()
         order = Order(
             step=step,
             number=self.attempt.saves,
             metric=good,
-            documents=documents,
             failure="" if failure is None else error_to_text(failure),
         )
         self.attempt.saves += 1
@@ -259,11 +258,10 @@ class Background:
             self._agent.wait(_NOTHING_SPARE_S)
             self._read_outcomes()
 
-    def _new_documents(self) -> dict[str, bytes]:
-        if self._exchange.rank:
-            return {}
-        every = {path: one for track in self._tracks.values() for path, one in documents_of(track.reader).items()}
-        return {path: one.dumps() for path, one in every.items() if path not in self._documents}
+    def _write_documents(self, *, skip: Collection[str] = ()) -> None:
+        if self._exchange.rank == 0:
+            readers = [track.reader for track in self._tracks.values()]
+            self._written = write_documents(self._storage, readers, skip=skip)
 
     # --- orders
 
@@ -274,7 +272,7 @@ class Background:
             if completed is not None and one.order.step <= completed:
                 self._send(one)
                 continue
-            is_over, failure = self._engine.given_up(one.order.step)
+            is_over, failure = self._engine.dropped(one.order.step)
             if is_over:
                 one.order = replace(one.order, failure="" if failure is None else error_to_text(failure))
                 self._send(one)
@@ -315,7 +313,6 @@ class Background:
             self.attempt.recorded = result.step
             self._journal.committed(result.step)
         else:
-            self._documents.clear()  # documents may have been lost with it
             if one.was_raised:
                 return
             assert result.error is not None

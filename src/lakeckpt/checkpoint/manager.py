@@ -228,7 +228,9 @@ class CheckpointManager:
             waiter=self._waiter,
             exchange=self._exchange if world_size > 1 else None,
         )
-        self._saver = Saver(publisher, self._exchange, objects=objects, tracks=self._tracks, journal=journal)
+        self._saver = Saver(
+            publisher, self._storage, self._exchange, objects=objects, tracks=self._tracks, journal=journal
+        )
         if self._arenas is not None and self._place is not None:
             self._background = open_background(
                 objects,

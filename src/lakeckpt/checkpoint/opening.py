@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
@@ -87,19 +87,12 @@ def open_background(
         Begin(
             uri=place.uri,
             storage_options=place.storage_options,
-            run=attempt.run,
+            attempt=replace(attempt, pending={}),
+            settings=replace(settings, timeout_s=float(settings.timeout_s)),
             digest=digest,
-            attempt=attempt.number,
-            last=attempt.last,
-            parent=attempt.parent,
-            recorded=attempt.recorded,
-            seed=attempt.seed,
             rank=exchange.rank,
             world_size=exchange.world_size,
             arenas=arenas.path,
-            keep=settings.keep,
-            verify=settings.verify,
-            timeout_s=float(settings.timeout_s),
             linger_s=LINGER_S,
         )
     )
@@ -114,6 +107,7 @@ def open_background(
             checksummer=lambda: agent.checksummer,
         ),
         agent,
+        place.storage,
         Generations(arenas, identity),
         exchange,
         attempt,

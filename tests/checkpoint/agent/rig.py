@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lakeckpt.checkpoint.agent import orders
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Bye, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
@@ -98,9 +96,6 @@ class ThreadPersister(Persister):
         """Wait until all is done; False where it is not by then."""
         self._runs.join(timeout_s)
         return not self._runs.is_alive()
-
-    def keep(self, documents: Mapping[str, bytes]) -> None:
-        self.take(orders.Documents(documents=documents))
 
     def leave(self) -> None:
         """The trainer ends well."""

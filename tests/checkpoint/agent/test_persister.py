@@ -12,7 +12,8 @@ import pytest
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
 from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
-from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
+from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import verify
@@ -177,17 +178,17 @@ def test_where_arenas_cannot_be_looked_at_every_order_is_answered_and_the_other_
     storage = MemoryStorage()
     begin(storage, world_size=2)
     with make_arena(tmp_path, 0, 2) as first, make_arena(tmp_path, 1, 2) as second:
-        found = ArenaFolder.found
+        opened = ArenaFolder.open
 
-        def short(self: ArenaFolder) -> list[ArenaInfo]:
+        def short(self: ArenaFolder, name: str) -> Arena:
             if threading.current_thread().name == "lakeckpt-persister-0":
                 raise ArenaError("too many open files")
-            return found(self)
+            return opened(self, name)
 
         desks, _ = ranks(storage, tmp_path, 2)
         for step in (1, 2, 3):
             fill(first, step), fill(second, step)
-        monkeypatch.setattr(ArenaFolder, "found", short)
+        monkeypatch.setattr(ArenaFolder, "open", short)
         for desk in desks:
             for step in (1, 2, 3):
                 desk.order(step, step)
@@ -196,6 +197,12 @@ def test_where_arenas_cannot_be_looked_at_every_order_is_answered_and_the_other_
     left_out = [(1, "save_skipped"), (2, "save_skipped")]
     assert [desk.said() for desk in desks] == [[*left_out, (3, "arena")], [*left_out, (3, "save_failed")]]
     assert desks[1].outcomes[-1].text == "nothing was saved at step 3. failure of rank 0: too many open files"
+
+
+def test_no_order_has_the_number_of_the_final_save(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    with pytest.raises(AssertionError, match="at most 999999 saves"):
+        Desk(storage, tmp_path, EventWaiter(storage)).order(1, FINAL)
 
 
 def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: Path) -> None:
@@ -383,23 +390,19 @@ def test_when_a_trainer_dies_its_newest_complete_cut_is_persisted(tmp_path: Path
     assert storage.list(final_folder(0)) == []  # nobody else is to be told
 
 
-def test_a_final_save_takes_along_what_the_trainer_gave_to_be_kept_and_with_orders_that_waited(tmp_path: Path) -> None:
-    """And no order that waited keeps it from trying again where the store fails once."""
+def test_a_final_save_stands_for_orders_that_waited_and_they_do_not_keep_it_from_trying_again(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
     faulty = FaultyStorage(storage, fail_at={("put", 1): Fault.ERROR})
     with make_arena(tmp_path) as arena:
         fill(arena, 5)
     desk = Desk(faulty, tmp_path, EventWaiter(storage))
-    desk.persister.keep({"index/a.lkc": b"kept"})
-    for number, path in enumerate(("index/b.lkc", "index/c.lkc")):
-        desk.persister.take(Order(step=3 + number, number=number, documents={path: b"ordered"}))
+    for number in range(2):
+        desk.order(3 + number, number)
     desk.persister.die()
     run(desk)
     assert committed(storage) == [5] and holds(storage, 5), desk.log
-    assert [step for step, _ in desk.said()] == [5], "the will stands for what it ordered"
-    assert {storage.objects[f"index/{name}.lkc"] for name in "bc"} == {b"ordered"}
-    assert storage.objects["index/a.lkc"] == b"kept"
+    assert [step for step, _ in desk.said()] == [5], "the final save stands for what was ordered"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -544,7 +547,7 @@ def test_a_final_save_has_all_its_time_however_long_ago_the_last_order_was(tmp_p
     assert committed(storage) == [5, 6]
 
 
-def test_a_save_that_fails_is_given_up_for_a_newer_one_which_writes_what_it_was_given_to_keep(tmp_path: Path) -> None:
+def test_a_save_that_fails_is_dropped_for_a_newer_one(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
     waiter = EventWaiter(storage)
@@ -552,7 +555,7 @@ def test_a_save_that_fails_is_given_up_for_a_newer_one_which_writes_what_it_was_
     desk = Desk(Failing(storage, puts=2), tmp_path, waiter)
 
     def order(step: int) -> None:
-        desk.persister.take(Order(step=step, number=step, documents={f"indexes/{step}": b"%d" % step}))
+        desk.persister.take(Order(step=step, number=step))
 
     wait, newer = waiter.wait, [6, 7]
 
@@ -570,7 +573,6 @@ def test_a_save_that_fails_is_given_up_for_a_newer_one_which_writes_what_it_was_
         run(desk)
     assert desk.said() == [(5, "save_failed"), (6, "save_skipped"), (7, "")] and waiter.time_s < 1.0
     assert committed(storage) == [7]
-    assert [storage.objects[f"indexes/{step}"] for step in (5, 6, 7)] == [b"5", b"6", b"7"]
 
 
 @pytest.mark.parametrize(("recorded", "expected"), [((3, 3), 5), ((3, 4), 5), ((3, 5), None)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
-import itertools
 import multiprocessing
 import os
 import resource
@@ -18,16 +17,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.checkpoint.arena.arena import Arena
-from lakeckpt.checkpoint.arena.filling import Filling, Run
+from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
-from lakeckpt.checkpoint.format.digests import leaf_digests
 from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaTooLarge
 
 SLICE, SLICES = 64, 5
@@ -243,76 +240,6 @@ def test_what_is_needed_is_never_written_to(actions: list[tuple[str, int]]) -> N
                 assert common in kept or not common
             for hold, _ in holds:
                 hold.__exit__(None, None, None)
-
-
-def borders(begin: int, end: int) -> st.SearchStrategy[int]:
-    """Places in [begin, end]: any, and those about the ends of what is brought at once."""
-    step = 64 * 2**10
-    near = st.builds(lambda at, off: at * step + off, st.integers(begin // step, end // step), st.integers(-2, 2))
-    return st.one_of(st.integers(begin, end), near.map(lambda at: min(max(at, begin), end)))
-
-
-@given(st.data())
-@settings(max_examples=60)
-def test_what_is_brought_to_a_slice_is_there_with_its_checksums(data: st.DataObject) -> None:
-    leaf = 2**20
-    size = data.draw(st.sampled_from((leaf, leaf + 1, 3 * leaf - 70_000)), label="size")
-    slice_bytes = data.draw(st.sampled_from((leaf, 2 * leaf, 3 * 2**16 + 64)), label="bytes of a slice")
-    sources = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    with (
-        tempfile.TemporaryDirectory() as name,
-        made(ArenaFolder(Path(name)), data_bytes=size, slice_bytes=slice_bytes) as arena,
-    ):
-        filling = arena.begin()
-        assert filling is not None
-        np.frombuffer(filling.data, np.uint8)[:] = 255
-        expected = np.full(size, 255, np.uint8)
-        for number in range(arena.layout.num_slices):
-            begin, end = number * slice_bytes, min((number + 1) * slice_bytes, size)
-            cuts = data.draw(st.lists(borders(begin, end), max_size=20), label="cuts")
-            runs = []
-            for start, stop in itertools.pairwise(sorted([begin, *cuts, end])):
-                source, comes = sources[start:stop], data.draw(st.sampled_from(("brought", "before", "not at all")))
-                if comes == "brought":
-                    runs.append(Run(at=start, to=source, source=source))
-                elif comes == "before":  # another way
-                    filling.data[start:stop] = source.data
-                expected[start:stop] = 255 if comes == "not at all" else source
-            filling.bring(number, runs)
-            filling.filled(number)
-        record = filling.complete(step=1, attempt="a", cut=b"c" * 16, documents=b"")
-        slices = [expected[at : at + slice_bytes].data for at in range(0, size, slice_bytes)]
-        assert record.checksums == b"".join(leaf_digests(one, arena.layout.leaf_bytes) for one in slices)
-        with arena.hold() as held:
-            assert held is not None
-            found = b"".join(held.slice(number) for number in range(arena.layout.num_slices))
-            assert found == expected.tobytes()
-
-
-def test_each_byte_that_is_brought_is_written_once_however_few_the_system_takes_at_once(
-    folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size, written = 2**20, list[tuple[int, int]]()
-    pwrite = os.pwrite
-
-    def some(descriptor: int, data: memoryview, at: int) -> int:
-        written.append((at, pwrite(descriptor, data[:30_001], at)))
-        return written[-1][1]
-
-    with made(folder, data_bytes=size, slice_bytes=size) as arena:
-        filling = arena.begin()
-        assert filling is not None
-        source = np.random.default_rng(1).integers(0, 256, size, np.uint8)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", some)
-            filling.bring(
-                0, [Run(at=3, to=source, source=source[3:200_000]), Run(at=2**19, to=source, source=source[2**19 :])]
-            )
-        assert bytes(filling.data[3:200_000]) == source[3:200_000].tobytes()
-        assert bytes(filling.data[2**19 :]) == source[2**19 :].tobytes()
-        filling.abandon()
-    assert sum(size for _, size in written) == 200_000 - 3 + 2**19
-    assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(written))
 
 
 def test_who_reads_meanwhile_is_told_of_what_is_complete_now(folder: ArenaFolder) -> None:

@@ -93,7 +93,7 @@ def test_a_process_that_was_killed_is_an_error(running: tuple[Checksummer, subpr
     process.wait(PATIENCE_S)
     with pytest.raises(ArenaError, match="the agent, which takes the checksums of an arena, does not answer"):
         checksummer.ask([(0, LEAF)])
-    checksummer._asked.append(16)
+    checksummer._sizes.append(16)
     with pytest.raises(ArenaError, match="it has ended"):
         checksummer.take()
 

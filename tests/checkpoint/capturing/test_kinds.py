@@ -59,9 +59,8 @@ class Thin(nn.Linear):
 class ShutGate(OpenGate):
     """Admits nothing before the fence: what was not taken at the cut is as somebody left it who did not announce it."""
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
         assert urgent.wait(PATIENCE_S), "the fence has not come"
-        return False
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {

@@ -126,7 +126,7 @@ class Trainer:
         simulated = Device(os.getpid())
         links = {torch.device("cpu"): SimulatedLink(simulated)} if self.device else {}
         opening.CaptureEngine = functools.partial(  # type: ignore[misc,assignment]
-            LinkedEngine, slice_bytes=256, links=links, scratch_bytes=2000
+            LinkedEngine, slice_bytes=256, links=links
         )
         halve_copies(points)
 
@@ -207,7 +207,7 @@ class Trainer:
 
         def noted(one: job.Job, documents: bytes) -> None:
             complete(one, documents)
-            notes[name] |= 1 << one.facts.step
+            notes[name] |= 1 << one.step
 
         job.Job.complete = noted  # type: ignore[method-assign]
 

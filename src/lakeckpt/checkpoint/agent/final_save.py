@@ -1,7 +1,8 @@
 """This module chooses the cut of the final save, which the agents of a job make after their trainers have died.
 
-Each agent writes which steps lie complete in its rank's arena, and up to which step it knows commits; all read the same
-answer: the newest step that every rank has. Ranks may be a step apart when they die. Imports without torch.
+Each agent writes which steps lie complete in its rank's arena, and up to which step it knows commits. All read the same
+answer: the newest step that every rank has. Ranks may be a step apart when they die. Imports without torch, and starts
+no threads but those of `RecordTalk`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def agree_on_final_save(
     become pointless. Raises `MissingRanksError` naming the ranks whose agents wrote nothing in time, and
     `StorageError`.
     """
-    if rank == 0 and world_size > 1:  # agents that wait for an order of a dead trainer see that there will be none
+    if rank == 0 and world_size > 1:  # so that agents stop waiting for orders of a dead trainer
         storage.put(f"{final_folder(attempt)}/{rank:05d}.dies", [b""])
     talk = RecordTalk(
         storage,

@@ -1,9 +1,8 @@
 """This module starts the agent of a trainer, and exchanges messages with it on pipes.
 
 `AgentLink` waits for the agent when it is made, and in `wait`; else it never blocks training. An agent that ends early
-(killed for memory, say) takes its pending orders with it: the link reports them as failed at the next call; where none
-was pending, the next order fails. The next order starts another agent. The link starts no threads. Imports without
-torch.
+(killed for memory, say) takes its pending orders with it: the link reports them as failed at the next call, and starts
+another agent at the next order. The link starts no threads. Imports without torch.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.agent.logs import log_path, open_log
 from lakeckpt.checkpoint.agent.orders import (
     Begin,
     Bye,
-    Documents,
     Dropped,
     Frames,
     Message,
@@ -80,7 +78,7 @@ class AgentLink:
         self._log = log_path(begin.arenas, begin.digest.hex(), begin.rank)
         self._process = os.getpid()
         self._child: _Child | None = None
-        self._lost = ""  # why the last agent has ended, until an order has failed for it
+        self._lost = ""  # why there is no agent
         self._pending: set[tuple[int, int]] = set()
         self._got: list[Outcome] = []
         self._unsent = bytearray()
@@ -106,7 +104,7 @@ class AgentLink:
         if self._child is None:
             self._start_again()
         self._pending.add((order.step, order.number))
-        if self._lost:  # also where another agent has begun: it has none of the documents that the last one had
+        if self._child is None:
             self._fail()
         else:
             self._send(order)
@@ -114,10 +112,6 @@ class AgentLink:
     def drop(self, save: Dropped, /) -> None:
         """Another rank has dropped its save: the agent stops waiting for that rank, and the outcome names the cause."""
         self._send(save)
-
-    def keep(self, documents: Mapping[str, bytes], /) -> None:
-        """Have these (path → document) in storage before the next commit, also before the final save."""
-        self._send(Documents(documents=documents))
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcomes since the last call, without waiting."""
@@ -186,6 +180,7 @@ class AgentLink:
         self._send(self._begin)
 
     def _start_again(self) -> None:
+        self._lost = ""
         try:
             self._start()
         except AgentError as error:
@@ -233,7 +228,7 @@ class AgentLink:
                 self._lost = f"the agent cannot work for this trainer: {message.text}"
 
     def _lose(self, child: _Child) -> None:
-        """The agent has ended: pending orders have failed, or the next order fails."""
+        """The agent has ended, and its pending orders have failed."""
         try:
             status: int | None = child.process.wait(_LOOK_S)
         except subprocess.TimeoutExpired:
@@ -241,15 +236,13 @@ class AgentLink:
         self._end()
         how = f"was killed by signal {-status}" if status and status < 0 else f"ended with status {status}"
         self._lost = self._lost or f"the agent (process {child.process.pid}) {how}: see {self._log!r}"
-        if self._pending:
-            self._fail()
+        self._fail()
 
     def _fail(self) -> None:
-        """Report that all pending orders have failed with the agent."""
+        """Report that all pending orders have failed, as there is no agent."""
         for step, number in sorted(self._pending):
             self._got.append(Outcome(step=step, number=number, kind=SaveFailed.kind, text=self._lost))
         self._pending.clear()
-        self._lost = ""
 
     def _end(self) -> None:
         child, self._child = self._child, None

@@ -1,6 +1,6 @@
 """This module defines the messages between a trainer and its agent, and their bytes on a pipe.
 
-The trainer sends `Begin` first, then `Order`, `Documents` and `Dropped`, and `Bye` at the end. The agent answers
+The trainer sends `Begin` first, then `Order` and `Dropped`, and `Bye` at the end. The agent answers
 `Begin` with `Ready` and each order with an `Outcome`. A message is a document of ``wire`` behind its length, and names
 the release of lakeckpt that wrote it: both ends must be of one release. Nothing is unpickled. Imports without torch.
 """
@@ -8,13 +8,13 @@ the release of lakeckpt that wrote it: both ends must be of one release. Nothing
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.fields import fields_of
-from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.persist.commit import Verify
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError
 from lakeckpt.wire.documents import from_plain_of, to_plain
 from lakeckpt.wire.envelope import dumps, loads
@@ -22,7 +22,6 @@ from lakeckpt.wire.envelope import dumps, loads
 __all__ = [
     "Begin",
     "Bye",
-    "Documents",
     "Dropped",
     "Frames",
     "Message",
@@ -38,8 +37,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """A trainer begins an attempt. The fields of the attempt are those of
-    `lakeckpt.checkpoint.persist.attempt.Attempt`.
+    """A trainer begins ``attempt``, whose checkpoints are published by ``settings``.
 
     ``digest`` identifies the run on this node, ``arenas`` is the folder of the arenas. ``linger_s``: how much longer
     than a save the final save waits for the agents of other ranks, whose trainers may die later.
@@ -47,19 +45,12 @@ class Begin:
 
     uri: str
     storage_options: Mapping[str, Any]
-    run: str
+    attempt: Attempt
+    settings: Settings
     digest: bytes
-    attempt: int
-    last: int
-    parent: int | None
-    recorded: int
-    seed: int
     rank: int
     world_size: int
     arenas: str
-    keep: Keep
-    verify: Verify
-    timeout_s: float
     linger_s: float
 
 
@@ -75,15 +66,13 @@ class Ready:
 class Order:
     """Persist the complete generation of ``step``.
 
-    ``number``: how many orders the attempt gave before. ``documents``: path → a document that must be in storage before
-    the commit. ``failure``: why this rank has not captured the cut (`lakeckpt.tracking.notes.error_to_text`), for the
-    other ranks; empty where it has captured the cut.
+    ``number``: how many orders the attempt gave before. ``failure``: why this rank has not captured the cut
+    (`lakeckpt.tracking.notes.error_to_text`), for the other ranks; empty where it has captured the cut.
     """
 
     step: int
     number: int
     metric: float | None = None
-    documents: Mapping[str, bytes] = field(default_factory=dict)
     failure: str = ""
 
 
@@ -94,13 +83,6 @@ class Dropped:
     step: int
     number: int
     failure: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Documents:
-    """path → a document that must be in storage before any later commit, also before the final save."""
-
-    documents: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +111,8 @@ class Bye:
     well: bool = True
 
 
-Message = Begin | Ready | Order | Dropped | Documents | Outcome | Bye
-_TYPES: dict[str, type[Message]] = {
-    one.__name__: one for one in (Begin, Ready, Order, Dropped, Documents, Outcome, Bye)
-}
+Message = Begin | Ready | Order | Dropped | Outcome | Bye
+_TYPES: dict[str, type[Message]] = {one.__name__: one for one in (Begin, Ready, Order, Dropped, Outcome, Bye)}
 
 
 def framed(message: Message) -> bytes:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import Bye, Documents, Dropped, Message, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Bye, Dropped, Message, Order, Outcome
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
@@ -86,7 +86,6 @@ class Persister:
         )
         self._changed = threading.Condition()
         self._waiting: list[Order] = []
-        self._documents: dict[str, bytes] = {}
         self._dropped: dict[tuple[int, int], str] = {}  # saves that other ranks dropped, and why
         self._bye: Bye | None = None
         self._order: Order | None = None  # the order under way
@@ -97,12 +96,11 @@ class Persister:
         """Take a message of the trainer. `run` ends after a `Bye`; a second `Bye` changes nothing."""
         with self._changed:
             if isinstance(message, Order):
+                assert message.number < FINAL, f"an attempt has at most {FINAL} saves: start the job again"
                 self._waiting.append(message)
                 self.ordered = max(self.ordered, message.step)
             elif isinstance(message, Dropped):
                 self._dropped[message.step, message.number] = message.failure
-            elif isinstance(message, Documents):
-                self._documents |= message.documents
             elif isinstance(message, Bye):
                 self._bye = self._bye or message
             self._changed.notify_all()
@@ -135,8 +133,6 @@ class Persister:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._bye)
             waiting, self._waiting = self._waiting, []
-            for one in waiting:
-                self._documents |= one.documents
             if not waiting or self.is_final:  # the final save is newer than what the trainer ordered
                 return None
             if self.rank == 0:
@@ -207,10 +203,8 @@ class Persister:
             raise save_error(order.failure)
         self._refuse_dropped()
         self._refuse_pointless()
-        with self._changed:
-            documents = dict(self._documents)
         try:
-            taken: StagedCut | Exception = self._staged(order, held, documents)
+            taken: StagedCut | Exception = self._staged(order, held)
         except Exception as error:
             taken = error
         talk = RecordTalk(
@@ -222,17 +216,14 @@ class Persister:
             timeout_s=self._settings.timeout_s,
             still=partial(self._refuse_over, order),
         )
-        manifest = self._publisher.publish(self._save_of(order), taken, talk)
-        with self._changed:
-            self._documents = {path: data for path, data in self._documents.items() if path not in documents}
-        return manifest
+        return self._publisher.publish(self._save_of(order), taken, talk)
 
-    def _staged(self, order: Order, held: Held | Exception | None, documents: Mapping[str, bytes]) -> StagedCut:
+    def _staged(self, order: Order, held: Held | Exception | None) -> StagedCut:
         """Return the cut to publish. Raises why there is none."""
         if isinstance(held, Exception):
             raise held
         if held is not None:
-            return _staged(contents_of(held), order, documents)
+            return _staged(contents_of(held), order)
         if not self._generations.steps():
             raise SaveFailed(
                 f"step {order.step} was not saved: nothing that rank {self.rank} has captured is in memory any more: "
@@ -325,7 +316,7 @@ class Persister:
             self._do(Order(step=step, number=FINAL))
 
 
-def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) -> StagedCut:
+def _staged(contents: Contents, order: Order) -> StagedCut:
     """Return a generation with the digests of its capture. It is verified while it is written."""
     data, leaves = contents.held.data, contents.leaves()
     tensors = {
@@ -341,6 +332,5 @@ def _staged(contents: Contents, order: Order, documents: Mapping[str, bytes]) ->
         staged=Staged(tensors=tensors, trees=trees),
         readers={name: pending_from_bytes(data) for name, data in contents.documents.readers.items()},
         metric=order.metric,
-        documents={path: partial(bytes, data) for path, data in documents.items()},
         intact=contents.verify,
     )

@@ -19,21 +19,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
-from lakeckpt.checkpoint.agent.orders import Begin, Bye, Frames, Message, Outcome, Ready, framed
+from lakeckpt.checkpoint.agent.orders import Begin, Bye, Frames, Message, Ready, framed
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.checksummer import answer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import LakeckptError
-from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.open import open_storage
-from lakeckpt.tracking.waiting import SystemWaiter, Waiter
+from lakeckpt.tracking.waiting import SystemWaiter
 
-__all__ = ["main", "persister_of"]
+__all__ = ["main"]
 
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -59,57 +56,33 @@ def main(asked: int, answers: int, trainer: int) -> int:
         begin = next(messages)
         if not isinstance(begin, Begin):
             return 1  # the trainer died at once
-        name = f"rank {begin.rank} of {begin.world_size}, attempt {begin.attempt}"
+        name = f"rank {begin.rank} of {begin.world_size}, attempt {begin.attempt.number}"
         _log(f"begins: {name}, to {begin.uri}")
         storage = open_storage(begin.uri, storage_options=begin.storage_options or None)
-        generations = Generations(
-            ArenaFolder(begin.arenas), identity_of(begin.digest, rank=begin.rank, world_size=begin.world_size)
-        )
     except LakeckptError as error:
         _log(f"{name} cannot be served: {error.kind}: {error}")
         report(Ready(kind=error.kind, text=str(error)))
         return 1
-    persister = persister_of(
-        begin, storage, generations, waiter=SystemWaiter(), report=report, log=lambda text: _log(f"{name}: {text}")
+    identity = identity_of(begin.digest, rank=begin.rank, world_size=begin.world_size)
+    generations = Generations(ArenaFolder(begin.arenas), identity)
+    persister = Persister(
+        storage,
+        generations,
+        begin.attempt,
+        rank=begin.rank,
+        world_size=begin.world_size,
+        settings=begin.settings,
+        waiter=SystemWaiter(),
+        report=report,
+        log=lambda text: _log(f"{name}: {text}"),
+        linger_s=begin.linger_s,
     )
     threading.Thread(target=answer, args=(asked, answers, begin.arenas), name="lakeckpt-checksums", daemon=True).start()
     threading.Thread(target=_serve, args=(messages, persister, name), name="lakeckpt-orders", daemon=True).start()
     report(Ready())
     persister.run()
-    _log(f"{name}: {_tidied(persister, generations, begin.attempt)}; ends")
+    _log(f"{name}: {_tidied(persister, generations)}; ends")
     return 0
-
-
-def persister_of(
-    begin: Begin,
-    storage: Storage,
-    generations: Generations,
-    *,
-    waiter: Waiter,
-    report: Callable[[Outcome], None],
-    log: Callable[[str], None],
-) -> Persister:
-    """Return what persists the cuts of the trainer that has sent ``begin``."""
-    attempt = Attempt(
-        run=begin.run,
-        number=begin.attempt,
-        last=begin.last,
-        parent=begin.parent,
-        seed=begin.seed,
-        recorded=begin.recorded,
-    )
-    return Persister(
-        storage,
-        generations,
-        attempt,
-        rank=begin.rank,
-        world_size=begin.world_size,
-        settings=Settings(keep=begin.keep, verify=begin.verify, timeout_s=begin.timeout_s),
-        waiter=waiter,
-        report=report,
-        log=log,
-        linger_s=begin.linger_s,
-    )
 
 
 def _messages(orders: int, trainer: int) -> Iterator[Message]:
@@ -142,21 +115,18 @@ def _serve(messages: Iterator[Message], persister: Persister, name: str) -> None
         os._exit(1)
 
 
-def _tidied(persister: Persister, generations: Generations, attempt: int) -> str:
-    """Remove the arena, unless it holds a cut that is needed and not in storage, or a later attempt uses it. Returns
+def _tidied(persister: Persister, generations: Generations) -> str:
+    """Remove the arena, unless it holds a cut that is needed and not in storage, or another trainer fills it. Returns
     what was done.
 
     A cut of an earlier attempt counts: this attempt may have gone on from it and captured nothing yet.
     """
     with contextlib.closing(generations):
-        if generations.holds_later(attempt):
-            return "the arena stays: a later attempt uses it"
         captured = max(generations.steps(), default=0)
         needed = captured if persister.is_final else persister.ordered
         if min(needed, captured) > persister.recorded:
             return f"the arena stays, as step {captured} is not in storage: lakeckpt doctor removes it"
-        generations.remove()
-        return "the arena is removed"
+        return "the arena is removed" if generations.remove() else "the arena stays, as another trainer fills it"
 
 
 def _log(text: str) -> None:

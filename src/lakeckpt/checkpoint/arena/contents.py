@@ -45,28 +45,18 @@ _Piece = tuple[int, memoryview]
 """The first of some bytes of the data, and where these bytes go."""
 
 
+@as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlace:
     """A tensor, and the byte of a generation's data at which it begins; it has ``spec.size_bytes``."""
 
     spec: TensorSpec
-    start: int
+    start: Count
 
     @property
     def stop(self) -> int:
         """The byte after its last byte."""
         return self.start + self.spec.size_bytes
-
-
-@as_row
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A `TensorPlace` in the document of a table."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +67,7 @@ class TensorTable:
     document: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        rows = [
-            _Row(key=key, dtype=one.spec.dtype, shape=one.spec.shape, start=one.start)
-            for key, one in self.places.items()
-        ]
-        plain = to_plain(rows, tuple[_Row, ...])
+        plain = to_plain(self.places.values(), tuple[TensorPlace, ...])
         object.__setattr__(self, "document", dumps(plain, kind=_TABLE_KIND, version=_TABLE_VERSION))
 
     def to_plain(self) -> bytes:
@@ -93,11 +79,8 @@ class TensorTable:
         """Return the table of which `to_plain` gave ``plain``. Raises `WireError`."""
         data = from_plain(bytes, plain, "a table of tensors")
         found = loads(data, kind=_TABLE_KIND, supported=_TABLE_VERSION).value
-        rows: tuple[_Row, ...] = from_plain(tuple[_Row, ...], found, "a table of tensors")
-        places = {
-            one.key: TensorPlace(spec=TensorSpec(key=one.key, dtype=one.dtype, shape=one.shape), start=one.start)
-            for one in rows
-        }
+        rows: tuple[TensorPlace, ...] = from_plain(tuple[TensorPlace, ...], found, "a table of tensors")
+        places = {one.spec.key: one for one in rows}
         if len(places) != len(rows):
             raise WireDamaged("a table of tensors names one of them twice")
         return cls(places=places)

@@ -1,12 +1,12 @@
 """This module makes, finds, opens and removes the arenas in a folder of the user's own, in memory or on a disk.
 
 By default the folder is ``/dev/shm/lakeckpt-<user id>``: host memory that outlives processes. Another path gives arenas
-that lie in files, for nodes that are short of memory. The folder is 0700 and the user's, each arena 0600 with a name
-that nobody can guess. Nothing is opened through a link, and a folder or file that does not look so is refused.
+that lie in files, for nodes that are short of memory. The folder is 0700 and the user's, each arena 0600. Nothing is
+opened through a link, and a folder or file that does not look so is refused.
 
-An arena's memory is allocated when the arena is made: a page that is missing later would end the process. The file has
-no name until the arena is complete (``O_TMPFILE``), so that a process that is killed meanwhile leaves nothing. Each
-arena says which run and rank it belongs to. Nothing is removed but by `ArenaFolder.remove`.
+A rank of a run has one arena in a folder, ``<digest of the run>.<rank>.arena``. The memory of an arena is allocated
+when it is made: a page that is missing later would end the process. The file gets its name when the arena is whole
+(``O_TMPFILE``), so that a process that is killed meanwhile leaves nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,10 +66,18 @@ class ArenaFolder:
         with self._opened(make=True):
             pass
 
+    def name_of(self, identity: ArenaIdentity) -> str:
+        """Return the name of the arena of a rank of a run, whatever the number of ranks."""
+        return f"{identity.run.hex()}.{identity.rank}{_SUFFIX}"
+
     def create(self, layout: ArenaLayout) -> Arena:
-        """Make an arena, and open it to be filled. Raises `ArenaTooLarge`, and `ArenaError` where the file system
-        cannot hold arenas. Nothing is left where it fails, nor where the process is killed meanwhile."""
-        name = secrets.token_hex(16) + _SUFFIX
+        """Make an arena in the place of the one that its rank has, and open it to be filled.
+
+        Raises `ArenaTooLarge`, and `ArenaError` where another process fills that one, or the file system cannot hold
+        arenas. Nothing new is left where it fails, nor where the process is killed meanwhile.
+        """
+        name = self.name_of(layout.identity)
+        self.remove(name)
         with self._opened(make=True) as folder:
             self._check_room(folder, layout)
             descriptor = self._nameless(folder)
@@ -106,11 +113,17 @@ class ArenaFolder:
             raise ArenaError(f"the arenas in {self.path!r} cannot be looked at: {error.strerror}") from error
 
     def remove(self, name: str) -> None:
-        """Remove an arena, if it is there. Generations that somebody holds, to persist them, stay until released."""
-        with contextlib.suppress(ArenaError, FileNotFoundError), self.open(name, writes=True) as arena:
-            arena.empty()  # others may have it mapped for long
+        """Remove an arena, if it is there. Generations that somebody holds, to persist them, stay until released.
+
+        Raises `ArenaError` where another process fills it, or it cannot be looked at.
+        """
         with contextlib.suppress(FileNotFoundError), self._opened() as folder:
-            os.unlink(name, dir_fd=folder)
+            try:
+                with Arena(self._file(name, folder), name, writes=True) as arena:
+                    arena.empty()  # others may have it mapped for long
+                    os.unlink(name, dir_fd=folder)
+            except ArenaDamaged:
+                os.unlink(name, dir_fd=folder)
 
     # --- the folder and its files
 

@@ -1,6 +1,6 @@
 """This module keeps in a run the footer index of each table that the run reads, and the row selection of each filter.
 
-Both are written once, under their digests, and never change; `Documents` writes them again if the run has lost them.
+Both are written once, under their digests, and never change; `write_documents` writes again what the run has lost.
 The rows of a filter are counted once for a run: `offer` gives a reader the selection that the run has saved, and `save`
 saves the selection that was counted, so that no attempt counts again.
 
@@ -10,16 +10,16 @@ The module imports without torch and starts no threads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from lakeckpt.checkpoint.persist.history import INDEX, index_path, selection_path
-from lakeckpt.errors import ObjectMissing, WireError
+from lakeckpt.errors import ObjectMissing, SaveFailed, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.tracking.readers import index_of, versions_of
 
-__all__ = ["Document", "Documents", "documents_of", "filtered", "offer", "save"]
+__all__ = ["Document", "documents_of", "filtered", "offer", "save", "write_documents"]
 
 
 class Document(Protocol):
@@ -86,31 +86,17 @@ def _needs_saving(storage: Storage, path: str, live: RowSelection) -> bool:
     return saved == live and (saved.expression, saved.pyarrow) != (live.expression, live.pyarrow)
 
 
-class Documents:
-    """The documents of a run that one attempt writes. Used by the thread that publishes."""
+def write_documents(storage: Storage, readers: Iterable[object], *, skip: Collection[str] = ()) -> set[str]:
+    """Write the documents of ``readers`` that the run at ``storage`` lacks, before a commit refers to them.
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._known: dict[str, Callable[[], bytes]] = {}
-        self._written: set[str] = set()
-        self._new: frozenset[str] = frozenset()
-
-    def write(self, documents: Mapping[str, Callable[[], bytes]]) -> None:
-        """Write the ``documents`` (path → function that makes one) that the run does not have yet, and kept ones."""
-        self._new = frozenset(documents)
-        self._known |= documents
-        for path, make in self._known.items():
-            if path not in self._written and not self._storage.list(path):
-                self._storage.put(path, [make()])
-            self._written.add(path)
-
-    def forget_written(self) -> None:
-        """Look again at the next `write`, because the run may have lost what was written."""
-        self._written.clear()
-
-    def keep(self, indexes: Iterable[str | None]) -> None:
-        """Keep the documents of the last `write`, and of the tables whose ``indexes`` have these digests, to write them
-        again if need be; drop all others."""
-        folders = tuple(f"{INDEX}/{digest}" for digest in indexes if digest is not None)
-        kept = {path for path in self._known if path in self._new or path.startswith(folders)}
-        self._known = {path: make for path, make in self._known.items() if path in kept}
+    Returns the paths of all of them. ``skip`` are paths at which the run is known to have its document. Raises
+    `SaveFailed`.
+    """
+    every = {path: one for reader in readers for path, one in documents_of(reader).items()}
+    try:
+        for path, one in every.items():
+            if path not in skip and not storage.list(path):
+                storage.put(path, [one.dumps()])
+    except OSError as error:
+        raise SaveFailed(f"the index of a table, which a checkpoint refers to, was not written: {error}") from error
+    return set(every)

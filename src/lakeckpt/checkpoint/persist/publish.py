@@ -34,7 +34,6 @@ from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.agreement import Agreement, agree
 from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
 from lakeckpt.checkpoint.persist.commit import Expected, Verify, await_commit, collect_parts, verify_objects
-from lakeckpt.checkpoint.persist.indexes import Documents
 from lakeckpt.checkpoint.persist.log import read_entry
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.persist.retention import Retention
@@ -124,7 +123,6 @@ class Publisher:
         self._still = still
         self.tip = Tip(storage, attempt)
         self._lost = ""  # of the log, as the save at hand has found
-        self._documents = Documents(storage)
         self._retention = Retention(storage)
         self.remarks = Remarks()  # on the last commit
         self._earlier: tuple[int | None, Earlier] = (None, Earlier())  # a slot, and this rank's part of its commit
@@ -317,9 +315,6 @@ class Publisher:
         )
         verify_objects(self._storage, parts, verify=self._settings.verify)
         self._retention.remember(refs, parts)
-        if self._lost:
-            self._documents.forget_written()
-        self._documents.write(cut.documents)
         return Manifest(
             run=self.attempt.run,
             slot=int(agreement.announced["slot"]),
@@ -361,4 +356,3 @@ class Publisher:
         except (StorageError, CheckpointDamaged) as error:  # it is committed; what should have gone goes after the next
             unpruned = str(error)
         self.remarks = Remarks(lost=self._lost, unpruned=unpruned)
-        self._documents.keep(record.index for record in manifest.readers.values())
