@@ -92,7 +92,7 @@ def test_a_chain_that_cannot_be_read_keeps_everything_for_now() -> None:
         else:
             del storage.objects[slot_path(2)]
         kept = dict(storage.objects)
-        with pytest.raises(CheckpointDamaged, match=r"log/.* cannot be read .* everything does until it is mended"):
+        with pytest.raises(CheckpointDamaged, match=r"log/.* cannot be read .* everything stays until it can be read"):
             Retention(storage).prune(newest, Keep(last=2))
         assert storage.objects == kept
         storage.objects = before

@@ -60,7 +60,7 @@ def save_error(text: str, *, prefix: str = "") -> LakeckptError:
 
 def _error_of(note: Note) -> LakeckptError:
     names_rank = note.cause.startswith("rank ")
-    return save_error(note.error, prefix="" if names_rank else f"rank {note.rank} gave the checkpoint up: ")
+    return save_error(note.error, prefix="" if names_rank else f"rank {note.rank} dropped the save: ")
 
 
 # --- notes in storage
@@ -83,7 +83,7 @@ def published_failure(storage: Storage, save: SaveId, rank: int) -> LakeckptErro
     except ObjectMissing:
         return None
     except ValueError:
-        return SaveFailed(f"rank {rank} gave the checkpoint up, and its note is damaged: see its log")
+        return SaveFailed(f"rank {rank} dropped the save, and its note is damaged: see its log")
 
 
 # --- notes in the exchange

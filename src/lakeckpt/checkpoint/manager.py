@@ -51,7 +51,7 @@ __all__ = ["CheckpointManager"]
 
 
 class CheckpointManager:
-    """Checkpoints of a run at ``uri``: a local folder or any URL that fsspec knows, or a `Storage`.
+    """Checkpoints of a run at ``uri``: a local folder, the URL of an object store, or a `Storage`.
 
     Args:
         uri: where the run lies. One run, one place; every attempt at it uses the same.
@@ -65,16 +65,16 @@ class CheckpointManager:
             process that is restarted loses no more than that. It takes the state's size three times (four times with
             several ranks) of memory. None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
-        bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. What the last
-            iterations were like is written beside the checkpoints once a minute, for ``lakeckpt report``.
+        bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. A profile of
+            the last iterations is written beside the checkpoints once a minute, for ``lakeckpt report``.
         policy: instead of both, an object that says when to save (`lakeckpt.checkpoint.policy.Policy`).
-        keep: which checkpoints keep their data: so many of the newest (int), or what a `lakeckpt.Keep` says. The record
-            of all of them stays.
+        keep: which checkpoints keep their data: so many of the newest (int), or a `lakeckpt.Keep` rule. The record of
+            all checkpoints stays.
         group: the torch process group (or one-dimensional DeviceMesh) whose ranks hold replicas; default: all ranks.
         rank, world_size: checked against the group's, where given.
-        storage_options: for fsspec.
-        verify: what rank 0 looks at before it commits: that all objects are there with their ``"sizes"``, or all
-            their ``"bytes"``, read again.
+        storage_options: options of the object store, such as credentials.
+        verify: what rank 0 compares before it commits: the ``"sizes"`` of all objects, or all their ``"bytes"``, read
+            again.
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
         on_save: called with the `CheckpointInfo` of each checkpoint that this manager commits, on the training thread.
         on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails. A superseded attempt, a

@@ -154,7 +154,7 @@ class StoreExchange(Exchange):
             if answer is None:
                 answer = _put_once(self._store, _answer(number), answer_to_bytes(self._missing([0])))
             else:
-                self._store.delete_key(_message(number, self.rank))  # says that this rank has read the answer
+                self._store.delete_key(_message(number, self.rank))  # rank 0 sees by this that the answer was read
         return tally_from_bytes(answer)
 
     def _poll(self, look: Callable[[], _T | None], patience: int) -> _T | None:

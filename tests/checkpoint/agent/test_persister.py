@@ -772,7 +772,7 @@ def test_an_order_of_what_was_not_captured_says_why_to_the_other_ranks(tmp_path:
         desk.persister.leave()
     finish(desks)
     assert [desk.said() for desk in desks] == [[(4, "unsupported_value")]] * 2
-    assert [desk.outcomes[0].text for desk in desks] == ["rank 1 gave the checkpoint up: no", "no"]
+    assert [desk.outcomes[0].text for desk in desks] == ["rank 1 dropped the save: no", "no"]
     assert committed(storage) == []
 
 

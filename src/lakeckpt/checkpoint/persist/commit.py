@@ -107,7 +107,7 @@ def collect_parts(
     if is_whole is None:
         missing = Intervals.of([(rank, rank + 1) for rank in found]).complement(world_size)
         raise SaveFailed(
-            f"the checkpoint of step {save.step} was given up: {name_ranks(missing)} of {world_size} did not publish "
+            f"the checkpoint of step {save.step} was dropped: {name_ranks(missing)} of {world_size} did not publish "
             f"a part within {timeout_s:g} s; see their logs. Nothing was committed"
         )
     for ranks in {*sums, *expected.bundles}:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Publisher", "Settings"]
 
-_FAILURE, _LEFT_OUT = "failure", "left out"
+_FAILURE, _SKIPPED = "failure", "skipped"
 _SHARING, _ = tree_unit(SHARING, b"")
 
 
@@ -199,15 +199,15 @@ class Publisher:
             if isinstance(taken, StagedCut):
                 facts["tracked readers"] = ", ".join(map(repr, sorted(taken.readers))) or "none"
                 facts |= {
-                    f"state of reader {name!r}, {what}": said
+                    f"state of reader {name!r}, {what}": text
                     for name, pending in taken.readers.items()
-                    for what, said in facts_of(pending[-1].record.state).items()
+                    for what, text in facts_of(pending[-1].record.state).items()
                 }
                 announced |= _weaker(taken) if self._rank else {}
         except Exception as error:
             failure = failure or error
         if failure is not None:
-            what = _LEFT_OUT if isinstance(failure, SaveSkipped) else _FAILURE
+            what = _SKIPPED if isinstance(failure, SaveSkipped) else _FAILURE
             announced = {f"{what} of rank {self._rank}": error_to_text(failure)}
         try:
             units = taken.staged.units() if isinstance(taken, StagedCut) else []
@@ -216,9 +216,9 @@ class Publisher:
             self._refuse_stopped()
             raise failure or SaveFailed(f"the checkpoint of step {save.step}: {error}") from error
         failures = sorted(  # the first one is a failure, if any is
-            (name, *said.split(": ", 1))
-            for name, said in agreement.announced.items()
-            if name.startswith((_FAILURE, _LEFT_OUT))
+            (name, *text.split(": ", 1))
+            for name, text in agreement.announced.items()
+            if name.startswith((_FAILURE, _SKIPPED))
         )
         if failures:
             texts = "; ".join(f"{name}: {text}" for name, _, text in failures)

@@ -134,8 +134,8 @@ class Retention:
 
 def _unreadable(path: str, of: str, why: object) -> CheckpointDamaged:
     return CheckpointDamaged(
-        f"{path} {of} cannot be read ({why}), and it says what must stay: so everything does until it is mended, or "
-        "the rule (keep=) does not need it any more. `lakeckpt verify` says what else is damaged"
+        f"{path} {of} cannot be read ({why}), and it names what must stay: so everything stays until it can be read, "
+        "or the rule (keep=) does not need it any more. `lakeckpt verify` lists what else is damaged"
     )
 
 
