@@ -311,9 +311,7 @@ def test_a_rank_that_gives_up_is_seen_by_those_who_wait() -> None:
         return agree(talk, facts=FACTS, units=[], announce={})
 
     results = over_storage(2, body, storage)
-    assert isinstance(results[0], CheckpointError) and "rank 1 dropped the save: the disk is full" in str(
-        results[0]
-    )
+    assert isinstance(results[0], CheckpointError) and "rank 1 dropped the save: the disk is full" in str(results[0])
 
 
 def test_a_record_that_does_not_read_back_fails_the_save() -> None:

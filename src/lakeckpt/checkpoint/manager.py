@@ -63,7 +63,8 @@ class CheckpointManager:
         capture_every: copy the state into host memory every so many optimizer steps (int), or so much time (timedelta),
             beside training; saves are then made from there by a process of this node, while training goes on, and a
             process that is restarted loses no more than that. It takes the state's size three times (four times with
-            several ranks) of memory. None: saves are synchronous.
+            several ranks) of memory. ``uri`` is then a path or URL, not a `Storage`, and ``storage_options`` are plain
+            values: the process opens both again. None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. A profile of
             the last iterations is written beside the checkpoints once a minute, for ``lakeckpt report``.

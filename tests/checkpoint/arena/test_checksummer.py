@@ -73,10 +73,10 @@ def test_one_that_is_stopped_is_waited_for_and_then_given_up(
     running: tuple[Checksummer, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checksummer, process = running
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(module, "_ONCE_MORE_S", 0.1)
     checksummer.ask([(0, LEAF)])
     checksummer.take()
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "_ONCE_MORE_S", 0.1)
     os.kill(process.pid, signal.SIGSTOP)
     checksummer.ask([(0, LEAF)])
     with pytest.raises(ArenaError, match="nothing came in"):
