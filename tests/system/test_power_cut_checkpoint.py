@@ -15,6 +15,7 @@ import torch
 from lakeckpt import CheckpointManager
 from lakeckpt.errors import LakeckptError
 from lakeckpt.lake.storage.local import LocalStorage
+from tests.checkpoint.seams import manager_with
 from tests.lake.traced import os_of_the_storage
 from tests.patience import PATIENCE_S
 from tests.system.cutting import CuttingCalls, PowerCut
@@ -73,9 +74,7 @@ def train_behind(storage: Any, made: dict[int, bytes], arenas: Path) -> int:
     state = objects()
     saved = 0
     with contextlib.suppress(PowerCut, LakeckptError):
-        manager = CheckpointManager(
-            Unnamed(storage), state, capture_every=1, arenas=arenas, keep=1, timeout_s=PATIENCE_S
-        )
+        manager = manager_with(Unnamed(storage), state, capture_every=1, arenas=arenas, keep=1, timeout_s=PATIENCE_S)
         manager.restore()
         for step in range(1, STEPS + 1):
             train_step(state, step)

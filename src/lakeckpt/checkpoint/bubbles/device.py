@@ -153,7 +153,7 @@ class DeviceGate(BubbleGate):
 
     # --- called by the copier
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
         """See `BubbleGate`."""
         now = self._now
         if now is not None and not self._policy.foresees and not urgent.is_set():
@@ -162,7 +162,7 @@ class DeviceGate(BubbleGate):
             with self._changed:
                 if self._now is now:
                     self._foresee(now, was_there)
-        return super().admit(size_bytes, urgent)
+        super().admit(size_bytes, urgent)
 
     def _foresee(self, now: _Iteration, was_there: bool) -> None:
         """Foresee the windows of an iteration that the device has begun; ``was_there``: earlier than it was asked."""

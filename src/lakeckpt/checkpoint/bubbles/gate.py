@@ -103,28 +103,24 @@ class BubbleGate:
         with self._changed:
             self._policy.begin_capture(size_bytes)
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
-        """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set. Returns whether to copy it gently."""
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
+        """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set."""
         with self._changed:
             self._asked = size_bytes
-            gently = False
             while not urgent.is_set():
                 now = self.clock()
-                has_time = self._policy.has_time(size_bytes, now)
-                at = self._policy.admits_at(size_bytes, now, gently=has_time)
+                at = self._policy.admits_at(size_bytes, now)
                 if at is not None and at <= now:
-                    gently = has_time
                     self._policy.admitted(now)
                     break
                 self._changed.wait(self._look_again_s if at is None else min(at - now, self._look_again_s))
             self._asked = None
             self._urgent = urgent.is_set()
-            return gently
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool = False) -> None:
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """Record that the slice admitted last was copied in [begin_s, end_s). With no bytes, it was not copied."""
         with self._changed:
-            self._policy.moved(size_bytes, begin_s, end_s, gently=gently)
+            self._policy.moved(size_bytes, begin_s, end_s)
             if size_bytes:
                 self._keep_slice(size_bytes, begin_s, end_s, urgent=self._urgent)
 
