@@ -517,11 +517,11 @@ def test_leaving_saves_the_last_cut_where_its_save_was_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage, objects = MemoryStorage(), training()
-    completes, given_up = CaptureEngine._completes, list[int]()
+    completes, dropped = CaptureEngine._completes, list[int]()
 
     def once(self: CaptureEngine, job: Any) -> bool:
-        if job.step == 3 and not given_up:
-            given_up.append(3)
+        if job.step == 3 and not dropped:
+            dropped.append(3)
             return False  # as where the state was changed meanwhile
         return completes(self, job)
 
@@ -531,7 +531,7 @@ def test_leaving_saves_the_last_cut_where_its_save_was_left_out(
         train(saver, objects, 1)
         saver.save()
         made = train(saver, objects, 2)
-    assert given_up and steps_of(storage) == [1, 3] and restored(storage) == (3, made[3])
+    assert dropped and steps_of(storage) == [1, 3] and restored(storage) == (3, made[3])
 
 
 def test_leaving_saves_the_last_cut_again_where_its_save_fails_and_that_is_a_warning(tmp_path: Path) -> None:
