@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from lakeckpt.errors import ConfigError, DataFileDamaged, LakeckptError, SchemaError, StorageError
 from lakeckpt.lake.parquet.fit import FileFit, FileFits, constant
 from lakeckpt.lake.parquet.prefetch import OpenedFile, Prefetcher
+from lakeckpt.lake.parquet.ranges import read_pinned
 from lakeckpt.lake.parquet.row_group import DEFAULT_MAX_ROW_GROUP_BYTES, RowGroupPlan, RowGroupReader
 from lakeckpt.lake.parquet.types import plain_type
 from lakeckpt.lake.storage.local import LocalStorage
@@ -171,11 +172,11 @@ class RowGroupDecoder:
         }
         if not stored:
             return columns
-        file, held = self._prefetcher.fetch(group)
+        file, plan, source = self._prefetcher.fetch(group)
         try:
-            found, fit = file.reader.decode(held, rows, use_threads=self._use_threads), file.fit
+            found, fit = file.reader.decode(source, plan, rows, use_threads=self._use_threads), file.fit
         finally:
-            held.release()
+            source.close()
         for name in stored:
             field = self.table.schema.field(name)
             try:
@@ -210,9 +211,10 @@ class RowGroupDecoder:
             raise
         except OSError as error:
             raise StorageError(f"the data file {path!r} could not be opened: {error}") from error
+        storage, file = self.table.storage, index.file(ordinal)
+        is_local = isinstance(storage, LocalStorage)
         fit = self._fits.fit(self._stored_in(ordinal, self._every_column.names), metadata, path)
         reader = RowGroupReader(
-            self.table.open_bytes(ordinal),
             metadata,
             path=path,
             size_bytes=int(index.size_bytes[ordinal]),
@@ -220,4 +222,5 @@ class RowGroupDecoder:
             int96_unit=fit.int96_unit,
             most_bytes=self._most,
         )
-        return OpenedFile(reader=reader, fit=fit, plan=partial(self._plan, reader, fit))
+        source = self.table.open_file(ordinal) if is_local else partial(read_pinned, storage, self.table.uri, file)
+        return OpenedFile(reader=reader, fit=fit, plan=partial(self._plan, reader, fit), source=source)

@@ -23,7 +23,6 @@ from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.errors import ConfigError, NullValueError
 from lakeckpt.reading.columns.convert import Nulls, convert
 from lakeckpt.reading.columns.gather import cut, join_rows
-from lakeckpt.reading.columns.plain import PlainRows
 from lakeckpt.reading.columns.ragged import map_namespace
 from lakeckpt.reading.windows.cache import CachedWindow, WindowCache
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -155,16 +154,6 @@ class PositionReader:
             return pa.concat_tables(cuts) if cuts else self.schema.empty_table()
         columns: Any = join_rows(cuts) if cuts else convert(self.schema.empty_table(), nulls=self._nulls)
         return columns if self._make is None else map_namespace(columns, self._make)
-
-    def take_plain(self, announced: Announced) -> tuple[PlainRows, int, int] | None:
-        """`take`, for whoever copies the rows: where rows [start, stop) lie, without arrays over them. None where they
-        are not all of one window that is decoded, and plain: nothing was taken then."""
-        self._check_process()
-        if len(announced) != 1:
-            return None
-        needed, start, stop = announced[0]
-        plain = None if needed.decoded is None else needed.decoded.plain
-        return None if plain is None or self._served_within(needed, start, stop) is None else (plain, start, stop)
 
     def _within(self, needed: CachedWindow, start: int, stop: int) -> dict[str, Any] | None:
         """Return the rows if they follow the rows of a decoded window that were served last, and are not its last rows.

@@ -28,7 +28,6 @@ from lakeckpt.errors import DataFileDamaged, NullValueError
 from lakeckpt.reading.columns.convert import Nulls, convert_parts
 from lakeckpt.reading.columns.forms import join, narrowed
 from lakeckpt.reading.columns.gather import column_bytes, gather, join_rows
-from lakeckpt.reading.columns.plain import PlainRows
 from lakeckpt.reading.columns.ragged import Column
 from lakeckpt.reading.columns.recycled import Recycled
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -47,8 +46,6 @@ class DecodedWindow:
     columns: Mapping[str, Column[Array]] | None
     table: pa.Table | None
     size_bytes: int
-    plain: PlainRows | None = None
-    """Where the columns lie, if all of them are plain."""
 
 
 class WindowDecoder:
@@ -93,7 +90,7 @@ class WindowDecoder:
         columns = dict(zip(names, self._threads.map(whole, names), strict=True))
         size = max(held, column_bytes(columns))
         self._largest = max(self._largest, size)
-        return DecodedWindow(columns=columns, table=None, size_bytes=size, plain=PlainRows.of(columns))
+        return DecodedWindow(columns=columns, table=None, size_bytes=size)
 
     def _fragment(self, part: Fragment) -> pa.Table:
         return self.rows.decode(part.group, part.start, part.stop)
