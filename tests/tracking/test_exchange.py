@@ -16,6 +16,8 @@ import torch.distributed as dist
 from lakeckpt.errors import MissingRanksError
 from lakeckpt.tracking.exchange import Exchange, StoreExchange, exchange_of_group
 from lakeckpt.tracking.notes import STOPPED, Note
+from lakeckpt.tracking.rounds import answer_to_bytes, tally_from_bytes
+from lakeckpt.tracking.tally import Tally
 from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
 
@@ -159,6 +161,16 @@ def test_where_rank_0_is_late_all_raise_that_and_so_does_it(pool: ThreadPoolExec
         messages = {missing(one) for one in begun} | {missing(one) for one in job.begin(0)}
         assert len(messages) == 1 and messages.pop().startswith("rank 0 of 3 did not answer")
         assert len(job.round()[0]["rank"]) == 3
+        assert job.store.num_keys() == 1
+
+
+def test_an_answer_that_rank_0_writes_too_late_is_not_taken(pool: ThreadPoolExecutor) -> None:
+    job = Job(2, pool)
+    begun = job.begin(1)
+    job.clock.time_s += 20.5
+    assert missing(begun[0]).startswith("rank 0 of 2 did not answer")
+    with pytest.raises(MissingRanksError, match="rank 0 of 2 did not answer"):
+        tally_from_bytes(job.ranks[0]._answer(1, answer_to_bytes(Tally.of([{}, {}]))))
 
 
 def test_rank_0_may_come_late_and_then_wait_as_long_for_another(pool: ThreadPoolExecutor) -> None:

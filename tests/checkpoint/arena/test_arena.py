@@ -415,6 +415,17 @@ def test_one_process_fills_an_arena_and_another_may_when_it_is_gone(folder: Aren
         assert [record.step for record in again.complete()] == [2, 1]
 
 
+def test_an_arena_that_is_filled_is_neither_replaced_nor_removed(folder: ArenaFolder) -> None:
+    with made(folder) as arena:
+        assert capture(arena, 1)
+        for take in (lambda: folder.create(layout()), lambda: folder.remove(arena.name)):
+            with pytest.raises(ArenaError, match="is filled by another process"):
+                take()
+        assert arena.is_there and folder.found()[0].steps == (1,)
+    with folder.create(layout()) as again:
+        assert again.name == arena.name and again.complete() == []
+
+
 def _train(folder: ArenaFolder, pipe: multiprocessing.connection.Connection) -> None:  # type: ignore[name-defined]
     with folder.create(layout()) as arena:
         step = 0
