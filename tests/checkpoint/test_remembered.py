@@ -48,8 +48,17 @@ def objects_of(seed: int = 0, **reader: Any) -> dict[str, Any]:
     return training(seed=seed) | {"n": Counter(0), "reader": Reader(**reader)}
 
 
+_last: dict[tuple[str, str], CheckpointManager] = {}
+
+
 def managed(storage: Any, objects: dict[str, Any], arenas: Path, **options: Any) -> CheckpointManager:
-    return manager(storage, objects, **{"capture_every": 1, "arenas": arenas, "timeout_s": PATIENCE_S, **options})
+    """A manager. The one before it, of a trainer that has died, fills its memory no more, as the kernel sees to."""
+    where = str(arenas), storage.name
+    if (dead := _last.pop(where, None)) is not None and dead._background is not None:
+        dead._background._engine.close()
+    saver = manager(storage, objects, **{"capture_every": 1, "arenas": arenas, "timeout_s": PATIENCE_S, **options})
+    _last[where] = saver
+    return saver
 
 
 def train(saver: CheckpointManager, objects: dict[str, Any], steps: int) -> str:
