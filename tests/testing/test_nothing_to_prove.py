@@ -84,7 +84,7 @@ def test_a_transform_that_drops_rows_is_told_to_need_a_function_as_key(lake: Pat
     some = make_of(None, lake, transform=lambda batch: {"id": batch["id"][batch["id"] % 2 == 0]})
     even = [n for n in range(21) if n % 2 == 0]
     with pytest.raises(
-        AssertionError, match=r"that its receipt is of.*drops, makes or reorders rows needs key=functio"
+        AssertionError, match=r"that its receipt names.*drops, makes or reorders rows needs key=functio"
     ):
         assert_exactly_once(some, topologies=ONE, key="id", expected=even)
     assert_exactly_once(some, topologies=ONE, key=lambda item: item["id"].tolist(), expected=even)

@@ -35,6 +35,7 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
     def __init__(self, source: BatchSource, assignments: Iterator[Assignment]) -> None:
         self._source = source
         self._reader: PositionReader | None = None
+        self._lanes = 0
         self._assignments: Iterator[Assignment] | None = assignments
         self._announced: deque[tuple[Assignment, Announced | None]] = deque()
         """Assignments, with their rows; None: announcing them failed, and they are announced again when taken."""
@@ -44,7 +45,7 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
     def __next__(self) -> tuple[Receipt, Any]:
         self._announce(_EACH_TIME)
         if not self._announced:
-            self.close()
+            self._end()
             raise StopIteration
         while not self.is_ready and self._announce(1):
             pass
@@ -72,9 +73,15 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
         if self._reader is not None:
             self._reader.clear()
 
+    def _end(self) -> None:
+        self.close()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            self._source.end(reader, self._lanes)
+
     def _reader_of(self, assignment: Assignment) -> PositionReader:
         if self._reader is None:
-            self._reader = self._source.new_reader(assignment.lanes)
+            self._reader, self._lanes = self._source.new_reader(assignment.lanes), assignment.lanes
         return self._reader
 
     def _announce(self, count: int) -> bool:

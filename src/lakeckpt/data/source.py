@@ -70,7 +70,14 @@ class BatchSource:
         self.pin(table, columns, selecting)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_layouts": {}, "_recent": (None, None), "_limits": {}, "_iteration": None}
+        return {
+            **self.__dict__,
+            "_layouts": {},
+            "_recent": (None, None),
+            "_limits": {},
+            "_iteration": None,
+            "_idle": None,
+        }
 
     def begin(self, iteration: Any) -> None:
         """Close the iteration that read before ``iteration``, if somebody still holds it: its windows take memory."""
@@ -89,6 +96,8 @@ class BatchSource:
         """The keys of the last assignment that had one layout, and that layout."""
         self._limits: dict[int, int | None] = {}
         """The limits of the memory of readers, by their lanes."""
+        self._idle: tuple[int, PositionReader] | None = None
+        """The lanes and the reader of an iteration that is over: its memory serves the next one."""
 
     @property
     def transform(self) -> Callable[..., Any] | None:
@@ -147,7 +156,15 @@ class BatchSource:
         return result
 
     def new_reader(self, lanes: int) -> PositionReader:
-        """Return a reader of windows, of which one is open for each of ``lanes``."""
+        """Return a reader of windows, of which one is open for each of ``lanes``: an idle one, if there is one."""
+        idle, self._idle = self._idle, None
+        return idle[1] if idle is not None and idle[0] == lanes else self._made_reader(lanes)
+
+    def end(self, reader: PositionReader, lanes: int) -> None:
+        """Keep the reader of an iteration that is over; nobody else may use it any more."""
+        self._idle = lanes, reader
+
+    def _made_reader(self, lanes: int) -> PositionReader:
         window, ahead = self._spec.window, DEFAULT_AHEAD_BYTES
         if lanes not in self._limits:
             given = self.memory_limit_bytes
