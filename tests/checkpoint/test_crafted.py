@@ -16,8 +16,8 @@ from lakeckpt.checkpoint.format.manifest import PartRef, entry_to_bytes
 from lakeckpt.checkpoint.format.parts import FileRecord, PartRecord, SaveId, TensorRecord
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import slot_path
-from lakeckpt.checkpoint.read.load import load
 from lakeckpt.checkpoint.report import DamageWarning
+from lakeckpt.checkpoint.restore.from_storage import load
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, LakeckptError, WireDamaged, WireError
 from lakeckpt.wire.envelope import dumps, loads
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks, training

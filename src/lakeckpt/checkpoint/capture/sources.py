@@ -26,7 +26,7 @@ import torch
 from lakeckpt.checkpoint.capture.identity import Contents, Held, Places, address_of, are_same, contents_of, memory_of
 from lakeckpt.checkpoint.format.parts import PART_MARK, SHARING
 from lakeckpt.checkpoint.format.sharing import Sharing, sharing_to_bytes
-from lakeckpt.checkpoint.state.parameter_names import named_state, parameter_names
+from lakeckpt.checkpoint.state.names import named_state, parameter_names
 from lakeckpt.checkpoint.state.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.state.shards import sharing_of
 from lakeckpt.checkpoint.state.tree import Flat, branch_to_bytes, class_of, flatten, tree_of_branches, tree_to_bytes

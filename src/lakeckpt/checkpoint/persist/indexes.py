@@ -34,6 +34,11 @@ class Document(Protocol):
         """Its bytes."""
         ...
 
+    @classmethod
+    def loads(cls, data: bytes) -> Document:
+        """The document that `dumps` made ``data`` of; `WireError` if it is none."""
+        ...
+
 
 def documents_of(reader: object) -> Mapping[str, Document]:
     """What a run keeps of the table of ``reader``, by path; the rows that a filter keeps are counted for it."""

@@ -23,9 +23,8 @@ from lakeckpt.checkpoint.consumed.pending import PendingRecord, pending_from_byt
 from lakeckpt.checkpoint.format.manifest import Captured, Manifest, ReaderRecord, Restored
 from lakeckpt.checkpoint.format.parts import SHARING
 from lakeckpt.checkpoint.format.sharing import sharing_from_bytes
-from lakeckpt.checkpoint.read.load import loaded_of
-from lakeckpt.checkpoint.read.loaded import Loaded
-from lakeckpt.checkpoint.state.shards import wholes_of
+from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of
+from lakeckpt.checkpoint.state.wholes import wholes_of
 from lakeckpt.errors import ArenaDamaged
 from lakeckpt.lake.storage.base import Storage
 
@@ -140,10 +139,7 @@ class Remembered:
             specs=contents.specs,
             wholes=wholes_of(contents.specs, shared),
             source=_InArena(contents),
-            is_new=False,
-            per_rank=(),
             what=f"step {which.step} in memory",
-            is_own=self._world_size > 1,
         )
         done = which.step == (recorded or 0)
         return Recalled(

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_remap(args: argparse.Namespace, table: Table) -> int:
     """Carry the rest of an epoch over to another table version, and print what was done."""
-    from lakeckpt.checkpoint.restore.remap import remap
+    from lakeckpt.checkpoint.restore.rest_of_epoch import carry_over
     from lakeckpt.lake.storage.base import describe
     from lakeckpt.lake.storage.open import open_storage
 
@@ -109,7 +109,7 @@ def _run_remap(args: argparse.Namespace, table: Table) -> int:
     storage = open_storage(args.remap, storage_options=options_of(args.storage_options))
     key = [name.strip() for some in args.key for name in some.split(",")]
     with progress_bar("keys", show=not args.json) as progress:
-        done = remap(storage, table, key=key, reader=args.reader, progress=progress)
+        done = carry_over(storage, table, key=key, reader=args.reader, progress=progress)
     if args.json:
         print_json({"run": describe(storage), "table": table.uri, **asdict(done)})
         return 0
