@@ -101,7 +101,7 @@ class Restorer:
                 return self._restore()
         finally:
             if self._memory is not None:
-                self._memory.let_go()
+                self._memory.release()
 
     def _restore(self) -> tuple[int, Attempt, RestoreReport]:
         run = self._compare_first()

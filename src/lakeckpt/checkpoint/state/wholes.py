@@ -18,7 +18,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from math import prod
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
@@ -293,9 +293,6 @@ _Box = tuple[tuple[int, ...], tuple[int, ...]]
 def untiled(shape: tuple[int, ...], boxes: Iterable[_Box]) -> str | None:
     """Return what is wrong with the parts of a whole of ``shape``; None if every element is in one part, none in two.
 
-    It sweeps over the parts along the dimension in which they begin at most places, so that only parts that are open at
-    once are compared: for parts by rows, by columns or in a grid, few.
-
     >>> untiled((4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))])
     >>> untiled((4, 2), [((0, 0), (3, 2)), ((2, 0), (1, 2))])
     'parts at (0, 0) and (2, 0) overlap'
@@ -316,15 +313,17 @@ def untiled(shape: tuple[int, ...], boxes: Iterable[_Box]) -> str | None:
 
 
 def _overlap(boxes: list[_Box]) -> str | None:
-    dims = range(len(boxes[0][0])) if boxes else range(0)
-    along = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in boxes}), default=None)
-    if along is None:  # of numbers without dimensions there is one place
-        return "parts at () and () overlap" if len(boxes) > 1 else None
-    still_open: list[_Box] = []
-    for offsets, sizes in sorted(boxes, key=lambda box: (box[0][along], box)):
-        still_open = [(at, size) for at, size in still_open if at[along] + size[along] > offsets[along]]
-        for others, extents in still_open:
-            if all(a < b + y and b < a + x for a, x, b, y in zip(offsets, sizes, others, extents, strict=True)):
-                return f"parts at {others} and {offsets} overlap"
-        still_open.append((offsets, sizes))
+    """Return which boxes overlap: the edges of all boxes cut the space into cells, and no cell is in two of them."""
+    edges = [set[int]() for _ in boxes[0][0]] if boxes else []
+    for offsets, sizes in boxes:
+        for known, at, size in zip(edges, offsets, sizes, strict=True):
+            known |= {at, at + size}
+    numbers = [{edge: number for number, edge in enumerate(sorted(known))} for known in edges]
+    owners: dict[tuple[int, ...], int] = {}
+    for box, (offsets, sizes) in enumerate(boxes):
+        spans = (range(of[at], of[at + size]) for of, at, size in zip(numbers, offsets, sizes, strict=True))
+        for cell in product(*spans):
+            other = owners.setdefault(cell, box)
+            if other != box:
+                return f"parts at {boxes[other][0]} and {offsets} overlap"
     return None
