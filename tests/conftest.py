@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from lakeckpt.testing import LakeSpec
+    from tests.lakes import LakeSpec
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large]  # both measure the machine, not the code
 

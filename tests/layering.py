@@ -20,8 +20,8 @@ COMPUTED = "<computed>"
 # Imports run downward only: from a larger number to a smaller one, or inside one package.
 LEVELS = {
     "errors": 0,
-    "core": 1,
-    "wire": 2,
+    "wire": 1,
+    "core": 2,
     "lake": 3,
     "reading": 4,
     "data": 5,
@@ -40,8 +40,8 @@ LEVELS = {
 SIDEWAYS = {("checkpoint", "tracking"), ("demo", "cli"), ("cli", "demo")}
 THIRD_PARTY = {
     "errors": set(),
-    "core": {"numpy"},
     "wire": {"numpy", "msgpack"},
+    "core": {"numpy"},
     "lake": {"numpy", "pyarrow", "fsspec", "s3fs", "botocore", "obstore"},
     "reading": {"numpy", "pyarrow"},
 }

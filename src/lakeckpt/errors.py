@@ -1,41 +1,35 @@
-"""This module defines what can go wrong, grouped by what a handler would do about it.
+"""This module defines all errors that lakeckpt raises on purpose, grouped by what a handler would do.
 
-Every error says what was found, where (file, row group, lane, rank, step) and what to do next. ``kind`` is a
+Every error names what was found, where (file, row group, lane, rank, step) and what to do next. ``kind`` is a
 stable, machine-readable name::
 
     LakeckptError
-    ├── ConfigError            an argument is wrong: mend the call                                   (ValueError)
-    ├── TableError             the lake is not as the run needs it
+    ├── ConfigError            an argument is wrong: fix the call                                    (ValueError)
+    ├── TableError             the lake is not as the run needs it, or cannot be read exactly
     │   ├── TableNotFound      nothing to read there                                          (FileNotFoundError)
     │   ├── SchemaError        a column is missing, or files disagree                                (ValueError)
-    │   ├── TableFeatureUnsupported    the table needs what cannot be read exactly                  (ValueError)
     │   ├── NullValueError     a null where none was allowed                                         (ValueError)
     │   ├── DataFileDamaged    a file or row group cannot be decoded: restore it
-    │   ├── RowGroupTooLarge   it decodes to more than is allowed: read fewer columns
     │   └── DataFileChanged    the pinned listing no longer holds
     │       └── TableVersionGone   files of the pinned version are gone: bring them back, or move on
-    ├── StateError             a reader state cannot be used                                         (ValueError)
+    ├── StateError             a reader state cannot be used, or is malformed                        (ValueError)
     │   ├── StateMismatch      it belongs to another order of rows
-    │   ├── StateInvalid       it is malformed
     │   └── StateUnavailable   it cannot be known here                                             (RuntimeError)
     ├── WorkerDied             a loader's worker process ended: iterate again; look at its exit code (RuntimeError)
     ├── WorkerTimeout          no answer in the time that a loader's ``timeout`` gives             (TimeoutError)
-    ├── TrackingError          the ranks do not add up, or one reported twice                      (RuntimeError)
-    │   ├── MissingRanksError  ranks that did not report
-    │   └── DisagreementError  ranks that are not at the same cut
+    ├── TrackingError          the ranks are not at one cut, or one reported twice                 (RuntimeError)
+    │   └── MissingRanksError  ranks that did not report
     ├── CheckpointError        a checkpoint cannot be made or used                                 (RuntimeError)
     │   ├── CheckpointNotFound
     │   ├── CheckpointDamaged      bytes are not what was written: an older one is tried
-    │   ├── CheckpointMismatch     it does not fit the live objects: mend the script
-    │   ├── CheckpointIncomplete   parts are missing
+    │   ├── CheckpointMismatch     it does not fit the live objects: fix the script
     │   ├── AttemptSuperseded      a newer attempt owns the run: stop
-    │   ├── SaveFailed             the store refused: training may go on, nothing was committed
-    │   │   └── SaveLeftOut        another cut was persisted instead of this one
+    │   ├── SaveFailed             the store refused, or ranks are silent: training may go on, nothing was committed
+    │   │   └── SaveSkipped        another cut was persisted instead of this one
     │   ├── UnannouncedChange  the state changed between a cut and the fence: call manager.fence() before it does
     │   └── AgentError             the process that persists cannot be started or reached: see its log
     ├── ArenaError             cuts in host memory cannot be kept or found                         (RuntimeError)
     │   ├── ArenaDamaged           the memory is not what was written: take an older cut
-    │   ├── ArenaInUse             another process fills it: let it end first
     │   └── ArenaTooLarge          it does not fit into the memory that is free
     ├── WireError              bytes that are not our format                                         (ValueError)
     │   ├── WireDamaged
@@ -45,7 +39,6 @@ stable, machine-readable name::
         ├── ObjectExists       a conditional put lost                                           (FileExistsError)
         ├── ObjectMissing                                                                     (FileNotFoundError)
         ├── ObjectChanged      it is not the object that was listed
-        ├── StorageTimeout     no (whole) answer in the time that a call has: look at the store        (TimeoutError)
         └── ConditionalPutUnsupported   the store cannot commit atomically: use another
 """
 
@@ -57,19 +50,16 @@ __all__ = [
     "AgentError",
     "ArenaDamaged",
     "ArenaError",
-    "ArenaInUse",
     "ArenaTooLarge",
     "AttemptSuperseded",
     "CheckpointDamaged",
     "CheckpointError",
-    "CheckpointIncomplete",
     "CheckpointMismatch",
     "CheckpointNotFound",
     "ConditionalPutUnsupported",
     "ConfigError",
     "DataFileChanged",
     "DataFileDamaged",
-    "DisagreementError",
     "LakeckptError",
     "MissingRanksError",
     "NewerFormat",
@@ -77,18 +67,14 @@ __all__ = [
     "ObjectChanged",
     "ObjectExists",
     "ObjectMissing",
-    "RowGroupTooLarge",
     "SaveFailed",
-    "SaveLeftOut",
+    "SaveSkipped",
     "SchemaError",
     "StateError",
-    "StateInvalid",
     "StateMismatch",
     "StateUnavailable",
     "StorageError",
-    "StorageTimeout",
     "TableError",
-    "TableFeatureUnsupported",
     "TableNotFound",
     "TableVersionGone",
     "TrackingError",
@@ -117,7 +103,7 @@ class ConfigError(LakeckptError, ValueError, kind="config"):
 
 
 class TableError(LakeckptError, kind="table"):
-    """The lake is not as the run needs it."""
+    """The lake is not as the run needs it, or has what cannot be read exactly. Nothing was read."""
 
 
 class TableNotFound(TableError, FileNotFoundError, kind="table_not_found"):
@@ -128,12 +114,8 @@ class SchemaError(TableError, ValueError, kind="schema"):
     """A column is missing, of an unsupported type, or files disagree about it."""
 
 
-class TableFeatureUnsupported(TableError, ValueError, kind="table_feature_unsupported"):
-    """The version of the table uses what we, or its format's library, cannot read exactly; nothing was read."""
-
-
 class _InRowGroup(Exception):
-    """What went wrong in a file of the table, and in which part of it."""
+    """An error that names a file of the table, and the part of the file."""
 
     def __init__(
         self, message: str, *, file: str = "", row_group: int | None = None, column: str | None = None
@@ -142,15 +124,6 @@ class _InRowGroup(Exception):
         self.file = file
         self.row_group = row_group
         self.column = column
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), str(self), self.file, self.row_group, self.column))
-
-
-def _rebuild(
-    kind: type[_InRowGroup], message: str, file: str, row_group: int | None, column: str | None
-) -> _InRowGroup:
-    return kind(message, file=file, row_group=row_group, column=column)
 
 
 class DataFileDamaged(_InRowGroup, TableError, kind="data_file_damaged"):
@@ -162,11 +135,7 @@ class DataFileDamaged(_InRowGroup, TableError, kind="data_file_damaged"):
 
 
 class NullValueError(_InRowGroup, TableError, ValueError, kind="null_value"):
-    """A null where the caller allowed none; ``column``, ``file`` and ``row_group`` say where, as far as it is known."""
-
-
-class RowGroupTooLarge(_InRowGroup, TableError, kind="row_group_too_large"):
-    """A row group takes more bytes, uncompressed, than is allowed; ``file``, ``row_group``, ``column`` say which."""
+    """A null where the caller allowed none; ``column``, ``file`` and ``row_group`` name the place, if it is known."""
 
 
 class DataFileChanged(TableError, kind="data_file_changed"):
@@ -180,24 +149,13 @@ class TableVersionGone(DataFileChanged, kind="table_version_gone"):
         super().__init__(message)
         self.files = files
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_gone, (str(self), self.files))
-
-
-def _rebuild_gone(message: str, files: tuple[str, ...]) -> TableVersionGone:
-    return TableVersionGone(message, files=files)
-
 
 class StateError(LakeckptError, ValueError, kind="state"):
-    """A reader state cannot be used."""
+    """A reader state cannot be used, or is malformed."""
 
 
 class StateMismatch(StateError, kind="state_mismatch"):
     """A reader state belongs to another order of rows."""
-
-
-class StateInvalid(StateError, kind="state_invalid"):
-    """A reader state is malformed."""
 
 
 class StateUnavailable(StateError, RuntimeError, kind="state_unavailable"):
@@ -205,7 +163,7 @@ class StateUnavailable(StateError, RuntimeError, kind="state_unavailable"):
 
 
 class WorkerDied(LakeckptError, RuntimeError, kind="worker_died"):
-    """A worker process of a loader ended before it had delivered what was due. What the loop received is counted.
+    """A worker process of a loader ended early. The batches that the loop received are counted.
 
     ``worker`` is its number; ``exit_code`` is negative where a signal killed it, None where it is not known.
     """
@@ -215,28 +173,17 @@ class WorkerDied(LakeckptError, RuntimeError, kind="worker_died"):
         self.worker = worker
         self.exit_code = exit_code
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_died, (str(self), self.worker, self.exit_code))
-
-
-def _rebuild_died(message: str, worker: int | None, exit_code: int | None) -> WorkerDied:
-    return WorkerDied(message, worker=worker, exit_code=exit_code)
-
 
 class WorkerTimeout(LakeckptError, RuntimeError, TimeoutError, kind="worker_timeout"):
     """A worker process of a loader gave no answer within the loader's ``timeout``."""
 
 
 class TrackingError(LakeckptError, RuntimeError, kind="tracking"):
-    """What the ranks report does not add up, or a rank reported more than once."""
+    """The reports of the ranks do not add up: ranks are at different cuts, or a rank reported more than once."""
 
 
 class MissingRanksError(TrackingError, kind="missing_ranks"):
     """Ranks did not report."""
-
-
-class DisagreementError(TrackingError, kind="disagreement"):
-    """Ranks are not at the same cut."""
 
 
 class CheckpointError(LakeckptError, RuntimeError, kind="checkpoint"):
@@ -255,20 +202,16 @@ class CheckpointMismatch(CheckpointError, kind="checkpoint_mismatch"):
     """A checkpoint does not fit the live objects."""
 
 
-class CheckpointIncomplete(CheckpointError, kind="checkpoint_incomplete"):
-    """Parts of a checkpoint are missing."""
-
-
 class AttemptSuperseded(CheckpointError, kind="attempt_superseded"):
     """A newer attempt owns the run; this one must stop."""
 
 
 class SaveFailed(CheckpointError, kind="save_failed"):
-    """A checkpoint could not be written; nothing was committed."""
+    """A checkpoint could not be written, or parts of it are missing. Nothing was committed; training may go on."""
 
 
-class SaveLeftOut(SaveFailed, kind="save_left_out"):
-    """A cut was not persisted, as there was another one to persist instead, or no memory to keep it until then."""
+class SaveSkipped(SaveFailed, kind="save_skipped"):
+    """A cut was not persisted, because a newer one was, or because there was no memory to keep it."""
 
 
 class UnannouncedChange(CheckpointError, kind="unannounced_change"):
@@ -280,15 +223,11 @@ class AgentError(CheckpointError, kind="agent_error"):
 
 
 class ArenaError(LakeckptError, RuntimeError, kind="arena"):
-    """Cuts in host memory cannot be kept or found."""
+    """Cuts in host memory cannot be kept or found, or another process fills the arena."""
 
 
 class ArenaDamaged(ArenaError, kind="arena_damaged"):
     """The memory of an arena is not what was written."""
-
-
-class ArenaInUse(ArenaError, kind="arena_in_use"):
-    """Another process fills an arena."""
 
 
 class ArenaTooLarge(ArenaError, kind="arena_too_large"):
@@ -312,7 +251,7 @@ class UnsupportedValue(WireError, kind="unsupported_value"):
 
 
 class StorageError(LakeckptError, OSError, kind="storage"):
-    """A store failed."""
+    """A store failed, or did not answer in time."""
 
 
 class ObjectExists(StorageError, FileExistsError, kind="object_exists"):
@@ -327,15 +266,11 @@ class ObjectChanged(StorageError, kind="object_changed"):
     """There is another object than the one that was listed: its ETag differs."""
 
 
-class StorageTimeout(StorageError, TimeoutError, kind="storage_timeout"):
-    """The store did not give a whole answer in the time that a call has."""
-
-
 class ConditionalPutUnsupported(StorageError, kind="conditional_put_unsupported"):
     """The store cannot put an object only where there is none."""
 
 
 def error_of(kind: str, text: str, *, otherwise: type[LakeckptError]) -> LakeckptError:
-    """What another process raised, told as its ``kind`` and its text; of class ``otherwise`` where no class has it."""
+    """Return the error that another process raised, by its ``kind`` and text; ``otherwise`` for other kinds."""
     every = [one for one in globals().values() if isinstance(one, type) and issubclass(one, LakeckptError)]
     return next((one for one in every if one.kind == kind), otherwise)(text)

@@ -16,7 +16,7 @@ from lakeckpt.checkpoint.persist.commit import Expected, await_commit, collect_p
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.state.staged import StagedTensor
-from lakeckpt.errors import AttemptSuperseded, CheckpointIncomplete, SaveFailed
+from lakeckpt.errors import AttemptSuperseded, SaveFailed
 from tests.checkpoint.rig import EventWaiter, MemoryStorage
 from tests.checkpoint.test_log import begin, manifest
 
@@ -128,7 +128,7 @@ def test_a_torn_part_is_refused_and_a_missing_one_is_named() -> None:
     with pytest.raises(SaveFailed, match="does not read back"):
         collect(storage)
     del storage.objects[path]
-    with pytest.raises(CheckpointIncomplete, match="rank 1 of 2 did not publish a part within 5 s"):
+    with pytest.raises(SaveFailed, match="rank 1 of 2 did not publish a part within 5 s"):
         collect(storage)
 
 
@@ -138,8 +138,8 @@ def test_a_note_of_failure_ends_the_wait_at_once_and_keeps_its_kind() -> None:
     publish_failure(storage, SAVE, 1, OSError("disk full"))
     with pytest.raises(SaveFailed, match="rank 1 gave the checkpoint up: OSError: disk full"):
         collect(storage)
-    publish_failure(storage, SAVE, 0, CheckpointIncomplete("rank 3 is gone"))
-    with pytest.raises(CheckpointIncomplete, match=r"^rank 3 is gone$"):
+    publish_failure(storage, SAVE, 0, SaveFailed("rank 3 is gone"))
+    with pytest.raises(SaveFailed, match=r"^rank 3 is gone$"):
         await_commit(storage, SAVE, 2, waiter=waiter, timeout_s=5)
     assert waiter.time_s == 0
 
@@ -166,7 +166,7 @@ def test_ranks_take_only_the_commit_of_their_own_save() -> None:
     for entry, kind in (
         (manifest(2, attempt=0, parent=None, step=1), AttemptSuperseded),
         (begin(2), AttemptSuperseded),
-        (None, CheckpointIncomplete),
+        (None, SaveFailed),
     ):
         storage = MemoryStorage()
         if entry is not None:

@@ -15,9 +15,9 @@ from lakeckpt.checkpoint.persist.history import index_path
 from lakeckpt.checkpoint.persist.indexes import Documents
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import AttemptSuperseded, StorageError
-from lakeckpt.testing import LakeSpec
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.data.reading import dataset_of
+from tests.lakes import LakeSpec
 from tests.patience import PATIENCE_S
 
 LOST = "log/0000000002.lkc in memory, which this run had written, is not there any more"

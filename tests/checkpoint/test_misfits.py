@@ -14,8 +14,8 @@ from lakeckpt.checkpoint.persist.history import index_path
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import CheckpointMismatch, ConfigError, StorageError, UnsupportedValue
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.testing import LakeSpec
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
+from tests.lakes import LakeSpec
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.policy import EverySeconds
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.errors import CheckpointIncomplete, StorageError
+from lakeckpt.errors import SaveFailed, StorageError
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Reader, training
 from tests.faults.faulty_storage import FaultyStorage
@@ -104,7 +104,7 @@ def dying(rank: int, world_size: int, folder: str, dead: int, when: str) -> None
     next(batches)
     try:
         manager.step()
-    except CheckpointIncomplete as error:
+    except SaveFailed as error:
         Path(folder, f"said.{rank}").write_text(str(error))
     except Exception as error:
         Path(folder, f"said.{rank}").write_text(f"{type(error).__name__}: {error}")

@@ -19,13 +19,12 @@ from lakeckpt.checkpoint.state.random_states import capture_random, derive_rando
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
     AttemptSuperseded,
-    CheckpointIncomplete,
     CheckpointMismatch,
-    DisagreementError,
     MissingRanksError,
     SaveFailed,
     StateUnavailable,
     StorageError,
+    TrackingError,
     UnsupportedValue,
 )
 from tests.checkpoint.rig import (
@@ -213,7 +212,7 @@ def test_a_rank_whose_reader_disagrees_is_named_and_nothing_is_committed() -> No
         saver.save()
 
     results = run_ranks(3, body)
-    assert all(isinstance(result, DisagreementError) for result in results)
+    assert all(isinstance(result, TrackingError) for result in results)
     assert all("state of reader 'reader'" in str(result) and "on rank 1" in str(result) for result in results)
     assert not any(name.startswith("objects/") for name in storage.objects)
 
@@ -233,8 +232,8 @@ def test_what_differs_between_the_readers_of_ranks_is_named_with_both_values() -
         saver.save()
 
     for result in run_ranks(3, body):
-        assert isinstance(result, DisagreementError)
-        assert "state of reader 'reader', 'identity'/'seed': 3 on ranks 0, 2; 4 on rank 1" in str(result)
+        assert isinstance(result, TrackingError)
+        assert "state of reader 'reader', 'identity'/'spec'/'seed': 3 on ranks 0, 2; 4 on rank 1" in str(result)
         assert "state of reader 'reader', 'step': 1 on ranks 0-1; 2 on rank 2" in str(result)
 
 
@@ -264,7 +263,7 @@ def test_a_rank_that_dies_before_the_cut_is_named_to_all() -> None:
         saver.save()
 
     results = run_ranks(3, body)
-    assert [type(one) for one in results] == [CheckpointIncomplete, type(None), CheckpointIncomplete]
+    assert [type(one) for one in results] == [SaveFailed, type(None), SaveFailed]
     assert "[1] is gone" in str(results[0])
 
 
@@ -287,7 +286,7 @@ def test_a_rank_that_dies_while_it_writes_is_named_within_the_deadline() -> None
         saver.save()
 
     results = run_ranks(3, body, waiters=waiters)
-    assert all(isinstance(one, CheckpointIncomplete | SaveFailed) for one in results[:2])
+    assert all(isinstance(one, SaveFailed | SaveFailed) for one in results[:2])
     assert "rank 2 of 3 did not publish a part within 30 s" in str(results[0])
     assert 30 <= waiters[0].time_s < 130
     assert read_history(storage).tip is None
@@ -309,7 +308,7 @@ def test_a_committer_that_dies_is_noticed_by_the_others() -> None:
         saver.save()
 
     results = run_ranks(3, body, waiters=[waiter])
-    assert all(isinstance(one, CheckpointIncomplete) and "rank 0 did not commit" in str(one) for one in results[1:])
+    assert all(isinstance(one, SaveFailed) and "rank 0 did not commit" in str(one) for one in results[1:])
 
 
 def test_a_rank_that_cannot_write_fails_the_save_on_all_and_the_next_one_succeeds() -> None:
@@ -638,6 +637,6 @@ def test_ranks_that_track_other_readers_are_named_and_nothing_is_committed() -> 
         saver.save()
 
     for result in run_ranks(3, body):
-        assert isinstance(result, DisagreementError)
+        assert isinstance(result, TrackingError)
         assert "tracked readers: 'reader' on ranks 1-2; 'reader', 'val' on rank 0" in str(result)
     assert read_history(storage).chain == ()

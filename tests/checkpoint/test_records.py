@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.persist.agreement import Agreement, Talk, Unit, agree, 
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedTensor, StagedTree
 from lakeckpt.checkpoint.state.wholes import part_key
-from lakeckpt.errors import CheckpointError, DisagreementError, MissingRanksError, SaveFailed
+from lakeckpt.errors import CheckpointError, MissingRanksError, SaveFailed, TrackingError
 from tests.checkpoint.rig import EventWaiter, Gone, MemoryStorage, good, run_ranks
 
 SAVE = SaveId(attempt=3, step=7, number=2)
@@ -222,7 +222,7 @@ def test_a_disagreement_is_raised_on_every_rank() -> None:
         return agree(talk, facts={"optimizer step": str(rank // 2)}, units=[], tell={})
 
     results = over_storage(3, body)
-    assert all(isinstance(one, DisagreementError) for one in results)
+    assert all(isinstance(one, TrackingError) for one in results)
     assert all("0 on ranks 0-1; 1 on rank 2" in str(one) for one in results)
 
 
@@ -240,16 +240,16 @@ def test_a_rank_that_says_nothing_is_named_when_the_time_is_over(gone: int) -> N
 
 def test_what_keeps_rank_0_from_an_answer_is_what_the_others_hear_at_once() -> None:
     def refuse(messages: object) -> bytes:
-        raise DisagreementError("these do not go together")
+        raise TrackingError("these do not go together")
 
-    for merge, kind in ((refuse, DisagreementError), (lambda messages: b"", MissingRanksError)):
+    for merge, kind in ((refuse, TrackingError), (lambda messages: b"", MissingRanksError)):
         storage = MemoryStorage()
         waiter = EventWaiter(storage)
 
         def talk(rank: int, storage: MemoryStorage = storage, waiter: EventWaiter = waiter) -> RecordTalk:
             return RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0)
 
-        if kind is DisagreementError:
+        if kind is TrackingError:
             talk(1).settle(b"y")
         waiter.died()
         with pytest.raises(kind) as told:

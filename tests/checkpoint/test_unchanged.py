@@ -15,7 +15,7 @@ from lakeckpt.checkpoint.persist import persist
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.unchanged import Earlier
 from lakeckpt.checkpoint.report import DamageWarning, RetentionWarning
-from lakeckpt.errors import CheckpointIncomplete, SaveFailed
+from lakeckpt.errors import SaveFailed
 from tests.checkpoint.rig import Counter, EventWaiter, MemoryStorage, good, manager, run_ranks
 from tests.faults.faulty_storage import Fault, FaultyStorage
 
@@ -161,7 +161,7 @@ def test_a_rank_that_did_not_hear_of_a_commit_refers_to_nothing_that_is_gone() -
             if rank and step == 3:
                 place.deaf = True
                 waiter.died()
-                with pytest.raises(CheckpointIncomplete):
+                with pytest.raises(SaveFailed):
                     saver.save()
                 place.deaf, waiter.someone_died = False, False
             else:

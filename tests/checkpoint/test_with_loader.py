@@ -17,10 +17,10 @@ from lakeckpt.checkpoint.persist.history import index_path, read_history
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.index import TableIndex
-from lakeckpt.testing import LakeSpec
 from lakeckpt.tracking.readers import TrackedReader, reader_of
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
 from tests.data.reading import dataset_of
+from tests.lakes import LakeSpec
 
 ROWS = 103
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lakeckpt.checkpoint.agent.generations import digest_of_run
+from lakeckpt.checkpoint.agent.generations import digest_of_run, identity_of
 from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
 from lakeckpt.checkpoint.agent.logs import log_path, open_log
 from lakeckpt.checkpoint.arena import folder as folder_module
@@ -22,6 +23,10 @@ from tests.checkpoint.scripts import Script
 
 Ask = Callable[..., tuple[int, Any]]
 Show = Callable[..., tuple[int, str]]
+
+
+def reclaimed(plain: dict[str, Any]) -> list[str]:
+    return [one["name"] for one in plain["arenas"] if one["use"] == "removed"]
 
 
 @pytest.fixture
@@ -57,9 +62,7 @@ def agent(arenas: Path, left: str) -> Iterator[int]:
 
 def test_a_node_on_which_nothing_is_kept_is_clean(arenas: Path, ask: Ask, show: Show) -> None:
     arenas.mkdir(mode=0o700)
-    assert ask("doctor", "--arenas", arenas) == (
-        0, {"folder": str(arenas), "runs": [], "left_bytes": 0, "reclaimed": []}
-    )  # fmt: skip
+    assert ask("doctor", "--arenas", arenas) == (0, {"folder": str(arenas), "arenas": [], "logs": 0})
     status, told = show("doctor", "--arenas", arenas)
     assert status == 0 and "CLEAN" in told and not list(arenas.iterdir())
 
@@ -68,15 +71,14 @@ def test_what_is_left_of_a_run_is_found_and_reclaimed_only_when_asked(
     arenas: Path, left: str, ask: Ask, show: Show
 ) -> None:
     status, plain = ask("doctor", "--arenas", arenas)
-    (run,) = plain["runs"]
-    (arena,) = run["arenas"]
-    assert (status, arena["agents"], run["logs"]) == (1, [], [0])
+    (arena,) = plain["arenas"]
+    assert (status, arena["agents"], plain["logs"]) == (1, [], 1)
     assert (arena["name"], arena["steps"], arena["use"]) == (left, [4, 3], "left")
-    assert plain["left_bytes"] == arena["size_bytes"] == (arenas / left).stat().st_size
+    assert arena["size_bytes"] == (arenas / left).stat().st_size
     status, told = show("doctor", "--arenas", arenas)
     assert status == 1 and "left" in told and "--reclaim" in told and (arenas / left).exists()
     status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
-    assert (status, plain["reclaimed"]) == (0, [left])
+    assert (status, reclaimed(plain)) == (0, [left])
     assert list(arenas.iterdir()) == []
     assert ask("doctor", "--arenas", arenas)[0] == 0
 
@@ -84,15 +86,14 @@ def test_what_is_left_of_a_run_is_found_and_reclaimed_only_when_asked(
 def test_an_arena_that_a_trainer_fills_stays(arenas: Path, left: str, filled: Arena, ask: Ask, show: Show) -> None:
     assert "filled" in show("doctor", "--arenas", arenas)[1]
     status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
-    assert (status, plain["reclaimed"]) == (0, [left])
+    assert (status, reclaimed(plain)) == (0, [left])
     assert (arenas / filled.name).exists() and not Path(log_path(str(arenas), DIGEST.hex(), 0)).exists()
 
 
 def test_arenas_that_an_agent_keeps_stay(arenas: Path, left: str, agent: int, ask: Ask, show: Show) -> None:
     status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
-    (run,) = plain["runs"]
-    (arena,) = run["arenas"]
-    assert (status, arena["agents"], arena["use"], plain["reclaimed"]) == (0, [agent], "kept by its agent", [])
+    (arena,) = plain["arenas"]
+    assert (status, arena["agents"], arena["use"]) == (0, [agent], "kept by its agent")
     assert (arenas / left).exists()
     status, told = show("doctor", "--arenas", arenas)
     assert status == 0 and str(agent) in told and "kept by its agent" in told
@@ -136,7 +137,7 @@ def test_a_damaged_arena_is_named_and_reclaimed(arenas: Path, left: str, ask: As
     status, told = show("doctor", "--arenas", arenas)
     assert status == 1 and told.count("✗") == 2 and "damaged" in told
     status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
-    assert status == 0 and sorted(plain["reclaimed"]) == sorted([left, link.name])
+    assert status == 0 and sorted(reclaimed(plain)) == sorted([left, link.name])
     assert not link.is_symlink() and Path("/etc/hostname").exists()
 
 
@@ -163,11 +164,17 @@ def test_a_run_that_is_named_is_told_with_what_of_it_is_in_storage(
 ) -> None:
     history = read_history(good_run.storage)
     assert history.run is not None and history.tip is not None
-    log = Path(log_path(str(arenas), digest_of_run(history.run, good_run.storage).hex(), 0))
+    digest = digest_of_run(history.run, good_run.storage)
+    log = Path(log_path(str(arenas), digest.hex(), 0))
     log.write_text("the agent ends")
-    status, plain = ask("doctor", "--arenas", arenas, lake.parent / "good", "--reclaim")
-    (run,) = plain["runs"]
-    assert (status, run["in_storage"], run["logs"]) == (0, history.tip.step, [0])
+    with ArenaFolder(arenas).open(left) as arena:
+        layout = replace(arena.layout, identity=identity_of(digest, rank=0, world_size=1))
+    with ArenaFolder(arenas).create(layout) as arena:
+        fill(arena, 9)
+    status, plain = ask("doctor", "--arenas", arenas, lake.parent / "good")
+    (found,) = plain["arenas"]
+    assert (status, found["in_storage"], found["steps"], plain["logs"]) == (1, history.tip.step, [9], 1)
+    assert ask("doctor", "--arenas", arenas, lake.parent / "good", "--reclaim")[0] == 0
     assert not log.exists() and (arenas / left).exists(), "only what was named"
     (tmp_path / "empty").mkdir()
     status, plain = ask("doctor", "--arenas", arenas, tmp_path / "empty")

@@ -37,17 +37,16 @@ def test_steps_and_rows_are_those_of_a_filtered_loader(lake: Path, ask: Ask, tai
     assert status == 0 and plain["rows"] == 135
     assert {len(one) for one in batches} == {plain["steps"]}
     assert plain["dropped_rows"] == 135 - sum(len(batch["id"]) for one in batches for batch in one)
-    found = (plain["pruned_row_groups"], plain["whole_row_groups"], plain["tried_row_groups"])
+    found = (plain["empty_row_groups"], plain["whole_row_groups"], plain["counted_row_groups"])
     assert found == (0, 3, 3) and "id < 45" in plain["filter"]
 
 
-def test_bytes_are_of_the_columns_and_of_the_filters_where_it_must_choose(lake: Path, ask: Ask) -> None:
-    table = lakeckpt.open_table(str(lake))
-    text, both = column_bytes(table, ["text"]), column_bytes(table, ["text", "id"])
+def test_bytes_are_of_the_columns_and_of_the_filters_columns(lake: Path, ask: Ask) -> None:
+    both = column_bytes(lakeckpt.open_table(str(lake)), ["text", "id"])
     _, plain = ask("plan", lake, "--columns", "text", "--filters", '[["id", ">=", 125], ["id", "<", 150]]')
-    assert (plain["rows"], plain["pruned_row_groups"], plain["tried_row_groups"]) == (25, 4, 1)
-    assert plain["stored_bytes"] == text.stored[5] + both.stored[6]
-    share = text.decoded[5] + text.decoded[6] * 24 / 74
+    assert (plain["rows"], plain["empty_row_groups"], plain["counted_row_groups"]) == (25, 4, 1)
+    assert plain["stored_bytes"] == both.stored[5] + both.stored[6]
+    share = both.decoded[5] + both.decoded[6] * 24 / 74
     assert abs(plain["decoded_bytes"] - share) <= 1
 
 
@@ -55,9 +54,9 @@ def test_people_are_told_what_the_filter_spares(lake: Path, show: Show) -> None:
     status, text = show("plan", lake, "--filters", '[["id", "in", [3, 150]]]')
     said = " ".join(text.split())
     assert status == 0 and "is_in(id, {value_set=int64:[ 3, 150 ]" in said
-    assert "rules out 4 row groups and keeps 0 whole, unread; 2 looked at" in said
+    assert "keeps no row of 4 row groups and every row of 0; 2 were decoded to count" in said
     _, text = show("plan", lake, "--filters", '[["id", "<", 0]]')
-    assert "the filter keeps no row" in text
+    assert "no row is read" in text
 
 
 def test_times_and_decimals_are_read_from_text(tmp_path: Path) -> None:

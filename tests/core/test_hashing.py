@@ -6,22 +6,17 @@ import hashlib
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.core.hashing import (
-    DIGITS,
     MAX_PERMUTED,
     PERMUTATION_VERSION,
-    USUAL,
-    Means,
-    _sorted_places,
     derive_key,
     hash64,
     permutation,
+    places_in_order,
 )
 from tests.core.plain_hashing import MASK, plain_hash, plain_key, plain_permutation
 
@@ -88,7 +83,7 @@ def test_golden_permutations(count: int) -> None:
 @given(st.sets(st.integers(0, 40) | st.integers(2**63, 2**63 + 40) | st.integers(0, 2**64 - 1), max_size=60))
 def test_places_are_those_of_sorting_also_where_words_differ_in_their_lowest_bits_alone(words: set[int]) -> None:
     array = np.array(sorted(words, key=lambda word: word % 37), np.uint64)
-    assert _sorted_places(array.copy(), np.empty_like(array), USUAL).tolist() == np.argsort(array).tolist()
+    assert places_in_order(array).tolist() == np.argsort(array).tolist()
 
 
 @given(st.text(max_size=20), st.lists(st.integers(-(2**63), 2**64 - 1), max_size=4))
@@ -132,20 +127,11 @@ def test_permutations_of_large_sizes_are_bijections(count: int) -> None:
         assert int((found == np.arange(count)).sum()) < 12
 
 
-@pytest.mark.parametrize("count", [100, 2**19 + 1, 2**20, 2**20 + 1, 3 * 2**20])
-def test_permutations_are_in_the_order_of_hashes_whatever_they_are_made_with(count: int) -> None:
+@pytest.mark.parametrize("count", [100, 2**19 + 1, 2**20, 3 * 2**20])
+def test_permutations_are_in_the_order_of_hashes(count: int) -> None:
     key = derive_key("in order", count)
-    hashes = hash64(key, np.arange(count, dtype=np.uint64))
-    asked: list[int] = []
-
-    def counted(digits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        asked.append(int(digits.max()))
-        return pc.array_sort_indices(pa.array(digits)).to_numpy().view(np.int64)
-
-    for means in (USUAL, Means(counted=counted), Means(new=lambda words: np.full(words, 2**64 - 1, np.uint64))):
-        in_order = hashes[permutation(key, count, means)]
-        assert (in_order[1:] > in_order[:-1]).all(), means
-    assert len(asked) == (2 if count <= 2**20 else 3) and max(asked) < DIGITS
+    in_order = hash64(key, np.arange(count, dtype=np.uint64))[permutation(key, count)]
+    assert (in_order[1:] > in_order[:-1]).all()
 
 
 def test_hashes_of_a_million_numbers_are_distinct() -> None:

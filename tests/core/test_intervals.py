@@ -88,9 +88,8 @@ def test_take_counts_in_ascending_order(members: set[int], data: st.DataObject) 
     start = data.draw(st.integers(0, len(members)))
     stop = data.draw(st.integers(start, len(members)))
     found = of_set(members).take(start, stop)
-    assert of_set(members).stretch(start, stop) == found.pairs()
-    assert_canonical(found)
-    assert to_set(found) == set(sorted(members)[start:stop])
+    assert Intervals.of(found).pairs() == found
+    assert to_set(Intervals.of(found)) == set(sorted(members)[start:stop])
 
 
 @given(sets, st.lists(st.integers(0, MOST), max_size=10))
@@ -122,10 +121,8 @@ def test_an_interval_that_ends_before_it_starts_is_refused(wrong: list[tuple[int
 def test_intervals_that_are_not_canonical_are_refused(starts: list[int], stops: list[int]) -> None:
     with pytest.raises(ValueError, match=r"intervals must be|two lists of one length"):
         Intervals(np.array(starts, np.int64), np.array(stops, np.int64))
-    with pytest.raises(ValueError, match="outside of a set"):
-        Intervals.of([(0, 3)]).take(1, 4)
     with pytest.raises(ValueError, match="outside of a set of 3"):
-        Intervals.of([(0, 3)]).stretch(1, 4)
+        Intervals.of([(0, 3)]).take(1, 4)
     with pytest.raises(ValueError, match="outside of a set"):
         Intervals.of([(0, 3)]).take(2, 1)
 
@@ -138,7 +135,7 @@ def test_a_negative_position_is_refused() -> None:
 def test_positions_near_two_to_the_62_keep_their_place() -> None:
     far = 2**62
     found = Intervals.of([(0, 3), (far, far + 5)])
-    assert found.size == 8 and found.take(2, 5).pairs() == [(2, 3), (far, far + 2)]
+    assert found.size == 8 and found.take(2, 5) == [(2, 3), (far, far + 2)]
     assert found.complement(far + 6).pairs() == [(3, far), (far + 5, far + 6)]
     assert found.difference(Intervals.of([(1, far + 1)])).pairs() == [(0, 1), (far + 1, far + 5)]
 

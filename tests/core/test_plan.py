@@ -16,7 +16,7 @@ from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import MAX_SEGMENTS, Plan, check_place, consumed, consumption, fit_lanes, replan, start
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
-from lakeckpt.errors import StateInvalid, StateMismatch
+from lakeckpt.errors import StateError, StateMismatch
 from tests.core.states import reached_states
 
 SPEC = OrderSpec(seed=0, shuffle=True, window=2)
@@ -262,5 +262,5 @@ def test_a_state_behind_the_end_of_its_epoch_is_refused(state: ReaderState) -> N
     steps = Plan(state).steps
     if steps is not None:
         check_place(replace(state, step=steps + 2), ahead=2)
-        with pytest.raises(StateInvalid, match=f"step {steps + 3} of epoch"):
+        with pytest.raises(StateError, match=f"step {steps + 3} of epoch"):
             check_place(replace(state, step=steps + 3), ahead=2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lakeckpt.core.read_ahead import ReadAhead, Span
+from lakeckpt.core.read_ahead import Given, ReadAhead
 from lakeckpt.data.place.deliveries import Deliveries
 
 
@@ -39,7 +39,7 @@ class Loop:
 def spans(*counts: int) -> ReadAhead:
     judge = ReadAhead()
     for count in counts:
-        judge.stepped(Span(batches=count, recent=count))
+        judge.stepped(Given(batches=count, recent=count))
     return judge
 
 
@@ -64,41 +64,41 @@ def test_the_first_three_steps_decide(counts: tuple[int, ...], basis: str) -> No
 def test_what_was_left_of_an_iteration_is_no_first_step() -> None:
     judge = ReadAhead()
     for span in (
-        Span(batches=1, recent=1, fresh=True, over=True),  # one was left, and what fetches one ahead has seen the end
-        Span(batches=2, recent=2, fresh=True),
-        Span(batches=1, recent=1),
-        Span(batches=1, recent=1),
+        Given(batches=1, recent=1, fresh=True, over=True),  # one was left, and what fetches one ahead has seen the end
+        Given(batches=2, recent=2, fresh=True),
+        Given(batches=1, recent=1),
+        Given(batches=1, recent=1),
     ):
         judge.stepped(span)
     assert judge.basis == "suspected"
     judge = ReadAhead()
     for _ in range(3):
-        judge.stepped(Span(batches=5, recent=5, fresh=True, over=True))  # a step for an epoch
+        judge.stepped(Given(batches=5, recent=5, fresh=True, over=True))  # a step for an epoch
     assert judge.basis == "inferred"
 
 
 def test_a_step_counts_by_the_iteration_that_it_ended_in() -> None:
     judge = ReadAhead()
-    judge.stepped(Span(batches=9, recent=4, fresh=True))  # five were left of an epoch
+    judge.stepped(Given(batches=9, recent=4, fresh=True))  # five were left of an epoch
     for _ in range(2):
-        judge.stepped(Span(batches=4, recent=4))
+        judge.stepped(Given(batches=4, recent=4))
     assert judge.basis == "inferred"
     judge = ReadAhead()
-    judge.stepped(Span(batches=3, recent=2, fresh=True))  # iter() was called twice of what fetches one ahead
+    judge.stepped(Given(batches=3, recent=2, fresh=True))  # iter() was called twice of what fetches one ahead
     for _ in range(2):
-        judge.stepped(Span(batches=1, recent=1))
+        judge.stepped(Given(batches=1, recent=1))
     assert judge.basis == "suspected"
 
 
 @pytest.mark.parametrize(
     ("span", "reason"),
     [
-        (Span(batches=1, recent=1, elsewhere=True), "another thread"),
-        (Span(batches=1, recent=1, primed=True), "before restore"),
-        (Span(batches=0, over=True), "end of its rows"),
+        (Given(batches=1, recent=1, elsewhere=True), "another thread"),
+        (Given(batches=1, recent=1, primed=True), "before restore"),
+        (Given(batches=0, over=True), "end of its rows"),
     ],
 )
-def test_three_rules_hold_at_any_step(span: Span, reason: str) -> None:
+def test_three_rules_hold_at_any_step(span: Given, reason: str) -> None:
     for before in range(5):
         judge = spans(*[1] * before)
         judge.stepped(span)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lakeckpt.testing import LakeSpec
+from tests.lakes import LakeSpec
 
 UNEVEN = LakeSpec(files=((7, 0, 5), (), (9, 4, 1), (11,)), columns=("string",))
 """37 rows in uneven row groups, with empty ones and an empty file."""

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakeckpt import LakeLoader, open_table
-from lakeckpt.testing import Attempt, LakeSpec, assert_exactly_once, histories, replay, tables, topologies
+from lakeckpt.testing import Attempt, assert_exactly_once, histories, replay, topologies
 from tests.data.reading import dataset_of
+from tests.lakes import LakeSpec, tables
 
 SHAPES = [(1, 0), (2, 0), (3, 0), (4, 0, {"num_lanes": 8}), (2, 0, {"batch_size": 3})]
 

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions, open_table
 from lakeckpt.data.ahead import Ahead
-from lakeckpt.errors import ConfigError, StateInvalid, StateMismatch, StateUnavailable
-from lakeckpt.testing import LakeSpec
+from lakeckpt.errors import ConfigError, StateError, StateMismatch, StateUnavailable
 from tests.data.reading import ROWS, as_json, dataset_of, flat, ids, loader_of, some
+from tests.lakes import LakeSpec
 
 EVERY = list(range(ROWS))
 
@@ -418,7 +418,7 @@ def test_what_is_no_state_is_refused_without_a_change(lake: Path, state: Any) ->
     loader = loader_of(lake)
     some(loader, 2)
     before = loader.state_dict()
-    with pytest.raises(StateInvalid):
+    with pytest.raises(StateError):
         loader.load_state_dict(state)
     assert loader.state_dict() == before
 

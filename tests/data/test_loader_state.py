@@ -16,10 +16,10 @@ from lakeckpt import Batch, LakeDataset, LakeLoader, Receipt
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import consumption
 from lakeckpt.core.state import ReaderState
-from lakeckpt.errors import ConfigError, StateInvalid, StateUnavailable
-from lakeckpt.testing import LakeSpec
+from lakeckpt.errors import StateError, StateUnavailable
 from lakeckpt.testing.observed import positions_of
 from tests.data.reading import ROWS, as_json, flat, ids, loader_of, some
+from tests.lakes import LakeSpec
 
 
 def test_the_state_is_plain_and_the_same_however_often_it_is_asked_for(lake: Path) -> None:
@@ -180,23 +180,11 @@ def test_a_state_that_no_job_comes_to_is_refused_and_nothing_changes(
     some(whole, 3 if batch_size else 12)
     state = {**whole.state_dict(), **changes}
     for one in (whole, whole.dataset):
-        with pytest.raises(StateInvalid, match=match):
+        with pytest.raises(StateError, match=match):
             one.load_state_dict(state)
     other = loader_of(lake, batch_size=batch_size)
     some(other, 3 if batch_size else 12)
     assert ids(whole) == ids(other)
-
-
-def test_an_endless_stream_of_fewer_rows_than_can_be_dealt_is_refused(lake: Path) -> None:
-    """37 rows: 2**31 of one lane would be of 58 million epochs, and take as many steps to deal."""
-    loader = loader_of(lake, endless=True, batch_size=2**31)
-    for ask in (loader.state_dict, lambda: next(iter(loader))):
-        with pytest.raises(ConfigError, match=r"37 rows.*58040099 epochs.*smaller batch_size="):
-            ask()
-    state = loader_of(lake, endless=True).state_dict()
-    with pytest.raises(StateInvalid, match="58040099 epochs"):
-        loader.load_state_dict({**state, "segments": [[0, 0, 1, 2**31, 1]]})
-    assert len(next(iter(loader_of(lake, endless=True, batch_size=5000)))["id"]) == 5000
 
 
 def positions_since(batches: list[Batch]) -> dict[int, Intervals]:

@@ -15,8 +15,9 @@ import torch
 from lakeckpt import Batch, LakeLoader, TransformContext
 from lakeckpt.errors import DataFileDamaged, NullValueError
 from lakeckpt.reading.windows.cache import WindowCache
-from lakeckpt.testing import LakeSpec, assert_exactly_once
+from lakeckpt.testing import assert_exactly_once
 from tests.data.reading import ROWS, as_json, dataset_of, flat, ids, loader_of, some, until_error
+from tests.lakes import LakeSpec
 
 
 @pytest.fixture(scope="module")

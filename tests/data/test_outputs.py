@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from lakeckpt import Batch, LakeDataset, LakeLoader, Ragged, ReadOptions
 from lakeckpt.errors import NullValueError
-from lakeckpt.testing import LakeSpec
-from lakeckpt.testing.lakes import COLUMNS
 from tests.data.reading import loader_of
+from tests.lakes import COLUMNS, LakeSpec
 
 SPEC = LakeSpec(files=((6, 4), (5,)), columns=COLUMNS)
 

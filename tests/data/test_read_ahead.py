@@ -24,8 +24,8 @@ from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.source import BatchSource
 from lakeckpt.reading.windows.cache import WindowCache
 from lakeckpt.reading.windows.window import DecodedWindow, WindowDecoder
-from lakeckpt.testing import LakeSpec
 from tests.data.reading import as_json, flat, ids, loader_of, some, until_error
+from tests.lakes import LakeSpec
 from tests.patience import PATIENCE_S
 
 

@@ -10,7 +10,7 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions
-from lakeckpt.errors import ConfigError, StateInvalid, StateUnavailable
+from lakeckpt.errors import ConfigError, StateError, StateUnavailable
 from lakeckpt.testing import assert_exactly_once
 from tests.data.reading import ROWS, dataset_of, ids, some, table_of, until_error
 
@@ -127,4 +127,4 @@ def test_other_ranks_are_refused_and_told_what_to_do(lake: Path) -> None:
     other = stateful(lake, 1, rank=0, world_size=2)
     other.load_state_dict(first.state_dict())
     _, error = until_error(other)
-    assert isinstance(error, StateInvalid) and "LakeLoader" in str(error)
+    assert isinstance(error, StateError) and "LakeLoader" in str(error)

@@ -29,8 +29,8 @@ from torch.utils.data import get_worker_info
 
 from lakeckpt import Batch
 from lakeckpt.errors import StateUnavailable, WorkerDied, WorkerTimeout
-from lakeckpt.testing import LakeSpec
 from tests.data.reading import ROWS, flat, ids, loader_of, same, some, until_error
+from tests.lakes import LakeSpec
 from tests.patience import PATIENCE_S
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions
 from lakeckpt.data.ahead import Ahead
-from lakeckpt.errors import ConfigError, StateInvalid, StateMismatch, StateUnavailable
-from lakeckpt.testing import LakeSpec
+from lakeckpt.errors import ConfigError, StateError, StateMismatch, StateUnavailable
 from tests.data.reading import ROWS, dataset_of, flat, ids, some, until_error
+from tests.lakes import LakeSpec
 
 EVERY = list(range(ROWS))
 
@@ -301,15 +301,15 @@ def test_states_of_other_workers_tables_or_jobs_are_refused(lake: Path, tmp_path
             LakeDataset(lake, batch_size=4),
             0,
             2,
-            StateInvalid,
+            StateError,
             "worker 1 of 2, of 1 ranks, given to worker 0 of 2",
         ),
-        (LakeDataset(lake, batch_size=4), 1, 3, StateInvalid, "given to worker 1 of 3.*LakeLoader"),
+        (LakeDataset(lake, batch_size=4), 1, 3, StateError, "given to worker 1 of 3.*LakeLoader"),
         (
             LakeDataset(lake, batch_size=4, rank=0, world_size=2),
             1,
             2,
-            StateInvalid,
+            StateError,
             "given to worker 1 of 2, of 2 ranks",
         ),
         (
@@ -342,7 +342,7 @@ def test_malformed_parts_are_refused(lake: Path, wrong: dict[str, Any]) -> None:
     workers.take([0, 1], 1)
     state = {**workers.call(0, "state_dict"), **wrong}
     workers.call(0, "load_state_dict", state)
-    with pytest.raises(StateInvalid):
+    with pytest.raises(StateError):
         workers.call(0, "__iter__")
 
 

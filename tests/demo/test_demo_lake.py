@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from lakeckpt.demo.lake import build_lake, lake_ids, sample_rows
+from lakeckpt.demo.lake import build_lake, lake_ids
 from lakeckpt.errors import ConfigError
 
 
@@ -25,12 +25,12 @@ def library(tmp_path: Path) -> Path:
 def test_the_lake_holds_the_joined_text_of_the_sources_in_the_order_of_their_paths(
     library: Path, tmp_path: Path
 ) -> None:
-    facts = build_lake(tmp_path / "lake", block=64, source=library)
+    rows = build_lake(tmp_path / "lake", block=64, source=library)
     table = pq.ParquetDataset(tmp_path / "lake").read()
     text = (library / "a/x.py").read_bytes() + (library / "b.py").read_bytes()
     held = b"".join(bytes(row) for row in table.column("tokens").to_pylist())
     assert held == text.ljust(len(held), b"\n")
-    assert facts.rows == len(table) == -(-len(text) // 64)
+    assert rows == len(table) == -(-len(text) // 64)
 
 
 def test_ids_count_the_rows(library: Path, tmp_path: Path) -> None:
@@ -41,15 +41,15 @@ def test_ids_count_the_rows(library: Path, tmp_path: Path) -> None:
 
 
 def test_files_and_row_groups_are_several_and_uneven(library: Path, tmp_path: Path) -> None:
-    facts = build_lake(tmp_path / "lake", block=64, source=library)
+    rows = build_lake(tmp_path / "lake", block=64, source=library)
     groups = [
         pq.read_metadata(path).row_group(group).num_rows
         for path in sorted((tmp_path / "lake").iterdir())
         for group in range(pq.read_metadata(path).num_row_groups)
     ]
-    assert facts.files >= 5
-    assert len(groups) == facts.row_groups > facts.files
-    assert sum(groups) == facts.rows
+    files = len(list((tmp_path / "lake").iterdir()))
+    assert len(groups) > files >= 5
+    assert sum(groups) == rows
     assert min(groups) < max(groups)
 
 
@@ -62,17 +62,9 @@ def test_one_library_gives_one_lake_byte_for_byte(library: Path, tmp_path: Path)
 
 def test_max_rows_takes_the_first_rows(library: Path, tmp_path: Path) -> None:
     build_lake(tmp_path / "all", block=64, source=library)
-    assert build_lake(tmp_path / "some", block=64, source=library, max_rows=100).rows == 100
+    assert build_lake(tmp_path / "some", block=64, source=library, max_rows=100) == 100
     everything = pq.ParquetDataset(tmp_path / "all").read()
     assert pq.ParquetDataset(tmp_path / "some").read().equals(everything.slice(0, 100))
-
-
-def test_a_sample_is_spread_over_the_whole_lake(library: Path, tmp_path: Path) -> None:
-    facts = build_lake(tmp_path / "lake", block=64, source=library)
-    sample = sample_rows(tmp_path / "lake", 3)
-    table = pq.ParquetDataset(tmp_path / "lake").read()
-    places = [0, (facts.rows - 1) // 2, facts.rows - 1]
-    assert sample.tolist() == [table.column("tokens")[place].as_py() for place in places]
 
 
 def test_a_python_without_its_source_is_told_so(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ def write_launch(
     """A launch of ``ranks`` ranks; step s uses the ids 2s and 2s + 1 (plus ``base``), one per rank."""
     for rank in range(ranks):
         writer = Writer(record_path(folder, launch, rank))
-        writer.write("start", restored=restored, world_size=ranks, time=10.0 * launch + rank)
+        writer.write("start", restored=restored, world_size=ranks)
         for step in steps:
-            fields = {"step": step, "epoch": 0, "loss_sum": 1.5, "ended": 2.0 + rank}
+            fields = {"step": step, "epoch": 0, "loss_sum": 1.5}
             writer.write("step", ids=[base + 2 * step + rank], digest="d" if rank == 0 else "", **fields)
 
 
@@ -91,8 +91,12 @@ def test_steps_join_all_ranks(tmp_path: Path) -> None:
     write_launch(tmp_path, 3, 0, [1], ranks=3)
     (launch,) = read_launches(tmp_path)
     step = launch.steps[1]
-    assert (step.ids, step.loss, step.ended, step.digest) == ([2, 3, 4], 1.5, 4.0, "d")
-    assert (launch.world_size, launch.ready) == (3, 32.0)
+    assert (step.ids, step.loss, step.digest) == ([2, 3, 4], 1.5, "d")
+    assert (launch.world_size, launch.ended) == (3, False)
+    Writer(record_path(tmp_path, 4, 0)).write("start", restored=1, world_size=1)
+    with record_path(tmp_path, 4, 0).open("a") as file:
+        file.write('{"kind": "end"}\n')
+    assert [one.ended for one in read_launches(tmp_path)] == [False, True]
 
 
 def test_rows_lost_repeated_and_unknown_are_counted(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -84,6 +83,5 @@ def test_captures_move_while_the_device_goes_forward(
     print(f"windows {min(lengths):.4f} to {max(lengths):.4f} s; {told}")
     (profile,) = read_profiles(LocalStorage(tmp_path / "run"))
     assert profile.rank == 0
-    assert main(["report", str(tmp_path / "run"), "--trace", str(tmp_path / "trace.json")]) == 0
-    assert json.loads((tmp_path / "trace.json").read_text())
+    assert main(["report", str(tmp_path / "run")]) == 0
     print(capsys.readouterr().out)

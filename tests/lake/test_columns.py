@@ -20,7 +20,7 @@ from lakeckpt.lake.parquet.footer import summarize_all
 from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.listing import find_files
-from lakeckpt.lake.table.partitions import STORED, PartitionColumn, coded
+from lakeckpt.lake.table.partitions import STORED, coded
 from lakeckpt.lake.table.table import Table
 from lakeckpt.lake.table.version import TableVersion
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -165,7 +165,7 @@ def test_partition_columns_have_the_type_that_the_schema_says(
     decoder = RowGroupDecoder(table, ["p"])
     found = pa.concat_tables([decoder.decode(group, 0, 2) for group in range(len(values))])
     assert found["p"].combine_chunks().equals(pa.array([value for value in values for _ in range(2)], kind))
-    assert [dict(file.partition)["p"] for file in table.index.files] == values
+    assert [table.index.partitions[0].value_of(file) for file in range(len(values))] == values
     if pa.types.is_floating(kind):
         assert np.signbit(found["p"].to_numpy()[::2]).tolist() == np.signbit(values).tolist()
 
@@ -179,16 +179,12 @@ def test_files_that_store_a_partition_column_are_read(tmp_path: Path) -> None:
     assert rows(table, ["p"]) == [{"p": 8}, {"p": 9}, {"p": 5}]
     (column,) = table.index.partitions
     assert column.is_stored(0) and column.value_of(1) == 5 and column.codes.tolist() == [STORED, 0]
-    assert column.field.nullable and table.index.files[0].partition == ()
+    assert column.field.nullable
     with pytest.raises(ValueError, match="file 0 stores the column 'p'"):
         column.value_of(0)
 
 
-def test_a_value_that_is_not_of_the_partitions_type_is_refused() -> None:
-    codes = np.zeros(1, np.int32)
-    for kind, value in ((pa.int32(), 2**31), (pa.date32(), "x"), (pa.decimal128(3, 1), Decimal(1000))):
-        with pytest.raises(ValueError, match=r"the partition column 'p' is"):
-            PartitionColumn(name="p", values=(value,), codes=codes, type=kind)
+def test_each_value_is_kept_once_and_files_that_store_the_column_do_not_count() -> None:
     assert coded("p", pa.int32(), [2, None, 2, 1, 9], [False, False, False, False, True]).values == (1, 2, None)
 
 
@@ -208,12 +204,6 @@ def test_what_is_there_must_be_what_the_metadata_says(tmp_path: Path) -> None:
             opened(tmp_path, schema, [file])
     gone = opened(tmp_path, schema, [PinnedFile(path="0.parquet", deleted=np.array([0]))])
     assert gone.num_rows == 0 and opened(tmp_path, schema, []).num_rows == 0
-
-
-@pytest.mark.parametrize("plain", [{}, [["a"]], [["b", [1, [], [], None]]], [["a", [None, [], [], None]]], [["a", 1]]])
-def test_malformed_mappings_are_refused(plain: Any) -> None:
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        ColumnMapping.from_plain(plain, pa.schema([("a", pa.int32())])).check(pa.schema([("a", pa.int32())]))
 
 
 def test_a_changed_mapping_in_an_index_is_refused(tmp_path: Path) -> None:

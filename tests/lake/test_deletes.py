@@ -21,6 +21,7 @@ from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.lake.table.version import TableVersion
 from lakeckpt.reading.windows.decode import RowGroupDecoder
+from lakeckpt.wire.documents import from_plain, to_plain
 from tests.lake.test_index import FILES, index_of
 
 ROWS = st.one_of(st.sets(st.integers(0, 200), min_size=1), st.sets(st.integers(0, 2**40), min_size=1, max_size=9))
@@ -29,10 +30,10 @@ ROWS = st.one_of(st.sets(st.integers(0, 200), min_size=1), st.sets(st.integers(0
 @given(deleted=st.dictionaries(st.integers(0, 5), ROWS, max_size=4))
 def test_deletes_are_what_was_packed_and_come_back_from_the_wire(deleted: dict[int, set[int]]) -> None:
     deletes = Deletes.of({file: np.array([*rows, *rows], np.int64) for file, rows in deleted.items()})
-    again = Deletes.from_plain(deletes.to_plain())
+    again: Deletes = from_plain(Deletes, to_plain(deletes), "deletes")
     for file in range(6):
         assert again.rows(file).tolist() == sorted(deleted.get(file, ()))
-    assert again.digest() == deletes.digest()
+    assert again == deletes
     assert deletes.total == sum(map(len, deleted.values())) and bool(deletes) == bool(deleted)
 
 
@@ -78,14 +79,6 @@ def test_a_million_deleted_rows_take_a_bit_each() -> None:
     assert len(deletes.packed[0][2]) == 250_000
 
 
-@pytest.mark.parametrize(
-    "packed", [{0: (2, 1, b"\1")}, {0: (0, 2, b"\1")}, {0: (1, 1, b"\1")}, {0: (1, 2, bytes(8))}, {-1: (0, 1, b"\1")}]
-)
-def test_malformed_deletes_are_refused(packed: Any) -> None:
-    with pytest.raises(ValueError, match="delete"):
-        Deletes(packed=packed)
-
-
 def with_deletes(rows: dict[int, list[int]]) -> TableIndex:
     return index_of(FILES, deletes=Deletes.of({file: np.array(r, np.int64) for file, r in rows.items()}))
 
@@ -119,7 +112,7 @@ def test_a_version_is_named_and_comes_back_from_the_wire() -> None:
 
 
 def test_what_a_version_cannot_be_is_refused() -> None:
-    for wrong in ({"format": "paimon", "name": "1"}, {"format": "delta"}, {"format": "parquet", "name": "7"}):
+    for wrong in ({"format": "delta"}, {"format": "parquet", "name": "7"}):
         with pytest.raises(ValueError, match="format"):
             TableVersion(**wrong)  # type: ignore[arg-type]
 
@@ -138,11 +131,11 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> bytes:
     "change",
     [
         lambda v: v.update(deletes=[]),
-        lambda v: v.update(deletes=[[0, 1, 1]]),
-        lambda v: v.update(deletes=[[0, 1, 1, bytes(4)]]),
-        lambda v: v.update(deletes={}),
+        lambda v: v["deletes"].update(packed={0: [1, 1]}),
+        lambda v: v["deletes"].update(packed={0: [1, 1, bytes(4)]}),
+        lambda v: v["deletes"].update(packed={}),
         lambda v: v["version"].update(format="x"),
-        lambda v: v["version"].pop("name"),
+        lambda v: v["version"].update(name=7),
     ],
 )
 def test_changed_deletes_and_versions_are_refused(change: Callable[[dict[str, Any]], Any]) -> None:

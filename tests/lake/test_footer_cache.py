@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ import pytest
 from lakeckpt import open_table
 from lakeckpt.errors import StorageError
 from lakeckpt.lake.formats import footer_cache
-from lakeckpt.lake.formats.footer_cache import _is_known, newest
+from lakeckpt.lake.formats.footer_cache import _is_known
 from lakeckpt.lake.storage.base import ObjectInfo
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.wire import envelope as codec
 from tests.lake.tables import write
 
 
@@ -98,14 +96,13 @@ def test_the_cache_is_no_more_than_a_cache(tmp_path: Path, read: list[str]) -> N
     assert len(read) == 3
 
 
-def test_only_the_newest_documents_are_kept(tmp_path: Path) -> None:
+def test_a_table_has_one_document_however_often_it_grows(tmp_path: Path, read: list[str]) -> None:
     folder, cache = lake(tmp_path / "lake"), tmp_path / "run"
-    for number in range(5):
+    for number in range(3):
         write(folder / f"new-{number}.parquet", {"x": [number]})
         open_table(folder, footer_cache=cache)
-    assert len(list((cache / "footers").iterdir())) == footer_cache.KEPT
-    found = newest(LocalStorage(cache), LocalStorage(folder))
-    assert len(found) == 8
+    assert len(list((cache / "footers").iterdir())) == 1
+    assert read == ["a.parquet", "b.parquet", "c.parquet", *(f"new-{number}.parquet" for number in range(3))]
 
 
 def test_a_file_is_the_same_by_its_etag_where_the_store_has_one(tmp_path: Path) -> None:
@@ -125,28 +122,6 @@ def test_a_file_is_the_same_by_its_etag_where_the_store_has_one(tmp_path: Path) 
         assert not _is_known(saved, other)
     timeless = ObjectInfo(path="a", size_bytes=9)
     assert not _is_known({"a": (timeless, summary[0])}, timeless)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda v: v.pop("index"),
-        lambda v: v.update(index=b"x"),
-        lambda v: v.update(schemas=[b"?"]),
-        lambda v: v.update(schema_codes=v["schema_codes"][:1]),
-        lambda v: v.update(schema_codes=3),
-    ],
-)
-def test_documents_that_hold_something_else_are_ignored(
-    tmp_path: Path, change: Callable[[dict[str, Any]], Any]
-) -> None:
-    open_table(lake(tmp_path / "lake"), footer_cache=tmp_path / "run")
-    (path,) = (tmp_path / "run" / "footers").iterdir()
-    value = codec.loads(path.read_bytes(), kind=footer_cache.KIND, supported=footer_cache.VERSION).value
-    assert newest(LocalStorage(tmp_path / "run"), LocalStorage(tmp_path / "lake"))
-    change(value)
-    path.write_bytes(codec.dumps(value, kind=footer_cache.KIND, version=footer_cache.VERSION))
-    assert newest(LocalStorage(tmp_path / "run"), LocalStorage(tmp_path / "lake")) == {}
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

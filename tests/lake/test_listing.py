@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from lakeckpt.errors import ConfigError, StorageError, TableNotFound
@@ -380,11 +378,3 @@ def test_a_linked_folder_in_a_table_is_refused_not_skipped(tmp_path: Path) -> No
     (tmp_path / "t" / "more").symlink_to(tmp_path / "other")
     with pytest.raises(StorageError, match=r"'more' in .* is a symbolic link"):
         find_files(tmp_path / "t", storage_options=None, threads=1)
-
-
-@pytest.mark.parametrize("folder", ["_delta_log", ".hoodie"])
-def test_a_folder_whose_log_is_gone_is_refused(tmp_path: Path, folder: str) -> None:
-    pq.write_table(pa.table({"a": [1]}), tmp_path / "part.parquet")
-    (tmp_path / folder).mkdir()
-    with pytest.raises(ConfigError, match=rf"holds a folder '{folder}' that is empty"):
-        find_files(tmp_path, storage_options=None, threads=1)

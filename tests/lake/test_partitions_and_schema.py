@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from lakeckpt.errors import SchemaError
 from lakeckpt.lake.parquet.types import plain_type
-from lakeckpt.lake.table.partitions import PartitionColumn, partition_columns
+from lakeckpt.lake.table.partitions import partition_columns
 from lakeckpt.lake.table.schema import table_schema
 
 
@@ -77,13 +76,6 @@ def test_what_was_spelled_into_paths_is_read_back(rows: list[dict[str, int | str
         texts = [str(row[key]) if key in row else None for row in rows]
         assert [None if value is None else str(value) for value in column] == texts
         assert all(isinstance(value, int | None) for value in column) or all(isinstance(v, str | None) for v in column)
-
-
-def test_a_column_checks_its_codes_and_types() -> None:
-    with pytest.raises(ValueError, match="codes outside of its 1 values"):
-        PartitionColumn(name="a", values=(1,), codes=np.array([0, 1], np.int32))
-    with pytest.raises(ValueError, match="mixes types"):
-        PartitionColumn(name="a", values=(1, "x"), codes=np.array([0], np.int32))
 
 
 def test_columns_are_widened_added_and_become_nullable_where_a_file_lacks_them() -> None:

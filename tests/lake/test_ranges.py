@@ -17,20 +17,9 @@ from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing, Stora
 from lakeckpt.lake.parquet import ranges
 from lakeckpt.lake.parquet.ranges import LocalBytes, Range, StoredBytes, coalesced
 from lakeckpt.lake.storage.base import ObjectInfo
-from lakeckpt.lake.table.index import DataFile
 
 CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 1000, np.uint8))
-FILE = DataFile(
-    path="a",
-    size_bytes=len(CONTENT),
-    etag="e",
-    mtime_ns=None,
-    footer_digest=b"",
-    first_group=0,
-    group_rows=np.zeros(0, np.int64),
-    stored_rows=np.zeros(0, np.int64),
-    partition=(),
-)
+FILE = ObjectInfo(path="a", size_bytes=len(CONTENT), etag="e")
 BOUND_S = 30.0
 """A test that waits for so long has failed."""
 

@@ -21,6 +21,7 @@ from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.lake.table.table import Table
 from tests.lake.conftest import CANARY, S3
 from tests.lake.tables import write
+from tests.lake.test_index import files_of
 
 
 def lake(folder: Path) -> Path:
@@ -36,7 +37,7 @@ def content(table: Table, ordinal: int) -> bytes:
     """A file of the table as readers get its bytes."""
     opened = table.open_bytes(ordinal)
     try:
-        return b"".join(opened.begin([(0, table.index.files[ordinal].size_bytes)]).wait())
+        return b"".join(opened.begin([(0, table.index.file(ordinal).size_bytes)]).wait())
     finally:
         opened.close()
 
@@ -44,9 +45,9 @@ def content(table: Table, ordinal: int) -> bytes:
 def rows(table: Table) -> list[int]:
     """All values of column x, read file by file as a reader would."""
     found: list[int] = []
-    for ordinal, file in enumerate(table.index.files):
+    for ordinal in range(len(table.index.paths)):
         parquet = pq.ParquetFile(pa.BufferReader(content(table, ordinal)), metadata=table.footer(ordinal))
-        for group in range(len(file.group_rows)):
+        for group in range(parquet.num_row_groups):
             found += parquet.read_row_group(group, columns=["x"])["x"].to_pylist()
     return found
 
@@ -58,7 +59,8 @@ def test_a_table_knows_its_rows_row_groups_and_schema(tmp_path: Path) -> None:
     assert table.schema == pa.schema(
         [("x", pa.int64()), ("y", pa.string()), pa.field("year", pa.int64(), nullable=False)]
     )
-    assert [file.partition for file in table.index.files] == [(("year", y),) for y in (2023, 2023, 2024, 2024)]
+    (year,) = table.index.partitions
+    assert year.name == "year" and [year.value_of(file) for file in range(4)] == [2023, 2023, 2024, 2024]
     assert rows(table) == [0, 1, 2, 3, 0, 1, 2, 3, 4, 9]
     assert table.uri == str(tmp_path / "lake")
     assert repr(table) == f"Table('{tmp_path}/lake', files=4, rows=10)"
@@ -105,7 +107,7 @@ def test_a_table_is_the_same_wherever_it_lies(tmp_path: Path, s3: S3) -> None:
         assert other.schema == local.schema
         assert rows(other) == rows(local)
         other.verify()
-    assert all(file.etag for file in others[0].index.files)
+    assert all(file.etag for file in files_of(others[0].index))
 
 
 def test_a_table_goes_to_another_process_by_pickle(tmp_path: Path, s3: S3) -> None:

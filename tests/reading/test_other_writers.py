@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions, open_table
-from lakeckpt.errors import DataFileDamaged, LakeckptError, SchemaError, TableFeatureUnsupported
+from lakeckpt.errors import DataFileDamaged, LakeckptError, SchemaError, TableError
 from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
 from tests.reading.crafted_files import lie, write_encrypted, write_two_level_list
 from tests.reading.same_rows import held_to_pyarrow, read_by_row_groups
@@ -211,7 +211,7 @@ def test_codecs_that_pyarrow_lacks_are_no_damage(tmp_path: Path) -> None:
     pq.write_table(pa.table({"n": range(50), "m": range(50)}), path, compression="snappy")
     lie(path, 1, 3, field=0x15)  # the codec of the first column
     dataset = LakeDataset(path, batch_size=9)
-    with pytest.raises(TableFeatureUnsupported, match=r"'n' of row group 0 .*'a\.parquet' is .* with the codec LZO"):
+    with pytest.raises(TableError, match=r"'n' of row group 0 .*'a\.parquet' is .* with the codec LZO"):
         list(LakeLoader(dataset))
     assert sum(len(batch["m"]) for batch in LakeLoader(LakeDataset(path, batch_size=9, columns=["m"]))) == 50
 

@@ -67,7 +67,9 @@ def test_any_spans_in_any_order_are_the_rows_that_the_model_says_and_nobody_else
     with tempfile.TemporaryDirectory() as folder:
         table = write_ids(Path(folder), files)
         limit = data.draw(st.none() | st.integers(1, 4000))
-        reader = PositionReader(table, None, spec, max_windows=max_windows, threads=2, memory_limit_bytes=limit)
+        reader = PositionReader(
+            RowGroupDecoder(table), spec, max_windows=max_windows, threads=2, memory_limit_bytes=limit
+        )
         layouts = [EpochLayout.build(table.index.group_rows, spec, epoch, lanes) for epoch in range(2)]
         delivered: list[tuple[dict[str, Any], dict[str, list[Any]]]] = []
         for _ in range(data.draw(st.integers(1, 6))):
@@ -97,7 +99,7 @@ def test_windows_are_decoded_once_while_lanes_advance_and_let_go_when_served(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         table = write_ids(Path(folder), files)
-        reader = PositionReader(table, ["id"], spec, max_windows=lanes)
+        reader = PositionReader(RowGroupDecoder(table, ["id"]), spec, max_windows=lanes)
         layout = EpochLayout.build(table.index.group_rows, spec, 0, lanes)
         seen: list[int] = []
         with patch.object(WindowCache, "_begin", autospec=True, side_effect=WindowCache._begin) as begun:
@@ -127,9 +129,7 @@ def spied(
     table: Table, spec: OrderSpec, max_windows: int, **options: Any
 ) -> tuple[PositionReader, list[tuple[int, int, int]]]:
     decoded: list[tuple[int, int, int]] = []
-    reader = PositionReader(
-        table, ["id"], spec, max_windows=max_windows, new_decoder=lambda: Spying(table, decoded), **options
-    )
+    reader = PositionReader(Spying(table, decoded), spec, max_windows=max_windows, **options)
     return reader, decoded
 
 
@@ -184,7 +184,7 @@ def test_what_goes_on_where_a_lane_was_announced_last_is_found_without_looking_f
     waiting = [reader.announce([step]) for step in steps]
     assert sorted(looked) == [0, 30, 60]
     ids = np.concatenate([reader.take(announced)["id"] for announced in waiting])
-    other = PositionReader(table, None, layout.spec, max_windows=lanes)
+    other = PositionReader(RowGroupDecoder(table), layout.spec, max_windows=lanes)
     assert ids.tolist() == np.concatenate([other.read([step])["id"] for step in steps[::-1]][::-1]).tolist()
 
 
@@ -305,7 +305,7 @@ def test_what_could_not_be_decoded_is_tried_again_also_for_other_rows_of_its_win
 
     table = write_ids(tmp_path, [[6]])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
-    reader = PositionReader(table, ["id"], ORDERED, max_windows=1, new_decoder=lambda: FailsOnce(table, ["id"]))
+    reader = PositionReader(FailsOnce(table, ["id"]), ORDERED, max_windows=1)
     with pytest.raises(kind, match="once"):
         reader.read([(layout, 0, 3)])
     assert reader.read([(layout, 3, 6)])["id"].tolist() == [3, 4, 5]
@@ -337,8 +337,8 @@ def test_the_collector_may_let_go_of_a_reader_in_a_thread_that_has_its_locks(tmp
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
     reader, decoded = spied(table, ORDERED, 4)
     reader.read([(layout, 0, 3)])
-    windows = reader._windows.decoder
-    with windows.rows._prefetcher._state.lock, windows._memory._pool._lock:
+    windows = reader._windows
+    with windows.rows._prefetcher._state.lock, windows._decoder._memory._lock:
         reader.clear()  # as an iterator's finalizer does; it would wait for ever
     assert reader.read([(layout, 0, 6)])["id"].tolist() == list(range(6))
     assert len(decoded) == 2
@@ -348,7 +348,7 @@ def test_the_collector_may_let_go_of_a_reader_in_a_thread_that_has_its_locks(tmp
 def test_rows_are_slices_of_what_was_decoded(tmp_path: Path, spec: OrderSpec) -> None:
     table = write_ids(tmp_path, [[6]])
     layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
-    reader = PositionReader(table, ["id"], spec, max_windows=1)
+    reader = PositionReader(RowGroupDecoder(table, ["id"]), spec, max_windows=1)
     left, right = (reader.read([(layout, a, a + 3)])["id"] for a in (0, 3))
     assert right.ctypes.data - left.ctypes.data == 3 * 8
 
@@ -357,7 +357,7 @@ def test_an_endless_stream_crosses_from_one_epoch_into_the_next(tmp_path: Path) 
     spec = OrderSpec(seed=2, shuffle=True, window=2)
     table = write_ids(tmp_path, [[3, 0, 2], [4]])
     first, second = (EpochLayout.build(table.index.group_rows, spec, epoch, 1) for epoch in (0, 1))
-    reader = PositionReader(table, ["id"], spec, max_windows=2)
+    reader = PositionReader(RowGroupDecoder(table, ["id"]), spec, max_windows=2)
     rows = reader.read([(first, 7, 9), (second, 0, 4)])["id"].tolist()
     assert rows == ids_at(table, first, 7, 9) + ids_at(table, second, 0, 4)
 
@@ -365,7 +365,7 @@ def test_an_endless_stream_crosses_from_one_epoch_into_the_next(tmp_path: Path) 
 def test_no_pieces_or_empty_ones_are_no_rows_of_the_right_schema(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[2]])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
-    reader = PositionReader(table, ["pair", "id"], ORDERED, max_windows=1)
+    reader = PositionReader(RowGroupDecoder(table, ["pair", "id"]), ORDERED, max_windows=1)
     for pieces in ([], [(layout, 1, 1)]):
         assert reader.read(pieces)["pair"].shape == (0, 2)
     assert reader.windows_held == 0
@@ -378,7 +378,7 @@ def test_text_too_large_for_32_bit_offsets_is_gathered_all_the_same(
     spec = OrderSpec(seed=1, shuffle=True, window=3)
     table = write_ids(tmp_path, [[10, 10], [10]])
     layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
-    reader = PositionReader(table, ["text"], spec, max_windows=1, nulls=None)
+    reader = PositionReader(RowGroupDecoder(table, ["text"]), spec, max_windows=1, nulls=None)
     batch = reader.read([(layout, 0, 30)])
     assert batch.schema == reader.schema
     assert batch.column("text").num_chunks > 1
@@ -401,8 +401,8 @@ def test_shuffled_windows_hold_every_type_that_parquet_holds_also_where_offsets_
             assume(False)
         table = open_table(path)
         layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
-        arrow = PositionReader(table, None, spec, max_windows=1, nulls=None)
-        reader = PositionReader(table, None, spec, max_windows=1, nulls="mask")
+        arrow = PositionReader(RowGroupDecoder(table), spec, max_windows=1, nulls=None)
+        reader = PositionReader(RowGroupDecoder(table), spec, max_windows=1, nulls="mask")
         for start in range(0, layout.rows, batch):
             stop = min(layout.rows, start + batch)
             found = arrow.read([(layout, start, stop)])
@@ -419,7 +419,7 @@ def test_a_damaged_row_group_is_named_and_other_windows_still_read(tmp_path: Pat
     content[4:400] = bytes(396)
     path.write_bytes(content)
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
-    reader = PositionReader(table, ["id"], ORDERED, max_windows=1)
+    reader = PositionReader(RowGroupDecoder(table, ["id"]), ORDERED, max_windows=1)
     with pytest.raises(DataFileDamaged) as e:
         reader.read([(layout, 40, 60)])
     assert (e.value.file, e.value.row_group) == ("0001.parquet", 0)
@@ -430,10 +430,10 @@ def test_positions_and_layouts_that_are_not_the_tables_are_refused(tmp_path: Pat
     table = write_ids(tmp_path, [[2]])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
     with pytest.raises(ConfigError, match="max_windows must be at least 1, got 0"):
-        PositionReader(table, None, ORDERED, max_windows=0)
+        PositionReader(RowGroupDecoder(table), ORDERED, max_windows=0)
     with pytest.raises(ValueError, match=r"positions \[1, 3\) of epoch 0, which has 2 rows"):
-        PositionReader(table, None, ORDERED, max_windows=1).read([(layout, 1, 3)])
-    other = PositionReader(table, None, OrderSpec(seed=1, shuffle=True, window=1), max_windows=1)
+        PositionReader(RowGroupDecoder(table), ORDERED, max_windows=1).read([(layout, 1, 3)])
+    other = PositionReader(RowGroupDecoder(table), OrderSpec(seed=1, shuffle=True, window=1), max_windows=1)
     with pytest.raises(ValueError, match="was given to a reader of"):
         other.read([(layout, 0, 1)])
 
@@ -460,7 +460,7 @@ def test_a_row_group_of_another_number_of_rows_is_refused(tmp_path: Path, rows_m
 
     table = write_ids(tmp_path, [[5, 4]])
     spec = OrderSpec(seed=0, shuffle=True, window=2)
-    reader = PositionReader(table, ["id"], spec, max_windows=1, new_decoder=lambda: Other(table, ["id"]))
+    reader = PositionReader(Other(table, ["id"]), spec, max_windows=1)
     layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
     with pytest.raises(DataFileDamaged, match=rf"row groups [01], [01] .* gave {9 - 2 * rows_missing} rows where 9"):
         reader.read([(layout, 0, 9)])

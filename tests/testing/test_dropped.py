@@ -16,9 +16,10 @@ from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan, replan, start
 from lakeckpt.core.state import Identity, ReaderState
-from lakeckpt.testing import LakeSpec, assert_exactly_once
+from lakeckpt.testing import assert_exactly_once
 from lakeckpt.testing.receipt_laws import dealt, most_dropped, planned_drop
 from tests.data.reading import dataset_of
+from tests.lakes import LakeSpec
 from tests.testing.wrong_loaders import Wrapped, make_of
 
 ROWS = 33

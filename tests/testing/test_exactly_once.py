@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from lakeckpt import Batch, LakeDataset, LakeLoader, open_table
 from lakeckpt.errors import ConfigError
-from lakeckpt.testing import Attempt, LakeSpec, Topology, assert_exactly_once, histories, replay, tables, topologies
+from lakeckpt.testing import Attempt, Topology, assert_exactly_once, histories, replay, topologies
 from tests.data.reading import dataset_of
+from tests.lakes import LakeSpec, tables
 from tests.testing.wrong_loaders import UNTRACKED, WRONG, Wrapped, make_of
 
 SPEC = LakeSpec(files=((7, 0, 5), (), (9, 4)), columns=("string",))

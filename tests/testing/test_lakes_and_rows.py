@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from lakeckpt import LakeDataset, LakeLoader, Ragged, ReadOptions, Receipt
 from lakeckpt.core.receipts import Span
 from lakeckpt.errors import ConfigError
-from lakeckpt.testing import LakeSpec, tables
-from lakeckpt.testing.lakes import COLUMNS
 from lakeckpt.testing.observed import Observed, Violation, positions_of
 from lakeckpt.testing.row_keys import RowKeys, canonical
+from tests.lakes import COLUMNS, LakeSpec, tables
 
 
 @given(spec=tables(nulls=True, max_columns=5))

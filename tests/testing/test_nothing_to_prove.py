@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions
 from lakeckpt.errors import ConfigError
-from lakeckpt.testing import Attempt, LakeSpec, Topology, assert_exactly_once, replay
-from lakeckpt.testing.offsets import VARIABLE, wanted
+from lakeckpt.testing import Attempt, Topology, assert_exactly_once, replay
+from tests.lakes import LakeSpec
 from tests.testing.wrong_loaders import Wrapped, make_of
 
 SPEC = LakeSpec(files=((7, 5), (9,)))
@@ -122,15 +122,6 @@ def test_offsets_that_would_restore_nowhere_are_refused(offsets: Any, lake: Path
     said = f"offsets must be an integer of at least 1 or 'all', got {offsets!r}"
     with pytest.raises(ConfigError, match=re.escape(said)):
         assert_exactly_once(make_of(None, lake), topologies=ONE, offsets=offsets)
-
-
-@pytest.mark.parametrize("told", ["0", "-1", "some", ""])
-def test_offsets_that_a_marker_or_an_option_says_are_held_to_the_same(
-    told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, told)
-    with pytest.raises(ConfigError, match=f"{VARIABLE} .* must be an integer of at least 1 or 'all', got '{told}'"):
-        wanted(None)
 
 
 @pytest.mark.parametrize("chains", [-1, 2.0, None])

@@ -11,10 +11,10 @@ import pytest
 from lakeckpt import LakeDataset, LakeLoader, Receipt
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import ReaderState
-from lakeckpt.testing import LakeSpec
 from lakeckpt.testing.observed import Violation
 from lakeckpt.testing.receipt_laws import TrueRows, check_receipts
 from tests.data.reading import dataset_of
+from tests.lakes import LakeSpec
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.errors import DisagreementError, MissingRanksError, TrackingError, WireDamaged
+from lakeckpt.errors import MissingRanksError, TrackingError, WireDamaged
 from lakeckpt.tracking.tally import Tally, name_ranks
 from lakeckpt.wire.envelope import dumps
 
@@ -54,12 +54,12 @@ def test_a_dropped_or_repeated_report_never_settles(tallies: list[Tally], data: 
 
 def test_a_disagreement_names_the_ranks_and_what_they_say() -> None:
     tallies = [report(rank, step="7" if rank == 2 else "8") for rank in range(4)]
-    with pytest.raises(DisagreementError, match="step: 8 on ranks 0-1, 3; 7 on rank 2"):
+    with pytest.raises(TrackingError, match="step: 8 on ranks 0-1, 3; 7 on rank 2"):
         settled(tallies)
 
 
 def test_reports_of_jobs_of_different_sizes_do_not_add_up() -> None:
-    with pytest.raises(DisagreementError, match="4 and 2 ranks"):
+    with pytest.raises(TrackingError, match="4 and 2 ranks"):
         report(0).merge(report(1, world_size=2))
 
 

@@ -63,12 +63,12 @@ def test_bytes_that_are_not_ours_are_refused(data: bytes) -> None:
 
 
 def test_two_documents_in_one_file_are_refused() -> None:
-    with pytest.raises(WireDamaged, match=f"has {2 * len(DATA)} bytes and its header says {len(DATA)}"):
+    with pytest.raises(WireDamaged, match=f"has {2 * len(DATA)} bytes and its header states {len(DATA)}"):
         read(DATA + DATA)
 
 
 def test_a_truncation_is_told_by_its_sizes() -> None:
-    with pytest.raises(WireDamaged, match=f"it has {len(DATA) - 1} bytes and its header says {len(DATA)}"):
+    with pytest.raises(WireDamaged, match=f"it has {len(DATA) - 1} bytes and its header states {len(DATA)}"):
         read(DATA[:-1])
 
 
@@ -115,18 +115,6 @@ def test_a_header_alone_is_refused() -> None:
         read(sealed(b""))
     with pytest.raises(WireDamaged):
         read(resealed(struct.pack(">8sBBHHHQ", b"LAKECKPT", 1, 255, 1, 0, 0, 2**64 - 1)))
-
-
-@pytest.mark.parametrize("kind", ["", "A", "a b", "é", "a" * 33, "../x", "a\n"])
-def test_a_kind_that_is_no_name_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match="a kind is"):
-        dumps(1, kind=kind, version=VERSION)
-
-
-@pytest.mark.parametrize("version", [(-1, 0), (0, 65536)])
-def test_a_version_out_of_range_is_refused(version: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="a version is"):
-        dumps(1, kind=KIND, version=version)
 
 
 @pytest.mark.parametrize("code", [0, *range(8, 128)])

@@ -37,11 +37,10 @@ from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks
 from lakeckpt.errors import (
     AgentError,
     ArenaError,
-    CheckpointIncomplete,
     LakeckptError,
     MissingRanksError,
     SaveFailed,
-    SaveLeftOut,
+    SaveSkipped,
     UnannouncedChange,
 )
 from lakeckpt.tracking.exchange import Exchange
@@ -206,7 +205,7 @@ class Background:
         except MissingRanksError as error:
             if (stopped := word_left(self._exchange, self.attempt.number)) is not None:
                 raise stopped[1] from error
-            raise CheckpointIncomplete(f"whether all ranks have an arena is not known: {error}") from error
+            raise SaveFailed(f"whether all ranks have an arena is not known: {error}") from error
         if without:
             self._no_arena = self._no_arena or ArenaError("; ".join(sorted(without)))
             return False
@@ -331,7 +330,7 @@ class Background:
 
     def _note(self, order: Order, failure: Exception) -> None:
         """Tell the other trainers of a save that failed. One that is left out for another is none."""
-        if self._exchange.world_size > 1 and not isinstance(failure, SaveLeftOut):
+        if self._exchange.world_size > 1 and not isinstance(failure, SaveSkipped):
             leave_note(self._exchange, self._save_of(order), self._exchange.rank, failure)
 
     def _listen(self, *, now: bool = False) -> None:
@@ -371,7 +370,7 @@ class Background:
         return Saved(step=outcome.step, info=info, error=error, took_s=outcome.took_s, remarks=remarks)
 
     def wait(self) -> None:
-        """Return when something came of every save, or raise `CheckpointIncomplete` where the agent is silent."""
+        """Return when something came of every save, or raise `SaveFailed` where the agent is silent."""
         self._engine.finish()
         self._give()
         for order in [self._ready.pop(one) for one in sorted(self._ready)]:
@@ -381,7 +380,7 @@ class Background:
         while self._given:
             if self._waiter.now() > deadline_s:
                 steps = sorted(step for step, _ in self._given)
-                raise CheckpointIncomplete(f"nothing was heard of the saves of the steps {steps} for a long time")
+                raise SaveFailed(f"nothing was heard of the saves of the steps {steps} for a long time")
             self._agent.wait(self._timeout_s if self._exchange.world_size == 1 else _LISTEN_S)
             self._listen(now=True)
             self._hear()

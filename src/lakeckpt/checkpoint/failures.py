@@ -16,7 +16,6 @@ from typing import Protocol
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.errors import (
     CheckpointError,
-    CheckpointIncomplete,
     ConfigError,
     LakeckptError,
     MissingRanksError,
@@ -78,7 +77,7 @@ def error_said(said: str, *, prefix: str = "") -> LakeckptError:
     kind, _, text = said.partition("\n")
     found = error_of(kind, prefix + text, otherwise=SaveFailed)
     if isinstance(found, MissingRanksError):
-        return CheckpointIncomplete(str(found))
+        return SaveFailed(str(found))
     if isinstance(found, (CheckpointError, TrackingError, StateError, UnsupportedValue, ConfigError)):
         return found
     return SaveFailed(str(found))

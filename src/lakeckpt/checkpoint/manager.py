@@ -37,7 +37,7 @@ from lakeckpt.checkpoint.restore.votes import Together
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.data.place.deliveries import ConsumptionWarning, Deliveries, ReadAheadWarning, unsaved
-from lakeckpt.errors import CheckpointIncomplete, ConfigError, LakeckptError, SaveFailed, SaveLeftOut
+from lakeckpt.errors import ConfigError, LakeckptError, SaveFailed, SaveSkipped
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
@@ -204,7 +204,7 @@ class CheckpointManager:
         `DamageWarning` and told in `restore_report`. A job that still runs on this run is superseded: its next save
         raises `AttemptSuperseded`, which names this process.
 
-        Raises, on every rank, `DisagreementError` where they were given other settings, such as ``persist_every``;
+        Raises, on every rank, `TrackingError` where they were given other settings, such as ``persist_every``;
         `CheckpointMismatch` listing all that does not fit and `StateError` where a reader refuses its state, with
         nothing changed on any, and with nothing written: a job that is alive goes on. `CheckpointDamaged` where there
         are checkpoints and none is whole; `CheckpointNotFound` naming the steps that can be had where ``step`` is none
@@ -306,7 +306,7 @@ class CheckpointManager:
                 self._cut(self._background, due=due, captured=captured)
             elif due:
                 self._save(saver)
-        except (SaveFailed, CheckpointIncomplete) as error:
+        except SaveFailed as error:
             if not self._warn_only:
                 raise
             text = f"training goes on without a checkpoint of step {self._failed_step}: {error}"
@@ -322,8 +322,8 @@ class CheckpointManager:
         begins (where there is ``capture_every``), and the handle that is returned waits for it.
 
         What fails on one rank fails on all, within seconds, and the error says which rank it was and why. Raises
-        `SaveFailed` (nothing was committed; training may go on), `CheckpointIncomplete` (ranks are gone),
-        `AttemptSuperseded` (stop), `DisagreementError` (the ranks are not at one cut), `UnsupportedValue` (a state that
+        `SaveFailed` (nothing was committed, or ranks are gone; training may go on),
+        `AttemptSuperseded` (stop), `TrackingError` (the ranks are not at one cut), `UnsupportedValue` (a state that
         cannot be written, with its path), `CheckpointError` where your own code raised something else on another rank,
         as a ``state_dict`` may, and `ConfigError` for a metric that is no number, as `step` does.
         """
@@ -411,7 +411,7 @@ class CheckpointManager:
         """Wait for what is being saved; what fails is a warning where a save by policy is allowed to fail."""
         try:
             self.wait()
-        except (SaveFailed, CheckpointIncomplete) as error:
+        except SaveFailed as error:
             if not self._warn_only:
                 raise
             text = f"a checkpoint of step {self._failed_step} was not saved: {error}"
@@ -493,10 +493,10 @@ class CheckpointManager:
                 self._committed(one.info)
                 continue
             assert one.error is not None
-            if isinstance(one.error, SaveLeftOut) and (one.step in committed or background.is_saving(one.step)):
+            if isinstance(one.error, SaveSkipped) and (one.step in committed or background.is_saving(one.step)):
                 continue  # another save of the same step is, or will be, the result
             self._settle(one.step, one.error)
-            if not isinstance(one.error, SaveLeftOut) or one.step == wanted:
+            if not isinstance(one.error, SaveSkipped) or one.step == wanted:
                 failure, self._failed_step = one.error, one.step
         try:
             remarks.warn()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lakeckpt.checkpoint.persist.agreement import everyone
 from lakeckpt.checkpoint.policy import Policy
-from lakeckpt.errors import ConfigError, DisagreementError
+from lakeckpt.errors import ConfigError, TrackingError
 from lakeckpt.tracking.exchange import Exchange, GlooExchange, Solo
 
 __all__ = ["check_shared", "check_topology", "exchange_of", "said_of_policy"]
@@ -51,14 +51,14 @@ def check_topology(exchange: Exchange, rank: int | None, world_size: int | None)
 
 
 def check_shared(exchange: Exchange, settings: Mapping[str, str]) -> None:
-    """Raise `DisagreementError`, on every rank, where the ranks were given different ``settings``: name → value.
+    """Raise `TrackingError`, on every rank, where the ranks were given different ``settings``: name → value.
 
     Collective. Ranks that save at different steps would wait for each other until their time is over.
     """
     tally = everyone(exchange, settings)
     differ = [name for name in settings if len(tally.facts[name]) > 1]
     if differ:
-        raise DisagreementError(
+        raise TrackingError(
             f"the ranks were given different settings: {', and '.join(map(tally.describe, differ))}. "
             "Give all ranks of a CheckpointManager the same"
         )

@@ -6,20 +6,11 @@ The exit status is 0 for PROVED, 1 for NOT PROVED, 3 for PROVED OF WHAT WAS DELI
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from lakeckpt.cli.output import (
-    TextTable,
-    add_run_arguments,
-    options_of,
-    print_json,
-    progress_bar,
-    say_many,
-    say_rows,
-)
-
-if TYPE_CHECKING:
-    from lakeckpt.checkpoint.ledger.report import AuditReport, EpochAudit, Finding, ReaderAudit
+from lakeckpt.checkpoint.ledger.audit import NAMED_GROUPS, audit
+from lakeckpt.checkpoint.ledger.report import AuditReport, EpochAudit, Finding, ReaderAudit
+from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json, progress_bar
+from lakeckpt.cli.run_place import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
 
@@ -43,24 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Audit and print. Returns the exit status."""
-    from lakeckpt.checkpoint.ledger.audit import NAMED_GROUPS, audit
-    from lakeckpt.lake.storage.base import describe
-    from lakeckpt.lake.storage.open import open_storage
-
-    storage = open_storage(args.place, storage_options=options_of(args.storage_options))
+    storage, place = open_run(args)
     with progress_bar("auditing", show=not args.json) as progress:
         report = audit(storage, tip=args.tip, progress=progress, named_groups=10**9 if args.all else NAMED_GROUPS)
     if args.json:
         print_json(report.to_plain())
     else:
-        _show(report, describe(storage), every=args.all)
+        _show(report, place, every=args.all)
     return report.exit_status
 
 
 def _show(report: AuditReport, place: str, *, every: bool) -> None:
     print(
-        f"{place}  step {report.step:,}, {say_many(report.checkpoints, 'checkpoint')}, "
-        f"{say_many(report.attempts, 'attempt')}"
+        f"{place}  step {report.step:,}, {format_count(report.checkpoints, 'checkpoint')}, "
+        f"{format_count(report.attempts, 'attempt')}"
     )
     for reader in report.readers:
         _show_reader(reader, every=every)
@@ -69,7 +56,7 @@ def _show(report: AuditReport, place: str, *, every: bool) -> None:
     for branch in report.branches:
         print(
             f"rolled back: attempt {branch.attempt} up to step {branch.last_step:,}, "
-            f"{say_many(len(branch.slots), 'checkpoint')}, {say_many(branch.rows, 'row')}; they do not count"
+            f"{format_count(len(branch.slots), 'checkpoint')}, {format_count(branch.rows, 'row')}; they do not count"
         )
     for note in report.notes:
         print("note: " + note)
@@ -97,15 +84,10 @@ def _show_reader(reader: ReaderAudit, *, every: bool) -> None:
     table = TextTable(">epoch", "", ">rows", *(f">{_HEADS.get(name, name)}" for name in shown), title=_title(reader))
     for first, last in _alike(reader.epochs, every=every):
         span = str(first.epoch) if first is last else f"{first.epoch}–{last.epoch}"
-        table.add_row(
-            span,
-            first.status,
-            f"{first.rows:,}",
-            *(f"{getattr(first, name):,}" for name in shown),
-        )
+        table.add_row(span, first.status, first.rows, *(getattr(first, name) for name in shown))
     print(table)
     for one in reader.excluded if every else reader.excluded[:_GROUPS]:
-        rows = say_many(one.rows, "row")
+        rows = format_count(one.rows, "row")
         print(f"excluded: {rows} of row group {one.row_group} of {one.file!r} in epoch {one.epoch}")
     if not every and len(reader.excluded) > _GROUPS:
         print(f"… and {len(reader.excluded) - _GROUPS:,} more (--all lists them)")
@@ -115,7 +97,7 @@ def _show_reader(reader: ReaderAudit, *, every: bool) -> None:
 
 def _title(reader: ReaderAudit) -> str:
     topologies = " → ".join(
-        f"{say_many(ranks, 'rank')} × {say_many(batch_size, 'row')} per batch, {say_many(lanes, 'lane')}"
+        f"{format_count(ranks, 'rank')} × {format_count(batch_size, 'row')} per batch, {format_count(lanes, 'lane')}"
         for lanes, batch_size, ranks in reader.topologies[-4:]
     )
     ends = "an endless stream" if reader.endless else _ENDS.get(reader.tail, reader.tail)
@@ -145,9 +127,9 @@ def _show_finding(finding: Finding, *, every: bool) -> None:
         return
     table = TextTable("  file", ">row group", "rows")
     for one in shown:
-        rows = say_rows(one.rows.pairs(), of=one.of, most=10**9 if every else 8)
-        table.add_row(f"  {one.file}", str(one.row_group), rows)
+        rows = format_rows(one.rows.pairs(), of=one.of, most=10**9 if every else 8)
+        table.add_row(f"  {one.file}", one.row_group, rows)
     print(table)
     more = finding.rows - sum(one.rows.size for one in shown)
     if more:
-        print(f"  … and {say_many(more, 'row')} more" + ("" if every else " (--all)"))
+        print(f"  … and {format_count(more, 'row')} more" + ("" if every else " (--all)"))

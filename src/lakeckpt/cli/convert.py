@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from lakeckpt.cli.output import options_of, print_json, say_bytes, say_many
+from lakeckpt.cli.output import format_bytes, format_count, print_json
+from lakeckpt.cli.run_place import options_of
 
 __all__ = ["add_arguments", "run"]
 
@@ -47,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(dataclasses.asdict(done))
         return 0
-    what = f"{say_many(done.tensors, 'tensor')} ({say_bytes(done.size_bytes)})"
+    what = f"{format_count(done.tensors, 'tensor')} ({format_bytes(done.size_bytes)})"
     if done.values:
-        what += f" and {say_many(done.values, 'other value')}"
+        what += f" and {format_count(done.values, 'other value')}"
     print(f"{what} of {_KINDS[done.source]} are {_KINDS[done.target]} in {args.target}")
     return 0

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from lakeckpt.cli.output import (
-    TextTable,
-    add_run_arguments,
-    options_of,
-    print_json,
-    say_many,
-    say_rows,
-)
-
-if TYPE_CHECKING:
-    from lakeckpt.checkpoint.ledger.explain import MicroBatch, RankRows, ReaderStep, StepExplained
+from lakeckpt.checkpoint.ledger.explain import MicroBatch, RankRows, ReaderStep, StepExplained, explain
+from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json
+from lakeckpt.cli.run_place import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,10 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Explain and print. Returns 0."""
-    from lakeckpt.checkpoint.ledger.explain import explain
-    from lakeckpt.lake.storage.open import open_storage
-
-    storage = open_storage(args.place, storage_options=options_of(args.storage_options))
+    storage, _ = open_run(args)
     found = explain(storage, args.step, tip=args.tip, ranks=args.rank)
     if args.json:
         print_json(found.to_plain(every_row=args.rows))
@@ -49,8 +37,8 @@ def _show(found: StepExplained, *, every_row: bool) -> None:
         print()
         epochs = ", ".join(map(str, reader.epochs)) or "none"
         print(
-            f"{reader.reader}  {say_many(reader.rows, 'row')} of epoch {epochs}, "
-            f"{len(reader.ranks)} of {say_many(reader.world_size, 'rank')}"
+            f"{reader.reader}  {format_count(reader.rows, 'row')} of epoch {epochs}, "
+            f"{len(reader.ranks)} of {format_count(reader.world_size, 'rank')}"
         )
         print(_every_row(reader) if every_row else _row_groups(reader))
 
@@ -58,18 +46,13 @@ def _show(found: StepExplained, *, every_row: bool) -> None:
 def _row_groups(reader: ReaderStep) -> object:
     table = TextTable(">rank", "micro-batches", "file", ">row group", ">count", "rows")
     for rank in reader.ranks:
-        head = (str(rank.rank), _micro_batches(rank))
+        head: tuple[str | int, str] = rank.rank, _micro_batches(rank)
         for one in rank.where:
-            table.add_row(
-                *head,
-                one.file,
-                str(one.row_group),
-                f"{one.rows.size:,}",
-                say_rows(one.rows.pairs(), of=one.of),
-            )
+            rows = format_rows(one.rows.pairs(), of=one.of)
+            table.add_row(*head, one.file, one.row_group, one.rows.size, rows)
             head = ("", "")
         if not rank.where:
-            table.add_row(*head, "", "", "0", "")
+            table.add_row(*head, "", "", 0, "")
     return table
 
 
@@ -78,7 +61,7 @@ def _every_row(reader: ReaderStep) -> object:
     for rank in reader.ranks:
         for number, table_row in enumerate(rank.table_rows.tolist()):
             file, row_group, row = reader.order.place(table_row)
-            table.add_row(str(rank.rank), str(number), file, str(row_group), str(row))
+            table.add_row(rank.rank, number, file, row_group, row)
     return table
 
 

@@ -1,9 +1,10 @@
 """This module runs the commands of ``lakeckpt``.
 
-Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. No heavy module is imported before a
-command runs, and only ``demo`` and ``convert`` import torch. Our own errors, and errors of the operating system (a full
-disk, a folder without permission), become one message and exit status 2, because 1 is a regular result of some
-commands. With ``--json`` the message is a JSON document with ``error``. A defect keeps its traceback.
+Each command is a module with ``add_arguments(parser)`` and ``run(args) -> int``. Only the module of the command that
+was asked for is imported, and only ``demo`` and ``convert`` import torch. Errors of lakeckpt, and errors of the
+operating system (a full disk, a folder without permission), become one message and exit status 2, because 1 is a
+regular result of some commands. With ``--json`` the message is a JSON document with ``error``. A defect keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
 import lakeckpt
-from lakeckpt.cli.output import drop_output, escape_output, print_json
+from lakeckpt.cli.output import drop_output, print_json
 from lakeckpt.errors import LakeckptError
 
 __all__ = ["main"]
@@ -29,16 +31,18 @@ _COMMANDS = {
     "convert": "a checkpoint of torch's DCP, of safetensors or of a run becomes one of another form",
     "report": "where ranks were idle, and what of the captures moved in their bubbles",
     "rollback": "go back to an earlier checkpoint: the next restore goes on from there",
-    "doctor": "what runs keep in this node's memory, and what is left of those that ended badly",
+    "doctor": "what runs keep in this node's memory, and what ended runs have left there",
     "audit": "prove that every row was consumed exactly once, or name those that were not",
 }
-_ELSEWHERE = {"demo": "lakeckpt.demo", "plan": "lakeckpt.cli.plan.command"}
+_ELSEWHERE = {"demo": "lakeckpt.demo.demo", "plan": "lakeckpt.cli.plan.command"}
 _ABOUT = "Resume training on a data lake, exactly: every row counts once per epoch, whatever crashes."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; ``argv`` without the program's name (None: of the process). Returns the exit status."""
-    escape_output()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":  # escape what the encoding lacks
+            stream.reconfigure(errors="backslashreplace")
     try:
         args = _parse(sys.argv[1:] if argv is None else list(argv))
     except SystemExit as end:
@@ -47,22 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    as_json = getattr(args, "json", False)
     try:
         status = int(args.run(args))
         sys.stdout.flush()
         return status
-    except LakeckptError as error:
-        if args.debug:
-            raise
-        return _failed(error.kind, error, as_json=as_json)
     except BrokenPipeError:  # the reader of our output has left
         drop_output()
         return 2
-    except OSError as error:
+    except (LakeckptError, OSError) as error:
         if args.debug:
             raise
-        return _failed("os_error", error, as_json=as_json)
+        return _failed(error, as_json=getattr(args, "json", False))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -83,8 +82,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _failed(kind: str, error: Exception, *, as_json: bool) -> int:
+def _failed(error: LakeckptError | OSError, *, as_json: bool) -> int:
     """Report an error, if the output can be written. Returns the exit status."""
+    kind = error.kind if isinstance(error, LakeckptError) else "os_error"
     try:
         if as_json:
             print_json({"error": {"kind": kind, "message": str(error)}})

@@ -1,50 +1,29 @@
 """This module formats what commands print: plain text in columns for people, one JSON document for programs.
 
-Commands pass values, and this module formats them: bytes, counts, ranges of rows, times. It also makes sure that
-output that cannot be written (a narrow encoding, a full disk, a closed pipe) is reported as an error, and does not look
-like a result.
+Commands pass values, and this module formats them: bytes, counts, ranges of rows, times. The module starts no threads.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
-
-from lakeckpt.errors import ConfigError
 
 __all__ = [
-    "StatusLine",
     "TextTable",
-    "add_run_arguments",
     "drop_output",
-    "escape_output",
-    "options_of",
+    "format_bytes",
+    "format_count",
+    "format_rows",
+    "format_time",
     "print_json",
     "progress_bar",
-    "say_bytes",
-    "say_many",
-    "say_rows",
-    "say_when",
 ]
 
 Progress = Callable[[int, int], None]
-
-
-def escape_output() -> None:
-    """Make stdout and stderr escape characters that their encoding lacks; a closed stream becomes ``/dev/null``."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        elif getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def drop_output() -> None:
@@ -56,33 +35,28 @@ def drop_output() -> None:
 
 
 class TextTable:
-    """A table of cells in columns. A column whose head begins with ``>`` is aligned to the right. Cells and heads may
-    have several lines. A table without any head has no line of heads.
+    """A table of cells in columns. A column whose head begins with ``>`` is aligned to the right. A table without any
+    head has no line of heads.
 
-    >>> table = TextTable("file", ">rows\\nread", title="A table")
-    >>> table.add_row("part-0", "1,000")
-    >>> table.add_row("part-10\\nagain", "7")
+    >>> table = TextTable("file", ">rows", title="A table")
+    >>> table.add_row("part-0", 1000)
+    >>> table.add_row("part-10", 7)
     >>> print(table)
     A table
     file      rows
-              read
     part-0   1,000
     part-10      7
-    again
     """
 
     def __init__(self, *heads: str, title: str | None = None) -> None:
         self._right = [head.startswith(">") for head in heads]
         self._title = title
         texts = [head.removeprefix(">") for head in heads]
-        self._rows: list[list[str]] = []
-        if any(texts):
-            self.add_row(*texts)
+        self._rows: list[Sequence[str]] = [texts] if any(texts) else []
 
-    def add_row(self, *cells: str) -> None:
-        """Add a row, one cell for each column."""
-        lines = [cell.split("\n") for cell in cells]
-        self._rows += [list(line) for line in itertools.zip_longest(*lines, fillvalue="")]
+    def add_row(self, *cells: str | int) -> None:
+        """Add a row, one cell for each column. Numbers get separators of thousands."""
+        self._rows.append([cell if isinstance(cell, str) else f"{cell:,}" for cell in cells])
 
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
@@ -93,25 +67,6 @@ class TextTable:
         return "\n".join(line.rstrip() for line in lines)
 
 
-class StatusLine:
-    """A line on stderr that is replaced again and again. Does nothing if stderr is not a terminal."""
-
-    def __init__(self) -> None:
-        self._shown = ""
-
-    def show(self, text: str) -> None:
-        """Show ``text`` in place of the present line."""
-        if text != self._shown and sys.stderr.isatty():
-            print("\r" + text.ljust(len(self._shown)), end="", file=sys.stderr, flush=True)
-            self._shown = text
-
-    def clear(self) -> None:
-        """Clear the line."""
-        if self._shown:
-            print("\r" + " " * len(self._shown), end="\r", file=sys.stderr, flush=True)
-            self._shown = ""
-
-
 def print_json(value: Mapping[str, object]) -> None:
     """Write one JSON document to stdout, in ASCII."""
     json.dump(value, sys.stdout, indent=1)
@@ -120,18 +75,30 @@ def print_json(value: Mapping[str, object]) -> None:
 
 @contextlib.contextmanager
 def progress_bar(what: str, *, show: bool) -> Iterator[Progress | None]:
-    """Give a ``(done, total)`` callable that shows progress on stderr while the body runs; None unless ``show``."""
-    line = StatusLine()
+    """Give a ``(done, total)`` callable that shows progress while the body runs; None unless ``show``.
+
+    The progress is one line of stderr, if that is a terminal. The line is cleared at the end.
+    """
+    shown = ""
+
+    def advance(done: int, total: int) -> None:
+        nonlocal shown
+        text = f"{what} {done / max(1, total):.0%}"
+        if text != shown and sys.stderr.isatty():
+            print("\r" + text.ljust(len(shown)), end="", file=sys.stderr, flush=True)
+            shown = text
+
     try:
-        yield (lambda done, total: line.show(f"{what} {done / max(1, total):.0%}")) if show else None
+        yield advance if show else None
     finally:
-        line.clear()
+        if shown:
+            print("\r" + " " * len(shown), end="\r", file=sys.stderr, flush=True)
 
 
-def say_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Return a size in a fitting unit: ``999 B``, ``1.5 MB``.
 
-    >>> say_bytes(999), say_bytes(1_500_000), say_bytes(0)
+    >>> format_bytes(999), format_bytes(1_500_000), format_bytes(0)
     ('999 B', '1.5 MB', '0 B')
     """
     for unit in ("B", "kB", "MB", "GB", "TB"):
@@ -141,20 +108,20 @@ def say_bytes(size: float) -> str:
     raise AssertionError
 
 
-def say_many(count: int, one: str, many: str | None = None) -> str:
+def format_count(count: int, one: str, many: str | None = None) -> str:
     """Return a count and its noun.
 
-    >>> say_many(1, "row"), say_many(2000, "row"), say_many(2, "index", "indexes")
+    >>> format_count(1, "row"), format_count(2000, "row"), format_count(2, "index", "indexes")
     ('1 row', '2,000 rows', '2 indexes')
     """
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
-def say_rows(ranges: Sequence[tuple[int, int]], *, of: int | None = None, most: int = 8) -> str:
+def format_rows(ranges: Sequence[tuple[int, int]], *, of: int | None = None, most: int = 8) -> str:
     """Return half-open ranges of rows as text for people.
 
-    >>> say_rows([(0, 1), (3, 6)]), say_rows([(0, 30)], of=30), say_rows([(i, i + 1) for i in range(0, 9, 2)], most=3)
-    ('0, 3–5', 'all 30', '0, 2, 4, … 2 more')
+    >>> format_rows([(0, 1), (3, 6)]), format_rows([(0, 30)], of=30), format_rows([(0, 1), (2, 3), (4, 6)], most=2)
+    ('0, 3–5', 'all 30', '0, 2, … 2 more')
     """
     if of is not None and list(ranges) == [(0, of)]:
         return f"all {of:,}"
@@ -163,29 +130,6 @@ def say_rows(ranges: Sequence[tuple[int, int]], *, of: int | None = None, most: 
     return ", ".join(shown) + (f", … {left:,} more" if left else "")
 
 
-def say_when(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """Return seconds since 1970 as local time."""
-    try:
-        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):
-        return "?"
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of all commands that read a run."""
-    parser.add_argument("place", metavar="RUN", help="where the run's checkpoints are: a folder, or a URL")
-    parser.add_argument("--storage-options", metavar="JSON", help="for the store, as fsspec takes them")
-    parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
-
-
-def options_of(text: str | None) -> dict[str, Any] | None:
-    """Return the value of ``--storage-options``: a JSON object. `ConfigError` if it is anything else."""
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--storage-options must be a JSON object: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"--storage-options must be a JSON object, got {text!r}")
-    return value
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

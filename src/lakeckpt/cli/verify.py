@@ -6,20 +6,10 @@ The exit status is 0 if every byte is intact, and 1 if there is damage.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from lakeckpt.cli.output import (
-    TextTable,
-    add_run_arguments,
-    options_of,
-    print_json,
-    progress_bar,
-    say_bytes,
-    say_many,
-)
-
-if TYPE_CHECKING:
-    from lakeckpt.checkpoint.ledger.verify import CheckedCheckpoint, VerifyReport
+from lakeckpt.checkpoint.ledger.verify import CheckedCheckpoint, VerifyReport, verify
+from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json, progress_bar
+from lakeckpt.cli.run_place import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,32 +21,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify and print. Returns the exit status."""
-    from lakeckpt.checkpoint.ledger.verify import verify
-    from lakeckpt.lake.storage.base import describe
-    from lakeckpt.lake.storage.open import open_storage
-
-    storage = open_storage(args.place, storage_options=options_of(args.storage_options))
+    storage, place = open_run(args)
     with progress_bar("verifying", show=not args.json) as progress:
         report = verify(storage, progress=progress)
     if args.json:
         print_json(report.to_plain())
     else:
-        _show(report, describe(storage))
+        _show(report, place)
     return report.exit_status
 
 
 def _show(report: VerifyReport, place: str) -> None:
     there = [one for one in report.checkpoints if one.status != "removed"]
     removed = len(report.checkpoints) - len(there)
-    count = say_many(len(report.checkpoints), "checkpoint")
+    count = format_count(len(report.checkpoints), "checkpoint")
     print(f"{place}  {count}, {removed:,} of them removed by retention")
     if there:
         table = TextTable(">slot", ">step", ">attempt", ">files", ">size", "")
         for one in there:
             status = one.status + ("" if one.in_history else " (rolled back)")
-            table.add_row(
-                *(str(one.slot), f"{one.step:,}", str(one.attempt), str(one.files), say_bytes(one.size_bytes), status)
-            )
+            table.add_row(one.slot, one.step, one.attempt, one.files, format_bytes(one.size_bytes), status)
         print(table)
     if report.leftover_files:
         print(_left(report))
@@ -65,13 +49,13 @@ def _show(report: VerifyReport, place: str) -> None:
     print()
     for damage in report.every_damage:
         print(f"✗ {damage}")
-    size = sum(one.size_bytes for one in there)
     if report.every_damage:
-        print(f"DAMAGED  {say_many(len(report.every_damage), 'object')} of the run: see above")
+        print(f"DAMAGED  {format_count(len(report.every_damage), 'object')} of the run: see above")
         print(_advice(report))
     else:
-        what = f"{say_many(report.indexes, 'table index', 'table indexes')} and {say_many(len(there), 'checkpoint')}"
-        print(f"INTACT  the log, {what} ({say_bytes(size)}): every checksum holds")
+        indexes = format_count(report.indexes, "table index", "table indexes")
+        size = format_bytes(sum(one.size_bytes for one in there))
+        print(f"INTACT  the log, {indexes} and {format_count(len(there), 'checkpoint')} ({size}): every checksum holds")
 
 
 def _bound(one: CheckedCheckpoint) -> str:
@@ -81,7 +65,7 @@ def _bound(one: CheckedCheckpoint) -> str:
 
 def _left(report: VerifyReport) -> str:
     """Return a sentence about the files that no checkpoint names."""
-    left = f"{say_many(report.leftover_files, 'file')} ({say_bytes(report.leftover_bytes)})"
+    left = f"{format_count(report.leftover_files, 'file')} ({format_bytes(report.leftover_bytes)})"
     if report.log_damage:
         return f"{left} of checkpoints whose entries in the log are damaged, or of saves that were never committed"
     text = f"{left} of saves that were never committed; the next save removes them"

@@ -1,7 +1,7 @@
 """This module holds sets of positions as sorted, disjoint, half-open intervals, with the algebra that plans need.
 
-Vectorised over the intervals: every operation is linear (or n log n) in their number, never in the positions.
-It never holds single positions and never changes in place.
+Every operation takes time in the number n of intervals (n, or n log n), never in the number of positions. A set never
+holds single positions and never changes in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Intervals:
     >>> a = Intervals.of([(0, 4), (8, 10)])
     >>> a.size, a.complement(12).pairs()
     (6, [(4, 8), (10, 12)])
-    >>> a.take(3, 5).pairs()
+    >>> a.take(3, 5)
     [(3, 4), (8, 9)]
     """
 
@@ -164,8 +164,11 @@ class Intervals:
         rows = int(max(self.stops[-1], other.stops[-1]))
         return self.intersection(other.complement(rows))
 
-    def stretch(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return ``take(start, stop).pairs()``, at a price that is not felt where it is asked for every micro-batch."""
+    def take(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the ``start``-th to ``stop``-th (exclusive) positions of the set, ascending, as (start, stop).
+
+        It is cheap enough for every micro-batch; `select` takes many ranges at once.
+        """
         if not 0 <= start <= stop <= self.size:
             raise ValueError(f"places [{start}, {stop}) outside of a set of {self.size}")
         which = int(np.searchsorted(self._before, start, side="right")) - 1
@@ -176,10 +179,6 @@ class Intervals:
             found.append((start + shift, end + shift))
             start, which = end, which + 1
         return found
-
-    def take(self, start: int, stop: int) -> Intervals:
-        """Return the ``start``-th to ``stop``-th (exclusive) positions of the set, counted in ascending order."""
-        return self.select(np.array([start], np.int64), np.array([stop], np.int64))
 
     def select(self, starts: Int64Array, stops: Int64Array) -> Intervals:
         """Return the ``starts[i]``-th to ``stops[i]``-th (exclusive) positions of the set, for all i.

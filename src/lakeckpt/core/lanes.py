@@ -34,6 +34,7 @@ import numpy.typing as npt
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import lane_bounds
 from lakeckpt.core.receipts import Span
+from lakeckpt.wire.documents import Count, as_row
 
 __all__ = ["Deal", "EpochDeal", "Left", "Rest", "Tail", "micro_batches", "rows_before", "spans_of", "turns"]
 
@@ -41,14 +42,15 @@ Int64Array = npt.NDArray[np.int64]
 Tail = Literal["short", "drop"]
 
 
+@as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """What is left of an epoch that has begun, and the layout that it began with."""
+    """The rest of an epoch that has begun, and the layout that it began with."""
 
-    epoch: int
+    epoch: Count
+    num_lanes: Count
+    rotation: Count
     positions: Intervals
-    num_lanes: int
-    rotation: int
 
     def __post_init__(self) -> None:
         if self.epoch < 0 or self.num_lanes < 1 or not 0 <= self.rotation < self.num_lanes:
@@ -57,10 +59,10 @@ class Left:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rest:
-    """What nobody has consumed: parts of epochs that have begun, and every epoch from ``next_epoch`` on."""
+    """All positions that are not consumed: parts of epochs that have begun, and every epoch from ``next_epoch`` on."""
 
     begun: tuple[Left, ...]
-    next_epoch: int
+    next_epoch: Count
 
     def __post_init__(self) -> None:
         epochs = [left.epoch for left in self.begun]
@@ -185,10 +187,10 @@ class EpochDeal:
             if self._shift is not None:
                 low += self._shift
                 return [Span(epoch=self.left.epoch, start=low, stop=low + self.batch_size)]
-            return spans_of(self.left.epoch, self.left.positions.stretch(low, low + self.batch_size))
+            return spans_of(self.left.epoch, self.left.positions.take(low, low + self.batch_size))
         limit = self.limits[lane : lane + 1].repeat(2)
         inside = rows_before(limit, self.count, self.batch_size, np.array([turn, turn + 1]))
-        return spans_of(self.left.epoch, self.left.positions.stretch(start + int(inside[0]), start + int(inside[1])))
+        return spans_of(self.left.epoch, self.left.positions.take(start + int(inside[0]), start + int(inside[1])))
 
     @cached_property
     def _begins(self) -> list[int]:

@@ -4,7 +4,7 @@ An epoch's order is laid out in four steps, none of which keeps state:
 
 1. the non-empty row groups are put in the order of a keyed hash (unshuffled: in table order);
 2. the rows, row group after row group, are numbered by *positions* 0 … rows - 1;
-3. positions are cut into ``num_lanes`` contiguous lanes, equal to within one row; ``rotation`` says which lane is the
+3. positions are cut into ``num_lanes`` contiguous lanes, equal to within one row; ``rotation`` is the lane that is the
    first to get one of the extra rows (0 unless a stream is endless);
 4. within a lane, every ``window`` consecutive row groups (or the parts of them inside the lane) form a *window*, and
    the rows of a window are permuted by a keyed hash (unshuffled: left as they are). A window of more than 2^27 rows is
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.hashing import MAX_PERMUTED, USUAL, Means, derive_key, hash64, permutation
+from lakeckpt.core.hashing import MAX_PERMUTED, derive_key, hash64, permutation
 
 __all__ = ["EpochLayout", "Fragment", "OrderSpec", "Window", "lane_bounds"]
 
@@ -30,7 +30,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderSpec:
-    """What the user chooses of the order: part of every reader state."""
+    """The user's choices about the order: part of every reader state."""
 
     seed: int
     shuffle: bool
@@ -75,12 +75,12 @@ class Window:
         """The number of rows."""
         return self.stop - self.start
 
-    def permutation(self, means: Means = USUAL) -> Int64Array | None:
+    def permutation(self) -> Int64Array | None:
         """Return, for each position less ``start``, the row of the concatenated fragments (int64, shape (rows,)).
 
         None where the rows stand in the fragments' order.
         """
-        return None if self.key is None else permutation(self.key, self.rows, means)
+        return None if self.key is None else permutation(self.key, self.rows)
 
 
 def lane_bounds(rows: int, num_lanes: int, rotation: int = 0) -> Int64Array:
@@ -142,7 +142,7 @@ class EpochLayout:
 
     @property
     def identity(self) -> tuple[OrderSpec, int, int, int]:
-        """What tells layouts of one table apart: for use as a key."""
+        """A key that differs between different layouts of one table."""
         return (self.spec, self.epoch, self.num_lanes, self.rotation)
 
     def window_at(self, position: int) -> Window:

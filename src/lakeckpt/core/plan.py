@@ -21,7 +21,7 @@ from lakeckpt.core.lanes import Deal, EpochDeal, Left, Rest
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState, Segment
 from lakeckpt.core.stream import StreamDeal
-from lakeckpt.errors import StateInvalid, StateMismatch
+from lakeckpt.errors import StateError, StateMismatch
 
 __all__ = [
     "MAX_SEGMENTS",
@@ -44,7 +44,7 @@ MAX_SEGMENTS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutKey:
-    """What, with the table and the order's spec, an `lakeckpt.core.order.EpochLayout` is built from."""
+    """The arguments of `lakeckpt.core.order.EpochLayout.build` that differ between the epochs of a table."""
 
     epoch: int
     num_lanes: int
@@ -86,7 +86,7 @@ def start(identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, wo
 
 
 class Plan:
-    """What a reader state implies. Computed once for a segment; `assignment` may be asked of any step of it."""
+    """The consequences of a reader state. Made once for a segment; `assignment` takes any step of the segment."""
 
     def __init__(self, state: ReaderState) -> None:
         self.state = state
@@ -122,9 +122,9 @@ class Plan:
         stop = self.micro_batch(step + 1)
         number = first + rank
         if stop - first == world_size:
-            spans, lane, rows = self.deal.spans(number), number % num_lanes, self.deal.rows_of(first, stop)
+            spans, lane = self.deal.spans(number), number % num_lanes
         else:
-            spans, lane, rows = self._equal_part(first, stop, rank), -1, self._rows_between(first, stop)
+            spans, lane = self._equal_part(first, stop, rank), -1
         receipt = Receipt(
             epoch=self.state.epoch,
             micro_batch=number,
@@ -133,7 +133,7 @@ class Plan:
             rank=rank,
             world_size=world_size,
             spans=tuple(spans),
-            step_rows=rows,
+            step_rows=self.deal.rows_of(first, stop),
         )
         return Assignment(
             receipt=receipt,
@@ -154,16 +154,13 @@ class Plan:
 
     def step_rows(self, step: int) -> int:
         """Return how many rows all ranks get in ``step``."""
-        return self._rows_between(self.micro_batch(step), self.micro_batch(step + 1))
+        return self.deal.rows_of(self.micro_batch(step), self.micro_batch(step + 1))
 
     def has_rows(self, rank: int, *, from_step: int) -> bool:
         """Return whether a step from ``from_step`` on has rows for ``rank``."""
         return self.steps is None or any(
             self.assignment(step, rank).receipt.rows for step in range(from_step, self.steps)
         )
-
-    def _rows_between(self, first: int, stop: int) -> int:
-        return self.deal.rows_of(first, stop)
 
     def _equal_part(self, first: int, stop: int, rank: int) -> list[Span]:
         spans = [span for number in range(first, stop) for span in self.deal.spans(number)]
@@ -177,7 +174,7 @@ class Plan:
 
     @property
     def at_end(self) -> bool:
-        """Whether nothing of the epoch is left to be dealt."""
+        """True if nothing of the epoch is left to be dealt."""
         return self.steps is not None and self.state.step >= self.steps
 
 
@@ -216,15 +213,15 @@ def _cut_spans(spans: Iterable[Span], start: int, stop: int) -> list[Span]:
 
 
 def check_place(state: ReaderState, *, ahead: int = 0) -> None:
-    """Raise StateInvalid where ``state`` is more than ``ahead`` steps behind the end of its epoch.
+    """Raise StateError where ``state`` is more than ``ahead`` steps behind the end of its epoch.
 
     Such a state was damaged or made by hand. Loading it would skip rows without an error.
     """
     steps = Plan(state).steps if state.epoch <= MAX_EPOCH else 0
     if steps is not None and state.step > steps + ahead:
-        raise StateInvalid(
+        raise StateError(
             f"no job comes to this reader state: step {state.step} of epoch {state.epoch} is at hand, which has "
-            f"{steps}. It was damaged or made by hand: load one as it was saved"
+            f"{steps}. It was damaged or made by hand: load a state as it was saved"
         )
 
 
@@ -254,7 +251,7 @@ def replan(state: ReaderState, *, num_lanes: int, batch_size: int, world_size: i
 
 
 def rebase(state: ReaderState, identity: Identity) -> ReaderState:
-    """Return ``state`` with what is left of it dealt anew, with the ends that ``identity`` says.
+    """Return ``state`` with what is left of it dealt anew, with the ends of ``identity``.
 
     ``identity`` has as many rows in the same order. An epoch that has not begun is only renamed.
     """

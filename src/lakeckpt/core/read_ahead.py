@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["BASES", "Basis", "ReadAhead", "Span"]
+__all__ = ["BASES", "Basis", "Given", "ReadAhead"]
 
 Basis = Literal["stated", "inferred", "undecided", "suspected"]
 """The evidence that rows were consumed. The loop states it by ``step(batch)``, or it is inferred from the rows that
@@ -33,22 +33,22 @@ _STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """What the loop was given from one step to the next."""
+class Given:
+    """The batches that the loop was given from one step to the next."""
 
     batches: int = 0
     """How many batches (in row-wise use: rows)."""
     elsewhere: bool = False
-    """Whether one of them was given on another thread than the one that steps."""
+    """True if one of them was given on another thread than the one that steps."""
     primed: bool = False
-    """Whether one of them came from an iterator that had given others before the run was restored."""
+    """True if one of them came from an iterator that had given others before the run was restored."""
     recent: int = 0
     """How many of them the iterator gave that gave the last one."""
     fresh: bool = False
-    """Whether that iterator gave its first one: the step before was then the last of another iteration, and may have
+    """True if that iterator gave its first batch: the step before was then the last of another iteration, and may have
     had what was left."""
     over: bool = False
-    """Whether the end of the rows is the last that the loop was given."""
+    """True if the loop was last given the end of the rows."""
 
 
 class ReadAhead:
@@ -56,7 +56,7 @@ class ReadAhead:
 
     >>> loop = ReadAhead()
     >>> for batches in (3, 1, 1):
-    ...     loop.stepped(Span(batches=batches, recent=batches))
+    ...     loop.stepped(Given(batches=batches, recent=batches))
     >>> loop.reason
     'the first step was given 3 batches and the next two 1 each'
     """
@@ -68,7 +68,7 @@ class ReadAhead:
         self._counts: list[int] = []
         """The batches of the first steps, but for those that came after the end of an iteration: of what was left."""
         self._restarted = False
-        """Whether an iteration began with the last of them."""
+        """True if an iteration began with the last of them."""
         self.reason = ""
         """Why the loop is suspected; empty: it is not, so far."""
 
@@ -79,20 +79,20 @@ class ReadAhead:
             return "suspected"
         return "inferred" if self._steps >= _STEPS else "undecided"
 
-    def stepped(self, span: Span) -> None:
-        """Note a step that did not say what it used, and what was given since the step before."""
+    def stepped(self, given: Given) -> None:
+        """Note a step that did not state what it used, and what was given since the step before."""
         self._steps += 1
-        if len(self._counts) < _STEPS and not (span.over and span.batches):
-            self._counts.append(span.recent)
-            self._restarted = span.fresh
-        self.reason = self.reason or self._why(span)
+        if len(self._counts) < _STEPS and not (given.over and given.batches):
+            self._counts.append(given.recent)
+            self._restarted = given.fresh
+        self.reason = self.reason or self._why(given)
 
-    def _why(self, span: Span) -> str:
-        if span.elsewhere:
+    def _why(self, given: Given) -> str:
+        if given.elsewhere:
             return "a batch was delivered on another thread than the one that steps"
-        if span.primed:
+        if given.primed:
             return "the iterator in use had delivered batches before restore()"
-        if not span.batches and span.over:
+        if not given.batches and given.over:
             return "a step had no new batch, and the loader had come to the end of its rows before"
         if len(self._counts) == _STEPS:
             first, second, third = self._counts

@@ -1,16 +1,15 @@
-"""This module holds receipts: each micro-batch carries one that says which rows the training loop got.
+"""This module holds receipts: each micro-batch carries one that names the rows in it.
 
 A receipt names positions, never rows: with the table's index and the order, positions are enough to find the rows
-again. It never says that its rows were *used*: that is what a cut says of receipts.
+again. A receipt does not state that its rows were *used*: a cut does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lakeckpt.core.plain import integer, integers, listing
-from lakeckpt.errors import StateInvalid
+from lakeckpt.errors import StateError
+from lakeckpt.wire.documents import as_row, from_plain, to_plain
 
 __all__ = ["EPOCH_NUMBERS", "Receipt", "Span"]
 
@@ -18,6 +17,7 @@ EPOCH_NUMBERS: int = 2**32
 """How many numbers (`Receipt.number`) each epoch has, which is more than any epoch has steps."""
 
 
+@as_row
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Span:
     """Positions [start, stop) of an epoch."""
@@ -38,7 +38,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """What a micro-batch is made of."""
+    """The rows of one micro-batch, and the step and rank that it was dealt to."""
 
     epoch: int
     """The epoch at hand; of an endless stream 0: its spans name the epochs."""
@@ -82,29 +82,11 @@ class Receipt:
 
     def to_plain(self) -> dict[str, object]:
         """Return the receipt as JSON-able values."""
-        return {
-            "epoch": self.epoch,
-            "micro_batch": self.micro_batch,
-            "lane": self.lane,
-            "step": self.step,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "spans": [[span.epoch, span.start, span.stop] for span in self.spans],
-            "step_rows": self.step_rows,
-        }
+        found: dict[str, object] = to_plain(self)
+        return found
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, object]) -> Receipt:
-        """Return the receipt that `to_plain` made ``plain`` of; StateInvalid where it is none."""
-        if not isinstance(plain, Mapping):
-            raise StateInvalid(f"a receipt is a mapping, got {type(plain).__name__}")
-        names = ("epoch", "micro_batch", "step", "rank", "world_size", "step_rows")
-        triples = [integers(entry, "spans", count=3) for entry in listing(plain, "spans")]
-        try:
-            return cls(
-                spans=tuple(Span(epoch=epoch, start=start, stop=stop) for epoch, start, stop in triples),
-                lane=integer(plain, "lane", least=-1),
-                **{name: integer(plain, name) for name in names},
-            )
-        except ValueError as error:
-            raise StateInvalid(f"not a receipt: {error}") from error
+    def from_plain(cls, plain: object) -> Receipt:
+        """Return the receipt that `to_plain` made ``plain`` of; StateError where it is none."""
+        found: Receipt = from_plain(cls, plain, "a receipt", error=StateError)
+        return found

@@ -5,7 +5,8 @@ and are always full. The extra rows of uneven shares rotate over the lanes (epoc
 lanes (e * rem + i) mod num_lanes), so that lanes never drift more than one row apart, and where a lane stands after any
 number of epochs is a closed formula.
 
-A *unit* is what a stream has of one epoch: first those that had begun when the deal was made, then whole ones.
+A *unit* is the part of one epoch that a stream deals: first the rests of epochs that had begun when the deal was made,
+then whole epochs. The module never keeps state.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """What a stream has of one epoch."""
+    """The part of one epoch that a stream deals."""
 
     epoch: int
     positions: Intervals
@@ -110,7 +111,7 @@ class StreamDeal:
             whole += 1
         return len(self._begun) + whole
 
-    def _pieces(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, Intervals]]:
+    def _pieces(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         index = self._unit_of(lane, start)
         while start < stop:
             unit = self._unit(index)

@@ -385,7 +385,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """Go on from ``state`` at the next iteration.
 
         Raises StateMismatch, without a change, where the state is of another order of rows; it says what differs.
-        StateInvalid where it is none of a LakeLoader, or none that a job comes to.
+        StateError where it is none of a LakeLoader, or none that a job comes to.
         """
         self._check_goes_on()
         found, counts = ReaderState.from_plain(state), counts_steps()

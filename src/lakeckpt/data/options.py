@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from lakeckpt.core.state import MAX_EPOCHS_AT_ONCE, MAX_LANES, Identity
+from lakeckpt.core.state import MAX_LANES
 from lakeckpt.errors import ConfigError, SchemaError
 
 __all__ = [
@@ -146,17 +146,10 @@ def _accepted(changes: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def check_lanes(identity: Identity, num_lanes: int, batch_size: int) -> None:
-    """Refuse so many lanes, or micro-batches of an endless stream that reach over too many epochs."""
+def check_lanes(num_lanes: int) -> None:
+    """Refuse so many lanes that planning would take too long."""
     if num_lanes > MAX_LANES:
         raise ConfigError(f"an epoch has at most {MAX_LANES} lanes, got {num_lanes}: give a smaller num_lanes=")
-    epochs = identity.epochs_at_once(num_lanes, batch_size)
-    if epochs > MAX_EPOCHS_AT_ONCE:
-        raise ConfigError(
-            f"an endless stream of {identity.rows} rows an epoch, in {num_lanes} lanes: a micro-batch of {batch_size} "
-            f"rows reaches over {epochs} epochs, and at most {MAX_EPOCHS_AT_ONCE} can be: give a smaller batch_size= "
-            "or num_lanes="
-        )
 
 
 def chosen_columns(schema: pa.Schema, columns: Sequence[str] | None) -> list[str] | None:

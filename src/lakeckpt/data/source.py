@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -256,22 +255,18 @@ class BatchSource:
         elif limit is not None:
             ahead = min(ahead, limit // 4)
             limit -= ahead
-        new_decoder: Callable[[], RowGroupDecoder]
         if self._selecting is None:
-            new_decoder = partial(RowGroupDecoder, self._table, self._columns, ahead_bytes=ahead)
+            decoder = RowGroupDecoder(self._table, self._columns, ahead_bytes=ahead)
         else:
-            kept = self._selecting.kept
-            new_decoder = partial(FilteredDecoder, self._table, self._columns, kept, ahead_bytes=ahead)
+            decoder = FilteredDecoder(self._table, self._columns, self._selecting.kept, ahead_bytes=ahead)
         reader = PositionReader(
-            self._table,
-            self._columns,
+            decoder,
             self._spec,
             max_windows=lanes,
             nulls=None if self._output == "arrow" else self._nulls,
             make=torch.from_numpy if self._output == "torch" else None,
             memory_limit_bytes=limit,
             threads=_threads(),
-            new_decoder=new_decoder,
         )
         if self._gives_texts:
             self._texts = tuple(field.name for field in reader.schema if _holds_text(field.type))

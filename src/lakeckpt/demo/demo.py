@@ -1,87 +1,114 @@
-"""This module runs the demo's stages in order: lake, two runs, verdict, picture.
+"""This module runs ``lakeckpt demo``: it trains a small GPT while ranks are killed, and counts every row.
 
-The output folder is made anew each time, and only if it is empty or was made by an earlier demo.
+The demo builds a lake from the source text of Python's standard library and trains on it with torchrun twice: once
+undisturbed, and once while ranks are killed. The second run is compared with the first, and with the ids that the
+training loop itself recorded. The result goes to the terminal, to ``verdict.json`` and to ``loss.png``.
+
+The demo takes nothing from the network and touches nothing outside of its output folder. The folder is made anew each
+time, and only if it is empty or was made by an earlier demo.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
+import os
 import shutil
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from lakeckpt.cli.output import StatusLine
 from lakeckpt.demo.lake import build_lake, lake_ids
 from lakeckpt.demo.picture import draw
 from lakeckpt.demo.records import read_launches
 from lakeckpt.demo.scenario import DemoConfig, Phase, scenario_for, steps_per_epoch
 from lakeckpt.demo.supervise import DemoFailed, run_job
-from lakeckpt.demo.terminal import Follower, print_verdict
-from lakeckpt.demo.verdict import Job, audit_of, judge
+from lakeckpt.demo.verdict import Job, Verdict, audited, judge
 from lakeckpt.errors import ConfigError
 
-__all__ = ["run_demo"]
+__all__ = ["add_arguments", "run", "run_demo"]
 
 _MARK = "lakeckpt-demo.json"
 
 
-def run_demo(
-    out: Path, *, rows: int | None, kills: int, save_every: int | None, seed: int = 7, sabotage: bool = False
-) -> bool:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``lakeckpt demo``."""
+    parser.add_argument("--out", default="demo-out", metavar="FOLDER", help="where to write (default: ./%(default)s)")
+    parser.add_argument("--short", action="store_true", help="three kills instead of five, on a small part of the text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo. Return 0 if the verdict is green, 1 if it is red."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the demo draws with matplotlib, which is missing: pip install 'lakeckpt[demo]'")
+    size = {"rows": 512, "kills": 3, "save_every": 4} if args.short else {"rows": None, "kills": 5, "save_every": 32}
+    return 0 if run_demo(Path(args.out), **size) else 1
+
+
+def run_demo(out: Path, *, rows: int | None, kills: int, save_every: int, sabotage: bool = False) -> bool:
     """Run the demo below ``out`` and return whether the verdict is green.
 
     Args:
         out: the output folder.
         rows: bounds the rows of the lake; None: all the text there is.
         kills: how many of the five faults happen.
-        save_every: optimizer steps between checkpoints; None: 32, or less for a small lake.
-        seed: of weights and order.
+        save_every: optimizer steps between checkpoints.
         sabotage: restore without the reader's state, which must turn the verdict red.
 
     Raises `ConfigError` where ``out`` holds something that no demo made.
     """
     began = time.monotonic()
     _make_folder(out)
-    lake = build_lake(out / "lake", max_rows=rows)
-    print(
-        f"Lake: {lake.rows:,} rows, {lake.rows * lake.block / 1e6:.1f} MB of Python's own source text, "
-        f"in {lake.files} Parquet files with {lake.row_groups} row groups"
+    lake = out.resolve() / "lake"
+    count = build_lake(lake, max_rows=rows)
+    print(f"Lake: {count:,} rows of Python's own source text, in {len(list(lake.iterdir()))} Parquet files")
+    steps = steps_per_epoch(count)
+    calm = DemoConfig(
+        lake=str(lake),
+        folder=str(out.resolve() / "without-faults"),
+        steps_per_epoch=steps,
+        save_every=save_every,
+        phases=(Phase(world_size=2, workers=1),),
     )
-    steps = steps_per_epoch(lake.rows)
-    save_every = save_every or max(1, min(32, steps // 4))
-    common = DemoConfig(
-        lake=str(lake.folder.resolve()), folder="", steps_per_epoch=steps, save_every=save_every, seed=seed
-    )
-    calm = replace(common, folder=str(out.resolve() / "without-faults"), phases=(Phase(world_size=2, workers=1),))
     phases = scenario_for(steps, save_every, kills=kills)
-    faulted = replace(common, folder=str(out.resolve() / "with-faults"), phases=phases, drop_reader_state=sabotage)
+    faulted = replace(calm, folder=str(out.resolve() / "with-faults"), phases=phases, drop_reader_state=sabotage)
     try:
-        jobs = _run_both(calm, faulted)
+        jobs = _run("without faults", calm), _run("with faults", faulted)
     except DemoFailed as failure:
         print(f"RED {failure}")
         return False
-    verdict = judge(*jobs, lake_ids(lake.folder))
-    files = [out / "verdict.json", out / "loss.png"]
-    files[0].write_text(json.dumps({"green": verdict.green, **asdict(verdict)}, indent=1) + "\n")
-    if not draw(files[1], *jobs, verdict.faults, lake.rows):
-        files.pop()
-    print_verdict(verdict, jobs[1].config, files, time.monotonic() - began)
+    verdict = judge(*jobs, lake_ids(lake), audited(faulted))
+    (out / "verdict.json").write_text(json.dumps({"green": verdict.green, **asdict(verdict)}, indent=1) + "\n")
+    draw(out / "loss.png", *jobs, count)
+    _print_verdict(verdict, jobs[1], time.monotonic() - began)
+    for line in (out / "verdict.json", out / "loss.png"):
+        print(f"  {line}")
+    print(f"  lakeckpt audit {os.path.relpath(faulted.checkpoints)}")
     return verdict.green
 
 
-def _run_both(calm: DemoConfig, faulted: DemoConfig) -> tuple[Job, Job]:
-    jobs, line = [], StatusLine()
-    try:
-        for name, config in (("without faults", calm), ("with faults", faulted)):
-            follower = Follower(line, name, config)
-            deaths = run_job(config, on_poll=follower.poll)
-            follower.poll(len(config.phases) - 1)
-            launches = tuple(read_launches(config.records))
-            jobs.append(Job(config=config, deaths=deaths, launches=launches, audit=audit_of(config)))
-    finally:
-        line.clear()
-    return jobs[0], jobs[1]
+def _run(name: str, config: DemoConfig) -> Job:
+    """Run a job, and print its launches."""
+
+    def started(phase: Phase) -> None:
+        fate = "to the end" if phase.fault is None else f"until SIGKILL for {phase.fault.title}"
+        print(f"{name}: {phase.topology}, {fate}", flush=True)
+
+    deaths = run_job(config, on_start=started)
+    return Job(config=config, deaths=deaths, launches=tuple(read_launches(config.records)))
+
+
+def _print_verdict(verdict: Verdict, faulted: Job, seconds: float) -> None:
+    print()
+    for check in verdict.checks:
+        print(f"{'✓' if check.holds else '✗'} {check.claim}\n  {check.seen}")
+    print(f"\nTime: {seconds:.0f} s")
+    if verdict.green:
+        print(f"GREEN {len(faulted.deaths)} faults, 0 rows lost, 0 rows repeated")
+    else:
+        failed = sum(not check.holds for check in verdict.checks)
+        print(f"RED {failed} of {len(verdict.checks)} checks failed")
 
 
 def _make_folder(out: Path) -> None:

@@ -2,10 +2,9 @@
 
 The text is joined in the order of the paths and cut into blocks of 4 KiB. A row is one block: ``id`` (int64,
 0 .. rows - 1) and ``tokens`` (a fixed-size list of uint8). Files and row groups get uneven sizes by a fixed rule, so
-one
-Python always gives one lake.
+one Python always gives one lake.
 
-`lake_ids` and `sample_rows` read the lake with pyarrow alone, because the verdict is compared with them.
+`lake_ids` reads the lake with pyarrow alone, because the verdict is compared with these ids.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import itertools
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,7 @@ import pyarrow.parquet as pq
 
 from lakeckpt.errors import ConfigError
 
-__all__ = ["LakeFacts", "build_lake", "lake_ids", "sample_rows"]
+__all__ = ["build_lake", "lake_ids"]
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 _FILE_SHARES = (13, 5, 21, 8, 3, 17, 11, 22)
@@ -32,21 +30,8 @@ _GROUP_ROWS = 320
 _FEWEST_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LakeFacts:
-    """What was built: ``rows`` of ``block`` bytes."""
-
-    folder: Path
-    rows: int
-    block: int
-    files: int
-    row_groups: int
-
-
-def build_lake(
-    folder: Path, *, block: int = 4096, max_rows: int | None = None, source: Path | None = None
-) -> LakeFacts:
-    """Write the lake into ``folder``, which is made.
+def build_lake(folder: Path, *, block: int = 4096, max_rows: int | None = None, source: Path | None = None) -> int:
+    """Write the lake into ``folder``, which is made. Return the number of rows.
 
     Args:
         folder: where the Parquet files go.
@@ -66,28 +51,18 @@ def build_lake(
         )
     data = np.frombuffer(text.ljust(rows * block, b"\n"), dtype=np.uint8).reshape(rows, block)
     folder.mkdir(parents=True)
-    first = row_groups = 0
+    first = 0
     for number, size in enumerate(_uneven(rows, _FILE_SHARES, len(_FILE_SHARES))):
         with pq.ParquetWriter(folder / f"part-{number:03d}.parquet", _schema(block)) as writer:
             for count in _uneven(size, _GROUP_SHARES, max(2, round(size / _GROUP_ROWS))):
                 writer.write_table(_table(data, first, count), row_group_size=count)
                 first += count
-                row_groups += 1
-    files = len(list(folder.iterdir()))
-    return LakeFacts(folder=folder, rows=rows, block=block, files=files, row_groups=row_groups)
+    return rows
 
 
 def lake_ids(folder: Path) -> npt.NDArray[np.int64]:
     """Return every ``id`` of the lake, int64[rows], sorted, as pyarrow alone reads them."""
     return np.sort(pq.ParquetDataset(folder).read(columns=["id"]).column("id").to_numpy())
-
-
-def sample_rows(folder: Path, count: int) -> npt.NDArray[np.uint8]:
-    """Return ``count`` rows spread evenly over the lake, uint8[count, block], as pyarrow alone reads them."""
-    table = pq.ParquetDataset(folder).read(columns=["tokens"])
-    rows = table.column("tokens").take(pa.array(np.linspace(0, table.num_rows - 1, count).astype(np.int64)))
-    flat = rows.combine_chunks().flatten().to_numpy(zero_copy_only=False)
-    return np.array(flat, dtype=np.uint8).reshape(count, -1)
 
 
 def _text(root: Path, limit: int | None) -> bytes:

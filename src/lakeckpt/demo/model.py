@@ -11,37 +11,17 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lakeckpt import Batch, TransformContext
 
-__all__ = ["CONTEXT", "GPT", "Crop", "build", "crop", "digest", "loss_sum"]
+__all__ = ["CONTEXT", "GPT", "Crop", "build", "digest", "loss_sum"]
 
 CONTEXT = 64
 """Bytes of text that the model sees."""
 _VOCABULARY, _WIDTH, _HEADS, _LAYERS = 256, 64, 2, 2
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before_attention = nn.LayerNorm(_WIDTH)
-        self.qkv = nn.Linear(_WIDTH, 3 * _WIDTH, bias=False)
-        self.out = nn.Linear(_WIDTH, _WIDTH, bias=False)
-        self.before_mlp = nn.LayerNorm(_WIDTH)
-        self.up = nn.Linear(_WIDTH, 4 * _WIDTH)
-        self.down = nn.Linear(4 * _WIDTH, _WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        qkv = self.qkv(self.before_attention(x)).view(rows, length, 3, _HEADS, width // _HEADS)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(F.gelu(self.up(self.before_mlp(x)), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
@@ -51,14 +31,18 @@ class GPT(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(_VOCABULARY, _WIDTH)
         self.place = nn.Embedding(CONTEXT, _WIDTH)
-        self.blocks = nn.Sequential(*(_Block() for _ in range(_LAYERS)))
-        self.norm = nn.LayerNorm(_WIDTH)
+        block = nn.TransformerEncoderLayer(
+            _WIDTH, _HEADS, 4 * _WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, _LAYERS, nn.LayerNorm(_WIDTH), enable_nested_tensor=False)
         self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.place.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        x = self.embed(tokens) + self.place.weight[:length]
+        return self.head(self.blocks(x, mask=mask, is_causal=True))  # type: ignore[no-any-return]
 
 
 def build(seed: int) -> GPT:
@@ -80,15 +64,11 @@ class Crop:
     length: int
 
     def __call__(self, batch: Batch, context: TransformContext) -> Batch:
-        batch["stretch"] = crop(batch.pop("tokens"), context.row_seeds, self.length)
+        tokens = batch.pop("tokens")
+        room = tokens.shape[1] - self.length
+        start = torch.from_numpy((context.row_seeds % np.uint64(room)).astype(np.int64))
+        batch["stretch"] = tokens.gather(1, start[:, None] + torch.arange(self.length + 1)).long()
         return batch
-
-
-def crop(tokens: Tensor, seeds: npt.NDArray[np.uint64], length: int) -> Tensor:
-    """Return int64[rows, length + 1] of ``tokens`` (uint8[rows, block]) from the place that each seed gives."""
-    room = tokens.shape[1] - length
-    start = torch.from_numpy((seeds % np.uint64(room)).astype(np.int64))
-    return tokens.gather(1, start[:, None] + torch.arange(length + 1)).long()
 
 
 def loss_sum(model: nn.Module, stretch: Tensor) -> Tensor:

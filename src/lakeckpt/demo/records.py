@@ -41,9 +41,7 @@ class Writer:
 class Step:
     """One optimizer step of all ranks. ``rows`` maps a rank to the ids that it used, in order.
 
-    ``loss`` is the mean over rows (nats per byte), ``ended`` the monotonic clock of the last rank in seconds,
-    ``digest``
-    that of the weights after the step on rank 0.
+    ``loss`` is the mean over rows (nats per byte), ``digest`` that of the weights after the step on rank 0.
     """
 
     launch: int
@@ -51,7 +49,6 @@ class Step:
     epoch: int
     rows: Mapping[int, tuple[int, ...]]
     loss: float
-    ended: float
     digest: str
 
     @property
@@ -62,18 +59,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One start of the job. ``steps`` holds those that every rank finished.
-
-    ``ready`` is when the last rank had restored (monotonic seconds); ``final`` is the loss of rank 0 where training
-    came to its end.
-    """
+    """One start of the job. ``steps`` holds those that every rank finished; ``ended``: training came to its end."""
 
     launch: int
     world_size: int
     restored: int
-    ready: float
     steps: Mapping[int, Step]
-    final: float | None
+    ended: bool
 
 
 def read_launches(folder: Path) -> list[Launch]:
@@ -149,28 +141,27 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def _launch(launch: int, paths: Sequence[Path]) -> Launch | None:
     starts: list[dict[str, Any]] = []
     parts: dict[int, dict[int, dict[str, Any]]] = {}
-    final: float | None = None
+    ended = False
     for rank, path in enumerate(paths):
         for event in _lines(path):
             if event["kind"] == "start":
                 starts.append(event)
             elif event["kind"] == "step":
                 parts.setdefault(event["step"], {})[rank] = event
-            elif event["kind"] == "final":
-                final = event["loss"]
+            elif event["kind"] == "end":
+                ended = True
     if not starts or len(starts) < starts[0]["world_size"]:
         return None
     return Launch(
         launch=launch,
         world_size=starts[0]["world_size"],
         restored=_same(launch, "restored", starts),
-        ready=max(start["time"] for start in starts),
         steps={
             number: _join(launch, number, by_rank)
             for number, by_rank in sorted(parts.items())
             if len(by_rank) == starts[0]["world_size"]
         },
-        final=final,
+        ended=ended,
     )
 
 
@@ -182,7 +173,6 @@ def _join(launch: int, number: int, by_rank: Mapping[int, Mapping[str, Any]]) ->
         epoch=_same(launch, "epoch", events),
         rows={rank: tuple(event["ids"]) for rank, event in by_rank.items()},
         loss=sum(event["loss_sum"] for event in events) / max(1, sum(len(event["ids"]) for event in events)),
-        ended=max(event["ended"] for event in events),
         digest="".join(event["digest"] for event in events),
     )
 

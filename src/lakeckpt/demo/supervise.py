@@ -1,13 +1,11 @@
 """This module starts the demo's ranks, kills them, and starts the job again.
 
 Each phase is one ``python -m torch.distributed.run``. While it runs, a loop looks for the file by which a rank says
-that
-it waits at its fault, sends SIGKILL to the ranks that the fault names, and waits until torchrun has noticed and ended.
-Then the next phase starts, with its own number of ranks and loader workers.
+that it waits at its fault, sends SIGKILL to the ranks that the fault names, and waits until torchrun has noticed and
+ended. Then the next phase starts, with its own number of ranks and loader workers.
 
 `run_job` starts torchrun and waits for its end. Orphans of a kill are found by a token in their environment, so no
-other
-process of the machine is ever signalled.
+other process of the machine is ever signalled.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lakeckpt
-from lakeckpt.demo.scenario import DemoConfig, Fault
+from lakeckpt.demo.scenario import DemoConfig, Fault, Phase
 from lakeckpt.demo.trip import armed_path
 from lakeckpt.errors import LakeckptError
 
@@ -42,16 +40,14 @@ class DemoFailed(LakeckptError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """A fault that happened: when SIGKILL was sent (monotonic seconds), and how many processes were killed."""
+    """A fault that happened, and how many processes were killed."""
 
-    launch: int
     fault: Fault
-    killed: float
     processes: int
 
 
-def run_job(config: DemoConfig, *, on_poll: Callable[[int], None]) -> tuple[Death, ...]:
-    """Run all phases of ``config`` in its folder, which is made. ``on_poll(launch)`` is called often.
+def run_job(config: DemoConfig, *, on_start: Callable[[Phase], None]) -> tuple[Death, ...]:
+    """Run all phases of ``config`` in its folder, which is made. ``on_start(phase)`` is called when one has started.
 
     Raises `DemoFailed` where a launch fails without its fault, or ends without it.
     """
@@ -59,7 +55,7 @@ def run_job(config: DemoConfig, *, on_poll: Callable[[int], None]) -> tuple[Deat
     Path(config.folder, "config.json").write_text(config.to_json())
     deaths: list[Death] = []
     for launch, phase in enumerate(config.phases):
-        death = _Launch(config, launch).run(on_poll)
+        death = _Launch(config, launch).run(on_start)
         if death is not None:
             deaths.append(death)
         elif phase.fault is not None:
@@ -82,13 +78,14 @@ class _Launch:
             *("-m", "lakeckpt.demo.train", str(Path(config.folder, "config.json")), str(launch)),
         ]
 
-    def run(self, on_poll: Callable[[int], None]) -> Death | None:
+    def run(self, on_start: Callable[[Phase], None]) -> Death | None:
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(self.token)
             )
             try:
-                death = self._watch(process, on_poll)
+                on_start(self.phase)
+                death = self._watch(process)
             finally:
                 self._end(process)
         if death is None and process.returncode != 0:
@@ -98,24 +95,22 @@ class _Launch:
             )
         return death
 
-    def _watch(self, process: subprocess.Popen[bytes], on_poll: Callable[[int], None]) -> Death | None:
+    def _watch(self, process: subprocess.Popen[bytes]) -> Death | None:
         """Wait until torchrun ends. Kill once, when the fault's rank waits for it."""
         death: Death | None = None
         while process.poll() is None:
             if death is None and self.armed.exists():
-                death = self._kill(process)
-            on_poll(self.launch)
+                death = self._kill()
             time.sleep(_POLL_S)
         return death
 
-    def _kill(self, process: subprocess.Popen[bytes]) -> Death:
+    def _kill(self) -> Death:
         fault = self.phase.fault
         assert fault is not None
         victims = {int(self.armed.read_text())} | (set(_carrying(self.token)) if fault.whole_job else set())
-        when = time.monotonic()
         for pid in victims:
             _kill(pid)
-        return Death(launch=self.launch, fault=fault, killed=when, processes=len(victims))
+        return Death(fault=fault, processes=len(victims))
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """End torchrun, which ends its ranks, and then all processes that still carry the token."""

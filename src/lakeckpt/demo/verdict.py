@@ -1,4 +1,4 @@
-"""This module judges the demo: each claim is a check with a yes or a no, and each fault has its price.
+"""This module judges the demo: each claim is a check with a yes or a no.
 
 It gets plain values (what the ranks recorded, which faults happened, what the audit found) and returns plain values. A
 check that could not be made counts as failed.
@@ -19,27 +19,7 @@ from lakeckpt.demo.supervise import Death
 from lakeckpt.errors import CheckpointNotFound
 from lakeckpt.lake.storage.open import open_storage
 
-__all__ = ["Audit", "Check", "FaultCost", "Job", "Verdict", "audit_of", "judge"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """The audit of a run's ledger, over all epochs: ``repeated`` is how many times too many rows counted."""
-
-    exactly_once: bool
-    lost: int
-    repeated: int
-    words: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One job, as it was run and recorded."""
-
-    config: DemoConfig
-    deaths: tuple[Death, ...]
-    launches: tuple[Launch, ...]
-    audit: Audit
+__all__ = ["Check", "Job", "Verdict", "audited", "judge"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +32,12 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultCost:
-    """One fault and its price: seconds until all ranks had restored, and until the lost steps were made again."""
+class Job:
+    """One job, as it was run and recorded."""
 
-    who: str
-    step: int
-    after: str
-    restored: int
-    recomputed_steps: int
-    restart_s: float
-    recompute_s: float
+    config: DemoConfig
+    deaths: tuple[Death, ...]
+    launches: tuple[Launch, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +45,7 @@ class Verdict:
     """What the demo found."""
 
     checks: tuple[Check, ...]
-    faults: tuple[FaultCost, ...]
     rows: tuple[RowCount, ...]
-    audit: Audit
-    loss_reference: float | None
-    loss_faulted: float | None
 
     @property
     def green(self) -> bool:
@@ -81,24 +53,27 @@ class Verdict:
         return all(check.holds for check in self.checks)
 
 
-def audit_of(config: DemoConfig) -> Audit:
+def audited(config: DemoConfig) -> Check:
     """Audit the checkpoints of a job, as ``lakeckpt audit`` does. All of its epochs must be complete, too."""
+    claim = "By the audit of the ledger, every row counts exactly once per epoch"
     try:
         report = audit(open_storage(str(config.checkpoints)))
     except CheckpointNotFound as error:
-        return Audit(exactly_once=False, lost=0, repeated=0, words=str(error))
+        return Check(claim=claim, holds=False, seen=str(error))
     epochs = (epoch for reader in report.readers for epoch in reader.epochs)
     complete = {epoch.epoch for epoch in epochs if epoch.once == epoch.rows and not epoch.left}
     absent = sorted(set(range(EPOCHS)) - complete)
-    words = report.words
+    seen = report.words
     if report.exactly_once and absent:
-        words += f"; but the ledger does not have all rows of epoch {', '.join(map(str, absent))}"
-    once = report.exactly_once and not absent
-    return Audit(exactly_once=once, lost=report.lost, repeated=report.surplus, words=words)
+        seen += f"; but the ledger does not have all rows of epoch {', '.join(map(str, absent))}"
+    return Check(claim=claim, holds=report.exactly_once and not absent, seen=seen)
 
 
-def judge(reference: Job, faulted: Job, lake: npt.NDArray[np.int64]) -> Verdict:
-    """Compare the faulted run with the lake's ids (int64[rows]) and with the fault-free run."""
+def judge(reference: Job, faulted: Job, lake: npt.NDArray[np.int64], audit_check: Check) -> Verdict:
+    """Compare the faulted run with the lake's ids (int64[rows]) and with the fault-free run.
+
+    ``audit_check`` is the result of `audited` for the faulted run.
+    """
     calm, calm_problem = _history(reference)
     rough, rough_problem = _history(faulted)
     sizes = {launch.launch: launch.world_size for launch in faulted.launches}
@@ -108,23 +83,12 @@ def judge(reference: Job, faulted: Job, lake: npt.NDArray[np.int64]) -> Verdict:
     checks = (
         _all_happened(faulted),
         _once("By the ids that the loop recorded, every row counts exactly once per epoch", rows, rough_problem),
-        Check(
-            claim="By the audit of the ledger, every row counts exactly once per epoch",
-            holds=faulted.audit.exactly_once,
-            seen=faulted.audit.words,
-        ),
+        audit_check,
         _bitwise(calm, unchanged),
         *([_same_rows(calm[len(unchanged) :], stable)] if stable else []),
         _once("The fault-free run is exact, too", count_rows(calm, lake, EPOCHS), calm_problem),
     )
-    return Verdict(
-        checks=checks,
-        faults=tuple(_costs(faulted)),
-        rows=tuple(rows),
-        audit=faulted.audit,
-        loss_reference=reference.launches[-1].final if reference.launches else None,
-        loss_faulted=faulted.launches[-1].final if faulted.launches else None,
-    )
+    return Verdict(checks=checks, rows=tuple(rows))
 
 
 def _history(job: Job) -> tuple[list[Step], str]:
@@ -139,7 +103,7 @@ def _all_happened(faulted: Job) -> Check:
     planned = [phase.fault for phase in faulted.config.phases if phase.fault is not None]
     happened = [death.fault for death in faulted.deaths]
     killed = sum(death.processes for death in faulted.deaths)
-    ended = bool(faulted.launches) and faulted.launches[-1].final is not None
+    ended = bool(faulted.launches) and faulted.launches[-1].ended
     return Check(
         claim="Every fault happened where it was meant to, and the job came back each time",
         holds=happened == planned and ended,
@@ -178,26 +142,3 @@ def _same_rows(calm: Sequence[Step], stable: Sequence[Step]) -> Check:
         holds=same == len(stable),
         seen=f"{same:,} of {len(stable):,} steps; losses differ by at most {difference:.1e}",
     )
-
-
-def _costs(faulted: Job) -> list[FaultCost]:
-    launches = {launch.launch: launch for launch in faulted.launches}
-    costs = []
-    for death in faulted.deaths:
-        lost, back = launches.get(death.launch), launches.get(death.launch + 1)
-        if lost is None or back is None:
-            continue
-        reached = max(lost.steps, default=lost.restored)
-        again = [step.ended for number, step in back.steps.items() if number <= reached]
-        costs.append(
-            FaultCost(
-                who=death.fault.who,
-                step=death.fault.step,
-                after=faulted.config.phases[death.launch + 1].topology,
-                restored=back.restored,
-                recomputed_steps=max(0, reached - back.restored),
-                restart_s=back.ready - death.killed,
-                recompute_s=max(again, default=back.ready) - back.ready,
-            )
-        )
-    return costs

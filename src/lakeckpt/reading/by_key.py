@@ -102,7 +102,7 @@ def _same_files(old: TableIndex, new: TableIndex) -> dict[int, int]:
     found = {}
     for file, path in enumerate(old.paths):
         there = at.get(path)
-        if there is None or old.files[file].footer_digest != new.files[there].footer_digest:
+        if there is None or old.footer_digest(file) != new.footer_digest(there):
             continue
         if np.array_equal(old.deletes.rows(file), new.deletes.rows(there)):
             found[file] = there

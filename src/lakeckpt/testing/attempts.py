@@ -1,20 +1,20 @@
-"""What happened to a job?  A history: attempts of some topology, each of which took steps, checkpointed and was lost.
+"""This module defines the history of a job: attempts of some topology, each of which takes steps and crashes.
 
-A history is a list of `Attempt`. The first begins at the start of the data, each other one at the checkpoint of the one
-before it; what an attempt did after its checkpoint was lost in a crash and counts for nothing. The last attempt goes on
-to the end. A history is a value: what failed is told by printing it.
+A history is a list of `Attempt`. The first attempt begins at the start of the data, each other attempt at the
+checkpoint of the attempt before it. The steps that an attempt takes after its checkpoint are lost in a crash and do not
+count. The last attempt goes on to the end. A history is a value, and its repr is Python that makes it again.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lakeckpt.errors import ConfigError
-from lakeckpt.testing.offsets import count
 
-__all__ = ["Attempt", "Topology", "TopologyLike", "script"]
+__all__ = ["Attempt", "Topology", "TopologyLike", "count", "script"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +85,20 @@ def script(history: Sequence[Attempt], arguments: Iterable[str] = ()) -> str:
     lines = "".join(f"        {attempt!r},\n" for attempt in history)
     more = "".join(f"    {argument},\n" for argument in arguments)
     return f"from lakeckpt.testing import Attempt, replay\n\nreplay(\n    make_loader,\n    [\n{lines}    ],\n{more})\n"
+
+
+def count(name: str, value: Any, *, least: int, otherwise: str = "") -> int:
+    """Return ``value`` as an integer; ConfigError where it is none, or below ``least``.
+
+    ``otherwise`` says, for people, what it may be instead.
+
+    >>> count("chains", 3, least=0)
+    3
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}{otherwise}, got {value!r}")
+    return number

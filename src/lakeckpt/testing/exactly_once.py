@@ -1,13 +1,13 @@
-"""Does every row count exactly once, whatever happens to the job?  The law, as a call.
+"""This module checks that every row counts exactly once, whatever happens to a job: the law, as a call.
 
     consumed + rest == table, as multisets, when restored at every offset, chained, on every topology
 
-`assert_exactly_once` runs a job of each topology through an epoch, checkpoints at every offset (or a sample) with
-whatever has been read ahead in flight, and restores each checkpoint on that topology and on others, to the end. Then it
-draws longer histories: chains of checkpoints, crashes that lose steps, other topologies, over epoch borders. What fails
-is made as small as it gets and printed as a script that replays it.
+`assert_exactly_once` runs a job of each topology through an epoch, and checkpoints at every offset (or a sample) while
+batches that were read ahead are in flight. It restores each checkpoint on that topology and on others, and reads to the
+end. Then it draws longer histories: chains of checkpoints, crashes that lose steps, other topologies, over epoch
+borders. It makes a failing history as small as it can, and prints a script that replays it.
 
-`replay` runs one history. Nothing here depends on time or chance: the same arguments do the same.
+`replay` runs one history. Nothing depends on time or chance: the same arguments do the same.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 from lakeckpt.errors import ConfigError
-from lakeckpt.testing.attempts import Attempt, Topology, TopologyLike, script
+from lakeckpt.testing.attempts import Attempt, Topology, TopologyLike, count, script
 from lakeckpt.testing.job import Job, MakeLoader, Saved, Step
 from lakeckpt.testing.observed import Observed, Violation
-from lakeckpt.testing.offsets import Offsets, chosen, count, wanted
 from lakeckpt.testing.row_keys import Key, canonical
 
-__all__ = ["DEFAULT_TOPOLOGIES", "assert_exactly_once", "replay"]
+__all__ = ["DEFAULT_TOPOLOGIES", "Offsets", "assert_exactly_once", "chosen", "replay"]
+
+Offsets = int | Literal["all"]
 
 DEFAULT_TOPOLOGIES: tuple[TopologyLike, ...] = ((1, 0), (2, 0), (3, 0), (1, 2))
 _ENDLESS_EPOCHS = 2
@@ -36,7 +38,7 @@ def assert_exactly_once(
     make_loader: MakeLoader,
     *,
     topologies: Iterable[TopologyLike] = DEFAULT_TOPOLOGIES,
-    offsets: Offsets | None = None,
+    offsets: Offsets = 12,
     chains: int = 3,
     key: Key = None,
     expected: Iterable[Hashable] | None = None,
@@ -51,8 +53,7 @@ def assert_exactly_once(
             as it had: give it one topology at a time). Small tables: every restore reads the rest of the epoch.
         topologies: (ranks, workers), or (ranks, workers, options), or `Topology`; all ranks run in this process. A
             loader that has not the ``num_workers`` that its topology asks for is refused.
-        offsets: at how many steps of an epoch to restore, 1 or more, or ``"all"``. None: 12, or what the pytest plugin
-            was told.
+        offsets: at how many steps of an epoch to restore, evenly spread: 1 or more, or ``"all"``.
         chains: how many random histories of several checkpoints, crashes and topologies to replay.
         key: what tells rows apart: None, whole rows; a column; or a function from an item to the keys of its rows.
             A column's rows are held to the table's, batch by batch: where a transform drops, makes or reorders rows, or
@@ -67,7 +68,9 @@ def assert_exactly_once(
     every = [Topology.of(one) for one in topologies]
     if not every:
         raise ConfigError("assert_exactly_once needs at least one topology")
-    offsets, chains = wanted(offsets), count("chains", chains, least=0)
+    if offsets != "all":
+        offsets = count("offsets", offsets, least=1, otherwise=" or 'all'")
+    chains = count("chains", chains, least=0)
     law = _Law(make_loader, key=key, expected=expected, first=every[0])
     for number, topology in enumerate(every):
         law.restore_everywhere(topology, every[number + 1 :] + every[:number], offsets)
@@ -95,7 +98,7 @@ def replay(
 
 
 def _some_steps(choose: random.Random, epoch: int) -> int | None:
-    """Up to two epochs, or to the end of one."""
+    """Return a number of steps up to two epochs; None: to the end of an epoch."""
     return None if choose.random() < 0.15 else choose.randrange(2 * epoch + 2)
 
 
@@ -147,7 +150,7 @@ class _Law:
         return taken
 
     def _finish(self, job: Job) -> list[Step]:
-        """Go on to the end of the epoch at hand; of an endless stream until every epoch that had begun is complete."""
+        """Go on to the end of the epoch, or in an endless stream until every epoch that has begun is complete."""
         taken: list[Step] = []
         begun = max(job.observed.rows, default=0)
         enough = (begun + 3) * sum(self._expected.values() if self._expected else [_MOST_STEPS]) + 16
@@ -198,7 +201,7 @@ class _Law:
                 job.close()
 
     def _reference(self, topology: Topology) -> None:
-        """Find out what an epoch holds, where that is not known from the table: by a run without a restore."""
+        """Count the keys of an epoch by a run without a restore, if the table does not give them."""
         if self._expected is not None:
             return
         if self._endless or self._drops:
@@ -275,7 +278,7 @@ class _Law:
     # --- failures
 
     def hold(self, history: Sequence[Attempt], run: Callable[[], None], *, shrink: bool = True) -> None:
-        """Run ``run``; where the law breaks, AssertionError with the smallest history that breaks it."""
+        """Run ``run``. If the law breaks, raise `AssertionError` with the smallest history that breaks it."""
         try:
             run()
         except ConfigError:
@@ -336,3 +339,16 @@ def _smaller(history: list[Attempt]) -> Iterator[list[Attempt]]:
         for fewer in sorted({0, steps // 2, steps - 1} & set(range(steps))):
             less = Attempt(topology=attempt.topology, steps=fewer, lost=attempt.lost)
             yield [*history[:i], less, *history[i + 1 :]]
+
+
+def chosen(offsets: Offsets, existing: int) -> list[int]:
+    """Return which of the offsets 0 … ``existing`` - 1 to restore at: evenly spread, the first and the last among them.
+
+    >>> chosen(3, 11), chosen("all", 3), chosen(1, 9)
+    ([0, 5, 10], [0, 1, 2], [4])
+    """
+    if offsets == "all" or existing <= offsets:
+        return list(range(existing))
+    if offsets == 1:
+        return [existing // 2]
+    return sorted({round(i * (existing - 1) / (offsets - 1)) for i in range(offsets)})

@@ -1,9 +1,9 @@
-"""How does a whole job run inside one process?  `Job`: its W ranks' loaders, taken from in lockstep.
+"""This module runs a whole job inside one process: the loaders of all ranks take their steps in lockstep.
 
-Every rank is a loader of its own, made with an explicit rank and world size, so nothing here needs torch.distributed.
-What each step gives is held to what lockstep promises: as many steps on every rank, receipts that are true, no
-micro-batch above the batch size. `Job.save` takes the state as a checkpoint would, and proves it plain, equal on every
-rank and true to what was consumed; a `Saved` is then all that the next job gets.
+Each rank has a loader of its own, made with an explicit rank and world size, so that no torch.distributed is needed.
+Every step is checked: all ranks have the same number of steps, receipts name the rows that the batch holds, and no
+micro-batch exceeds the batch size. `Job.save` takes the state as a checkpoint would, and checks that it is plain, equal
+on all ranks, and in agreement with the rows consumed. The next job gets nothing but this `Saved`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _END = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What a checkpoint keeps of the readers, and where the job was by our own account."""
+    """The readers' states of a checkpoint, and the epoch of the job by our own count."""
 
     topology: Topology
     epoch: int
@@ -43,7 +43,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What the ranks got in one step: the keys of the rows of each rank (none where it had ended)."""
+    """One step: the keys of the rows of each rank; empty for a rank that had ended."""
 
     epoch: int
     keys: tuple[tuple[Hashable, ...], ...]
@@ -90,7 +90,7 @@ class Job:
         return self.dataset.identity.endless
 
     def close(self) -> None:
-        """Let go of iterators and loaders, and so of their worker processes."""
+        """Drop iterators and loaders, which ends their worker processes."""
         self._iterators = []
         self.loaders = []
 
@@ -113,7 +113,7 @@ class Job:
     # --- steps
 
     def step(self) -> Step | None:
-        """Take one step on every rank; None where all saw the end of the epoch instead."""
+        """Take one step on every rank. Return None if all ranks saw the end of the epoch instead."""
         if not self._iterators:
             self._begin()
         items = [next(iterator, _END) for iterator in self._iterators]
@@ -127,7 +127,7 @@ class Job:
         return self._taken(items)
 
     def _check_ends(self, ended: list[int]) -> None:
-        """Ranks end together; row by row, some may get one last row more: nobody can deal it to all of them."""
+        """Check that ranks end together. Row by row, some ranks may get one more row, which cannot be divided."""
         ranks = f"epoch {self.epoch}: ranks {ended} of {self.topology.world_size} have ended"
         if self._ended:
             raise Violation(f"{ranks}, and the others go on for more than one row")
@@ -184,7 +184,7 @@ class Job:
     # --- states
 
     def save(self) -> Saved:
-        """Return the state of all that was consumed; Violation where it is not plain, equal and true."""
+        """Return the state of the rows consumed. `Violation` if it is not plain, equal on all ranks, and true."""
         states = [loader.state_dict() for loader in self.loaders]
         if self.tracked or self.loaders[0] is self.dataset:
             states = [_as_json(state) for state in states]
@@ -221,7 +221,7 @@ class Job:
     # --- ends
 
     def check_dealt(self) -> None:
-        """Hold the receipts of the epoch that has ended to its plan: it gave all that there was to give."""
+        """Check that the receipts of the epoch that has ended name all rows of its plan."""
         if self._plan is None or self.endless:
             return
         ended = self._plan.state.epoch
@@ -230,9 +230,9 @@ class Job:
             raise Violation(f"epoch {ended} has ended, and its positions {missing} were never given")
 
     def may_miss(self) -> int:
-        """How many keys the epoch that has ended may lack: those of the rows that ``drop_last=True`` leaves out.
+        """Return how many keys the epoch that has ended may lack, because ``drop_last=True`` drops rows.
 
-        One each; where rows have several, as many as the items had that gave the most.
+        A row has one key. If items gave more keys than they have rows, an item counts as many keys as the largest gave.
         """
         identity = self.dataset.identity
         if identity.endless or identity.tail != "drop":
@@ -242,8 +242,8 @@ class Job:
         return items * self.observed.most_keys if self.observed.most_keys else rows
 
     def _dropped_untracked(self) -> int:
-        """As many as are planned from where this job began; once a state was re-cut, parts of workers may have gone on
-        without that, and only the bound is known."""
+        """Return how many rows are dropped by the plan that this job began with. If the state was re-cut, return the
+        bound: workers may have gone on by the plan before."""
         ended, now = self.epoch - 1, _state_in(self.loaders[0].state_dict()).segment
         topology = {"num_lanes": now.num_lanes, "batch_size": now.batch_size, "world_size": now.world_size}
         state = None if self._saved is None else _state_in(self._saved.states[0])
@@ -281,8 +281,8 @@ def _dataset_of(loader: Any) -> LakeDataset:
 
 
 def _check_workers(loaders: list[Any], topology: Topology) -> None:
-    """Refuse loaders without the workers that were asked for. Those that have some unasked test no less than is said,
-    and what has no ``num_workers`` (a dataset, somebody's own loader) does not tell."""
+    """Refuse loaders that lack the workers of their topology. A loader with more workers tests no less, and a loader
+    without ``num_workers`` cannot be checked."""
     for rank, loader in enumerate(loaders):
         has = getattr(loader, "num_workers", None)
         if topology.num_workers and isinstance(has, int) and has != topology.num_workers:
@@ -294,7 +294,7 @@ def _check_workers(loaders: list[Any], topology: Topology) -> None:
 
 
 def _rows_of_an_item(loader: Any, dataset: LakeDataset) -> int:
-    """How many rows an item of ``loader`` has at most."""
+    """Return how many rows an item of ``loader`` has at most."""
     dealt_at_once = dataset.batch_size or 1
     return dealt_at_once if loader is dataset else dealt_at_once * (getattr(loader, "batch_size", None) or 1)
 

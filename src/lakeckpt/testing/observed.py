@@ -1,6 +1,6 @@
-"""What has the history of a job consumed?  Rows by key, and positions, per epoch: the model that loaders are held to.
+"""This module counts what a history of a job has consumed: rows by key, and positions, for each epoch.
 
-It is an account, in plain Python, of what came out of loaders. It never looks at their states.
+It is the model that loaders are compared with. It counts what came out of loaders, and never looks at their states.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Observed", "Violation", "positions_of"]
 
 
 class Violation(Exception):
-    """The law does not hold; the message says in what."""
+    """The law does not hold. The message says why."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,12 +26,12 @@ class Observed:
     rows: dict[int, Counter[Hashable]] = field(default_factory=dict)
     """epoch → how often each row was consumed."""
     positions: dict[int, Intervals] = field(default_factory=dict)
-    """epoch → positions that receipts said were consumed."""
+    """epoch → positions that receipts name as consumed."""
     most_keys: int = 0
     """The most keys of an item; 0 while no item gave more keys than it has rows."""
 
     def copy(self) -> Observed:
-        """Return an account that goes on apart from this one."""
+        """Return a copy that counts separately."""
         return Observed(
             rows={epoch: Counter(rows) for epoch, rows in self.rows.items()},
             positions=dict(self.positions),
@@ -52,7 +52,7 @@ class Observed:
             self.positions[epoch] = before.union(positions)
 
     def check(self, epoch: int, expected: Counter[Hashable], *, may_miss: int) -> None:
-        """Hold what was consumed of ``epoch`` to ``expected``: no row more, and at most ``may_miss`` rows less."""
+        """Compare the rows consumed of ``epoch`` with ``expected``: no row more, and at most ``may_miss`` rows less."""
         seen = self.rows.get(epoch, Counter())
         more, less = seen - expected, expected - seen
         if more or less.total() > may_miss:
@@ -69,7 +69,7 @@ def _listed(what: str, rows: Counter[Hashable]) -> str:
 
 
 def positions_of(receipt: Receipt) -> dict[int, Intervals]:
-    """Return the positions that ``receipt`` is of, per epoch."""
+    """Return the positions that ``receipt`` names, for each epoch."""
     found: dict[int, list[tuple[int, int]]] = {}
     for span in receipt.spans:
         found.setdefault(span.epoch, []).append((span.start, span.stop))

@@ -1,10 +1,10 @@
-"""This module holds receipts to the table: those of one step add up, and each stands for the rows that it names.
+"""This module compares receipts with the table: the receipts of a step add up, and each names the rows of its batch.
 
-Rows are looked up in the table's own order (row group and row), by the layout of the epoch that the state names: a
-loader whose batches hold other rows than their receipts say is found here at once, not only when something is lost.
+Rows are looked up in the table's own order (row group and row), by the layout of the epoch that the state names. So a
+loader whose batches hold other rows than their receipts name is found at once, not only when a row is lost.
 
-An epoch leaves out no row by default; with ``drop_last=True``, what its plan leaves at the end. The plan is computed by
-what is being tested, so `most_dropped` bounds it by the promise alone.
+An epoch drops no row by default; with ``drop_last=True`` it drops what its plan leaves at the end. The code under test
+computes the plan, so `most_dropped` bounds the number of rows by the promise alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["TrueRows", "check_receipts", "dealt", "most_dropped", "planned_drop"
 
 
 def check_receipts(receipts: list[Receipt], world_size: int, dataset: LakeDataset) -> None:
-    """Hold the receipts of one step, one per rank, to each other and to the batch size."""
+    """Compare the receipts of one step, one per rank, with each other and with the batch size."""
     for rank, receipt in enumerate(receipts):
         if len(receipts) == world_size and (receipt.rank, receipt.world_size) != (rank, world_size):
             raise Violation(f"rank {rank} of {world_size} got a receipt of another: {receipt}")
@@ -49,14 +49,14 @@ def check_receipts(receipts: list[Receipt], world_size: int, dataset: LakeDatase
 
 
 def _check_places(receipts: list[Receipt]) -> None:
-    """All ranks are at one step."""
+    """Check that all ranks are at the same step."""
     steps = [receipt.step for receipt in receipts]
     if len(set(steps)) > 1:
         raise Violation(f"the ranks are at steps {steps}")
 
 
 class TrueRows:
-    """Which rows stand at the positions of receipts. ``groups``: the keys of the rows of each row group."""
+    """Compares batches with the rows at the positions of their receipts. ``groups``: the keys of each row group."""
 
     def __init__(self, dataset: LakeDataset, groups: list[list[Hashable]]) -> None:
         self._dataset = dataset
@@ -64,7 +64,7 @@ class TrueRows:
         self._layouts: dict[tuple[int, int, int], EpochLayout] = {}
 
     def check(self, keys: list[Hashable], receipt: Receipt, plan: Plan) -> None:
-        """Hold the rows of an item to those at the positions of its receipt; ``plan`` names the epochs' layouts."""
+        """Compare an item with the rows at the positions of its receipt; ``plan`` names the layouts of epochs."""
         expected: list[Hashable] = []
         for epoch, positions in _in_order(receipt):
             layout = self._layout(epoch, *plan.deal.layout(epoch))
@@ -80,7 +80,7 @@ class TrueRows:
         own = (
             "; a transform that drops, makes or reorders rows needs key=function" if self._dataset.has_transform else ""
         )
-        raise Violation(f"a batch does not hold the rows that its receipt is of: {what}; {receipt}{own}")
+        raise Violation(f"a batch does not hold the rows that its receipt names: {what}; {receipt}{own}")
 
     def _layout(self, epoch: int, num_lanes: int, rotation: int) -> EpochLayout:
         known = self._layouts.get((epoch, num_lanes, rotation))
@@ -104,15 +104,16 @@ def dealt(plan: Plan) -> Intervals:
 
 
 def planned_drop(plan: Plan) -> int:
-    """Return how many rows the epoch of ``plan`` leaves out: as the plan says, but no more than `most_dropped`."""
+    """Return how many rows the epoch of ``plan`` drops: as the plan says, but no more than `most_dropped`."""
     most = most_dropped(plan.state)
     return min(most, plan.state.identity.rows - dealt(plan).size) if most else 0
 
 
 def most_dropped(state: ReaderState) -> int:
-    """Return how many rows the epoch of ``state`` leaves out at most.
+    """Return how many rows the epoch of ``state`` drops at most.
 
-    Of every lane less than a micro-batch and a row; then the micro-batches that do not fill a step of all ranks.
+    Each lane drops less than a micro-batch and a row. The micro-batches that do not fill a step of all ranks are
+    dropped, too.
     """
     if state.identity.endless or state.identity.tail != "drop":
         return 0

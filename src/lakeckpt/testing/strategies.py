@@ -1,6 +1,6 @@
-"""Hypothesis strategies: tables to read, and histories of jobs that read them.
+"""This module draws topologies and histories of jobs, for properties of Hypothesis.
 
-They draw small values that shrink well: `LakeSpec` (written by its ``write``), `Topology` and lists of `Attempt`.
+The values are small and shrink well: `Topology`, and lists of `Attempt` for `lakeckpt.testing.replay`.
 """
 
 from __future__ import annotations
@@ -8,31 +8,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from lakeckpt.testing.attempts import Attempt, Topology
-from lakeckpt.testing.lakes import COLUMNS, LakeSpec
 
-__all__ = ["histories", "tables", "topologies"]
-
-
-@st.composite
-def tables(
-    draw: st.DrawFn,
-    *,
-    max_files: int = 3,
-    max_row_groups: int = 4,
-    max_group_rows: int = 12,
-    columns: tuple[str, ...] = COLUMNS,
-    max_columns: int = 3,
-    nulls: bool = False,
-) -> LakeSpec:
-    """Tables of up to ``max_files`` files of up to ``max_row_groups`` row groups of up to ``max_group_rows`` rows each.
-
-    Row groups and files may be empty. ``columns``: the kinds to choose from; ``nulls``: whether some may be null.
-    """
-    group = st.integers(0, max_group_rows)
-    files = draw(st.lists(st.lists(group, max_size=max_row_groups).map(tuple), min_size=1, max_size=max_files))
-    chosen = draw(st.lists(st.sampled_from(columns), max_size=max_columns, unique=True)) if columns else []
-    null_every = draw(st.sampled_from([0, 2, 3, 7])) if nulls else 0
-    return LakeSpec(files=tuple(files), columns=tuple(chosen), null_every=null_every)
+__all__ = ["histories", "topologies"]
 
 
 @st.composite

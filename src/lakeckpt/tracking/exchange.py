@@ -40,9 +40,7 @@ _KINDS: dict[str, type[TrackingError]] = {
     one.kind: one
     for one in (
         errors.TrackingError,
-        errors.TrackingError,
         errors.MissingRanksError,
-        errors.DisagreementError,
     )
 }
 

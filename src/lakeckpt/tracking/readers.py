@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from lakeckpt.core.read_ahead import Span
+from lakeckpt.core.read_ahead import Given
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
 
@@ -129,7 +129,7 @@ class Delivered(Protocol):
         """A manager tracks the reader as ``name``: what was delivered before is not of its run."""
         ...
 
-    def take(self) -> Span:
+    def take(self) -> Given:
         """What was delivered since the last call; called by the thread that steps."""
         ...
 

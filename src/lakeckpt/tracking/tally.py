@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.errors import DisagreementError, MissingRanksError, TrackingError, WireDamaged, WireError
+from lakeckpt.errors import MissingRanksError, TrackingError, WireDamaged, WireError
 from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = ["Tally", "name_ranks"]
@@ -52,7 +52,7 @@ class Tally:
         every = (self, *others)
         sizes = list(dict.fromkeys(one.world_size for one in every))
         if len(sizes) > 1:
-            raise DisagreementError(f"reports of jobs of {sizes[0]} and {sizes[1]} ranks do not add up")
+            raise TrackingError(f"reports of jobs of {sizes[0]} and {sizes[1]} ranks do not add up")
         reported = Intervals.empty()
         for one in every:
             twice = reported.intersection(one.reported)
@@ -71,7 +71,7 @@ class Tally:
     def settle(self, *, agreed: Iterable[str] = ()) -> None:
         """Raise unless the whole job has reported and agrees on the facts ``agreed``.
 
-        `MissingRanksError` and `DisagreementError` name the ranks.
+        `MissingRanksError` and `TrackingError` name the ranks.
         """
         missing = self.reported.complement(self.world_size)
         if missing:
@@ -83,7 +83,7 @@ class Tally:
         if differ:
             said = ", and ".join(map(self.describe, differ[:_MOST_NAMED]))
             more = f", and {len(differ) - _MOST_NAMED} more" if len(differ) > _MOST_NAMED else ""
-            raise DisagreementError(f"the ranks are not at one cut: {said}{more}")
+            raise TrackingError(f"the ranks are not at one cut: {said}{more}")
 
     def describe(self, name: str) -> str:
         """Who states what of one fact, the fewest last: ``step: 8 on ranks 0-2; 7 on rank 3``."""

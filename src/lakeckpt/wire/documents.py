@@ -3,7 +3,8 @@
 `to_plain` gives what `lakeckpt.wire.envelope.dumps` packs: a dataclass is a dict of its fields, or a list of them where
 it is marked by `as_row`. `from_plain` checks every type exactly and calls ``__post_init__``, where a class states what
 must hold between its fields. A field that is missing takes its default, where it has one; a field that the class does
-not have is refused. All errors are `WireDamaged` and name the document and the path to the field.
+not have is refused. All errors name the document and the path to the field. The module imports the standard library
+only, so that `lakeckpt.core` may use it.
 
 Fields are None, bool, int, float, str, bytes, ``Literal``, ``X | None``, tuples, mappings, dataclasses, classes with
 ``to_plain`` and ``from_plain`` of their own, and ``Any``, which passes as it is. ``Annotated[X, check]`` calls
@@ -15,11 +16,11 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from lakeckpt.errors import NewerFormat, UnsupportedValue, WireDamaged
+from lakeckpt.errors import LakeckptError, NewerFormat, UnsupportedValue, WireDamaged
 
 __all__ = ["Count", "Positive", "as_row", "from_plain", "from_plain_of", "to_plain"]
 
@@ -51,20 +52,19 @@ def as_row(kind: type[_T]) -> type[_T]:
 
 def to_plain(value: Any, kind: Any = None) -> Any:
     """Return the plain values of ``value``; ``kind`` is its type, where that is not its class (``tuple[Leg, ...]``)."""
-    of: Any = type(value) if kind is None else kind
-    return _form(of).write(value)
+    return _outer_form(type(value) if kind is None else kind).write(value)
 
 
-def from_plain(kind: Any, plain: object, what: str) -> Any:
+def from_plain(kind: Any, plain: object, what: str, *, error: type[LakeckptError] = WireDamaged) -> Any:
     """Return the value of type ``kind`` of which `to_plain` made ``plain``. ``what`` names the document in errors.
 
-    Raises `WireDamaged` naming the field.
+    Raises ``error`` naming the field.
     """
     try:
-        return _form(kind).read(plain)
+        return _outer_form(kind).read(plain)
     except _Wrong as wrong:
         path = "".join(reversed(wrong.steps))
-        raise WireDamaged(f"{what}{f', field {path.lstrip(chr(46))!r}' if path else ''}: {wrong.reason}") from None
+        raise error(f"{what}{f', field {path.lstrip(chr(46))!r}' if path else ''}: {wrong.reason}") from None
 
 
 def from_plain_of(kinds: Mapping[str, type[_T]], tag: str, plain: object, what: str) -> _T:
@@ -78,7 +78,7 @@ def from_plain_of(kinds: Mapping[str, type[_T]], tag: str, plain: object, what: 
 
 
 class _Wrong(Exception):
-    """A value that is not as its type says: why, and the steps that lead to it, the innermost first."""
+    """A value that does not fit its type: why, and the steps that lead to it, the innermost first."""
 
     def __init__(self, reason: str, *steps: str) -> None:
         super().__init__(reason)
@@ -94,6 +94,11 @@ class _Form(NamedTuple):
 
 def _as_is(value: Any) -> Any:
     return value
+
+
+def _outer_form(kind: Any) -> _Form:
+    """Return the form of a whole document: a dataclass goes by its fields, so that its own methods may call us."""
+    return _dataclass(kind) if hasattr(kind, "__dataclass_fields__") else _form(kind)
 
 
 @cache
@@ -114,7 +119,7 @@ def _form(kind: Any) -> _Form:
         return _mapping(*map(_form, args))
     if hasattr(kind, "from_plain"):
         return _Form(lambda value: value.to_plain(), lambda plain: _guarded(kind.from_plain, plain))
-    if is_dataclass(kind):
+    if hasattr(kind, "__dataclass_fields__"):
         return _dataclass(kind)
     assert kind in _SCALARS, f"documents have no fields of type {kind!r}"
     return _Form(_as_is, lambda plain: _exactly(kind, plain))
@@ -183,6 +188,7 @@ def _mapping(keys: _Form, values: _Form) -> _Form:
     )
 
 
+@cache
 def _dataclass(kind: Any) -> _Form:
     hints = get_type_hints(kind, include_extras=True)
     known = [one for one in fields(kind) if one.init]

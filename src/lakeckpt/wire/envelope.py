@@ -14,14 +14,13 @@ The header names the kind of the document and the version of its format::
     24+k     n      payload, one msgpack value (see ``values``)
     24+k+n   16     BLAKE2b-128 of every byte before
 
-Magic and checksum keep their places in every version of the envelope, so that a reader can tell damage from a newer
-format. A reader refuses a newer *major* version by name; a newer *minor* version is read as far as the fields are known
-(`lakeckpt.wire.documents` refuses others by name). The checksum notices accidents, not forgery.
+Magic and checksum keep their places in every version of the envelope, so that a reader can distinguish damage from a
+newer format. A reader refuses a newer *major* version by name; a newer *minor* version is read as far as the fields are
+known (`lakeckpt.wire.documents` refuses others by name). The checksum notices accidents, not forgery.
 """
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,7 +46,6 @@ MAGIC = b"LAKECKPT"
 CHECKSUM_BYTES = 16
 _ENVELOPE = 1
 _HEADER = struct.Struct(">8sBBHHHQ")
-_KIND = re.compile(r"[a-z][a-z0-9._-]{0,31}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +59,8 @@ class Document:
 def dumps(value: object, *, kind: str, version: tuple[int, int], root: str = "") -> bytes:
     """Return the document of ``value``. Equal values, with dicts in equal order, give equal bytes.
 
-    ``kind`` (1 to 32 of ``a-z0-9._-``) and ``version`` (major, minor) name the format of the value; ``root`` is what
-    the paths in messages begin with.
+    ``kind`` (a short ASCII name) and ``version`` (major, minor) name the format of the value. Paths in messages begin
+    with ``root``.
 
     Raises `UnsupportedValue` naming the path of a value outside the closed list of types, or too deep.
     """
@@ -80,8 +78,8 @@ def dumps_map(payloads: Mapping[str, Payload], *, kind: str, version: tuple[int,
 
 
 def _document(payload: bytes, *, kind: str, version: tuple[int, int]) -> bytes:
-    name, (major, minor) = _checked(kind, version)
-    head = _HEADER.pack(MAGIC, _ENVELOPE, len(name), major, minor, 0, len(payload)) + name
+    name = kind.encode("ascii")
+    head = _HEADER.pack(MAGIC, _ENVELOPE, len(name), *version, 0, len(payload)) + name
     checksum = blake2b(head, digest_size=CHECKSUM_BYTES)
     checksum.update(payload)
     return b"".join((head, payload, checksum.digest()))
@@ -95,7 +93,6 @@ def loads(data: bytes | bytearray | memoryview, *, kind: str, supported: tuple[i
     Raises `WireDamaged` (not ours, truncated, altered, or of another kind), `NewerFormat` (a newer major version) and
     `UnsupportedValue` (a tag that this version does not know).
     """
-    name, _ = _checked(kind, supported)
     view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
     _verify(view, kind)
     _, envelope, name_bytes, major, minor, zero, payload_bytes = _HEADER.unpack_from(view)
@@ -108,7 +105,7 @@ def loads(data: bytes | bytearray | memoryview, *, kind: str, supported: tuple[i
     if zero or len(view) != start + payload_bytes + CHECKSUM_BYTES:
         raise WireDamaged(f"this {kind} document has {len(view)} bytes, and its header does not fit: restore the file")
     found = bytes(view[_HEADER.size : start])
-    if found != name:
+    if found != kind.encode("ascii"):
         raise WireDamaged(f"expected a {kind} document and found one of kind {found!r}: a file is in another's place")
     if major > supported[0]:
         raise NewerFormat(
@@ -120,7 +117,7 @@ def loads(data: bytes | bytearray | memoryview, *, kind: str, supported: tuple[i
 
 
 def _verify(view: memoryview, kind: str) -> None:
-    """Refuse what is not ours, is cut short, or was altered: in this order, for the clearest message."""
+    """Refuse a document that is not ours, is cut short, or was altered: in this order, for the clearest message."""
     if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)] or not len(view):
         raise WireDamaged(
             f"expected a {kind} document and found {bytes(view[: len(MAGIC)])!r} at its start, not {MAGIC!r}"
@@ -131,16 +128,7 @@ def _verify(view: memoryview, kind: str) -> None:
     if blake2b(view[:end], digest_size=CHECKSUM_BYTES).digest() == bytes(view[end:]):
         return
     _, _, name_bytes, _, _, _, payload_bytes = _HEADER.unpack_from(view)
-    said = _HEADER.size + name_bytes + payload_bytes + CHECKSUM_BYTES
-    if said != len(view):
-        raise WireDamaged(f"this {kind} document is damaged: it has {len(view)} bytes and its header says {said}")
+    expected = _HEADER.size + name_bytes + payload_bytes + CHECKSUM_BYTES
+    if expected != len(view):
+        raise WireDamaged(f"this {kind} document is damaged: it has {len(view)} bytes and its header states {expected}")
     raise WireDamaged(f"this {kind} document is damaged: its checksum is not that of its {len(view)} bytes")
-
-
-def _checked(kind: str, version: tuple[int, int]) -> tuple[bytes, tuple[int, int]]:
-    if not _KIND.fullmatch(kind):
-        raise ValueError(f"a kind is 1 to 32 of a-z 0-9 . _ -, got {kind!r}")
-    major, minor = version
-    if not (0 <= major < 2**16 and 0 <= minor < 2**16):
-        raise ValueError(f"a version is two numbers from 0 to 65535, got {version!r}")
-    return kind.encode("ascii"), (major, minor)

@@ -92,7 +92,7 @@ def test_the_newest_of_several_orders_is_done_and_the_others_are_left_out_and_to
             fill(arena, step)
         serve(desk, (1, 0), (2, 1), (3, 2))
     assert committed(storage) == [3] and holds(storage, 3)
-    assert desk.said() == [(1, "save_left_out"), (2, "save_left_out"), (3, "")]
+    assert desk.said() == [(1, "save_skipped"), (2, "save_skipped"), (3, "")]
     assert "left out" in desk.outcomes[0].text
 
 
@@ -137,7 +137,7 @@ def test_notes_on_what_is_left_out_are_no_reason_to_lose_the_cut_that_is_not(tmp
             desk.persister.leave()
         finish(desks)
     assert committed(storage) == [3] and holds(storage, 3, ranks=2)
-    left_out = [(step, "save_left_out") for step in (0, 1, 2)]
+    left_out = [(step, "save_skipped") for step in (0, 1, 2)]
     assert [desk.said() for desk in desks] == [[*left_out, (3, "")]] * 2
 
 
@@ -149,7 +149,7 @@ def test_that_a_cut_is_left_out_is_told_when_other_ranks_can_see_it(
     report, noted = Desk._report, list[bool]()
 
     def seen(self: Desk, outcome: Outcome) -> None:
-        if self is desks[0] and outcome.kind == "save_left_out":
+        if self is desks[0] and outcome.kind == "save_skipped":
             save = SaveId(attempt=0, step=outcome.step, number=outcome.number)
             noted.append(save.failure_path(0) in storage.objects)
         report(self, outcome)
@@ -194,7 +194,7 @@ def test_where_arenas_cannot_be_looked_at_every_order_is_answered_and_the_other_
                 desk.order(step, step)
             desk.persister.leave()
         finish(desks)
-    left_out = [(1, "save_left_out"), (2, "save_left_out")]
+    left_out = [(1, "save_skipped"), (2, "save_skipped")]
     assert [desk.said() for desk in desks] == [[*left_out, (3, "arena")], [*left_out, (3, "save_failed")]]
     assert desks[1].outcomes[-1].text == "nothing was saved at step 3. failure of rank 0: too many open files"
 
@@ -210,7 +210,7 @@ def test_what_an_agent_left_out_before_it_died_is_not_committed_behind_a_newer_s
         second.order(1, 2)
         second.persister.leave()
         run(second)
-    assert committed(storage) == [2] and second.said() == [(1, "save_left_out")]
+    assert committed(storage) == [2] and second.said() == [(1, "save_skipped")]
 
 
 def test_the_rank_that_leads_takes_the_newest_and_the_others_go_in_order() -> None:
@@ -226,7 +226,7 @@ def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: 
         fill(arena, 7)
         first = Desk(storage, tmp_path, EventWaiter(storage))
         serve(first, (3, 0))
-        assert first.said() == [(3, "save_left_out")]
+        assert first.said() == [(3, "save_skipped")]
         assert "step 3 was left out: rank 0 had not captured it" in first.outcomes[0].text
         again = Desk(storage, tmp_path, EventWaiter(storage))
         serve(again, (7, 1))
@@ -253,7 +253,7 @@ def test_a_cut_that_is_gone_says_nothing_of_what_earlier_ones_wrote(tmp_path: Pa
         desk = Desk(storage, tmp_path, EventWaiter(storage))
         earlier = desk.persister._publisher._earlier
         serve(desk, (3, 0))
-        assert desk.said() == [(3, "save_left_out")] and desk.persister._publisher._earlier is earlier
+        assert desk.said() == [(3, "save_skipped")] and desk.persister._publisher._earlier is earlier
 
 
 def test_memory_that_is_not_as_it_was_captured_is_committed_by_none(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_cut_that_one_rank_has_lost_is_committed_by_none_and_the_reason_reache
         desk.order(4, 0)
         desk.persister.leave()
     finish(desks)
-    assert committed(storage) == [] and [desk.said() for desk in desks] == [[(4, "save_left_out")]] * 2
+    assert committed(storage) == [] and [desk.said() for desk in desks] == [[(4, "save_skipped")]] * 2
     assert all("step 4 was left out: rank 1 had not captured it" in desk.outcomes[0].text for desk in desks)
 
 
@@ -623,7 +623,7 @@ def test_a_save_that_fails_is_given_up_for_a_newer_one_which_writes_what_it_was_
             fill(arena, step)
         order(5)
         run(desk)
-    assert desk.said() == [(5, "save_failed"), (6, "save_left_out"), (7, "")] and waiter.time_s < 1.0
+    assert desk.said() == [(5, "save_failed"), (6, "save_skipped"), (7, "")] and waiter.time_s < 1.0
     assert committed(storage) == [7]
     assert [storage.objects[f"indexes/{step}"] for step in (5, 6, 7)] == [b"5", b"6", b"7"]
 

@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.arena.filling import Filling, Run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.format.digests import leaf_digests
-from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaInUse, ArenaTooLarge
+from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaTooLarge
 
 SLICE, SLICES = 64, 5
 
@@ -481,7 +481,7 @@ def test_damage_is_noticed(folder: ArenaFolder, place: str) -> None:
 def test_one_process_fills_an_arena_and_another_may_when_it_is_gone(folder: ArenaFolder) -> None:
     with made(folder) as arena:
         assert folder.found()[0].is_filled
-        with pytest.raises(ArenaInUse, match="is filled by another process"):
+        with pytest.raises(ArenaError, match="is filled by another process"):
             folder.open(arena.name, writes=True)
         assert capture(arena, 1)
     with folder.open(arena.name, writes=True) as again:

@@ -1,4 +1,4 @@
-"""Profiles of idle windows beside a run's checkpoints, their trace, and the command that reports them."""
+"""Profiles of idle windows beside a run's checkpoints, and the command that reports them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from lakeckpt.checkpoint.bubbles.profile import (
     save_profile,
 )
 from lakeckpt.cli.main import main
-from lakeckpt.cli.report import trace_of
 from lakeckpt.errors import NewerFormat, WireDamaged
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.open import open_storage
@@ -91,20 +90,8 @@ def test_a_damaged_profile_is_told(run: Path, capsys: pytest.CaptureFixture[str]
     assert "damaged" in capsys.readouterr().err
 
 
-def test_a_trace_shows_ranks_side_by_side_on_one_clock() -> None:
-    events = trace_of([profile(0), profile(1)])["traceEvents"]
-    iterations = [(one["pid"], one["ts"], one["dur"]) for one in events if one["tid"] == "iterations"]
-    assert iterations == [(0, 0, 1e6), (0, 0, 1e6), (1, 1e6, 1e6), (1, 1e6, 1e6)]
-    slices = [one["args"] for one in events if one["tid"] == "slices" and one["pid"] == 0][:2]
-    assert slices == [{"size_bytes": 3000, "at_the_fence": False}, {"size_bytes": 1000, "at_the_fence": True}]
-    bubbles = [one for one in events if one["tid"] == "bubble"]
-    assert len(bubbles) == 4 and {one["name"] for one in bubbles} == {"pipeline 3"}
-    assert trace_of([])["traceEvents"] == []
-
-
-def test_report_says_where_the_bytes_moved(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "trace.json"
-    assert main(["report", str(run), "--json", "--trace", str(trace)]) == 0
+def test_report_says_where_the_bytes_moved(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run), "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert (plain["attempt"], plain["world_size"], [one["rank"] for one in plain["ranks"]]) == (4, 2, [0, 1])
     one = plain["ranks"][0]
@@ -115,7 +102,6 @@ def test_report_says_where_the_bytes_moved(run: Path, tmp_path: Path, capsys: py
         ("pipeline 3", 2, 6000),
         ("forward 0", 2, 0),
     ]
-    assert json.loads(trace.read_text()) == json.loads(json.dumps(trace_of([profile(0), profile(1)])))
 
 
 def test_report_speaks_to_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,13 +115,7 @@ def test_a_run_without_a_profile_is_no_error_and_no_run_is_one(
 ) -> None:
     (run / "log").mkdir()
     (run / "log" / "0000000001.lkc").write_bytes(b"an entry")
-    trace = tmp_path / "none.json"
-    assert main(["report", str(run), "--attempt", "9", "--trace", str(trace)]) == 0 and not trace.exists()
+    assert main(["report", str(run), "--attempt", "9"]) == 0
     assert "no profile" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "there is no run at" in capsys.readouterr().err
-
-
-def test_a_trace_that_cannot_be_written_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run), "--trace", str(run / "no" / "trace.json")]) == 2
-    assert "the trace cannot be written" in capsys.readouterr().err

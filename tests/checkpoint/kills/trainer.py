@@ -26,7 +26,7 @@ from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.bubbles.profile import ProfileKeeper
 from lakeckpt.checkpoint.capture import job, moves
 from lakeckpt.checkpoint.capture.gate import OpenGate
-from lakeckpt.errors import AgentError, CheckpointIncomplete, MissingRanksError, SaveFailed
+from lakeckpt.errors import AgentError, MissingRanksError, SaveFailed
 from lakeckpt.tracking.exchange import GlooExchange
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.stamped import Own, Stamped, Stamper, local
@@ -114,7 +114,7 @@ class Trainer:
         """Train to the end."""
         try:
             self._train(points)
-        except (RuntimeError, MissingRanksError, CheckpointIncomplete, SaveFailed, AgentError) as error:
+        except (RuntimeError, MissingRanksError, SaveFailed, AgentError) as error:
             # Where there is one rank, only the death of its agent ends a trainer: with a save pending, or at the start.
             if not self.notes["killed"] or (self.ranks == 1 and not isinstance(error, (SaveFailed, AgentError))):
                 raise

@@ -22,7 +22,6 @@ from lakeckpt.errors import (
     ConfigError,
     DataFileChanged,
     TableError,
-    TableFeatureUnsupported,
     TableNotFound,
     TableVersionGone,
 )
@@ -97,7 +96,7 @@ def test_the_tables_that_spark_wrote_are_unchanged() -> None:
 @pytest.mark.parametrize("name", ["mor_v6_nonpartitioned", "mor_table_log_only"])
 def test_log_files_that_are_not_compacted_are_refused(name: str, tmp_path: Path) -> None:
     place = written_by_spark(name, tmp_path)
-    with pytest.raises(TableFeatureUnsupported, match=r"file groups of the Hudi table .* have log files .*compaction"):
+    with pytest.raises(TableError, match=r"file groups of the Hudi table .* have log files .*compaction"):
         open_table(place)
 
 
@@ -106,7 +105,7 @@ def test_instants_of_merge_on_read_tables_without_log_files_are_read(tmp_path: P
     first, second, last = instants(place)
     assert same_as_hudi(place, last).num_rows == 1
     for instant in (first, second):
-        with pytest.raises(TableFeatureUnsupported, match=r"1 of [23] file groups"):
+        with pytest.raises(TableError, match=r"1 of [23] file groups"):
             open_table(place, version=instant)
 
 
@@ -208,7 +207,7 @@ def test_times_of_writers_whose_zone_nobody_knows_name_no_version(root: Path) ->
 )
 def test_what_cannot_be_read_exactly_is_refused_by_name(root: Path, properties: dict[str, str], match: str) -> None:
     Crafted(root, properties).commit(T1, {("", "f1-0"): rows(0, 3)})
-    with pytest.raises(TableFeatureUnsupported, match=match):
+    with pytest.raises(TableError, match=match):
         open_table(root)
 
 
@@ -217,7 +216,7 @@ def test_schemas_that_are_evolved_on_read_are_refused(root: Path) -> None:
     lake.commit(T1, {("", "f1-0"): rows(0, 3)})
     lake.commit(T2, {("", "f2-0"): rows(3, 5)}, latest_schema='{"version_id": 1}')
     assert open_table(root, version=T1).num_rows == 3
-    with pytest.raises(TableFeatureUnsupported, match="schema on read"):
+    with pytest.raises(TableError, match="schema on read"):
         open_table(root)
 
 

@@ -20,7 +20,6 @@ from lakeckpt.errors import (
     ConfigError,
     DataFileChanged,
     TableError,
-    TableFeatureUnsupported,
     TableNotFound,
     TableVersionGone,
 )
@@ -273,10 +272,10 @@ def test_what_cannot_be_read_exactly_is_refused_by_name(table: Table) -> None:
     for kind, more, said in known:
         entry = Entry(DataFileContent.DATA, f"{table.location()}/data/x", kind, 3, 99, more=more)
         commit(table, [entry])
-        with pytest.raises(TableFeatureUnsupported, match=said):
+        with pytest.raises(TableError, match=said):
             open_table(table)
         table.manage_snapshots().rollback_to_snapshot(before.current_snapshot_id).commit()
     told = json.loads(table.metadata.model_dump_json())
     told["properties"]["encryption.key-id"] = "k1"
-    with pytest.raises(TableFeatureUnsupported, match="is encrypted"):
+    with pytest.raises(TableError, match="is encrypted"):
         open_table(write_metadata(table, told))

@@ -79,23 +79,17 @@ def test_a_selection_of_another_table_is_refused() -> None:
     "change",
     [
         lambda v: v.update(group_rows=np.array([-1])),
-        lambda v: v.update(group_rows=np.array([1.5])),
-        lambda v: v.update(group_rows=[1]),
         lambda v: v.update(group_rows=np.array([[1]])),
         lambda v: v.update(group_rows=np.array([1, 2, 3, 4])),
         lambda v: v.update(group_digests=np.array([0, 1], np.uint64)),
         lambda v: v.update(group_digests=np.array([1, 1, 1, 1], np.uint64)),
         lambda v: v.update(group_digests=np.array([0, 0, 1, 1], np.uint64)),
-        lambda v: v.update(group_digests=[0, 1, 1, 1]),
-        lambda v: v.update(expression=3),
-        lambda v: v.update(pyarrow=None),
-        lambda v: v.update(table=None),
         lambda v: v.update(digest="00"),
         lambda v: v.pop("text"),
         lambda v: v.clear(),
     ],
 )
-def test_crafted_selections_are_refused(change: Callable[[dict[str, Any]], Any]) -> None:
+def test_malformed_selections_are_refused(change: Callable[[dict[str, Any]], Any]) -> None:
     value = loads(selection().dumps(), kind=module.KIND, supported=module.VERSION).value
     change(value)
     with pytest.raises(WireDamaged):

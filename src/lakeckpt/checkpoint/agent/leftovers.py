@@ -15,7 +15,7 @@ from typing import Literal
 
 from lakeckpt.checkpoint.agent.logs import agents_of, log_path, logs_in, unused
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
-from lakeckpt.errors import ArenaDamaged, ArenaInUse
+from lakeckpt.errors import ArenaDamaged, ArenaError
 
 __all__ = ["KeptArena", "KeptRun", "Use", "kept_in", "reclaim"]
 
@@ -110,10 +110,10 @@ def _is_removed(folder: ArenaFolder, info: ArenaInfo) -> bool:
             with folder.open(info.name, writes=True) as arena:  # nobody else can fill it from now on
                 arena.empty()
                 folder.remove(info.name)
-        except ArenaInUse:
-            return False
         except ArenaDamaged:
             folder.remove(info.name)
+        except ArenaError:  # another process fills it
+            return False
         except FileNotFoundError:
             pass
         return True

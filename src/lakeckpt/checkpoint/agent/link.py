@@ -44,7 +44,7 @@ from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
-from lakeckpt.errors import AgentError, ArenaError, CheckpointIncomplete, SaveFailed, WireError
+from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
@@ -426,12 +426,12 @@ class InnerAgent:
         return bool(self._got) or self._came.wait(timeout_s)
 
     def close(self, *, well: bool) -> None:
-        """See `AgentLike`. Waits until all is persisted, as no other process would do it. Raises `CheckpointIncomplete`
+        """See `AgentLike`. Waits until all is persisted, as no other process would do it. Raises `SaveFailed`
         where that takes too long; the arena then stays as it is, since the thread still reads it."""
         self._persister.leave()
         if not self._persister.join(2 * self._timeout_s):
             if well:
-                raise CheckpointIncomplete(
+                raise SaveFailed(
                     f"what was ordered is not in storage {2 * self._timeout_s:g} s after the end: its store is stuck"
                 )
             return

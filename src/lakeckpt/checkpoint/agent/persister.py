@@ -33,7 +33,7 @@ from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
-from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, SaveLeftOut, StorageError
+from lakeckpt.errors import AttemptSuperseded, LakeckptError, SaveFailed, SaveSkipped, StorageError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.waiting import Waiter
 
@@ -227,7 +227,7 @@ class Persister:
                 removed = refused
             for order in orders:
                 save = self._save_of(order)
-                error = removed or SaveLeftOut(f"step {order.step} was left out: a newer cut waits to be persisted")
+                error = removed or SaveSkipped(f"step {order.step} was left out: a newer cut waits to be persisted")
                 note = None
                 if removed is None and self.world_size > 1:  # alone, nobody reads it
                     note = pool.submit(publish_failure, self._storage, save, self.rank, error)
@@ -297,7 +297,7 @@ class Persister:
         self._refuse_removed()
         self._say_what_failed()
         if self.world_size == 1 and order.step < self.recorded:  # an agent before this one has left it out
-            raise SaveLeftOut(f"step {order.step} was left out: step {self.recorded} is committed")
+            raise SaveSkipped(f"step {order.step} was left out: step {self.recorded} is committed")
         save = self._save_of(order)
         if self.rank:
             self._refuse_given_up(save.failure_path(0))
@@ -329,7 +329,7 @@ class Persister:
                     "more: its arena was removed, or all of its captures were given up"
                 )
             if held is None:
-                raise SaveLeftOut(
+                raise SaveSkipped(
                     f"step {order.step} was left out: rank {self.rank} had not captured it, or newer cuts took its "
                     "place while an earlier one was persisted"
                 )

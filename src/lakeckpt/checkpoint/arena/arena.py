@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.arena.filling import Filling, checksum
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES, SUPERBLOCK_BYTES, ArenaLayout, GenerationRecord
 from lakeckpt.checkpoint.arena.locks import FileLocks
 from lakeckpt.checkpoint.format.digests import leaf_digests
-from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaInUse, WireError
+from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
 
 __all__ = ["Arena", "Held"]
 
@@ -41,7 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the interpreter
 class Arena:
     """The arena in the file opened as ``descriptor``, which is the arena's from then on. ``name`` is for messages.
 
-    ``writes``: to fill generations; `ArenaInUse` where another opening does already. Raises `ArenaDamaged` where the
+    ``writes``: to fill generations; `ArenaError` where another opening does already. Raises `ArenaDamaged` where the
     file is none, or has not the size that it says, and `ArenaError` where it cannot be mapped.
     """
 
@@ -53,7 +53,7 @@ class Arena:
             self.layout = _layout_of(descriptor, name)
             self._writer = self.layout.generations
             if writes and not self._locks.take(self._writer):
-                raise ArenaInUse(f"the arena {name!r} is filled by another process: let it end first")
+                raise ArenaError(f"the arena {name!r} is filled by another process: let it end first")
             self._map = _mapped(descriptor, self.layout.size_bytes, name, writes=writes)
         except BaseException:
             self._locks.forget()

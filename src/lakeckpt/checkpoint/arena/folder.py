@@ -99,7 +99,7 @@ class ArenaFolder:
         return True
 
     def open(self, name: str, *, writes: bool = False) -> Arena:
-        """Open an arena that `found` named. `ArenaDamaged`, `ArenaInUse`; ``FileNotFoundError`` where it is gone."""
+        """Open an arena that `found` named. `ArenaDamaged`, `ArenaError`; ``FileNotFoundError`` where it is gone."""
         folder = self._opened(make=False)
         try:
             return Arena(self._file(name, folder, writes=writes), name, writes=writes)

@@ -18,10 +18,10 @@ from typing import Any
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
 from lakeckpt.checkpoint.format.manifest import ReaderRecord, Stretch
 from lakeckpt.core.plan import consumption
-from lakeckpt.core.read_ahead import Basis, ReadAhead, Span
+from lakeckpt.core.read_ahead import Basis, Given, ReadAhead
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
-from lakeckpt.errors import ConfigError, StateInvalid
+from lakeckpt.errors import ConfigError, StateError
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
 
@@ -79,17 +79,17 @@ class ReaderTrack:
         self.delivered = 0
         """How many batches (or rows) the reader had delivered at the last step, if it counts them."""
 
-    def taken(self) -> Span | None:
+    def taken(self) -> Given | None:
         """Return the deliveries since the last step; None if the reader does not count them."""
-        span = self.reader.deliveries.take() if isinstance(self.reader, DeliveringReader) else None
-        self.delivered += 0 if span is None else span.batches
-        return span
+        given = self.reader.deliveries.take() if isinstance(self.reader, DeliveringReader) else None
+        self.delivered += 0 if given is None else given.batches
+        return given
 
-    def cut(self, step: int, consumed: Receipt | None, *, is_stated: bool, span: Span | None) -> str:
+    def cut(self, step: int, consumed: Receipt | None, *, is_stated: bool, given: Given | None) -> str:
         """Record that optimizer step ``step`` is done, and has used all deliveries up to ``consumed``.
 
         With ``is_stated``, None means that the user named only other readers, and that this step used nothing more of
-        this reader. Without it, None means all deliveries. ``span`` holds the deliveries since the last step; None if
+        this reader. Without it, None means all deliveries. ``given`` holds the deliveries since the last step; None if
         they give no evidence about the training loop.
 
         Returns the reason if reading ahead is suspected since this step, else an empty text.
@@ -97,7 +97,7 @@ class ReaderTrack:
         known, last = self._ahead.reason, self.reader.last_receipt
         at = last if consumed is None or consumed == last else consumed
         if not is_stated or consumed is not None:
-            self._basis = self._basis_of(at, is_stated=is_stated, span=span)
+            self._basis = self._basis_of(at, is_stated=is_stated, given=given)
             # An epoch that is read again gives receipts that are equal to the receipts of the first time.
             was_before = at is self._before or (at == self._before and last is self._last)
             if at is not None and not was_before:
@@ -106,14 +106,14 @@ class ReaderTrack:
             self._recorder.note(step, self._frontier)
         return "" if known else self._ahead.reason
 
-    def _basis_of(self, at: Receipt | None, *, is_stated: bool, span: Span | None) -> Basis:
+    def _basis_of(self, at: Receipt | None, *, is_stated: bool, given: Given | None) -> Basis:
         """Return the basis on which all deliveries up to ``at`` count as consumed."""
         if is_stated or (self._basis == "stated" and at is not None and at == self._at):
             return "stated"
         if not isinstance(self.reader, DeliveringReader):
             return "inferred"
-        if span is not None:
-            self._ahead.stepped(span)
+        if given is not None:
+            self._ahead.stepped(given)
         return self._ahead.basis
 
     def check(self, receipt: Receipt) -> None:
@@ -176,7 +176,7 @@ class ReaderTrack:
             return None
         try:
             table = ReaderState.from_plain(state).identity.table
-        except StateInvalid:
+        except StateError:
             return str(index.digest)  # a reader with its own kind of state stays at one version
         return table if table in {one.digest for one, _ in versions_of(self.reader)} else str(index.digest)
 
@@ -239,14 +239,14 @@ def cut_all(tracks: Mapping[str, ReaderTrack], step: int, stated: Mapping[str, R
 
     Returns reader → the reason, for readers for which this step raises the suspicion of reading ahead.
     """
-    spans = {name: track.taken() for name, track in tracks.items()}
-    delivered = any(span is not None and span.batches for span in spans.values())
+    given_to = {name: track.taken() for name, track in tracks.items()}
+    delivered = any(given is not None and given.batches for given in given_to.values())
     reasons = {}
     for name, track in tracks.items():
-        span = spans[name]
-        counts = span is not None and (span.batches > 0 or not delivered)  # else it was another reader's turn
+        given = given_to[name]
+        counts = given is not None and (given.batches > 0 or not delivered)  # else it was another reader's turn
         consumed = None if stated is None else stated.get(name)
-        reasons[name] = track.cut(step, consumed, is_stated=stated is not None, span=span if counts else None)
+        reasons[name] = track.cut(step, consumed, is_stated=stated is not None, given=given if counts else None)
     return {name: reason for name, reason in reasons.items() if reason}
 
 

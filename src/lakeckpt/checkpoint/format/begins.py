@@ -36,7 +36,7 @@ class Captured:
 
     @classmethod
     def from_text(cls, text: str) -> Captured:
-        """Return the cut of which `to_text` made ``text``."""
+        """Return the cut from a text of `to_text`."""
         attempt, _, step = text.partition(":")
         return cls(attempt=int(attempt), step=int(step))
 
@@ -52,7 +52,7 @@ class Begin:
     created_s: float
     """When, in seconds since 1970, by the clock of rank 0's machine."""
     write_id: str
-    """Unique to this put: tells our entry from another's where the answer of a store was lost."""
+    """Unique to this put, so that an entry can be recognised as our own after the answer of a store was lost."""
     host: str = ""
     """The machine of rank 0."""
     pid: Count = 0
@@ -73,22 +73,22 @@ class Restored:
     attempt: Count | None
     """The attempt that restored it; None: ``lakeckpt rollback`` ordered it, and nobody has restored it yet."""
     restored: Count | None
-    """The slot of the checkpoint, or None where there was none."""
+    """The slot of the checkpoint; None: there was none."""
     library: str
     created_s: float
     write_id: str
     host: str = ""
     pid: Count = 0
     given_up: Mapping[str, Count] = field(default_factory=dict)
-    """reader → the epoch of which it gives the rest up, as its table version is gone."""
+    """reader → the epoch whose rest it skips, because the table version is gone."""
     captured: Captured | None = None
-    """The cut in host memory that it went on from, where that was newer than ``restored``, or the same."""
+    """The cut in host memory that it went on from, if that was not older than ``restored``."""
     rolled_back_to: Count | None = None
     """The step of the roll-back that this entry obeys (``restore(step=…)``) or orders (``lakeckpt rollback``)."""
 
     @classmethod
     def by_first(cls, begin: Begin) -> Restored:
-        """What the first attempt of a run would have written: it restored nothing."""
+        """Return the entry that the first attempt of a run would write, which restores nothing."""
         return cls(
             run=begin.run,
             slot=begin.slot,
@@ -101,7 +101,7 @@ class Restored:
 
 
 def said_of(entry: Begin | Restored) -> str:
-    """Who wrote the entry, and when, for messages.
+    """Return the process that wrote the entry, and when, for messages.
 
     >>> said_of(Begin(run="r", slot=4, world_size=1, library="", created_s=0.0, write_id="", host="node-3", pid=71))
     'attempt 4 (process 71 on node-3, 1970-01-01 00:00:00 UTC)'

@@ -31,14 +31,14 @@ __all__ = [
 DIGEST_BYTES = 16
 LEAF_BYTES = 2**20
 PIECE_BYTES = 16 * 2**20
-"""What is read or digested at once by one of several threads: whole leaves."""
+"""The piece that one of several threads reads or digests at a time: whole leaves."""
 _LEAF_SEED, _WHOLE_SEED = 1, 2
 _MOST_THREADS = 8
 _ALONE_BYTES = 2**20
 
 
 def short_digest(*parts: bytes | memoryview) -> bytes:
-    """BLAKE2b-128 of the parts, each preceded by its length (8 bytes, big-endian), so that borders count."""
+    """Return the BLAKE2b-128 digest of the parts, each preceded by its length (8 bytes, big-endian)."""
     found = blake2b(digest_size=DIGEST_BYTES, person=b"lakeckpt-parts")
     for part in parts:
         found.update(len(part).to_bytes(8, "big"))
@@ -59,7 +59,7 @@ def leaf_digests(data: bytes | memoryview, leaf_bytes: int) -> bytes:
 
 
 class LeafDigests:
-    """`leaf_digests` of what comes in runs of any length; of leaves of ``leaf_bytes`` each but for the last."""
+    """Computes `leaf_digests` of a content that arrives in runs of any length, with leaves of ``leaf_bytes``."""
 
     __slots__ = ("_found", "_in_leaf", "_leaf", "_leaf_bytes")
 
@@ -80,7 +80,7 @@ class LeafDigests:
                 self._leaf, self._in_leaf = xxhash.xxh3_128(seed=_LEAF_SEED), 0
 
     def digests(self) -> bytes:
-        """Return the digests of all that came; nothing may come after it. Nothing at all is one empty leaf."""
+        """Return the digests of all bytes, after which no more may come. An empty content is one empty leaf."""
         if self._in_leaf or not self._found:
             self._found += self._leaf.digest()
         return bytes(self._found)
@@ -93,13 +93,12 @@ def digest_of_leaves(leaves: Sequence[bytes]) -> bytes:
 
 
 def leaves_of_all(contents: Sequence[memoryview], *, threads: int | None = None) -> list[bytes]:
-    """What `leaf_digests` says of each of ``contents``, in their order, on ``threads`` threads (by default as many as
-    help)."""
+    """Return `leaf_digests` of each content, in order, computed on ``threads`` threads (None: as many as help)."""
     threads = min(os.cpu_count() or 1, _MOST_THREADS) if threads is None else threads
     if threads == 1 or sum(len(content) for content in contents) < _ALONE_BYTES:
         return [leaf_digests(content, LEAF_BYTES) for content in contents]
     with ThreadPoolExecutor(threads, thread_name_prefix="lakeckpt-digest") as pool:
-        # Every content by its pieces: one that is larger than all others together keeps all threads busy, too.
+        # Contents are divided into pieces, so that one large content keeps all threads busy.
         jobs = [
             [
                 pool.submit(leaf_digests, content[at : at + PIECE_BYTES], LEAF_BYTES)

@@ -1,9 +1,9 @@
-"""How is a tensor of a given dtype written into a safetensors file?  The table of dtypes, without torch.
+"""This module maps dtypes of torch to the dtypes of safetensors files, without torch.
 
-A tensor has a logical dtype (torch's name of it) and shape; the file has a stored dtype (safetensors' code) and shape.
-They differ only where safetensors has no code that its torch reader knows: complex numbers are stored as their real
-and imaginary parts (one more dimension of 2, last), rare one-byte types as U8. The record of a part names the
-logical ones. A dtype that is not in the table is refused, never guessed.
+A tensor has a logical dtype (torch's name) and shape. A file has a stored dtype (the code of safetensors) and shape.
+They differ only where the torch reader of safetensors knows no code: complex numbers are stored as real and imaginary
+parts (one more dimension of 2, last), and rare one-byte types as U8. The record of a part names the logical dtype and
+shape. A dtype that is not in the table is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CODE_BYTES = {
     "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-"""Bytes of one element, of each safetensors code that we write."""
+"""Safetensors code that we write → bytes of one element."""
 
 _STORED: dict[str, tuple[str, tuple[int, ...]]] = {
     "float64": ("F64", ()),

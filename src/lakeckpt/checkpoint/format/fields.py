@@ -21,14 +21,14 @@ _KEY = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", re.ASCII)
 
 
 def fields_of(plain: object, what: str) -> Mapping[str, object]:
-    """``plain`` as a mapping."""
+    """Return ``plain``, which must be a mapping. `WireDamaged` names it as ``what``."""
     if not isinstance(plain, dict):
         raise WireDamaged(f"{what} is a {type(plain).__name__}, not a mapping")
     return plain
 
 
 def taken(plain: Mapping[str, object], name: str, kind: type[_T]) -> _T:
-    """The field ``name``, which must be exactly of type ``kind``."""
+    """Return the field ``name``, which must have exactly the type ``kind``. `WireDamaged`."""
     value = plain.get(name)
     if type(value) is not kind:
         raise WireDamaged(f"field {name!r} must be a {kind.__name__}, got {value!r:.80}")
@@ -36,7 +36,7 @@ def taken(plain: Mapping[str, object], name: str, kind: type[_T]) -> _T:
 
 
 def number(plain: Mapping[str, object], name: str, *, least: int = 0) -> int:
-    """The field ``name``, an integer of at least ``least`` and below 2^63."""
+    """Return the field ``name``, an integer of at least ``least`` and below 2^63. `WireDamaged`."""
     value = taken(plain, name, int)
     if not least <= value < 2**63:
         raise WireDamaged(f"field {name!r} must be at least {least}, got {value}")
@@ -44,7 +44,7 @@ def number(plain: Mapping[str, object], name: str, *, least: int = 0) -> int:
 
 
 def confined(path: object, *, below: str) -> str:
-    """``path``, which must be a plain key in the folder ``below``: no ``..``, nothing absolute."""
+    """Return ``path``, which must be a plain key in the folder ``below``: not absolute, no ``..``. `WireDamaged`."""
     good = isinstance(path, str) and _KEY.fullmatch(path) and path.startswith(below + "/")
     if not good or ".." in str(path).split("/") or "." in str(path).split("/"):
         raise WireDamaged(f"{path!r:.120} is not the path of an object in {below!r}")
@@ -73,7 +73,7 @@ Digest = Annotated[bytes, _digest]
 
 
 def ranges(ranks: Iterable[int]) -> Ranks:
-    """Numbers of ranks as ranges.
+    """Return numbers of ranks as ranges.
 
     >>> ranges([4, 0, 1, 5, 7])
     ((0, 2), (4, 6), (7, 8))
@@ -88,7 +88,7 @@ def ranges(ranks: Iterable[int]) -> Ranks:
 
 
 def joined(several: Iterable[Ranks]) -> Ranks:
-    """The ranks in any of ``several``.
+    """Return the ranks that are in any of ``several``.
 
     >>> joined([((0, 2),), ((1, 3), (5, 6))])
     ((0, 3), (5, 6))
@@ -97,5 +97,5 @@ def joined(several: Iterable[Ranks]) -> Ranks:
 
 
 def holds(ranks: Ranks, rank: int) -> bool:
-    """Whether ``rank`` is in one of these ranges."""
+    """Return whether ``rank`` is in one of these ranges."""
     return any(start <= rank < stop for start, stop in ranks)

@@ -1,4 +1,4 @@
-"""This module defines the entries of a run's log: an attempt begins, says what it restored, and commits checkpoints.
+"""This module defines the entries of a run's log: an attempt begins, names what it restored, commits checkpoints.
 
 A `Begin` and a `Restored` are what an attempt writes first (see ``begins``). A `Manifest` is the commit of a
 checkpoint: its parts, its parent, and for every reader its state and what was consumed since the parent, so that the
@@ -57,7 +57,7 @@ class PartRef:
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """What a reader consumed going from one state to another, both of one order and epoch (or endless stream)."""
+    """The rows that a reader consumed between two states of one order and epoch (or endless stream)."""
 
     begin: Mapping[str, Any]
     """The plain `lakeckpt.core.state.ReaderState` that it began with."""
@@ -65,11 +65,11 @@ class Stretch:
     consumed: Mapping[int, Intervals]
     """epoch → positions."""
     basis: Basis = "inferred"
-    """How it is known that steps used it."""
+    """How it is known that steps used the rows."""
     reason: str = ""
-    """Why it is suspected that they did not."""
+    """Why it is suspected that no step used the rows."""
     attempt: int = -1
-    """The attempt that consumed it; -1: the one that committed it."""
+    """The attempt that consumed the rows; -1: the attempt that committed them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class ReaderRecord:
     state: Mapping[str, Any]
     """The plain state of the whole job."""
     stretches: tuple[Stretch, ...] = ()
-    """What was consumed since the parent, in order."""
+    """The stretches consumed since the parent, in order."""
     steps: StepRecord = field(default_factory=StepRecord)
     """The frontiers after each optimizer step since the parent."""
     index: str | None = None
@@ -112,14 +112,14 @@ class Manifest:
     parts: tuple[PartRef, ...]
     readers: Mapping[str, ReaderRecord]
     seed: int
-    """What random states of ranks that are new after a change of the world size are derived from."""
+    """The seed from which ranks that are new after a change of the world size derive their random states."""
     library: str
     created_s: float
     write_id: str
     keep: Keep | None = None
-    """Which checkpoints of its history retention then left their data; None: that was not said."""
+    """The checkpoints of its history that kept their data; None: not recorded."""
     metric: float | None = None
-    """How good its state is, where the training loop said so."""
+    """The metric of the state, if the training loop gave one."""
 
     def __post_init__(self) -> None:
         if [part.rank for part in self.parts] != list(range(self.world_size)):
@@ -131,7 +131,7 @@ class Manifest:
 
     @property
     def save(self) -> SaveId:
-        """Where its parts and objects lie."""
+        """The save that wrote its parts and objects."""
         return SaveId(attempt=self.attempt, step=self.step, number=self.number)
 
 
@@ -146,7 +146,7 @@ def entry_to_bytes(entry: Entry) -> bytes:
 
 
 def entry_from_bytes(data: bytes) -> Entry:
-    """Return the entry of which `entry_to_bytes` made ``data``. `WireError` where it made none such."""
+    """Return the entry in a document of `entry_to_bytes`. `WireError`."""
     plain = loads(data, kind=_KIND, supported=_VERSION).value
     found = from_plain_of(_KINDS, "entry", plain, "an entry of the log")
     if isinstance(found, Restored) and any(one is not None and one >= found.slot for one in _before(found)):

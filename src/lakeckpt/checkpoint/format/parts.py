@@ -1,12 +1,12 @@
 """This module defines a part: the immutable record of what one rank wrote for a checkpoint, and of the files it names.
 
-A part lists the units of which its rank took care: it wrote them, now or, where they are unchanged, in an earlier save,
-whose files it refers to. A unit is a tensor, or the tree of an item (its state without the tensors, as a document),
-with the ranks whose state it is: replicas that agree are written once, by one of them. A large tensor lies in slabs, in
-as many files as it may be (``slabs``). A tensor's bytes are covered by its own digest and those of its slabs, the head
-of a file by another; the record itself by its checksum and, in the manifest, its digest: no byte is uncovered.
+A part lists the units that its rank is responsible for. The rank wrote them in this save, or an earlier save wrote them
+and they are unchanged; then the part refers to the earlier files. A unit is a tensor, or the tree of an item (its state
+without the tensors, as a document), with the ranks whose state it is: one rank writes replicas that agree. A large
+tensor consists of slabs, in one file or several. Digests of slabs and tensors cover the bytes of tensors, another
+digest covers the head of each file, and the manifest has a digest of the record: no byte is uncovered.
 
-Imports without torch, and never reads or writes by itself.
+The module never imports torch, and never reads or writes.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ __all__ = [
 PARTS = "parts"
 OBJECTS = "objects"
 OBJECT_NAME = re.compile(OBJECTS + r"/[0-9]{10}/[0-9]{12}-[0-9]{6}/[0-9]+-[0-9]+-[0-9a-f]+\.safetensors", re.ASCII)
-"""The names that `SaveId.object_path` gives, and nobody else's."""
+"""Matches the names that `SaveId.object_path` gives, and no others."""
 RANDOM = "lakeckpt.random"
 """The name of the item that holds the random states; users' items cannot have it."""
 SHARING = "lakeckpt.sharing"
-"""The name of the item that says which ranks share tensors (``sharing``); users' items cannot have it."""
+"""The name of the item that records which ranks share tensors; users' items cannot have it."""
 PART_MARK = "::at "
-"""In the key of a tensor that is a part of a larger one: behind the larger one's key, before where it begins."""
+"""In the key of a part of a tensor: between the key of the tensor and the offsets of the part."""
 _KIND = "part"
 _VERSION = (1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveId:
-    """One attempt's one save: where its parts and objects lie. Never used twice."""
+    """One save of one attempt, and the paths of its parts and objects. Never used twice."""
 
     attempt: Count
     step: Count
@@ -72,15 +72,15 @@ class SaveId:
         return f"{self.attempt:010d}/{self.step:012d}-{self.number:06d}"
 
     def part_path(self, rank: int) -> str:
-        """Where ``rank`` publishes its part."""
+        """Return the path of the part of ``rank``."""
         return f"{PARTS}/{self.folder}/{rank:05d}.lkc"
 
     def failure_path(self, rank: int) -> str:
-        """Where ``rank`` says that it will not publish its part."""
+        """Return the path of the note by which ``rank`` aborts its part."""
         return f"{PARTS}/{self.folder}/{rank:05d}.failed"
 
     def object_path(self, rank: int, index: int, digest: bytes) -> str:
-        """Where ``rank`` puts its ``index``-th file of tensors."""
+        """Return the path of the ``index``-th file of tensors of ``rank``."""
         return f"{OBJECTS}/{self.folder}/{rank:05d}-{index:04d}-{digest.hex()}.safetensors"
 
 
@@ -99,32 +99,32 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabRecord:
-    """What of a tensor lies in a file: all of it, or a run of its elements."""
+    """The part of a tensor in one file: the whole tensor, or a run of its elements."""
 
     spec: TensorSpec
-    """What the file says of it."""
+    """Name, dtype and shape in the file."""
     start: int
-    """The byte of the tensor at which it begins."""
+    """The offset of its first byte in the tensor."""
     digest: bytes
     """Of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
     file: int
-    """Which of the part's files holds it."""
+    """The index of its file in the part."""
 
     @property
     def stop(self) -> int:
-        """Behind its last byte, in the tensor."""
+        """The offset behind its last byte in the tensor."""
         return self.start + self.spec.size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
-    """A tensor: what it is, where it lies, and whose state it is."""
+    """A tensor: its spec and digest, its slabs, and the ranks whose state it is."""
 
     spec: TensorSpec
     digest: bytes
     """Of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
     slabs: tuple[SlabRecord, ...]
-    """In the order of its bytes: what `lakeckpt.checkpoint.format.slabs.slab_specs` makes of it."""
+    """In the order of the tensor's bytes (`lakeckpt.checkpoint.format.slabs.slab_specs`)."""
     ranks: Ranks
 
     def __post_init__(self) -> None:
@@ -141,11 +141,11 @@ class TensorRecord:
         *,
         slab_bytes: int,
     ) -> TensorRecord:
-        """The record of a tensor whose slabs of ``slab_bytes`` lie in these files, and have these digests.
+        """Return the record of a tensor with slabs of ``slab_bytes``; ``places`` are (file, digest) of each slab.
 
-        `WireDamaged` where it has not as many slabs.
+        `WireDamaged` if the tensor has another number of slabs.
         """
-        if len(places) != max(1, -(-spec.size_bytes // slab_bytes)):  # before anything is made of a size that is a lie
+        if len(places) != max(1, -(-spec.size_bytes // slab_bytes)):
             raise WireDamaged(f"tensor {spec.key!r} of {spec.size_bytes} bytes is said to lie in {len(places)} slabs")
         slabs = tuple(
             SlabRecord(spec=one, start=number * slab_bytes, digest=found, file=file)
@@ -171,24 +171,24 @@ class Outline:
     """The extent of a rank's state over all parts, by which it can be read without the parts of all ranks."""
 
     units: Count
-    """How many units it has."""
+    """How many units the rank's state has."""
     elsewhere: Ranks
-    """The other ranks in whose parts some of them are."""
+    """The other ranks whose parts hold some of the units."""
     different: tuple[str, ...]
-    """The names (``tensor:…``, ``tree:…``) of those of which other ranks have other contents."""
+    """The names (``tensor:…``, ``tree:…``) of units that differ on other ranks."""
 
 
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TensorRow:
-    """A tensor, as the document of a part holds it: where its slabs begin follows from their size."""
+    """A tensor in the document of a part. The size of slabs gives their offsets."""
 
     key: str
     dtype: str
     shape: tuple[Count, ...]
     digest: Digest
     places: tuple[tuple[Count, Digest], ...]
-    """Of each slab: which of the part's files holds it, and its digest."""
+    """For each slab, the index of its file in the part, and its digest."""
     ranks: Ranks
 
     @classmethod
@@ -236,9 +236,9 @@ class PartRecord:
     tensors: tuple[TensorRecord, ...]
     trees: tuple[TreeRecord, ...]
     slab_bytes: int = SLAB_BYTES
-    """How its tensors are cut."""
+    """The size of slabs."""
     outline: Outline | None = None
-    """Of what the state of its rank consists; None: that was not said."""
+    """The extent of the rank's state; None: not recorded."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -258,16 +258,16 @@ class PartRecord:
         return dumps(to_plain(document), kind=_KIND, version=_VERSION)
 
     def is_earlier(self, file: FileRecord) -> bool:
-        """Whether an earlier save wrote ``file``: it may hold tensors that this part has no use for."""
+        """Return whether an earlier save wrote ``file``, which may hold tensors that this part does not refer to."""
         return not file.path.startswith(f"{OBJECTS}/{self.save.folder}/")
 
     def slabs_in(self, index: int) -> dict[str, tuple[TensorRecord, SlabRecord]]:
-        """name in the file → what of which tensor is meant to lie in the ``index``-th of its files."""
+        """Return the slabs in the ``index``-th file, each with its tensor, by their names in the file."""
         return {slab.spec.key: (one, slab) for one in self.tensors for slab in one.slabs if slab.file == index}
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PartRecord:
-        """The part that `to_bytes` made ``data`` of; `WireError` where it is none."""
+        """Return the part in a document of `to_bytes`. `WireError`."""
         plain = loads(data, kind=_KIND, supported=_VERSION).value
         document = from_plain(_PartDocument, plain, "a part")
         return cls(
@@ -277,5 +277,5 @@ class PartRecord:
 
 
 def file_digest(head_digest: bytes, tensor_digests: list[bytes]) -> bytes:
-    """The digest of a file of tensors, which also names it."""
+    """Return the digest of a file of tensors, which is also in its name."""
     return short_digest(head_digest, *tensor_digests)

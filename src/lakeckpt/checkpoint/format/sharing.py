@@ -1,10 +1,10 @@
 """This module records which ranks hold one tensor between them, and by which of its dimensions it is divided.
 
-Ranks can have tensors of one name that are not one tensor (experts, say, that every rank numbers from 0). So beside the
-parts of tensors (``shards``) the ranks of each tensor's mesh are saved. Parts belong together where name, shape, dtype
-and these ranks are the same (``wholes``).
+Ranks can have different tensors under one name: every rank may number its experts from 0, for example. So the ranks of
+each tensor's mesh are saved beside the parts of the tensor. Parts belong together if name, shape, dtype and these ranks
+are equal.
 
-Values and their document only. Imports without torch.
+The module holds values and their document only. It never imports torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lakeckpt.wire.envelope import dumps, loads
 __all__ = ["Sharing", "say_ranks", "sharing_from_bytes", "sharing_to_bytes"]
 
 _KIND, _VERSION = "tree", (1, 0)
-"""It goes the way of the trees of items."""
+"""The document is stored like the tree of an item."""
 
 
 @as_row
@@ -29,9 +29,9 @@ class Sharing:
     """How ranks share a tensor."""
 
     ranks: Ranks
-    """The ranks of its mesh, as torch numbers them in the whole job: not in the group that saves."""
+    """The ranks of the tensor's mesh, as torch numbers them in the whole job, not in the group that saves."""
     dims: tuple[int, ...]
-    """For each dimension of the mesh, the one of the tensor that it divides; -1: none, its ranks hold replicas."""
+    """For each dimension of the mesh, the dimension of the tensor that it divides; -1: its ranks hold replicas."""
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.dims, default=0) < -1:
@@ -39,12 +39,12 @@ class Sharing:
 
     @property
     def size(self) -> int:
-        """How many ranks share it."""
+        """How many ranks share the tensor."""
         return sum(stop - start for start, stop in self.ranks)
 
 
 def say_ranks(ranks: Ranks) -> str:
-    """For messages.
+    """Return a text for messages.
 
     >>> say_ranks(((0, 2), (7, 8)))
     'ranks 0-1, 7'
@@ -66,7 +66,7 @@ def sharing_to_bytes(shared: Mapping[str, Sharing]) -> bytes:
 
 
 def sharing_from_bytes(data: bytes) -> dict[str, Sharing]:
-    """Return what `sharing_to_bytes` was given. `WireError` where it made none such."""
+    """Return the value that `sharing_to_bytes` wrote. `WireError`."""
     rows: _Rows = from_plain(_Rows, loads(data, kind=_KIND, supported=_VERSION).value, "how tensors are shared")
     found = {key: sharing for sharing, keys in rows for key in keys}
     if len(found) != sum(len(keys) for _, keys in rows):

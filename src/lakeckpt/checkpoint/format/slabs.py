@@ -1,11 +1,11 @@
-"""Which runs of a large tensor are written, or left unwritten, by themselves?  Slabs of 16 MiB, from its first byte on.
+"""This module cuts large tensors into slabs of 16 MiB, which are written and referred to one by one.
 
-Of a large embedding a step touches some rows. So a tensor that is larger than a slab lies in files as several, each a
-run of its elements under a name of its own, with its own digest: only those whose content changed are written again.
-Where they are cut depends on nothing but the bytes in front, so that it is the same at every save, and for a table that
-grew; rows may lie across a border. A slab consists of whole leaves of digests: those of the capture serve both.
+A step may touch only some rows of a large embedding. So a tensor that is larger than a slab is stored as several slabs,
+each a run of its elements with a name and a digest of its own, and a save writes only the slabs that changed. The cuts
+are at multiples of 16 MiB, so that they are the same at every save, and also when the tensor has grown. A row may lie
+in two slabs. A slab consists of whole leaves of the digest, so that the checksums of a capture serve both.
 
-Pure. Imports without torch.
+The module is pure, and never imports torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEY = re.compile(rf".*{_MARK}[0-9]+", re.ASCII | re.DOTALL)
 
 
 def slab_specs(spec: TensorSpec, slab_bytes: int) -> list[TensorSpec]:
-    """What lies in files of a tensor, in the order of its bytes: itself, or one run of elements behind the other.
+    """Return what files hold of a tensor, in the order of its bytes: the tensor itself, or its slabs.
 
     ``slab_bytes`` is a positive multiple of `LEAF_BYTES`.
 
@@ -47,7 +47,7 @@ def slab_specs(spec: TensorSpec, slab_bytes: int) -> list[TensorSpec]:
 
 
 def digests_of_slabs(leaves: bytes, slab_bytes: int) -> list[bytes]:
-    """The digests of the slabs of a tensor, of those of all its leaves
+    """Return the digests of a tensor's slabs from the digests of all its leaves
     (`lakeckpt.checkpoint.format.digests.leaf_digests`).
     """
     step = slab_bytes // LEAF_BYTES * DIGEST_BYTES
@@ -55,5 +55,5 @@ def digests_of_slabs(leaves: bytes, slab_bytes: int) -> list[bytes]:
 
 
 def is_slab_key(key: str) -> bool:
-    """Whether a name is that of a slab: no tensor of a state may be called so."""
+    """Return whether this is the name of a slab; no tensor of a state may have such a name."""
     return _KEY.fullmatch(key) is not None

@@ -1,12 +1,12 @@
-"""How do tensors lie in a file that every safetensors reader understands, and how is each of its bytes checked?
+"""This module lays tensors out in files that every reader of safetensors understands, and parses such files.
 
-A file is 8 bytes (the length of the head, little-endian), the head (JSON, padded with spaces to a multiple of 8), and
-the tensors' bytes, back to back: larger elements first, so that each tensor is aligned. Large tensors begin at whole
-pages as long as their sizes are whole pages: what begins at a page in memory, too, goes to a disk from where it lies.
-`layout` computes all of this before a byte is written, so that a file streams into any store; `parse_head` reads a head
-that anybody may have made and refuses whatever is not exactly tiled, known and of the right size.
+A file has 8 bytes (the length of the head, little-endian), the head (JSON, padded with spaces to a multiple of 8), and
+the bytes of the tensors, back to back. Larger elements come first, so that each tensor is aligned. Large tensors whose
+sizes are whole pages come before all others and begin at whole pages, so that direct I/O can write them from memory.
+`layout` computes the file before a byte is written, so that it streams into any store. `parse_head` refuses a head
+unless its tensors are of known dtypes, have the right sizes, and tile the file exactly.
 
-Never touches storage and never holds the tensors: see ``persist`` and ``fetch``.
+The module never touches storage and never holds tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FileLayout:
 
 
 def layout(specs: Iterable[TensorSpec]) -> FileLayout:
-    """The layout of a file that holds ``specs``. Keys must be distinct, and not ``__metadata__``."""
+    """Return the layout of a file that holds ``specs``. Keys must be distinct, and not ``__metadata__``."""
     ordered = sorted(specs, key=_rank)
     entries: dict[str, Any] = {_METADATA: {"format": "pt", "lakeckpt": "1"}}
     at = 0
@@ -76,14 +76,14 @@ def layout(specs: Iterable[TensorSpec]) -> FileLayout:
 
 
 def _rank(spec: TensorSpec) -> tuple[bool, int, int, str]:
-    """Where in a file a tensor lies: whole pages first, then larger elements, the largest of them first."""
+    """Return the sort key of a tensor in its file: whole pages first, then larger elements, then larger tensors."""
     is_large = spec.size_bytes >= STRAIGHT_BYTES
     is_pages = is_large and spec.size_bytes % PAGE_BYTES == 0
     return not is_pages, -CODE_BYTES[spec.code], -spec.size_bytes if is_large else 0, spec.key
 
 
 def read_head_length(first: bytes, *, path: str) -> int:
-    """The length of the whole head, its 8 bytes of length included, from the first 8 bytes of a file."""
+    """Return the length of the head, including its own 8 bytes of length, from the first 8 bytes of a file."""
     if len(first) < 8:
         raise CheckpointDamaged(f"{path}: {len(first)} bytes are less than the start of a safetensors file")
     length = int.from_bytes(first[:8], "little")
@@ -93,7 +93,7 @@ def read_head_length(first: bytes, *, path: str) -> int:
 
 
 def parse_head(head: bytes, *, path: str, size_bytes: int) -> FileLayout:
-    """The layout that ``head`` (length included) describes, for a file of ``size_bytes``.
+    """Return the layout that ``head`` (length included) describes, for a file of ``size_bytes``.
 
     Raises `CheckpointDamaged` for anything but a JSON object of known dtypes and sizes whose slabs tile the rest of the
     file without gap or overlap; duplicate names and deep nesting are refused, too.

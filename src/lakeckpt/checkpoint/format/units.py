@@ -1,7 +1,7 @@
-"""What do ranks compare, to know that they hold the same?  The name and content of a tensor or a tree.
+"""This module identifies tensors and trees by name and content, so that ranks can compare what they hold.
 
-Of a tensor its dtype and shape are part of the content: zeros of another shape can have the same bytes. Pure. Imports
-without torch.
+The dtype and shape of a tensor are part of its content: zeros of another shape can have the same bytes. The module is
+pure, and never imports torch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from lakeckpt.checkpoint.format.dtypes import TensorSpec
 __all__ = ["UnitId", "tensor_unit", "tree_unit"]
 
 UnitId: TypeAlias = tuple[str, bytes]
-"""A name, and what tells contents under it apart."""
+"""A name, and an identifier of the content under that name."""
 
 
 def tensor_unit(spec: TensorSpec, digest: bytes) -> UnitId:
-    """Of a tensor whose bytes have the ``digest`` (16 bytes).
+    """Return the unit of a tensor whose bytes have the ``digest`` (16 bytes).
 
     >>> tensor_unit(TensorSpec(key="model/w", dtype="int8", shape=(2, 1)), b"0123456789abcdef")
     ('tensor:model/w', b'0123456789abcdefint8(2, 1)')
@@ -26,5 +26,5 @@ def tensor_unit(spec: TensorSpec, digest: bytes) -> UnitId:
 
 
 def tree_unit(item: str, digest: bytes) -> UnitId:
-    """Of the tree of an item whose document has the ``digest`` (16 bytes)."""
+    """Return the unit of the tree of an item whose document has the ``digest`` (16 bytes)."""
     return f"tree:{item}", digest

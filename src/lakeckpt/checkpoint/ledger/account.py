@@ -209,7 +209,7 @@ class _Account:
     def _finding(
         self, kind: FindingKind, epoch: int, found: Intervals, manifest: Manifest, space: Space, tip: ReaderState
     ) -> Finding:
-        rows = space.table_rows(found.take(0, min(found.size, _NAMED_ROWS)))
+        rows = space.table_rows(Intervals.of(found.take(0, min(found.size, _NAMED_ROWS))))
         order = self._orders.get(order_name(self._identity_of(epoch, tip)))
         where = [] if rows is None or order is None else name_rows(order, rows, most=self._named_groups)
         return Finding(

@@ -143,7 +143,7 @@ class ReaderWalk:
             return
         read = rows_consumed(before, earlier)
         is_same_version = index.version_digest == earlier.version_digest
-        if read.total != rest.taken.total or (is_same_version and read.digest() != rest.taken.digest()):
+        if read.total != rest.taken.total or (is_same_version and read != rest.taken):
             self.doubt(
                 f"{read.total:,} rows of epoch {state.epoch} had been consumed when the rest of it became another "
                 f"selection, and {rest.taken.total:,} rows, or others, were taken out there"

@@ -121,7 +121,7 @@ def everyone(talk: Talk, facts: Mapping[str, str]) -> Tally:
 def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: Mapping[str, str]) -> Agreement:
     """Settle the ``facts`` and the shares. ``tell`` is what this rank tells all others: rank 0 only.
 
-    Raises `DisagreementError` naming the ranks and the fact, `MissingRanksError` naming the ranks.
+    Raises `TrackingError` naming the ranks and the fact, `MissingRanksError` naming the ranks.
     """
     alone = sorted((unit for unit in units if unit.bundle is None), key=lambda unit: unit.id)
     bundles: defaultdict[Hashable, list[Unit]] = defaultdict(list)

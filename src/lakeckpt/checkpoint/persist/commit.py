@@ -32,7 +32,6 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
     AttemptSuperseded,
     CheckpointDamaged,
-    CheckpointIncomplete,
     ObjectMissing,
     SaveFailed,
     StorageError,
@@ -79,8 +78,8 @@ def collect_parts(
     """Wait for the parts of all ranks; each is read and checked as it comes.
 
     ``still``: called whenever some are missing; raises where they are not worth waiting for any more.
-    Raises `CheckpointIncomplete` naming the ranks whose part did not come in time, `SaveFailed` naming a rank that gave
-    up or wrote other than was agreed, or a tensor whose parts are not the whole of it.
+    Raises `SaveFailed` naming the ranks whose part did not come in time, a rank that failed or wrote other than was
+    agreed, or a tensor whose parts are not the whole of it.
     """
     folder = f"{PARTS}/{save.folder}"
     found: dict[int, tuple[PartRef, PartRecord]] = {}
@@ -107,7 +106,7 @@ def collect_parts(
         is_whole = poll(look, waiter=waiter, timeout_s=timeout_s)
     if is_whole is None:
         missing = Intervals.of([(rank, rank + 1) for rank in found]).complement(world_size)
-        raise CheckpointIncomplete(
+        raise SaveFailed(
             f"the checkpoint of step {save.step} was given up: {name_ranks(missing)} of {world_size} did not publish "
             f"a part within {timeout_s:g} s; see their logs. Nothing was committed"
         )
@@ -185,7 +184,7 @@ def superseded(attempt: int, taken: SlotTaken) -> str:
 def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, timeout_s: float) -> Manifest:
     """Wait until rank 0 has committed ``save`` into ``slot``.
 
-    Raises `AttemptSuperseded`, `SaveFailed` (rank 0 gave up) or `CheckpointIncomplete` (it was silent).
+    Raises `AttemptSuperseded` or `SaveFailed` (rank 0 failed, or was silent).
     """
 
     def look() -> Manifest | None:
@@ -216,7 +215,7 @@ def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, t
             f"whether rank 0 committed the checkpoint of step {save.step} is not known: {failing[0]}"
         ) from failing[0]
     if manifest is None:
-        raise CheckpointIncomplete(
+        raise SaveFailed(
             f"rank 0 did not commit the checkpoint of step {save.step} within {timeout_s:g} s: see its log"
         )
     return manifest

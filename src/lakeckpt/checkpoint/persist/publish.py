@@ -45,11 +45,10 @@ from lakeckpt.checkpoint.state.staged import StagedCut
 from lakeckpt.core.read_ahead import BASES, Basis
 from lakeckpt.errors import (
     CheckpointDamaged,
-    CheckpointIncomplete,
     LakeckptError,
     MissingRanksError,
     SaveFailed,
-    SaveLeftOut,
+    SaveSkipped,
     StorageError,
     WireError,
 )
@@ -128,7 +127,7 @@ class Publisher:
     def publish(self, save: SaveId, taken: StagedCut | Exception, talk: Talk) -> Manifest:
         """Publish a cut, or tell the other ranks why this one has none; collective. Returns what was committed.
 
-        Raises `SaveFailed`, `CheckpointIncomplete` and `AttemptSuperseded`; `DisagreementError` where the ranks are not
+        Raises `SaveFailed` and `AttemptSuperseded`; `TrackingError` where the ranks are not
         at one cut; what was ``taken`` where it is an error.
         """
         self._current = save
@@ -136,7 +135,7 @@ class Publisher:
             manifest = self._publish(save, taken, talk)
         except Exception as error:
             self._tip.failed.add(save)
-            if not isinstance(error, SaveLeftOut):  # what was referred to may be what is not there: written anew
+            if not isinstance(error, SaveSkipped):  # what was referred to may be what is not there: written anew
                 self._earlier = (self._earlier[0], Earlier())
             raise
         if self._rank == 0:
@@ -210,14 +209,14 @@ class Publisher:
         except Exception as error:
             failure = failure or error
         if failure is not None:
-            what = _LEFT_OUT if isinstance(failure, SaveLeftOut) else _FAILURE
+            what = _LEFT_OUT if isinstance(failure, SaveSkipped) else _FAILURE
             tell = {f"{what} of rank {self._rank}": said_of(failure)}
         try:
             agreement = agree(
                 talk, facts=facts, units=taken.staged.units() if isinstance(taken, StagedCut) else [], tell=tell
             )
         except MissingRanksError as error:
-            raise failure or CheckpointIncomplete(f"the checkpoint of step {save.step}: {error}") from error
+            raise failure or SaveFailed(f"the checkpoint of step {save.step}: {error}") from error
         failures = sorted(  # the first one is a failure, if any is
             (name, *said.split("\n", 1))
             for name, said in agreement.told.items()

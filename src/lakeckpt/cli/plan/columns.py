@@ -2,7 +2,7 @@
 
 The sizes come from the footers. They are read again, because `open_table` does not keep sizes by column. The table's
 column mapping says what each file calls a column. Row groups whose rows are all deleted are never read and count
-nothing. Page headers alone say whether pages have checksums, so the first page of some files is looked at.
+nothing. Only the header of a page says whether the page has a checksum, so one page of the table is looked at.
 
 `column_bytes` starts and joins threads. The module decodes nothing.
 """
@@ -13,22 +13,21 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from lakeckpt.errors import SchemaError
-from lakeckpt.lake.parquet.column_chunks import ColumnChunk, column_chunks, leaves_of
+from lakeckpt.lake.parquet.column_chunks import column_chunks, leaves_of
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.column_mapping import resolve
-from lakeckpt.lake.table.table import Table
+from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
+from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["ColumnBytes", "column_bytes"]
+__all__ = ["ColumnBytes", "column_bytes", "has_page_checksums"]
 
 Int64Array = npt.NDArray[np.int64]
-_THREADS_LOCAL, _THREADS_REMOTE = 16, 64
-_LOOKED_AT = 64
 _HEADER_BYTES = 64
 _WITH_CHECKSUM = re.compile(rb"(?:\x15[\x80-\xff]*[\x00-\x7f]){4}")
 """The header of a page begins with three integers (its type and two sizes) and, if it has a checksum, a fourth one."""
@@ -36,53 +35,42 @@ _WITH_CHECKSUM = re.compile(rb"(?:\x15[\x80-\xff]*[\x00-\x7f]){4}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnBytes:
-    """The asked columns of each row group: int64, shape (row groups,) each; and of how many files pages were
-    ``looked_at``, of which ``with_checksums`` had a checksum in their first page."""
+    """The bytes of the columns ``names`` in each row group, on disk and in memory: int64, shape (row groups,) each."""
 
     names: tuple[str, ...]
     stored: Int64Array
     decoded: Int64Array
-    looked_at: int = 0
-    with_checksums: int = 0
 
 
 def column_bytes(
     table: Table, columns: Sequence[str] | None, *, progress: Callable[[int, int], None] | None = None
 ) -> ColumnBytes:
-    """Sizes of ``columns`` (None: all) by row group; ``progress(files done, files)``.
+    """Return the sizes of ``columns`` (None: all) by row group; ``progress(files done, files)``.
 
-    Raises `SchemaError` for a column that there is not, `DataFileChanged` where a file was written again.
+    Raises `SchemaError` for a column that the table does not have, `DataFileChanged` where a file was written again.
     """
-    unknown = [name for name in columns or () if name not in table.schema.names]
-    if unknown:
-        raise SchemaError(
-            f"the table has no column {', '.join(map(repr, unknown))}; it has {', '.join(table.schema.names)}"
-        )
-    partitions = {one.name for one in table.index.partitions}
-    names = [name for name in table.schema.names if name not in partitions and (columns is None or name in columns)]
+    names = _stored_names(table, columns)
     files = len(table.index.paths)
-    looked_at = set(np.linspace(0, files - 1, min(files, _LOOKED_AT)).astype(int).tolist()) if names else set()
-    parts: list[tuple[Int64Array, bool | None]] = []
-    threads = _THREADS_LOCAL if isinstance(table.storage, LocalStorage) else _THREADS_REMOTE
+    parts: list[Int64Array] = [np.zeros((2, 0), np.int64)]
+    threads = THREADS_LOCAL if isinstance(table.storage, LocalStorage) else THREADS_REMOTE
     with ThreadPoolExecutor(max(1, min(threads, files)), thread_name_prefix="lakeckpt-plan") as pool:
-        of_file = pool.map(lambda file: _of_file(table, file, names, file in looked_at), range(files))
-        for done, found in enumerate(of_file, start=1):
+        for done, found in enumerate(pool.map(partial(_of_file, table, names), range(files)), start=1):
             parts.append(found)
             if progress is not None:
                 progress(done, files)
-    sizes = np.concatenate([np.zeros((2, 0), np.int64), *(found for found, _ in parts)], axis=1)
+    sizes = np.concatenate(parts, axis=1)
     sizes[:, table.index.group_rows == 0] = 0
-    looked = [has for _, has in parts if has is not None]
-    return ColumnBytes(
-        names=tuple(names), stored=sizes[0], decoded=sizes[1], looked_at=len(looked), with_checksums=sum(looked)
-    )
+    return ColumnBytes(names=tuple(names), stored=sizes[0], decoded=sizes[1])
 
 
-def _of_file(table: Table, file: int, names: Sequence[str], look: bool) -> tuple[Int64Array, bool | None]:
-    """Return stored and decoded bytes, int64, shape (2, row groups), and whether pages have checksums.
+def _stored_names(table: Table, columns: Sequence[str] | None) -> list[str]:
+    """Return the columns that files store, in the table's order."""
+    wanted = set(select_columns(table.schema, columns).names) - {one.name for one in table.index.partitions}
+    return [name for name in table.schema.names if name in wanted]
 
-    The second is None where ``look`` is false, or where the first page does not show it.
-    """
+
+def _of_file(table: Table, names: Sequence[str], file: int) -> Int64Array:
+    """Return stored and decoded bytes, int64, shape (2, row groups)."""
     metadata, path = table.footer(file), table.index.paths[file]
     rows = table.index.stored_rows[table.index.first_group[file] : table.index.first_group[file + 1]]
     plans = resolve(table.schema, names, table.index.columns, metadata.schema.to_arrow_schema(), path)
@@ -95,12 +83,11 @@ def _of_file(table: Table, file: int, names: Sequence[str], look: bool) -> tuple
     sizes[1] = [sum(chunk.uncompressed_bytes for chunk in group if chunk.column in varying) for group in chunks]
     offsets = 4 * sum(column in varying for column in leaves.values())
     sizes[1] += rows * (offsets + sum(width or 0 for width in widths.values()))
-    stored = [chunk for group, count in zip(chunks, rows.tolist(), strict=True) if count for chunk in group]
-    return sizes, _has_checksums(table, file, stored[0]) if look and stored else None
+    return sizes
 
 
 def _fixed_width(kind: pa.DataType) -> int | None:
-    """Bytes of one value as it is delivered; None where it varies."""
+    """Return the bytes of one value as it is delivered; None where the width varies."""
     if pa.types.is_boolean(kind):
         return 1
     if pa.types.is_decimal(kind):
@@ -114,7 +101,14 @@ def _fixed_width(kind: pa.DataType) -> int | None:
     return int(kind.byte_width) if pa.types.is_primitive(kind) else None
 
 
-def _has_checksums(table: Table, file: int, chunk: ColumnChunk) -> bool:
-    """Return whether the first page of a column chunk has a checksum."""
-    stop = min(chunk.stop, chunk.start + _HEADER_BYTES)
-    return _WITH_CHECKSUM.match(table.storage.read(table.index.paths[file], chunk.start, stop)) is not None
+def has_page_checksums(table: Table) -> bool | None:
+    """Return whether the first page of the first row group that has rows has a checksum; None: nothing is stored."""
+    stored = np.flatnonzero(table.index.stored_rows)
+    if not len(stored):
+        return None
+    file, group = table.index.group(int(stored[0]))
+    chunk = table.footer(file).row_group(group).column(0)
+    offsets = [one for one in (chunk.dictionary_page_offset, chunk.data_page_offset) if one]
+    start = min(offsets)
+    stop = min(start + _HEADER_BYTES, start + chunk.total_compressed_size)
+    return _WITH_CHECKSUM.match(table.storage.read(table.index.paths[file], start, stop)) is not None

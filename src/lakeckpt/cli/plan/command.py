@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import Any
 
-from lakeckpt.cli.output import (
-    TextTable,
-    options_of,
-    print_json,
-    progress_bar,
-    say_bytes,
-    say_many,
-    say_when,
-)
+import numpy as np
+
+from lakeckpt.checkpoint.restore.rest_of_epoch import carry_over
+from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json, progress_bar
+from lakeckpt.cli.plan.columns import ColumnBytes, column_bytes, has_page_checksums
+from lakeckpt.cli.plan.facts import Topology, plan_facts, warnings_of
+from lakeckpt.cli.plan.filters import filter_of_json
+from lakeckpt.cli.run_place import options_of
 from lakeckpt.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lakeckpt.cli.plan.facts import PlanFacts
-    from lakeckpt.lake.table.table import Table
+from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.lake.storage.base import describe
+from lakeckpt.lake.storage.open import open_storage
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.filters.count import count_rows
+from lakeckpt.reading.filters.row_filter import RowFilter
 
 __all__ = ["add_arguments", "run"]
 
@@ -60,12 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print; 0."""
-    from lakeckpt.cli.plan.columns import column_bytes
-    from lakeckpt.cli.plan.facts import Topology, plan_facts
-    from lakeckpt.cli.plan.filters import Kept, filter_of_json, kept_bytes
-    from lakeckpt.reading.filters.count import count_rows
-
+    """Plan and print. Returns 0."""
     topology = Topology(
         world_size=args.world_size,
         workers=args.workers,
@@ -79,31 +76,49 @@ def run(args: argparse.Namespace) -> int:
     table = _open(args)
     if args.remap is not None:
         return _run_remap(args, table)
-    kept: Kept | None = None
-    if args.filters is None:
-        with progress_bar("columns", show=not args.json) as progress:
-            sizes = column_bytes(table, columns, progress=progress)
-    else:
-        keep = filter_of_json(args.filters, table.schema)
-        with progress_bar("rows that stay", show=not args.json) as progress:
-            selection, counted = count_rows(table, keep, progress=progress)
-        kept = Kept(selection=selection, counted=counted)
-        with progress_bar("columns", show=not args.json) as progress:
-            sizes = kept_bytes(table, columns, keep, kept, progress=progress)
-    facts = plan_facts(table, sizes, topology, kept)
+    keep = None if args.filters is None else filter_of_json(args.filters, table.schema)
+    if keep is not None and columns is not None:
+        columns = list(dict.fromkeys([*columns, *keep.columns]))
+    with progress_bar("columns", show=not args.json) as progress:
+        sizes = column_bytes(table, columns, progress=progress)
+    group_rows, filtered = table.index.group_rows, dict[str, Any]()
+    if keep is not None:
+        filtered, sizes, group_rows = _filtered(table, keep, sizes, show=not args.json)
+    facts = plan_facts(table, sizes, topology, group_rows) | filtered
+    checksums = has_page_checksums(table)
+    facts["warnings"] = list(warnings_of(facts, table, sizes, group_rows, has_checksums=checksums))
     if args.json:
-        print_json(facts.to_plain())
+        print_json(facts)
     else:
         _show(facts)
     return 0
 
 
+def _filtered(
+    table: Table, keep: RowFilter, sizes: ColumnBytes, *, show: bool
+) -> tuple[dict[str, Any], ColumnBytes, Any]:
+    """Count the rows that ``keep`` keeps. Return what is known of it, the sizes of what is read, and the rows of each
+    row group that stay. ``sizes`` are those of all rows, with the filter's columns."""
+    with progress_bar("rows that stay", show=show) as progress:
+        selection, counted = count_rows(table, keep, progress=progress)
+    rows, existing = selection.group_rows, table.index.group_rows
+    share = rows / np.maximum(existing, 1)
+    read = ColumnBytes(
+        names=sizes.names,
+        stored=np.where(rows > 0, sizes.stored, 0),
+        decoded=np.rint(sizes.decoded * share).astype(np.int64),
+    )
+    facts = {
+        "filter": str(keep),
+        "empty_row_groups": int(((rows == 0) & (existing > 0)).sum()),
+        "whole_row_groups": int(((rows == existing) & (existing > 0)).sum()),
+        "counted_row_groups": counted.decoded,
+    }
+    return facts, read, rows
+
+
 def _run_remap(args: argparse.Namespace, table: Table) -> int:
     """Carry the rest of an epoch over to another table version, and print what was done."""
-    from lakeckpt.checkpoint.restore.rest_of_epoch import carry_over
-    from lakeckpt.lake.storage.base import describe
-    from lakeckpt.lake.storage.open import open_storage
-
     if not args.key:
         raise ConfigError("--remap needs --key: the column, or columns, whose values tell all rows apart")
     storage = open_storage(args.remap, storage_options=options_of(args.storage_options))
@@ -115,17 +130,15 @@ def _run_remap(args: argparse.Namespace, table: Table) -> int:
         return 0
     print(
         f"{describe(storage)}: slot {done.slot}, reader {done.reader!r}, epoch {done.epoch}\n"
-        f"{say_many(done.consumed, 'row')} that had been consumed found in {done.version} of {table.uri} by "
-        f"{', '.join(done.key)} ({say_many(done.compared, 'key')} compared); {say_many(done.left, 'row')} left of the "
-        "epoch.\nThe next restore of this checkpoint goes on from there.",
+        f"{format_count(done.consumed, 'row')} that had been consumed found in {done.version} of {table.uri} by "
+        f"{', '.join(done.key)} ({format_count(done.compared, 'key')} compared); {format_count(done.left, 'row')} left "
+        "of the epoch.\nThe next restore of this checkpoint goes on from there.",
     )
     return 0
 
 
 def _open(args: argparse.Namespace) -> Table:
-    """The table, at the version that was asked for."""
-    from lakeckpt.lake.formats.dispatch import open_table
-
+    """Return the table, at the version that was asked for."""
     named: str | None = args.version
     with progress_bar("footers", show=not args.json) as progress:
         return open_table(
@@ -139,63 +152,70 @@ def _open(args: argparse.Namespace) -> Table:
         )
 
 
-def _show(facts: PlanFacts) -> None:
-    named = ", ".join(facts.columns[:6]) + (f", … {len(facts.columns) - 6} more" if len(facts.columns) > 6 else "")
-    per_group = facts.rows // max(1, facts.row_groups)
-    print(f"{facts.table}  {_named(facts)}")
+def _show(facts: Mapping[str, Any]) -> None:
+    print(f"{facts['table']}  {_version(facts)}")
     table = TextTable("", "")
-    lines = [
-        ("files", f"{facts.files:,}, {say_bytes(facts.file_bytes)}"),
-        ("row groups", f"{facts.row_groups:,}, {say_many(per_group, 'row')} each on average"),
-        ("rows", f"{facts.rows:,}" + (f"; {facts.deleted_rows:,} more are deleted" if facts.deleted_rows else "")),
-        *([("filter", _filtered(facts))] if facts.filter is not None else []),
-        (
-            "columns",
-            f"{len(facts.columns)}: {named}; {say_bytes(facts.stored_bytes)} stored, "
-            f"about {say_bytes(facts.decoded_bytes)} decoded",
-        ),
-        *([("partitions", ", ".join(facts.partition_columns))] if facts.partition_columns else []),
-        (
-            "topology",
-            f"{say_many(facts.world_size, 'rank')} × {say_many(facts.workers, 'worker')}, "
-            f"{facts.batch_size:,} rows per micro-batch, {facts.batch_size * facts.world_size:,} per step",
-        ),
-        ("lanes", f"{facts.lanes}; {_borders(facts.cut_row_groups)}"),
-        (
-            "an epoch",
-            f"{say_many(facts.steps, 'step')} on every rank, {facts.short_steps:,} of them short"
-            + (f"; {facts.dropped_rows:,} rows dropped" if facts.dropped_rows else ""),
-        ),
-        (
-            "memory",
-            f"about {say_bytes(facts.memory_bytes)} per rank: {say_many(facts.windows_held, 'window')} of "
-            f"{say_bytes(facts.window_bytes)} held at once, {facts.windows_open} of them open; at most "
-            f"{say_bytes(facts.most_memory_bytes)}",
-        ),
-    ]
-    for name, text in lines:
+    table.add_row("files", f"{facts['files']:,}, {format_bytes(facts['file_bytes'])}")
+    per_group = facts["rows"] // max(1, facts["row_groups"])
+    table.add_row("row groups", f"{facts['row_groups']:,}, {format_count(per_group, 'row')} each on average")
+    deleted = f"; {facts['deleted_rows']:,} more are deleted" if facts["deleted_rows"] else ""
+    table.add_row("rows", f"{facts['rows']:,}{deleted}")
+    if "filter" in facts:
+        table.add_row("filter", _selected(facts))
+    table.add_row("columns", _columns(facts))
+    if facts["partition_columns"]:
+        table.add_row("partitions", ", ".join(facts["partition_columns"]))
+    for name, text in _reading(facts):
         table.add_row(name, text)
     print(table)
-    for warning in facts.warnings:
+    for warning in facts["warnings"]:
         print(f"! {warning}")
 
 
-def _filtered(facts: PlanFacts) -> str:
+def _reading(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what depends on the topology."""
+    dropped = f"; {facts['dropped_rows']:,} rows dropped" if facts["dropped_rows"] else ""
+    ranks, workers = format_count(facts["world_size"], "rank"), format_count(facts["workers"], "worker")
+    rows = f"{facts['batch_size']:,} rows per micro-batch, {facts['batch_size'] * facts['world_size']:,} per step"
+    held = f"{format_count(facts['windows_held'], 'window')} of {format_bytes(facts['window_bytes'])} held at once"
+    return [
+        ("topology", f"{ranks} × {workers}, {rows}"),
+        ("lanes", f"{facts['lanes']}; {_borders(facts['cut_row_groups'])}"),
+        (
+            "an epoch",
+            f"{format_count(facts['steps'], 'step')} on every rank, {facts['short_steps']:,} of them short{dropped}",
+        ),
+        (
+            "memory",
+            f"about {format_bytes(facts['memory_bytes'])} per rank: {held}, {facts['windows_open']} of them open; "
+            f"at most {format_bytes(facts['most_memory_bytes'])}",
+        ),
+    ]
+
+
+def _columns(facts: Mapping[str, Any]) -> str:
+    names = facts["columns"]
+    named = ", ".join(names[:6]) + (f", … {len(names) - 6} more" if len(names) > 6 else "")
+    stored, decoded = format_bytes(facts["stored_bytes"]), format_bytes(facts["decoded_bytes"])
+    return f"{len(names)}: {named}; {stored} stored, about {decoded} decoded"
+
+
+def _selected(facts: Mapping[str, Any]) -> str:
     return (
-        f"{facts.filter}: rules out {say_many(facts.pruned_row_groups, 'row group')} and keeps "
-        f"{facts.whole_row_groups:,} whole, unread; {facts.tried_row_groups:,} looked at"
+        f"{facts['filter']}: keeps no row of {format_count(facts['empty_row_groups'], 'row group')} and every row of "
+        f"{facts['whole_row_groups']:,}; {facts['counted_row_groups']:,} were decoded to count"
     )
 
 
-def _named(facts: PlanFacts) -> str:
-    kind = facts.format.capitalize()
-    if facts.version is None:
+def _version(facts: Mapping[str, Any]) -> str:
+    kind = str(facts["format"]).capitalize()
+    if facts["version"] is None:
         return kind
-    made = "" if facts.version_ms is None else f", of {say_when(facts.version_ms / 1000)}"
-    return f"{kind} version {facts.version}{made}"
+    made = "" if facts["version_ms"] is None else f", of {format_time(facts['version_ms'] / 1000)}"
+    return f"{kind} version {facts['version']}{made}"
 
 
 def _borders(cut: int) -> str:
     if not cut:
         return "their borders cut no row group"
-    return f"their borders cut {say_many(cut, 'row group')}, which {'is' if cut == 1 else 'are'} decoded again"
+    return f"their borders cut {format_count(cut, 'row group')}, which {'is' if cut == 1 else 'are'} decoded again"

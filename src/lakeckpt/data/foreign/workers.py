@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from lakeckpt.core.plain import integer
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.source import BatchSource, gives
 from lakeckpt.data.transform import CarriedRows
-from lakeckpt.errors import StateInvalid, StateUnavailable
+from lakeckpt.errors import StateError, StateUnavailable
+from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 
 __all__ = ["WORKER_FORMAT", "SharedEpoch", "WorkerPlace", "WorkerTurns"]
 
@@ -97,9 +97,9 @@ class WorkerPlace:
 
     state: ReaderState
     """Its ``step`` is the next one of this worker, or the one at which its turns began."""
-    worker: int
-    workers: int
-    origin: int
+    worker: Count
+    workers: Positive
+    origin: Count
     """The step at which the workers' turns began."""
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class WorkerPlace:
         was = (self.worker, self.workers, self.state.segment.world_size)
         if was == (worker, workers, world_size) or (was[:2] == (worker, workers) and Plan(self.state).at_end):
             return
-        raise StateInvalid(
+        raise StateError(
             f"this is the state of worker {self.worker} of {self.workers}, of {was[2]} ranks, given to worker {worker} "
             f"of {workers}, of {world_size} ranks: a StatefulDataLoader goes on with as many ranks and workers as it "
             "had. lakeckpt.LakeLoader goes on with any number of both"
@@ -130,23 +130,14 @@ class WorkerPlace:
 
     def to_plain(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        numbers = {"worker": self.worker, "workers": self.workers, "origin": self.origin}
-        return {"format": WORKER_FORMAT, **numbers, "state": self.state.to_plain()}
+        return {"format": WORKER_FORMAT, **to_plain(self)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> WorkerPlace:
-        """Return what `to_plain` made ``plain`` of; StateInvalid where it is none."""
-        try:
-            return cls(
-                state=ReaderState.from_plain(plain.get("state")),
-                worker=integer(plain, "worker"),
-                workers=integer(plain, "workers", least=1),
-                origin=integer(plain, "origin"),
-            )
-        except StateInvalid:
-            raise
-        except ValueError as error:
-            raise StateInvalid(f"not the state of a worker: {error}") from error
+        """Return what `to_plain` made ``plain`` of; StateError where it is none."""
+        values = {name: value for name, value in plain.items() if name != "format"}
+        found: WorkerPlace = from_plain(cls, values, "the state of a worker", error=StateError)
+        return found
 
 
 class WorkerTurns:

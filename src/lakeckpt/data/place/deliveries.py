@@ -12,7 +12,7 @@ import warnings
 import weakref
 from threading import get_ident
 
-from lakeckpt.core.read_ahead import Span
+from lakeckpt.core.read_ahead import Given
 
 __all__ = ["ConsumptionWarning", "Deliveries", "ReadAheadWarning", "unsaved"]
 
@@ -98,9 +98,9 @@ class Deliveries:
         """A manager saves the place of the loader and does not track it: there is nothing to warn of."""
         self._name, self._steps = "", 1
 
-    def take(self) -> Span:
+    def take(self) -> Given:
         """What was delivered since the last call; called at each step, by the thread that steps."""
-        span = Span(
+        given = Given(
             batches=self._count,
             elsewhere=bool(self._threads - {get_ident()}),
             primed=self._count > 0 and self._iteration == self._primed,
@@ -110,7 +110,7 @@ class Deliveries:
         )
         self._count, self._recent, self._fresh, self._threads = 0, 0, False, set()
         self._steps += 1
-        return span
+        return given
 
     def check_stepped(self) -> None:
         """Warn where a tracked loader has delivered batches and no step was taken."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.state import MAX_VERSION, Identity, ReaderState
+from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table.table import Table
@@ -49,12 +49,12 @@ class IdentityOf:
             spec=self.spec,
             tail=self.tail,
             endless=self.endless,
-            version=str(version)[:MAX_VERSION] if version.name else "",
+            version=str(version) if version.name else "",
         )
 
 
 def state_of_job(plain: object) -> ReaderState:
-    """Return the reader state that ``plain`` is; StateInvalid where it is none."""
+    """Return the reader state that ``plain`` is; StateError where it is none."""
     return ReaderState.from_plain(plain)
 
 

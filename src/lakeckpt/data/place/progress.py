@@ -169,7 +169,7 @@ class Progress:
         """Return the state that `settle` would go on from."""
         stored = None if self._state is None else self._state.segment.num_lanes
         num_lanes = num_lanes or fit_lanes(self._num_lanes, stored, world_size, workers)
-        check_lanes(self.identity, num_lanes, self._batch_size)
+        check_lanes(num_lanes)
         topology = {"num_lanes": num_lanes, "batch_size": self._batch_size, "world_size": world_size}
         if self._state is None or self.over:
             return start(self.identity, epoch=self.epoch, **topology)
@@ -184,7 +184,7 @@ class Progress:
     def load(self, state: ReaderState, *, ahead: int = 0) -> None:
         """Go on from ``state``; StateMismatch, without a change, where it is of another order of rows.
 
-        StateInvalid where no job comes to it: see `check_place`, for ``ahead`` as well.
+        StateError where no job comes to it: see `check_place`, for ``ahead`` as well.
         """
         identity, given = self.identity, state
         if self.goes_on_elsewhere(state):

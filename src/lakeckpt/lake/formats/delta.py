@@ -1,9 +1,9 @@
 """This module pins a version of a Delta table.
 
 deltalake replays the log (commits, checkpoints, compacted logs) and reads the deletion vectors. It returns the files of
-one version, their partition values, and the rows that are left of each. The schema says by what physical name or field
-id files store each column. A version is named by its number, or by a time: the newest version that was committed by
-then, by the timestamps in the commits where the table has them, else by the modification times of the log's files.
+one version, their partition values, and the rows that are left of each. The schema holds the physical name or field id
+by which files store each column. A version is named by its number, or by a time: the newest version that was committed
+by then, by the timestamps in the commits where the table has them, else by the modification times of the log's files.
 
 Refused by name, because they could not be read exactly: reader features that are not in `READER_FEATURES`, and
 partition columns of bytes, whose escapes deltalake does not undo. The module opens no data file.
@@ -30,7 +30,6 @@ from lakeckpt.errors import (
     ObjectMissing,
     StorageError,
     TableError,
-    TableFeatureUnsupported,
     TableNotFound,
     TableVersionGone,
 )
@@ -55,7 +54,7 @@ READER_FEATURES = frozenset(
         "vacuumProtocolCheck",
     }
 )
-"""What a table may need of its readers: https://github.com/delta-io/delta/blob/master/PROTOCOL.md#table-features."""
+"""The features that a table may need of its readers: https://github.com/delta-io/delta/blob/master/PROTOCOL.md#table-features."""
 MAX_READER_VERSION = 3
 _LOG = "_delta_log"
 _VECTORS = "its deletion vectors"
@@ -92,7 +91,7 @@ def _opened(place: str, version: int | None, options: dict[str, str], uri: str) 
         needed.add(f"reader version {protocol.min_reader_version}")
     unknown = sorted(needed - READER_FEATURES)
     if unknown:
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the Delta table {uri!r} needs readers that know {', '.join(unknown)}: we do not, and would misread it. "
             f"Known are {', '.join(sorted(READER_FEATURES))}; drop the feature, or make a plain copy"
         )
@@ -111,7 +110,7 @@ def _pinned(table: DeltaTable, place: str, storage: Storage, uri: str) -> Pinned
     partitions = tuple(name for name in schema.names if name in set(metadata.partition_columns))
     for name in partitions:
         if pa.types.is_binary(schema.field(name).type) or pa.types.is_large_binary(schema.field(name).type):
-            raise TableFeatureUnsupported(
+            raise TableError(
                 f"the Delta table {uri!r} is partitioned by the bytes of {name!r}, which deltalake gives in escaped "
                 "form: partition it by text, or make a plain copy"
             )
@@ -155,7 +154,7 @@ def _deleted(table: DeltaTable, files: Mapping[str, int], uri: str) -> dict[int,
                 file = files.get(_decoded(name))
                 if file is None:
                     raise TableError(
-                        f"deltalake tells deleted rows of {redact_uri(name)!r}, which is no file of the Delta table "
+                        f"deltalake lists deleted rows of {redact_uri(name)!r}, which is no file of the Delta table "
                         f"{uri!r}: they cannot be honoured, so nothing is read; please report this"
                     )
                 kept = vectors[place].values.to_numpy(zero_copy_only=False)
@@ -164,7 +163,7 @@ def _deleted(table: DeltaTable, files: Mapping[str, int], uri: str) -> dict[int,
 
 
 def _rooted(place: str, paths: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The folder that holds all files (None: the table's own), and their paths in it. Clones name files elsewhere."""
+    """Return the folder that holds all files (None: the table's own), and their paths. Clones name files elsewhere."""
     if not any("://" in path for path in paths):
         return None, [unquote(path) for path in paths]
     places = [_location(path, place + "/") for path in paths]
@@ -197,7 +196,7 @@ def _stored(field: Mapping[str, Any], mode: str) -> StoredField:
 
 
 def _stored_below(kind: Any, mode: str) -> tuple[StoredField, ...]:
-    """Return the stored fields below a type of the Delta schema; elements, keys and values are told by their place."""
+    """Return the stored fields below a type of the Delta schema; elements, keys and values are identified by place."""
     if not isinstance(kind, dict):
         return ()
     if kind["type"] == "struct":
@@ -220,8 +219,8 @@ def _version_at(storage: Storage, asked_ms: int, configuration: Mapping[str, str
     since = int(configuration.get(_ICT_SINCE, 0))
 
     def committed(number: int) -> int:
-        told = _commit_info(storage, number).get("inCommitTimestamp") if in_commits and number >= since else None
-        return times[number] if told is None else int(told)
+        found = _commit_info(storage, number).get("inCommitTimestamp") if in_commits and number >= since else None
+        return times[number] if found is None else int(found)
 
     numbers = [number for number, _ in commits]
     place = bisect.bisect_right(numbers, asked_ms, key=committed) - 1
@@ -235,12 +234,12 @@ def _version_at(storage: Storage, asked_ms: int, configuration: Mapping[str, str
 
 def _committed_ms(storage: Storage, number: int) -> int | None:
     info = _commit_info(storage, number)
-    told = info.get("inCommitTimestamp", info.get("timestamp"))
-    return told if type(told) is int else None
+    found = info.get("inCommitTimestamp", info.get("timestamp"))
+    return found if type(found) is int else None
 
 
 def _commit_info(storage: Storage, number: int) -> dict[str, Any]:
-    """Return what a commit says of itself in its first lines; nothing where it is gone or says nothing."""
+    """Return the ``commitInfo`` in the first lines of a commit; empty where the commit is gone or has none."""
     try:
         head = storage.read(f"{_LOG}/{number:020}.json", 0, _COMMIT_HEAD_BYTES)
     except ObjectMissing:
@@ -263,7 +262,7 @@ def _asking(uri: str, what: str) -> AbstractContextManager[None]:
 def _explained(uri: str, what: str, error: BaseException, text: str) -> Exception:
     where = f"of the Delta table {uri!r}, deltalake cannot read {what} ({text})"
     if isinstance(error, DeltaProtocolError) or "nsupported" in text or "catalog-managed" in text:
-        return TableFeatureUnsupported(f"{where}: drop the feature that it names, or make a plain copy")
+        return TableError(f"{where}: drop the feature that it names, or make a plain copy")
     if isinstance(error, TableNotFoundError):
         return TableNotFound(f"{where}: check the path and the credentials")
     if is_of_the_store(error, text):

@@ -29,9 +29,14 @@ from lakeckpt.lake.table.listing import Found, Source, find_files
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
 from lakeckpt.lake.table.version import TableFormat, VersionAsked
 
-__all__ = ["is_of_catalog", "need", "open_table", "pin"]
+__all__ = ["is_of_catalog", "open_table", "pin"]
 
-_LIBRARIES = {"delta": "deltalake", "iceberg": "pyiceberg", "hudi": "hudi"}
+_FORMATS = {
+    "delta": ("deltalake", "lakeckpt.lake.formats.delta"),
+    "iceberg": ("pyiceberg", "lakeckpt.lake.formats.iceberg.snapshot"),
+    "hudi": ("hudi", "lakeckpt.lake.formats.hudi"),
+}
+"""The library of each format, and the module that asks the library. Both are imported when a table has the format."""
 
 
 def open_table(
@@ -50,7 +55,7 @@ def open_table(
 ) -> Table:
     """Open the table at ``source`` and pin the files, the deleted rows and the schema that its version consists of.
 
-    ``source`` is the folder of a Delta, Iceberg or Hudi table, told apart by what lies in it (``format`` decides where
+    ``source`` is the folder of a Delta, Iceberg or Hudi table, recognised by what lies in it (``format`` decides where
     it is several); or plain Parquet: a folder (searched at any depth; ``key=value`` folders become columns), a glob,
     one file, or a list of files. Local, in an object store (``storage_options``: docs/how-to/s3.md), or in any
     ``filesystem`` of fsspec, by a URL of it: that reads plain Parquet and Iceberg tables. For other URLs that fsspec
@@ -65,13 +70,13 @@ def open_table(
     files that are still listed with the same path, size and ETag (or time), nothing is read again.
 
     ``exclude`` are row groups that are not read: ``[(path, ordinal), …]``, as `DataFileDamaged` names them. They are a
-    selection: another ``exclude`` is another index. Where `CheckpointManager.restore` comes to the midst of an epoch
+    selection: another ``exclude`` is another index. Where `CheckpointManager.restore` comes to the middle of an epoch
     that was begun with another ``exclude``, the rest of the epoch goes on with this one, and the audit lists the rows.
     A warning names a file that the version does not have; it excludes nothing.
 
-    Raises `TableNotFound` (nothing there, no Parquet file, no such version), `TableFeatureUnsupported` (the version
+    Raises `TableNotFound` (nothing there, no Parquet file, no such version), `TableError` (the version
     cannot be read exactly), `DataFileDamaged` (a file that is no readable Parquet), `DataFileChanged` (a file is not as
-    the format's metadata says), `SchemaError` (files that disagree), `StorageError` (the store failed) and
+    in the format's metadata), `SchemaError` (files that disagree), `StorageError` (the store failed) and
     `ConfigError`.
     """
     if threads is not None and threads < 1:
@@ -155,7 +160,7 @@ def _open_cache(place: str | os.PathLike[str], storage_options: Mapping[str, Any
 
 
 def is_of_catalog(source: object) -> bool:
-    """Whether a catalog says where the table is: ``iceberg://catalog/namespace.table``, or a table of pyiceberg's."""
+    """Return whether a catalog knows the table: ``iceberg://catalog/namespace.table``, or a table of pyiceberg's."""
     return (isinstance(source, str) and source.startswith("iceberg://")) or (
         type(source).__module__.partition(".")[0] == "pyiceberg" and not isinstance(source, str)
     )
@@ -166,29 +171,15 @@ def pin(
 ) -> PinnedFiles:
     """Return what the version ``asked`` for of the table at ``place`` consists of: a URI, or a table of pyiceberg's.
 
-    `ConfigError` where the format's library is not installed or has no such version, `TableFeatureUnsupported` where
+    `ConfigError` where the format's library is not installed or has no such version, `TableError` where
     the table needs what cannot be read exactly.
     """
-    if kind == "iceberg":
-        need(kind)
-        from lakeckpt.lake.formats.iceberg import snapshot as iceberg
-
-        return iceberg.pin(place, asked=asked, storage_options=storage_options, threads=threads)
-    if kind == "delta":
-        need(kind)
-        from lakeckpt.lake.formats import delta
-
-        return delta.pin(str(place), asked=asked, storage_options=storage_options, threads=threads)
-    need("hudi")
-    from lakeckpt.lake.formats import hudi
-
-    return hudi.pin(str(place), asked=asked, storage_options=storage_options, threads=threads)
-
-
-def need(kind: str) -> None:
-    """`ConfigError` that names what to install, where the library of a format is not there."""
-    library = _LIBRARIES[kind]
+    library, module = _FORMATS[kind]
     if importlib.util.find_spec(library) is None:
         raise ConfigError(
             f'tables in the format {kind} are read by {library}, which is not installed: pip install "lakeckpt[{kind}]"'
         )
+    pinned: PinnedFiles = importlib.import_module(module).pin(
+        place, asked=asked, storage_options=storage_options, threads=threads
+    )
+    return pinned

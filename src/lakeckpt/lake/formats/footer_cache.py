@@ -1,12 +1,12 @@
-"""This module keeps what was read of a table's footers beside a run, so that they need not be read again.
+"""This module keeps the footers of a table that were read beside a run, so that they need not be read again.
 
-`cached_summaries` reads and writes one document in the run's folder (``footers/<digest of the table's place>-<digest of
-the document>.lkc``): the index of the files, and their schemas. A file that is listed with the same path, size and ETag
-has the footer that it had; where a store has no ETags, the modification time decides. All other footers are read. So a
-table that grew costs its new files, and a table that did not grow costs a listing.
+`cached_summaries` reads and writes one document for each table (``footers/<digest of the table's place>.lkc``): the
+index of the files, and their schemas. A file that is listed with the same path, size and ETag has the footer that it
+had; where a store has no ETags, the modification time decides. All other footers are read, and the document is
+replaced. So a table that grew costs its new files, and a table that did not grow costs a listing.
 
-A document that is damaged, or is no document of this kind, is ignored. Who opens a file compares its footer with the
-pinned digest in any case. The newest documents are kept, older ones are removed. The module starts no threads.
+A document that is damaged, or of another kind, is ignored. Opening a file compares its footer with the pinned digest
+in any case. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from lakeckpt.lake.storage.base import ObjectInfo, Storage, describe
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["Known", "cached_summaries", "dump_footers", "load_footers", "newest"]
+__all__ = ["Known", "cached_summaries", "dump_footers", "load_footers"]
 
-FOLDER = "footers"
 KIND, VERSION = "footers", (1, 0)
-KEPT = 2
 
 Known = dict[str, tuple[ObjectInfo, FileSummary]]
 """By path: a file as it was listed, and the summary of its footer."""
@@ -50,7 +48,9 @@ def cached_summaries(
     """
     if cache is None:
         return summarize_all(storage, files, threads=threads, progress=progress)
-    known = newest(cache, storage)
+    # Paths are below a table's root: two tables of one run may have a file of one path, size and time.
+    place = f"footers/{blake2b(describe(storage).encode(), digest_size=DIGEST_BYTES).hexdigest()}.lkc"
+    known = _cached(cache, place)
     missing = [info for info in files if not _is_known(known, info)]
     read = dict(
         zip(
@@ -62,18 +62,16 @@ def cached_summaries(
     summaries = [read[info.path] if info.path in read else known[info.path][1] for info in files]
     if missing:
         try:
-            _save(cache, _prefix(storage), dump_footers(files, summaries))
+            cache.put(place, [dump_footers(files, summaries)])
         except StorageError as error:
             warnings.warn(f"the footers that were read could not be kept: {error}", RuntimeWarning, stacklevel=3)
     return summaries
 
 
-def newest(cache: Storage, storage: Storage) -> Known:
-    """Return the footers of the table at ``storage`` that were saved last, of those that can be read."""
-    with contextlib.suppress(StorageError):
-        for info in _listed(cache, _prefix(storage)):
-            with contextlib.suppress(StorageError, WireError, ValueError):
-                return load_footers(cache.read(info.path))
+def _cached(cache: Storage, place: str) -> Known:
+    """Return the footers that ``cache`` has at ``place``; none where there is no document that can be read."""
+    with contextlib.suppress(StorageError, WireError):
+        return load_footers(cache.read(place))
     return {}
 
 
@@ -90,21 +88,21 @@ def dump_footers(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) 
 
 
 def load_footers(data: bytes) -> Known:
-    """Return what `dump_footers` wrote. `WireError` or ``ValueError`` where it is something else."""
+    """Return what `dump_footers` wrote. `WireError` where it is damaged, newer, or something else."""
     value = loads(data, kind=KIND, supported=VERSION).value
-    try:
-        index, codes = TableIndex.loads(value["index"]), value["schema_codes"].tolist()
-        schemas = [pa.ipc.read_schema(pa.py_buffer(one)) for one in value["schemas"]]
-        found = {}
-        for place, (file, code) in enumerate(zip(index.files, codes, strict=True)):
-            groups = slice(int(index.first_group[place]), int(index.first_group[place + 1]))
-            info = ObjectInfo(path=file.path, size_bytes=file.size_bytes, etag=file.etag, mtime_ns=file.mtime_ns)
-            rows, sizes = index.stored_rows[groups], index.group_bytes[groups]
-            summary = FileSummary(digest=file.footer_digest, schema=schemas[code], group_rows=rows, group_bytes=sizes)
-            found[file.path] = info, summary
-        return found
-    except (KeyError, TypeError, AttributeError, IndexError, pa.ArrowException) as error:
-        raise ValueError(f"malformed footers: {error!r}") from error
+    index, codes = TableIndex.loads(value["index"]), value["schema_codes"].tolist()
+    schemas = [pa.ipc.read_schema(pa.py_buffer(one)) for one in value["schemas"]]
+    found = {}
+    for place, code in enumerate(codes):
+        file, groups = index.file(place), slice(*index.first_group[place : place + 2].tolist())
+        summary = FileSummary(
+            digest=index.footer_digest(place),
+            schema=schemas[code],
+            group_rows=index.stored_rows[groups],
+            group_bytes=index.group_bytes[groups],
+        )
+        found[file.path] = file, summary
+    return found
 
 
 def _is_known(known: Known, info: ObjectInfo) -> bool:
@@ -115,22 +113,3 @@ def _is_known(known: Known, info: ObjectInfo) -> bool:
     if before.etag is not None or info.etag is not None:
         return before.etag == info.etag
     return before.mtime_ns is not None and before.mtime_ns == info.mtime_ns
-
-
-def _save(cache: Storage, prefix: str, data: bytes) -> None:
-    path = f"{prefix}{blake2b(data, digest_size=DIGEST_BYTES).hexdigest()}.lkc"
-    cache.put(path, [data])
-    with contextlib.suppress(StorageError):  # what is left over costs room only
-        for info in [info for info in _listed(cache, prefix) if info.path != path][KEPT - 1 :]:
-            cache.delete(info.path)
-
-
-def _prefix(storage: Storage) -> str:
-    # Paths are below a table's root, so that two tables of one run may have a file of one path, size and time.
-    return f"{FOLDER}/{blake2b(describe(storage).encode(), digest_size=8).hexdigest()}-"
-
-
-def _listed(cache: Storage, prefix: str) -> Sequence[ObjectInfo]:
-    """Return the documents of one table, the newest first."""
-    found = [info for info in cache.list(FOLDER) if info.path.startswith(prefix) and info.path.endswith(".lkc")]
-    return sorted(found, key=lambda info: (info.mtime_ns or 0, info.path), reverse=True)

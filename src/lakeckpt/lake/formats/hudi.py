@@ -29,7 +29,6 @@ from lakeckpt.errors import (
     ConfigError,
     StorageError,
     TableError,
-    TableFeatureUnsupported,
     TableNotFound,
     TableVersionGone,
 )
@@ -43,7 +42,7 @@ __all__ = ["pin"]
 
 _UTC = "utc"
 _NO_COMMIT = "0"
-"""How we call the version of a table that has no completed instant yet."""
+"""Our name for the version of a table that has no completed instant yet."""
 _META_FIELDS, _CREATED_AS = "hoodie.populate.meta.fields", "hoodie.table.create.schema"
 _SCHEMA_ONLY = (
     "hoodie.table.name=schema\nhoodie.table.type=COPY_ON_WRITE\nhoodie.table.version=6\n"
@@ -81,8 +80,8 @@ def _chosen(commits: list[Commit], asked: VersionAsked, zone: str, uri: str) -> 
         return commits[-1] if commits else None
     if zone != _UTC:
         raise ConfigError(
-            f"the instants of the Hudi table {uri!r} are in the local time of whoever wrote them, which the table does "
-            f"not tell: name one by version. {_offer(commits)}"
+            f"the instants of the Hudi table {uri!r} are in the local time of the writer, which the table does "
+            f"not record: name one by version. {_offer(commits)}"
         )
     when = int(asked.timestamp.timestamp() * 1000)
     older = [commit for commit in commits if commit.instant.epoch_mills <= when]
@@ -102,11 +101,11 @@ def _offer(commits: list[Commit]) -> str:
 def _check_features(options: Mapping[str, str], uri: str) -> None:
     base = options.get("hoodie.table.base.file.format", "PARQUET")
     if base.upper() != "PARQUET":
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the base files of the Hudi table {uri!r} are {base}: only Parquet is read here. Make a copy in Parquet"
         )
     if options.get("hoodie.bootstrap.base.path"):
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the Hudi table {uri!r} was bootstrapped: columns of a row may lie in two files, which is not read. "
             "Rewrite it (full record bootstrap)"
         )
@@ -119,7 +118,7 @@ def _files(table: HudiTable, commits: list[Commit], chosen: Commit, uri: str) ->
         logs = [next(iter(one.log_file_names), one.file_id) for one in unmerged]
         found = {(one.partition_path, one.file_id): one.base_file_relative_path() for one in slices}
     if logs:
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"at instant {chosen.name}, {len(logs)} of {len(slices)} file groups of the Hudi table {uri!r} have log "
             f"files that are not compacted ({logs[0]!r}): their base files alone are other rows. Run a compaction, "
             "then open its instant"
@@ -134,18 +133,18 @@ def _files(table: HudiTable, commits: list[Commit], chosen: Commit, uri: str) ->
         )
     for path in found.values():
         if not path.endswith(".parquet"):
-            raise TableFeatureUnsupported(f"the base file {path!r} of the Hudi table {uri!r} is not Parquet")
+            raise TableError(f"the base file {path!r} of the Hudi table {uri!r} is not Parquet")
     sizes = {written.path: written.size_bytes for written in expected_files(commits, chosen.name).values()}
     return tuple(PinnedFile(path=path, size_bytes=sizes.get(path)) for path in found.values())
 
 
 def _schema(table: HudiTable, options: Mapping[str, str], commits: list[Commit], uri: str) -> pa.Schema:
-    """Return the columns as the newest of ``commits`` that tells a schema has them."""
+    """Return the columns of the newest of ``commits`` that records a schema."""
     with_meta = options.get(_META_FIELDS, "true").lower() != "false"
     known: str | None = None
     for commit in reversed(commits):
         if commit.extra.get("latest_schema"):
-            raise TableFeatureUnsupported(
+            raise TableError(
                 f"the Hudi table {uri!r} evolves its schema on read: columns are found by ids that its files do not "
                 "have. Rewrite its files (clustering), or make a copy"
             )
@@ -173,7 +172,7 @@ def _asking(uri: str, what: str) -> AbstractContextManager[None]:
 def _explained(uri: str, what: str, error: BaseException, text: str) -> Exception:
     where = f"of the Hudi table {uri!r}, hudi cannot read {what} ({text})"
     if "nsupported" in text or "Only support" in text or "not supported" in text:
-        return TableFeatureUnsupported(f"{where}: change what it names, or make a plain copy")
+        return TableError(f"{where}: change what it names, or make a plain copy")
     if "not found" in text.lower():
         return TableNotFound(f"{where}: check the path, and that the table was not damaged")
     if is_of_the_store(error, text):

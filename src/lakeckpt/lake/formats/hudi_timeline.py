@@ -1,13 +1,14 @@
 """This module reads from the timeline of a Hudi table which base files must be there at an instant.
 
 hudi lists the base files that lie in the store: a file that the cleaner removed, or that was lost, is silently no part
-of its answer, and an older one may stand in for it. The commits in the active timeline say what there must be:
+of its answer, and an older one may stand in for it. The commits in the active timeline name the files that must be
+there:
 
 - of each file group, the file that was last written by then, unless the group was replaced by then;
-- of a group whose last write before is archived, the file that the first write afterwards says it came from, and some
+- of a group whose last write before is archived, the file that the first write afterwards names as its origin, and some
   file at all where the group was replaced afterwards.
 
-Reads commits only, through hudi.
+The module reads commits only, through hudi.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FileGroup = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A base file: its path in the table, its size (None: not told), the instant of the one before (None: none)."""
+    """A base file: its path in the table, its size (None: unknown), the instant of the one before (None: none)."""
 
     path: str
     size_bytes: int | None
@@ -36,7 +37,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Commit:
-    """A completed instant: the base files that it wrote, the file groups that it replaced, what else it says."""
+    """A completed instant: the base files that it wrote, the file groups that it replaced, its other metadata."""
 
     instant: HudiInstant
     files: Mapping[FileGroup, Written]
@@ -68,11 +69,11 @@ def read_commits(table: HudiTable) -> list[Commit]:
 
 
 def _commit(instant: HudiInstant, text: str) -> Commit:
-    told = json.loads(text)
-    if not isinstance(told, dict):
+    metadata = json.loads(text)
+    if not isinstance(metadata, dict):
         raise TypeError(f"the metadata of instant {instant.timestamp} are no object")
     files: dict[FileGroup, Written] = {}
-    for partition, stats in (told.get("partitionToWriteStats") or {}).items():
+    for partition, stats in (metadata.get("partitionToWriteStats") or {}).items():
         for stat in stats:
             path = stat.get("path")
             if path and path.endswith(".parquet"):  # log files, and writes of nothing, are no base files
@@ -82,12 +83,12 @@ def _commit(instant: HudiInstant, text: str) -> Commit:
                     size_bytes=size if type(size) is int and size > 0 else None,
                     before=None if before in (None, "", "null") else str(before),
                 )
-    gone = {(str(p), str(one)) for p, ids in (told.get("partitionToReplaceFileIds") or {}).items() for one in ids}
-    return Commit(instant=instant, files=files, replaced=frozenset(gone), extra=told.get("extraMetadata") or {})
+    gone = {(str(p), str(one)) for p, ids in (metadata.get("partitionToReplaceFileIds") or {}).items() for one in ids}
+    return Commit(instant=instant, files=files, replaced=frozenset(gone), extra=metadata.get("extraMetadata") or {})
 
 
 def expected_files(commits: Sequence[Commit], at: str) -> dict[FileGroup, Written]:
-    """Return the base file of each file group at an instant, of those that the active timeline tells of."""
+    """Return the base file of each file group at an instant, of those that the active timeline names."""
     current: dict[FileGroup, Written] = {}
     gone: set[FileGroup] = set()
     for commit in commits:
@@ -98,7 +99,10 @@ def expected_files(commits: Sequence[Commit], at: str) -> dict[FileGroup, Writte
 
 
 def lost_groups(commits: Sequence[Commit], at: str, present: Mapping[FileGroup, str]) -> Iterator[str]:
-    """The files that must be there at an instant and are not, as texts; ``present``: the base file of each group."""
+    """Yield the files that must be there at an instant and are not, as texts.
+
+    ``present`` is the base file of each group.
+    """
     expected = expected_files(commits, at)
     for group, written in expected.items():
         if present.get(group) != written.path:

@@ -1,4 +1,4 @@
-"""This module holds what a table format's metadata say that one version of a table consists of.
+"""This module holds the contents of one version of a table, by the metadata of its format.
 
 The module of each format returns `PinnedFiles`: the files, the rows of each that are deleted, the values of its
 partition columns, and by what it stores its columns. All of this comes from the format's metadata, never from names of
@@ -22,7 +22,7 @@ __all__ = ["CatalogTable", "PinnedFile", "PinnedFiles"]
 
 
 class CatalogTable(Protocol):
-    """What pyiceberg's ``catalog.load_table`` returns."""
+    """The table that pyiceberg's ``catalog.load_table`` returns."""
 
     @property
     def metadata(self) -> Any:
@@ -62,7 +62,7 @@ class PinnedFiles:
     that paths are relative to, None for the place that was opened; files must lie below it.
     ``storage_options`` replace the caller's, where its catalog knows how to open the root; they hold secrets.
     ``constants_where_absent``: a file that has a partition column of its own is read by that, whatever `PinnedFile`
-    says of it; else what `PinnedFile` says holds.
+    has for it; else the value of `PinnedFile` holds.
     """
 
     version: TableVersion

@@ -32,9 +32,9 @@ _NONE = np.zeros(0, np.int64)
 def listed(
     found: Found | None, pinned: PinnedFiles, *, storage_options: Mapping[str, Any] | None, threads: int
 ) -> Found:
-    """A version's files, sorted, as the store lists them now. `TableVersionGone`, `DataFileChanged`: they differ."""
+    """Return a version's files, sorted, as the store lists them. `TableVersionGone`, `DataFileChanged`: they differ."""
     if found is None or pinned.root not in (None, found.place):
-        assert pinned.root is not None, "what no folder was found for tells its root"
+        assert pinned.root is not None, "a table that was not found by its folder names its root"
         options = storage_options if pinned.storage_options is None else pinned.storage_options
         found = Found(storage=open_root(pinned.root, options), uri=redact_uri(pinned.root), files=())
     storage, uri = found.storage, found.uri
@@ -73,7 +73,7 @@ def index_of(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) -> T
 
 
 def index_of_version(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary], pinned: PinnedFiles) -> TableIndex:
-    """Return the index of a version: its schema, partitions, columns and deleted rows as the format's metadata says."""
+    """Return the index of a version, with the schema, partitions and deleted rows of the format's metadata."""
     by_path = {file.path: file for file in pinned.files}
     in_order = [by_path[info.path] for info in files]
     for file, summary in zip(in_order, summaries, strict=True):
@@ -136,7 +136,7 @@ def _difference(file: PinnedFile, info: ObjectInfo | None) -> str | None:
 def _check_rows(file: PinnedFile, stored: int, pinned: PinnedFiles) -> None:
     if file.rows is not None and file.rows != stored:
         raise DataFileChanged(
-            f"{file.path!r} holds {stored} rows, but {pinned.version} of the table says {file.rows}: "
+            f"{file.path!r} holds {stored} rows, but {pinned.version} of the table has {file.rows}: "
             "the file was written again, or the table's metadata is wrong; restore the file"
         )
     if file.deleted is not None and len(file.deleted):

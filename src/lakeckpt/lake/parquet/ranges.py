@@ -28,9 +28,8 @@ import numpy as np
 import pyarrow as pa
 
 from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing, TableVersionGone
-from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.storage.base import ObjectInfo, Storage
 from lakeckpt.lake.storage.retry import stop_retrying_when
-from lakeckpt.lake.table.index import DataFile
 
 __all__ = [
     "ADVICE",
@@ -187,7 +186,7 @@ class StoredBytes:
 
     hole_bytes = STORE_HOLE_BYTES
 
-    def __init__(self, storage: Storage, uri: str, file: DataFile) -> None:
+    def __init__(self, storage: Storage, uri: str, file: ObjectInfo) -> None:
         self._read = partial(read_pinned, storage, uri, file)
 
     def begin(self, ranges: Sequence[Range]) -> Arriving:
@@ -241,7 +240,7 @@ def _joined(start: int, stop: int, requests: list[tuple[int, Future[bytes]]]) ->
     return whole
 
 
-def read_pinned(storage: Storage, uri: str, file: DataFile, start: int, stop: int) -> bytes:
+def read_pinned(storage: Storage, uri: str, file: ObjectInfo, start: int, stop: int) -> bytes:
     """Bytes [start, stop) of a pinned ``file`` of the table at ``uri``, which has them all.
 
     Else `TableVersionGone`, where there is no such file, or `DataFileChanged`.

@@ -29,10 +29,9 @@ from lakeckpt.errors import (
     DataFileChanged,
     DataFileDamaged,
     LakeckptError,
-    RowGroupTooLarge,
     SchemaError,
     StorageError,
-    TableFeatureUnsupported,
+    TableError,
 )
 from lakeckpt.lake.parquet.column_chunks import ColumnChunk, column_chunks, leaves_of
 from lakeckpt.lake.parquet.held_file import HeldFile
@@ -110,7 +109,7 @@ class RowGroupReader:
         self._slack = _HEADER_MISCOUNT if str(metadata.created_by).startswith("parquet-mr") else 0
 
     def plan(self, row_group: int, columns: Sequence[str]) -> RowGroupPlan:
-        """Return where ``columns`` lie. Raises `DataFileDamaged`, `RowGroupTooLarge`, `TableFeatureUnsupported`."""
+        """Return where ``columns`` lie. Raises `DataFileDamaged`, or `TableError` (too large, unknown codec)."""
         wanted = frozenset(columns)
         leaves = {leaf: name for leaf, name in self._leaves.items() if name in wanted}
         chunks = column_chunks(self.metadata, row_group, leaves)
@@ -191,7 +190,7 @@ class RowGroupReader:
             what = f"its footer says that bytes {chunk.start} to {chunk.stop} of {self._size_bytes} hold it"
             raise self._damaged(row_group, chunk.column, what)
         if chunk.codec in _MISSING_CODECS:
-            raise TableFeatureUnsupported(
+            raise TableError(
                 f"column {chunk.column!r} of row group {row_group} of the data file {self.path!r} is compressed with "
                 f"the codec {chunk.codec}, which pyarrow {pa.__version__} cannot read: write the file again with "
                 "another codec, or leave the column out"
@@ -201,13 +200,10 @@ class RowGroupReader:
         size = sum(chunk.uncompressed_bytes for chunk in chunks)
         if size > self._most_bytes:
             largest = max(chunks, key=lambda chunk: chunk.uncompressed_bytes).column
-            raise RowGroupTooLarge(
+            raise TableError(
                 f"row group {row_group} of the data file {self.path!r} has {size:,} uncompressed bytes in the columns "
                 f"asked for, most of them in column {largest!r}, and at most {self._most_bytes:,} may be: read fewer "
-                "columns, or write the file again in smaller row groups",
-                file=self.path,
-                row_group=row_group,
-                column=largest,
+                "columns, or write the file again in smaller row groups"
             )
 
     def _check_times(self, held: HeldRowGroup) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from lakeckpt.errors import ConfigError, ObjectChanged, ObjectMissing, StorageError, StorageTimeout
+from lakeckpt.errors import ConfigError, ObjectChanged, ObjectMissing, StorageError
 from lakeckpt.lake.storage.base import (
     Buffer,
     ObjectInfo,
@@ -159,7 +159,7 @@ class FsspecStorage:
         except FileNotFoundError:
             failure: StorageError = ObjectMissing(f"there is no object {where}")
         except TimeoutError:
-            failure = StorageTimeout(f"cannot {verb} {where}: no answer in time")
+            failure = StorageError(f"cannot {verb} {where}: no answer in time")
             failure.errno = errno.ETIMEDOUT
         except Exception as error:
             said = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""

@@ -34,7 +34,6 @@ from lakeckpt.errors import (
     ObjectExists,
     ObjectMissing,
     StorageError,
-    StorageTimeout,
 )
 from lakeckpt.lake.storage.base import (
     Buffer,
@@ -591,7 +590,7 @@ def _failure(error: Exception, text: str) -> Exception:
     if status == 501:
         return _Final(text)
     if "kind: Timeout" in whole or "TimedOut" in whole:
-        return Retryable("no whole answer in time", kind=StorageTimeout, errno=errno.ETIMEDOUT)
+        return Retryable("no whole answer in time", kind=StorageError, errno=errno.ETIMEDOUT)
     if status is None and ("HTTP error" in whole or "error decoding" in whole):
         return Retryable(f"the connection broke ({text})", errno=errno.ECONNRESET)
     return Retryable(text, errno=errno.EREMOTEIO)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lakeckpt.errors import ConfigError, StorageError, StorageTimeout
+from lakeckpt.errors import ConfigError, StorageError
 
 __all__ = ["Deadlines", "Retrier", "Retryable", "stop_retrying_when"]
 
@@ -95,7 +95,7 @@ class Retrier:
         """What ``attempt(until)`` returns, ``until`` being when (on the clock) it must have ended.
 
         ``what`` begins the message of an error, as in "cannot read 'x' in s3://bucket". Raises the ``kind`` of the last
-        `Retryable` when attempts run out, `StorageTimeout` when the time does.
+        `Retryable` when attempts run out, `StorageError` when the time does.
         """
         limits, begin, tried = self.deadlines, self.clock(), 0
         moving_s = size_bytes / limits.slowest_bytes_per_s
@@ -110,7 +110,7 @@ class Retrier:
                 if not late and tried < limits.max_attempts and not getattr(_thread, "ending", bool)():
                     self._sleep(pause_s)
                     continue
-                kind = StorageTimeout if late else failure.kind
+                kind = StorageError if late else failure.kind
                 spent = f"{tried} attempt{'s' * (tried > 1)} in {self.clock() - begin:.1f} of {end - begin:.1f} s"
                 error = kind(f"{what}: {failure} ({spent})")
                 error.errno = failure.errno

@@ -1,10 +1,10 @@
 """This module finds where a data file stores the columns of a table, when the file was written under another schema.
 
-A table format says for each column of its schema, nested fields too, by what a file stores it: a Parquet field id, or a
-name that the column had. `ColumnMapping` keeps that. `resolve` compares it with the schema of one file and returns a
-`FieldPlan` for each column: which field of the file holds it, and the same for its children. A field that the file
-lacks is null, or has the default of the column. Other fields of the file are not read, and their order does not matter.
-A column that the mapping does not name is stored under its own name, as in plain Parquet tables.
+A table format defines for each column of its schema, nested fields too, how files identify it: by a Parquet field id,
+or by a name that the column had. `ColumnMapping` keeps that. `resolve` compares it with the schema of one file and
+returns a `FieldPlan` for each column: which field of the file holds it, and the same for its children. A field that the
+file lacks is null, or has the default of the column. Other fields of the file are not read, and their order does not
+matter. A column that the mapping does not name is stored under its own name, as in plain Parquet tables.
 
 The module knows schemas only. `lakeckpt.lake.parquet.fit` puts values into another shape and casts them.
 """
@@ -23,12 +23,11 @@ from lakeckpt.lake.table.scalars import Value, from_plain, to_plain
 __all__ = ["ColumnMapping", "FieldPlan", "StoredField", "fields_of", "resolve"]
 
 _FIELD_ID = b"PARQUET:field_id"
-MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredField:
-    """By what a file stores a column, or a field inside of one.
+    """How a file identifies a column, or a field inside of one.
 
     By ``field_id``, in files that have field ids; else by the first of ``names`` that is there. ``children`` are in the
     order of the column's type: a struct's fields, a list's element, a map's key and value; empty: by their own names.
@@ -50,51 +49,34 @@ class StoredField:
         return [self.field_id, list(self.names), below, to_plain(self.default, kind)]
 
     @classmethod
-    def from_plain(cls, plain: object, kind: pa.DataType, depth: int = 0) -> StoredField:
-        """Return what `to_plain` gave; ``ValueError`` or ``TypeError`` where it is something else."""
-        if not isinstance(plain, list) or len(plain) != 4 or depth > MAX_DEPTH:
-            raise TypeError("a stored field is a list of four")
+    def from_plain(cls, plain: Any, kind: pa.DataType) -> StoredField:
+        """Return the field of which `to_plain` made ``plain``."""
         field_id, names, children, default = plain
-        if not (field_id is None or type(field_id) is int) or not isinstance(names, list | tuple):
-            raise TypeError("malformed stored field")
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError("names of a stored field are texts")
-        below = fields_of(kind)
-        if not isinstance(children, list) or len(children) not in (0, len(below)):
-            raise ValueError(f"the children of a stored field do not fit the type {kind}")
+        below = zip(children, fields_of(kind), strict=False)
         return cls(
             field_id=field_id,
             names=tuple(names),
-            children=tuple(cls.from_plain(c, f.type, depth + 1) for c, f in zip(children, below, strict=False)),
+            children=tuple(cls.from_plain(child, one.type) for child, one in below),
             default=from_plain(default, kind),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnMapping:
-    """`StoredField` by column of the table's schema; columns that are not in it are stored under their own names."""
+    """The `StoredField` of each column of the table's schema. Other columns are stored under their own names."""
 
     fields: Mapping[str, StoredField] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.fields)
 
-    def check(self, schema: pa.Schema) -> None:
-        """``ValueError`` where the mapping names what is no column of ``schema``, or does not fit a column's type."""
-        for name, stored in self.fields.items():
-            if name not in schema.names:
-                raise ValueError(f"a column mapping names {name!r}, which is no column of the table")
-            _check(name, stored, schema.field(name).type)
-
     def to_plain(self, schema: pa.Schema) -> list[object]:
         """Return values that the wire can carry."""
         return [[name, stored.to_plain(schema.field(name).type)] for name, stored in sorted(self.fields.items())]
 
     @classmethod
-    def from_plain(cls, plain: object, schema: pa.Schema) -> ColumnMapping:
-        """Return what `to_plain` gave; ``ValueError``, ``TypeError`` or ``KeyError`` where it is something else."""
-        if not isinstance(plain, list):
-            raise TypeError("a list of stored columns was expected")
+    def from_plain(cls, plain: Any, schema: pa.Schema) -> ColumnMapping:
+        """Return the mapping of which `to_plain` made ``plain``."""
         return cls(fields={name: StoredField.from_plain(stored, schema.field(name).type) for name, stored in plain})
 
 
@@ -118,13 +100,9 @@ def fields_of(kind: pa.DataType) -> list[pa.Field]:
     """Return the children of a type: a struct's fields, a list's element, a map's key and value; of others none."""
     if isinstance(kind, pa.BaseExtensionType):
         return fields_of(kind.storage_type)
-    if pa.types.is_struct(kind):
-        return [kind.field(i) for i in range(kind.num_fields)]
     if pa.types.is_map(kind):
         return [kind.key_field, kind.item_field]
-    if _is_list(kind):
-        return [kind.value_field]
-    return []
+    return [kind.field(place) for place in range(kind.num_fields)]
 
 
 def resolve(
@@ -132,7 +110,7 @@ def resolve(
 ) -> dict[str, FieldPlan]:
     """Return where a file of the Arrow schema ``file`` (field ids in its fields' metadata) holds each of ``columns``.
 
-    `SchemaError`, naming ``path``, where it cannot be told, or a column that must not be null has no value there.
+    Raises `SchemaError`, naming ``path``, where a column cannot be identified, or must not be null and has no value.
     """
     has_ids = any(_field_id(one) is not None for one in _all_fields(file))
     whole = _File(path=path, has_ids=has_ids)
@@ -167,7 +145,7 @@ class _File:
                 plans.append(self.plan(child, below, fields, f"{column}.{child.name}"))
             same = [(p.index, p.name) for p in plans] == [(i, f.name) for i, f in enumerate(inner)]
             same = same and len(inner) == len(fields)
-        elif len(inner) == len(fields):  # elements, keys and values: told by their place
+        elif len(inner) == len(fields):  # elements, keys and values are identified by their place
             for place, (child, below) in enumerate(zip(inner, children, strict=True)):
                 plans.append(self._below(child, below, fields[place], place, f"{column}.{child.name}"))
         same = same and all(plan.same for plan in plans)
@@ -191,14 +169,6 @@ class _File:
         return None
 
 
-def _check(column: str, stored: StoredField, kind: pa.DataType) -> None:
-    below = fields_of(kind)
-    if len(stored.children) not in (0, len(below)):
-        raise ValueError(f"the mapping of {column!r} has {len(stored.children)} children, its type {kind} {len(below)}")
-    for child, one in zip(stored.children, below, strict=False):
-        _check(f"{column}.{one.name}", child, one.type)
-
-
 def _field_id(one: pa.Field) -> int | None:
     raw: Any = (one.metadata or {}).get(_FIELD_ID)
     return None if raw is None or int(raw) < 0 else int(raw)
@@ -212,13 +182,3 @@ def _all_fields(fields: Iterable[pa.Field]) -> Iterable[pa.Field]:
 
 def _storage(kind: pa.DataType) -> pa.DataType:
     return _storage(kind.storage_type) if isinstance(kind, pa.BaseExtensionType) else kind
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    views = (getattr(pa.types, test, None) for test in ("is_list_view", "is_large_list_view"))
-    return bool(
-        pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_fixed_size_list(kind)
-        or any(test is not None and test(kind) for test in views)
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -22,20 +21,12 @@ Int64Array = npt.NDArray[np.int64]
 _BITMAP, _ORDINALS = 0, 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deletes:
     """Deleted rows by the file's ordinal in the index; files without any have no entry. Make it with `of`."""
 
     packed: Mapping[int, tuple[int, int, bytes]] = field(default_factory=dict)
     """File → (kind, number of deleted rows, bytes): little-endian bitmap, or ascending uint32 or uint64 ordinals."""
-
-    def __post_init__(self) -> None:
-        for file, (kind, count, data) in self.packed.items():
-            if file < 0 or kind not in (_BITMAP, _ORDINALS) or count < 1:
-                raise ValueError(f"malformed deletes of file {file}: kind {kind}, {count} rows, {len(data)} bytes")
-            rows = self.rows(file)
-            if len(rows) != count or bool((np.diff(rows) <= 0).any()):
-                raise ValueError(f"the deletes of file {file} are not {count} ascending rows")
 
     @classmethod
     def of(cls, rows: Mapping[int, Int64Array]) -> Deletes:
@@ -99,31 +90,6 @@ class Deletes:
             left[inside.astype(np.int64) - start] = False
         return None if left.all() else left
 
-    def digest(self) -> bytes:
-        """BLAKE2b-128 over the deleted rows of each file, however they are packed."""
-        total = blake2b(digest_size=16)
-        for file in sorted(self.packed):
-            rows = self.rows(file)
-            total.update(file.to_bytes(8, "little") + len(rows).to_bytes(8, "little"))
-            total.update(rows.astype("<i8").tobytes())
-        return total.digest()
-
-    def to_plain(self) -> list[list[object]]:
-        """Return values that the wire can carry."""
-        return [[file, kind, count, data] for file, (kind, count, data) in sorted(self.packed.items())]
-
-    @classmethod
-    def from_plain(cls, plain: object) -> Deletes:
-        """Return what `to_plain` gave; ``ValueError`` or ``TypeError`` where it is something else."""
-        if not isinstance(plain, list):
-            raise TypeError("a list of deletes was expected")
-        packed: dict[int, tuple[int, int, bytes]] = {}
-        for file, kind, count, data in plain:
-            if type(file) is not int or type(kind) is not int or type(count) is not int or not isinstance(data, bytes):
-                raise TypeError("malformed deletes")
-            packed[file] = (kind, count, data)
-        return cls(packed=packed)
-
 
 def _bits(data: bytes, start: int, stop: int) -> npt.NDArray[np.uint8]:
     """Bits [start, stop) of a bitmap, fewer where it ends before, as 0 and 1."""
@@ -133,8 +99,6 @@ def _bits(data: bytes, start: int, stop: int) -> npt.NDArray[np.uint8]:
 
 def _ordinals(count: int, data: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
     """Packed ordinals, where they lie."""
-    if len(data) not in (4 * count, 8 * count):
-        raise ValueError(f"{len(data)} bytes cannot be {count} ordinals of deleted rows")
     return np.frombuffer(data, f"<u{len(data) // count}")
 
 

@@ -4,17 +4,16 @@
 row group: a million row groups are a few megabytes. The digest depends on the content alone: relative paths, sizes,
 footer digests, partition values, row counts, deleted rows, and the schema by which a table format reads the files. It
 does not depend on the place, the machine, modification times, or the format's name of the version. A run writes the
-index once. What is read back is checked, and its paths are confined to the table that the user opened.
+index once. Paths are confined to the table that the user opened. The module reads no file and starts no threads.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import pairwise
-from typing import Any, overload
+from itertools import pairwise, repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,56 +21,29 @@ import pyarrow as pa
 
 from lakeckpt.errors import ConfigError, WireDamaged
 from lakeckpt.lake.parquet.footer import DIGEST_BYTES, Int64Array
-from lakeckpt.lake.storage.base import check_key
+from lakeckpt.lake.storage.base import ObjectInfo, check_key
 from lakeckpt.lake.table.column_mapping import ColumnMapping
 from lakeckpt.lake.table.deletes import Deletes
-from lakeckpt.lake.table.partitions import PartitionColumn, Value
+from lakeckpt.lake.table.partitions import PartitionColumn
 from lakeckpt.lake.table.scalars import type_text
 from lakeckpt.lake.table.version import PLAIN, TableVersion
+from lakeckpt.wire.documents import Count, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
+from lakeckpt.wire.values import pack
 
-__all__ = ["DataFile", "Files", "RestOfEpoch", "TableIndex"]
+__all__ = ["RestOfEpoch", "TableIndex"]
 
-KIND, VERSION = "table-index", (1, 2)
+KIND, VERSION = "table-index", (1, 0)
 _NO_TIME = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataFile:
-    """One file of the pinned listing.
-
-    ``path`` is relative to the table's root; ``footer_digest`` the BLAKE2b-128 of its footer; ``group_rows`` the rows
-    of its row groups that are not deleted, ``stored_rows`` all (int64, read-only); ``partition`` its (column, value)
-    pairs, without the columns that it stores itself. ``mtime_ns`` is a hint only.
-    """
-
-    path: str
-    size_bytes: int
-    etag: str | None
-    mtime_ns: int | None
-    footer_digest: bytes
-    first_group: int
-    group_rows: Int64Array = field(compare=False, repr=False)
-    stored_rows: Int64Array = field(compare=False, repr=False)
-    partition: tuple[tuple[str, Value], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RestOfEpoch:
-    """An index is of what is left of one epoch: what had been read of it, in an earlier version, does not exist."""
+    """The rest of one epoch: the rows that were read in an earlier version are treated as deleted."""
 
-    epoch: int
+    epoch: Count
     taken: Deletes
-    """The rows that had been read, by the file of this index in which they are now; the version itself has them."""
-
-    def to_plain(self) -> dict[str, object]:
-        """Return values that the wire can carry."""
-        return {"epoch": self.epoch, "taken": self.taken.to_plain()}
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> RestOfEpoch:
-        """Return what `to_plain` gave; ``ValueError``, ``TypeError`` or ``KeyError`` where it is something else."""
-        return cls(epoch=operator.index(plain["epoch"]), taken=Deletes.from_plain(plain["taken"]))
+    """The rows that were read, by the file of this index in which they are now. The version itself still has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,7 +52,7 @@ class TableIndex:
 
     ``size_bytes``, ``mtime_ns`` (-1: unknown): int64[F]; ``footer_digests``: 16 bytes each, joined; ``first_group``:
     int64[F + 1], the row groups of file ``i`` are ``[first_group[i], first_group[i + 1])``; ``stored_rows`` and
-    ``group_bytes`` (uncompressed): int64[G], as the footers say, row groups without rows included; ``deletes``: the
+    ``group_bytes`` (uncompressed): int64[G], of the footers, row groups without rows included; ``deletes``: the
     stored rows that do not exist in ``version``; ``columns``: by what the files store the columns of ``schema``;
     ``rest``: the index is of what is left of an epoch (`whole` is of the version). ``excluded``: ordinals of row groups
     that are never read, ascending. Arrays are read-only. Two indexes are equal if their digests are.
@@ -114,7 +86,8 @@ class TableIndex:
         gone = self.deletes if self.rest is None else self.deletes.union(self.rest.taken)
         object.__setattr__(self, "gone", gone.union(self._excluded_rows()))
         object.__setattr__(self, "group_rows", self._group_rows())
-        object.__setattr__(self, "digest", self._content_digest())
+        digest = blake2b(pack(self._content()), digest_size=DIGEST_BYTES)
+        object.__setattr__(self, "digest", digest.hexdigest())
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, TableIndex) else NotImplemented
@@ -131,10 +104,19 @@ class TableIndex:
     def __reduce__(self) -> tuple[Any, ...]:
         return (TableIndex.loads, (self.dumps(),))
 
-    @property
-    def files(self) -> Files:
-        """The files, as a sequence of `DataFile` that are made when asked for."""
-        return Files(self)
+    def file(self, ordinal: int) -> ObjectInfo:
+        """Return a file as it was listed, ``0 <= ordinal < F``. No object is kept for it. Its time is a hint only."""
+        mtime_ns = int(self.mtime_ns[ordinal])
+        return ObjectInfo(
+            path=self.paths[ordinal],
+            size_bytes=int(self.size_bytes[ordinal]),
+            etag=self.etags[ordinal],
+            mtime_ns=None if mtime_ns == _NO_TIME else mtime_ns,
+        )
+
+    def footer_digest(self, ordinal: int) -> bytes:
+        """Return the BLAKE2b-128 of the footer of a file."""
+        return self.footer_digests[DIGEST_BYTES * ordinal : DIGEST_BYTES * (ordinal + 1)]
 
     @property
     def whole(self) -> TableIndex:
@@ -184,31 +166,42 @@ class TableIndex:
         return int(self.group_rows.sum())
 
     def group(self, ordinal: int) -> tuple[int, int]:
-        """The (file, row group in that file) of a row group of the table, ``0 <= ordinal < G``. ``IndexError``."""
+        """Return (file, row group in that file) of a row group of the table, ``0 <= ordinal < G``; ``IndexError``."""
         if not 0 <= ordinal < len(self.stored_rows):
             raise IndexError(f"row group {ordinal} of a table of {len(self.stored_rows)}")
         file = int(self.first_group.searchsorted(ordinal, side="right")) - 1
         return file, ordinal - int(self.first_group[file])
 
+    def _content(self) -> dict[str, Any]:
+        """Return the fields of the document that the digest covers."""
+        content: dict[str, Any] = {
+            "paths": "\0".join(self.paths),
+            "sizes": _narrow(self.size_bytes),
+            "footer_digests": self.footer_digests,
+            "first_groups": _narrow(self.first_group),
+            "group_rows": _narrow(self.stored_rows),
+            "partitions": [
+                {"name": p.name, "type": type_text(p.type), "values": p.plain_values(), "codes": p.codes}
+                for p in self.partitions
+            ],
+            "deletes": to_plain(self.deletes),
+            "columns": self.columns.to_plain(self.schema),
+            "rest": to_plain(self.rest, RestOfEpoch | None),
+            "excluded": list(self.excluded),
+        }
+        if self.version.format != "parquet":  # files do not define how a format reads them
+            content["types"] = [[one.name, type_text(one.type)] for one in self.schema]
+        return content
+
     def dumps(self) -> bytes:
         """Return the index as a versioned, checksummed document (`docs/reference/table-index.md`)."""
         value = {
-            "paths": "\0".join(self.paths),
-            "files": len(self.paths),
-            "sizes": _narrow(self.size_bytes),
+            **self._content(),
             "etags": "\0".join(etag or "" for etag in self.etags),
             "mtimes": self.mtime_ns,
-            "footer_digests": self.footer_digests,
-            "groups_per_file": _narrow(np.diff(self.first_group)),
-            "group_rows": _narrow(self.stored_rows),
             "group_bytes": _narrow(self.group_bytes),
-            "partitions": [{"name": p.name, "values": p.plain_values(), "codes": p.codes} for p in self.partitions],
             "schema": self.schema.serialize().to_pybytes(),
-            "version": self.version.to_plain(),
-            "deletes": self.deletes.to_plain(),
-            "columns": self.columns.to_plain(self.schema),
-            **({} if self.rest is None else {"rest": self.rest.to_plain()}),
-            **({"excluded": list(self.excluded)} if self.excluded else {}),
+            "version": to_plain(self.version),
             "digest": self.digest,
         }
         return dumps(value, kind=KIND, version=VERSION)
@@ -219,35 +212,33 @@ class TableIndex:
         value = loads(data, kind=KIND, supported=VERSION).value
         try:
             index, digest = cls._of_document(value), value["digest"]
-        except Exception as error:  # whatever the parts of a crafted document make numpy and pyarrow raise
+        except Exception as error:  # whatever a document that is none of ours makes numpy and pyarrow raise
             raise WireDamaged(f"this table index is malformed: {type(error).__name__}: {error}") from error
         if index.digest != digest:
-            raise WireDamaged(f"this table index says that its digest is {digest!r}, but it is {index.digest!r}")
+            raise WireDamaged(f"this table index records the digest {digest!r}, but has {index.digest!r}")
         return index
 
     @classmethod
     def _of_document(cls, value: dict[str, Any]) -> TableIndex:
-        count = operator.index(value["files"])
-        per_file = _array(value["groups_per_file"])
         schema = pa.ipc.read_schema(pa.py_buffer(value["schema"]))
+        codes = [one["codes"].astype(np.int32) for one in value["partitions"]]
+        files = len(value["sizes"])
         return cls(
-            paths=_split(value["paths"], count),
-            size_bytes=_array(value["sizes"]),
-            etags=tuple(etag or None for etag in _split(value["etags"], count)),
-            mtime_ns=_array(value["mtimes"]),
-            footer_digests=bytes(value["footer_digests"]),
-            first_group=np.concatenate([np.zeros(1, np.int64), np.cumsum(per_file)]),
-            stored_rows=_array(value["group_rows"]),
-            group_bytes=_array(value["group_bytes"]),
-            partitions=tuple(
-                PartitionColumn.from_plain(p, _array(p["codes"]).astype(np.int32), schema) for p in value["partitions"]
-            ),
+            paths=_split(value["paths"], files),
+            size_bytes=value["sizes"],
+            etags=tuple(etag or None for etag in _split(value["etags"], files)),
+            mtime_ns=value["mtimes"],
+            footer_digests=value["footer_digests"],
+            first_group=value["first_groups"],
+            stored_rows=value["group_rows"],
+            group_bytes=value["group_bytes"],
+            partitions=tuple(map(PartitionColumn.from_plain, value["partitions"], codes, repeat(schema))),
             schema=schema,
-            version=TableVersion.from_plain(value["version"]) if "version" in value else PLAIN,
-            deletes=Deletes.from_plain(value.get("deletes", [])),
-            columns=ColumnMapping.from_plain(value.get("columns", []), schema),
-            rest=RestOfEpoch.from_plain(value["rest"]) if "rest" in value else None,
-            excluded=tuple(operator.index(one) for one in value.get("excluded", [])),
+            version=from_plain(TableVersion, value["version"], "version"),
+            deletes=from_plain(Deletes, value["deletes"], "deletes"),
+            columns=ColumnMapping.from_plain(value["columns"], schema),
+            rest=from_plain(RestOfEpoch | None, value["rest"], "rest"),
+            excluded=tuple(value["excluded"]),
         )
 
     def stored_start(self, ordinal: int) -> int:
@@ -289,98 +280,19 @@ class TableIndex:
 
     def _check(self) -> None:
         count, groups = len(self.paths), len(self.stored_rows)
-        lengths = {
-            "size_bytes": (len(self.size_bytes), count),
-            "etags": (len(self.etags), count),
-            "mtime_ns": (len(self.mtime_ns), count),
-            "footer_digests": (len(self.footer_digests), DIGEST_BYTES * count),
-            "first_group": (len(self.first_group), count + 1),
-            "group_bytes": (len(self.group_bytes), groups),
-            **{f"partition {p.name!r}": (len(p.codes), count) for p in self.partitions},
-        }
-        for name, (got, wanted) in lengths.items():
-            if got != wanted:
-                raise ValueError(f"{name} of an index of {count} files and {groups} row groups has {got} entries")
-        if any(a >= b for a, b in zip(self.paths, self.paths[1:], strict=False)):
+        lengths = {len(self.size_bytes), len(self.etags), len(self.mtime_ns), len(self.first_group) - 1}
+        lengths |= {len(column.codes) for column in self.partitions}
+        if lengths != {count} or len(self.footer_digests) != DIGEST_BYTES * count:
+            raise ValueError(f"an index of {count} files needs every property of each file")
+        if any(a >= b for a, b in pairwise(self.paths)):
             raise ValueError("the paths of an index must be sorted, each once")
         for path in self.paths:
             check_key(path)
         bounds = self.first_group
-        if bounds[0] != 0 or bounds[-1] != groups or bool((np.diff(bounds) < 0).any()):
+        if len(self.group_bytes) != groups or bounds[0] != 0 or bounds[-1] != groups or (np.diff(bounds) < 0).any():
             raise ValueError(f"the row groups of the files do not add up to {groups}")
-        if any(len(array) and int(array.min()) < 0 for array in (self.size_bytes, self.stored_rows, self.group_bytes)):
-            raise ValueError("sizes and row counts of an index must not be negative")
         if any(a >= b for a, b in pairwise((-1, *self.excluded, groups))):
             raise ValueError(f"row groups {self.excluded[:8]} are excluded, of {groups}")
-        self.columns.check(self.schema)
-        if float(self.stored_rows.sum(dtype=np.float64)) >= 2.0**62:
-            raise ValueError("a table has fewer than 2**62 rows")
-
-    def _content_digest(self) -> str:
-        """BLAKE2b-128 over each part of the content, led by its length; numbers are little-endian int64."""
-        parts = [
-            b"lakeckpt table index 1",
-            "\0".join(self.paths).encode(),
-            self.size_bytes.astype("<i8").tobytes(),
-            self.footer_digests,
-            self.first_group.astype("<i8").tobytes(),
-            self.stored_rows.astype("<i8").tobytes(),
-        ]
-        for column in self.partitions:
-            if column.type not in (pa.int64(), pa.string()):
-                parts.append(b"type " + type_text(column.type).encode())
-            values = [b"n" if v is None else f"{type(v).__name__[0]}{v}".encode() for v in column.plain_values()]
-            parts += [column.name.encode(), *values, column.codes.astype("<i4").tobytes()]
-        if self.version.format != "parquet":
-            # What the files hold does not tell how the format reads them.
-            parts += [b"schema", *(f"{f.name!r}:{type_text(f.type)}".encode() for f in self.schema)]
-        if self.columns:
-            parts += [b"columns", repr(self.columns.to_plain(self.schema)).encode()]
-        if self.deletes:
-            parts += [b"deletes", self.deletes.digest()]
-        if self.rest is not None:
-            parts += [b"rest", str(self.rest.epoch).encode(), self.rest.taken.digest()]
-        if self.excluded:
-            parts += [b"excluded", np.array(self.excluded, "<i8").tobytes()]
-        digest = blake2b(digest_size=DIGEST_BYTES)
-        for part in parts:
-            digest.update(len(part).to_bytes(8, "little"))
-            digest.update(part)
-        return digest.hexdigest()
-
-
-class Files(Sequence[DataFile]):
-    """The files of an index; each `DataFile` is made when it is asked for."""
-
-    __slots__ = ("_index",)
-
-    def __init__(self, index: TableIndex) -> None:
-        self._index = index
-
-    def __len__(self) -> int:
-        return len(self._index.paths)
-
-    @overload
-    def __getitem__(self, which: int) -> DataFile: ...
-    @overload
-    def __getitem__(self, which: slice) -> tuple[DataFile, ...]: ...
-    def __getitem__(self, which: int | slice) -> DataFile | tuple[DataFile, ...]:
-        if isinstance(which, slice):
-            return tuple(self[i] for i in range(*which.indices(len(self))))
-        index, ordinal = self._index, range(len(self))[which]
-        first, end = int(index.first_group[ordinal]), int(index.first_group[ordinal + 1])
-        mtime_ns = int(index.mtime_ns[ordinal])
-        return DataFile(
-            path=index.paths[ordinal],
-            size_bytes=int(index.size_bytes[ordinal]),
-            etag=index.etags[ordinal],
-            mtime_ns=None if mtime_ns == _NO_TIME else mtime_ns,
-            footer_digest=index.footer_digests[DIGEST_BYTES * ordinal : DIGEST_BYTES * (ordinal + 1)],
-            first_group=first,
-            group_rows=index.group_rows[first:end],
-            stored_rows=index.stored_rows[first:end],
-            partition=tuple((p.name, p.value_of(ordinal)) for p in index.partitions if not p.is_stored(ordinal)),
-        )
 
 
 def _read_only(array: Int64Array) -> Int64Array:
@@ -392,20 +304,9 @@ def _read_only(array: Int64Array) -> Int64Array:
 
 
 def _narrow(array: Int64Array) -> np.ndarray[Any, Any]:
-    """The same numbers in four bytes each where they fit."""
+    """Return the same numbers in four bytes each where they fit."""
     return array.astype("<u4") if not len(array) or int(array.max()) < 2**32 else array.astype("<i8")
 
 
-def _array(value: Any) -> Int64Array:
-    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu":
-        raise TypeError("an array of integers was expected")
-    return value.astype(np.int64)
-
-
-def _split(text: Any, count: int) -> tuple[str, ...]:
-    if not isinstance(text, str):
-        raise TypeError("joined text was expected")
-    parts = tuple(text.split("\0")) if count else ()
-    if len(parts) != count or (not count and text):
-        raise ValueError(f"{len(parts)} texts where {count} were expected")
-    return parts
+def _split(text: str, count: int) -> tuple[str, ...]:
+    return tuple(text.split("\0")) if count else ()

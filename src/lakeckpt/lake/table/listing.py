@@ -2,7 +2,7 @@
 
 `find_files` returns a storage and the objects in it, sorted bytewise by their path relative to its root:
 
-- a folder: all Parquet files in it at any depth; names that begin with ``.`` or ``_`` are left out (``_x=1`` is kept:
+- a folder: all Parquet files in it at any depth; names that begin with ``.`` or ``_`` are skipped (``_x=1`` is not:
   it is a partition), and so are names that do not end like a Parquet file's;
 - a glob (``*``, ``?``, ``[…]`` within a name, ``**`` for any folders), one file, or a list of files: just those.
 
@@ -14,7 +14,6 @@ a table, all objects are listed, and the format is named. The module opens no fi
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import glob
 import os
 import re
@@ -23,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+from fsspec.utils import glob_translate
 
 from lakeckpt.errors import ConfigError, StorageError, TableNotFound
 from lakeckpt.lake.storage.base import ObjectInfo, Storage, check_key, has_bucket, redact_uri, split_uri
@@ -38,7 +39,6 @@ PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
 MAX_SINGLE_LISTINGS = 64
 METADATA_FILES = (".metadata.json", ".metadata.json.gz")
 _MAGIC = re.compile(r"[*?\[]")
-_LOGS = ("_delta_log", ".hoodie")
 _INNER = re.compile(r"/(?:_delta_log|\.hoodie)/.|/metadata/(?:v\d+|\d{5,}-[\w-]+)(?:\.gz)?\.metadata\.json(?:\.gz)?$")
 """Behind the folder of a table that lies in another folder."""
 
@@ -60,7 +60,7 @@ class Found:
 def find_files(
     source: Source, *, storage_options: Mapping[str, Any] | None, threads: int, kind: TableFormat | None = None
 ) -> Found:
-    """Find the files of a table, or raise `TableNotFound` or `ConfigError` that says what was looked for.
+    """Find the files of a table, or raise `TableNotFound` or `ConfigError` that names what was looked for.
 
     ``kind``: the format that it must have, where the caller knows.
     """
@@ -83,7 +83,7 @@ def _of_kind(found: Found, kind: TableFormat | None) -> Found:
 
 
 def list_exactly(storage: Storage, paths: Sequence[str], *, threads: int) -> dict[str, ObjectInfo]:
-    """What the storage lists for these paths now; paths that are gone are left out."""
+    """Return what the storage lists for these paths now, by path. Paths that are gone have no entry."""
     if isinstance(storage, LocalStorage) or len(paths) <= MAX_SINGLE_LISTINGS:
         with ThreadPoolExecutor(max_workers=max(1, min(threads, len(paths)))) as pool:
             found = [info for infos in pool.map(storage.list, paths) for info in infos]
@@ -94,7 +94,7 @@ def list_exactly(storage: Storage, paths: Sequence[str], *, threads: int) -> dic
 
 
 def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableFormat | None) -> Found:
-    """A folder or one file."""
+    """Return the files of a folder, or one file."""
     text = _absolute(text)
     if text.endswith(METADATA_FILES):
         root = text.rpartition("/")[0].rpartition("/")[0]
@@ -102,35 +102,21 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
             storage=open_root(root, storage_options), uri=redact_uri(root), files=(), format="iceberg", place=text
         )
     storage = open_root(text, storage_options)
-    if isinstance(storage, LocalStorage):
-        if os.path.isfile(storage.name):
+    if isinstance(storage, LocalStorage) and os.path.isfile(storage.name):
+        return _of_list([text], storage_options, 1)
+    infos = storage.list()
+    if not infos:
+        with contextlib.suppress(TableNotFound, ConfigError):  # there is no such file, or the place is a bucket
             return _of_list([text], storage_options, 1)
-        infos = storage.list()
-    else:
-        folder, name = _split_last(text)
-        if folder.endswith("/"):  # no storage is rooted at an empty name: a folder alone can be meant
-            folder, name = text, ""
-        infos = open_root(folder, storage_options).list(name)  # one listing tells a file from a folder
-        if name and [info.path for info in infos] == [name]:
-            return _of_list([text], storage_options, 1)
-        infos = [_below(info, name) for info in infos] if name else infos
     uri = redact_uri(text)
-    told = _format_of(uri, infos, kind)
-    if told == "parquet":
-        _refuse_empty_log(uri, storage)
-        _refuse_part_of_table(text, storage_options)
-    if told != "parquet":
-        return Found(storage=storage, uri=uri, files=tuple(infos), format=told, place=text)
+    found = _format_of(uri, infos, kind)
+    if found != "parquet":
+        return Found(storage=storage, uri=uri, files=tuple(infos), format=found, place=text)
+    _refuse_part_of_table(text, storage_options)
     files = [info for info in infos if _is_data_file(info.path)]
     if not files:
         raise TableNotFound(_nothing_in_folder(uri, storage, infos))
     return _found(storage, uri, files)
-
-
-def _below(info: ObjectInfo, folder: str) -> ObjectInfo:
-    """As it is listed in ``folder``. (``dataclasses.replace`` takes three times as long, and there may be millions.)"""
-    path = info.path[len(folder) + 1 :]
-    return ObjectInfo(path=path, size_bytes=info.size_bytes, etag=info.etag, mtime_ns=info.mtime_ns)
 
 
 def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int) -> Found:
@@ -145,9 +131,9 @@ def _of_glob(text: str, storage_options: Mapping[str, Any] | None, threads: int)
         base = f"{text[: len(text) - len(rest)]}{steady}"
         if steady.endswith("/"):
             raise ConfigError(_empty_name(text))
-        pattern = rest[len(steady) + 1 :].split("/")
-        listed = open_root(base, storage_options).list("")
-        names = [f"{base}/{info.path}" for info in listed if _matches(info.path.split("/"), pattern)]
+        matches = re.compile(glob_translate(rest[len(steady) + 1 :])).match
+        listed = (info.path for info in open_root(base, storage_options).list(""))
+        names = [f"{base}/{path}" for path in listed if matches(path) and "/." not in f"/{path}"]
     if not names:
         raise TableNotFound(f"no file matches the glob {redact_uri(text)!r}: check the path, or pass the folder")
     return _of_list(names, storage_options, threads)
@@ -177,14 +163,14 @@ def _found(storage: Storage, uri: str, files: list[ObjectInfo]) -> Found:
             check_key(info.path)
         except StorageError as error:
             raise StorageError(
-                f"{error}. It lies in {uri!r}, and its rows can be neither read nor left out unasked: rename it, or "
+                f"{error}. It lies in {uri!r}, and its rows can be neither read nor skipped silently: rename it, or "
                 "name the files that you mean by a glob or a list"
             ) from None
     return Found(storage=storage, uri=uri, files=tuple(sorted(files, key=lambda info: info.path)))
 
 
 def open_root(text: str, storage_options: Mapping[str, Any] | None) -> Storage:
-    """The storage rooted at a table's folder; local links to files are followed."""
+    """Return the storage rooted at a table's folder. Local links to files are followed."""
     storage = open_for_table(text, storage_options=storage_options)
     return LocalStorage(storage.name, follow_file_links=True) if isinstance(storage, LocalStorage) else storage
 
@@ -202,19 +188,13 @@ def _is_local_path(text: str) -> bool:
 
 
 def _absolute(text: str) -> str:
-    """A local path without detours, a URL without a slash at its end."""
+    """Return a local path without detours, or a URL without a slash at its end."""
     scheme, rest = split_uri(text)
     return os.path.abspath(os.path.expanduser(rest)) if scheme == "file" else text.rstrip("/")
 
 
-def _split_last(text: str) -> tuple[str, str]:
-    """The folder and the last part of a URL; no last part where that is a bucket."""
-    folder, _, name = split_uri(text)[1].rpartition("/")
-    return (text[: len(text) - len(name) - 1], name) if folder else (text, "")
-
-
 def common_root(texts: Sequence[str]) -> str:
-    """The deepest folder that holds all of these files, above folders named ``key=value``; `ConfigError`: none does."""
+    """Return the deepest folder above all of these files and their folders ``key=value``. `ConfigError`: none does."""
     schemes = {split_uri(text)[0] for text in texts}
     if len(schemes) > 1:
         raise ConfigError(f"the files of a table must lie in one store, not in {', '.join(sorted(schemes))}")
@@ -229,7 +209,7 @@ def common_root(texts: Sequence[str]) -> str:
 
 
 def paths_below(root: str, texts: Sequence[str]) -> list[str]:
-    """The paths of files in their `common_root`, each without one separator in front.
+    """Return the paths of files in their `common_root`, each without one separator in front.
 
     `ConfigError` for an empty name (``//``) in one: in an object store that is not what a single slash names.
     """
@@ -252,7 +232,7 @@ def _empty_name(text: str) -> str:
 
 
 def _common_folder(paths: Sequence[str]) -> str:
-    """The deepest folder that holds all of these paths; ``""`` for the root."""
+    """Return the deepest folder that holds all of these paths; ``""`` for the root."""
     low, high = min(paths).split("/")[:-1], max(paths).split("/")[:-1]
     count = 0
     while count < min(len(low), len(high)) and low[count] == high[count]:
@@ -267,7 +247,7 @@ def _is_data_file(path: str) -> bool:
 
 
 def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) -> TableFormat:
-    """The format of the table that these objects are, ``kind`` if it is one; `ConfigError` where they could be two."""
+    """Return the format of the table of these objects, ``kind`` if it is one; `ConfigError`: it could be two."""
     found: dict[TableFormat, str] = {}
     within: dict[str, str] = {}
     for info in infos:
@@ -298,18 +278,8 @@ def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) 
     return next(iter(found), "parquet")
 
 
-def _refuse_empty_log(uri: str, storage: Storage) -> None:
-    """Raise `ConfigError` where a local folder has the folder of a Delta or Hudi log, and the log is gone."""
-    for folder in _LOGS:
-        if isinstance(storage, LocalStorage) and os.path.isdir(os.path.join(storage.name, folder)):
-            raise ConfigError(
-                f"{uri!r} holds a folder {folder!r} that is empty: the log of a table is gone, and the files alone are "
-                "not the table's rows. Restore the log, or name the files that you mean by a glob or a list"
-            )
-
-
 def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) -> None:
-    """`ConfigError` where a folder ``key=value`` is part of a Delta, Hudi or Iceberg table."""
+    """Raise `ConfigError` where a folder ``key=value`` is part of a Delta, Hudi or Iceberg table."""
     root = text
     while is_partition_folder(root.rpartition("/")[2]):
         root = root.rpartition("/")[0]
@@ -353,18 +323,3 @@ _PARQUET_ONLY = (
     "lakeckpt reads Parquet only: write the rows of other files as Parquet first (pyarrow.dataset reads CSV and JSON, "
     "and its write_dataset writes Parquet)"
 )
-
-
-def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a path matches a glob, both split at ``/``: wildcards stay within a name, and skip hidden ones.
-
-    >>> _matches(["a", "b", "x.pq"], ["**", "*.pq"]), _matches([".a", "x.pq"], ["**", "*.pq"])
-    (True, False)
-    """
-    if not pattern or not names:
-        return not names and all(one == "**" for one in pattern)
-    hidden = names[0].startswith(".")
-    if pattern[0] == "**":
-        return _matches(names, pattern[1:]) or (not hidden and _matches(names[1:], pattern))
-    fits = fnmatch.fnmatchcase(names[0], pattern[0]) and (not hidden or pattern[0].startswith("."))
-    return fits and _matches(names[1:], pattern[1:])

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from lakeckpt.errors import SchemaError
-from lakeckpt.lake.table.scalars import Value, arrow_scalar, from_plain, to_plain
+from lakeckpt.lake.table.scalars import Value, from_plain, to_plain
 
 __all__ = ["STORED", "PartitionColumn", "Value", "coded", "is_partition_folder", "partition_columns", "partition_names"]
 
@@ -37,29 +37,13 @@ class PartitionColumn:
     """A column whose value is one per file: file ``i`` has ``values[codes[i]]``, all of ``type``; see `value_of`.
 
     ``codes`` is int32[files]; `STORED` where the file has the column like any other. ``values`` are distinct, each as
-    ``pyarrow.scalar(value, type)`` takes it. Without ``type``: int64 where there are integers, else string.
+    ``pyarrow.scalar(value, type)`` takes it.
     """
 
     name: str
     values: tuple[Value, ...]
     codes: Int32Array
-    type: pa.DataType | None = None
-
-    def __post_init__(self) -> None:
-        if self.type is None:
-            if len({type(value) for value in self.values if value is not None}) > 1:
-                raise ValueError(f"the partition column {self.name!r} mixes types: {self.values[:8]!r}")
-            integers = any(isinstance(value, int) for value in self.values)
-            object.__setattr__(self, "type", pa.int64() if integers else pa.string())
-        for value in self.values:
-            try:
-                arrow_scalar(value, self.type)
-            except (pa.ArrowException, TypeError, ValueError, ArithmeticError) as error:
-                raise ValueError(
-                    f"the partition column {self.name!r} is {self.type}, not {value!r}: {error}"
-                ) from error
-        if len(self.codes) and (int(self.codes.min()) < STORED or int(self.codes.max()) >= len(self.values)):
-            raise ValueError(f"the partition column {self.name!r} has codes outside of its {len(self.values)} values")
+    type: pa.DataType
 
     @property
     def field(self) -> pa.Field:
@@ -84,12 +68,10 @@ class PartitionColumn:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], codes: Int32Array, schema: pa.Schema) -> PartitionColumn:
-        """The column of a document: its name and `plain_values`; ``ValueError`` or ``TypeError`` where it is none."""
-        name = str(plain["name"])
-        if name not in schema.names:
-            return cls(name=name, values=tuple(plain["values"]), codes=codes)
-        kind = schema.field(name).type
-        return cls(name=name, values=tuple(from_plain(v, kind) for v in plain["values"]), codes=codes, type=kind)
+        """Return the column of a document: its name and `plain_values`."""
+        kind = schema.field(plain["name"]).type
+        values = tuple(from_plain(value, kind) for value in plain["values"])
+        return cls(name=plain["name"], values=values, codes=codes, type=kind)
 
 
 def is_partition_folder(name: str) -> bool:
@@ -108,7 +90,7 @@ def partition_columns(paths: Sequence[str]) -> tuple[PartitionColumn, ...]:
 
 
 def partition_names(path: str) -> set[str]:
-    """Return the partition columns that a path says."""
+    """Return the names of the partition columns in a path."""
     return set(_of_path(path))
 
 
@@ -135,19 +117,11 @@ def _decoded(text: str, path: str) -> str:
 
 
 def _column(name: str, raw: Sequence[str | None]) -> PartitionColumn:
-    distinct = sorted({value for value in raw if value is not None})
-    integers = bool(distinct) and all(_INTEGER.fullmatch(text) and int(text) in _INT64 for text in distinct)
-    values: list[Value] = []
-    code_of: dict[str | None, int] = {}
-    code_of_value: dict[Value, int] = {}
-    for text in [*distinct, *([None] if None in raw else [])]:
-        value: Value = int(text) if integers and text is not None else text
-        if value not in code_of_value:  # "07" and "7" are one integer
-            code_of_value[value] = len(values)
-            values.append(value)
-        code_of[text] = code_of_value[value]
-    codes = np.fromiter((code_of[text] for text in raw), dtype=np.int32, count=len(raw))
-    return PartitionColumn(name=name, values=tuple(values), codes=codes)
+    texts = {text for text in raw if text is not None}
+    if texts and all(_INTEGER.fullmatch(text) and int(text) in _INT64 for text in texts):
+        numbers = [None if text is None else int(text) for text in raw]  # "07" and "7" are one integer
+        return coded(name, pa.int64(), numbers, [False] * len(raw))
+    return coded(name, pa.string(), raw, [False] * len(raw))
 
 
 def coded(name: str, kind: pa.DataType, values: Sequence[Value], stored: Sequence[bool]) -> PartitionColumn:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +22,7 @@ from lakeckpt.errors import (
     ObjectMissing,
     TableVersionGone,
 )
-from lakeckpt.lake.parquet.footer import Footer, read_footer
+from lakeckpt.lake.parquet.footer import read_footer
 from lakeckpt.lake.parquet.ranges import ADVICE, KEEP, LocalBytes, PinnedBytes, StoredBytes, changed, gone, some
 from lakeckpt.lake.storage.base import ObjectInfo, Storage
 from lakeckpt.lake.storage.local import LocalStorage
@@ -41,15 +42,20 @@ class Table:
     storage: Storage
     index: TableIndex
     reopen: Callable[[], Table] | None = field(default=None, repr=False)
-    """Opens what is the newest version now; None where a version was named, and in other processes."""
+    """Opens the newest version; None where a version was named, and in other processes."""
     named: bool = False
-    """Whether a version was named when it was opened."""
+    """True if a version was named when the table was opened."""
     exclude: tuple[tuple[str, int], ...] = ()
     """The row groups (path, ordinal in the file) that are not read, in any version."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # How to open it again holds credentials.
-        return (_table, (self.uri, self.storage, self.index, self.named, self.exclude))
+        fields: dict[str, Any] = {
+            "storage": self.storage,
+            "index": self.index,
+            "named": self.named,
+            "exclude": self.exclude,
+        }
+        return (partial(Table, uri=self.uri, **fields), ())  # how to open it again holds credentials
 
     def __repr__(self) -> str:
         return f"Table({self.uri!r}, files={len(self.index.paths)}, rows={self.num_rows})"
@@ -69,7 +75,7 @@ class Table:
 
         `TableVersionGone` if it is gone, `DataFileChanged` if its size changed.
         """
-        file = self.index.files[ordinal]
+        file = self.index.file(ordinal)
         assert isinstance(self.storage, LocalStorage)
         try:
             opened = pa.OSFile(self.storage.local_path(file.path))
@@ -84,19 +90,15 @@ class Table:
         """Open a file of the index to read ranges of it, several at once; the caller closes it. As `open_file`."""
         if isinstance(self.storage, LocalStorage):
             return LocalBytes(self.open_file(ordinal))
-        return StoredBytes(self.storage, self.uri, self.index.files[ordinal])
-
-    def footer(self, ordinal: int) -> pq.FileMetaData:
-        """Read the footer of a file of the index again. `TableVersionGone`, `DataFileChanged`: not the pinned one."""
-        return self.whole_footer(ordinal).metadata
+        return StoredBytes(self.storage, self.uri, self.index.file(ordinal))
 
     def at(self, index: TableIndex) -> Table:
         """Return the version of the same table that ``index`` pins."""
         return replace(self, index=index)
 
-    def whole_footer(self, ordinal: int) -> Footer:
-        """As `footer`, with the digest of its bytes."""
-        file = self.index.files[ordinal]
+    def footer(self, ordinal: int) -> pq.FileMetaData:
+        """Read the footer of a file of the index again. `TableVersionGone`, `DataFileChanged`: not the pinned one."""
+        file = self.index.file(ordinal)
         try:
             footer = read_footer(self.storage, file.path, file.size_bytes, file.etag)
         except ObjectMissing as error:
@@ -107,9 +109,9 @@ class Table:
             raise changed(
                 self.uri, [f"{file.path!r} no longer ends as it did: it was cut, or written again"]
             ) from error
-        if footer.digest != file.footer_digest:
+        if footer.digest != self.index.footer_digest(ordinal):
             raise changed(self.uri, [f"{file.path!r} has another footer: it was written again"])
-        return footer
+        return footer.metadata
 
     def verify(self, *, threads: int = 16) -> None:
         """Compare the pinned listing with the storage as it is now.
@@ -131,7 +133,7 @@ class Table:
             raise changed(self.uri, differences)
 
     def _difference(self, ordinal: int, path: str, info: ObjectInfo | None) -> str | None:
-        file = self.index.files[ordinal]
+        file = self.index.file(ordinal)
         if info is None:
             return f"{path!r} is gone"
         if info.size_bytes != file.size_bytes:
@@ -144,10 +146,6 @@ class Table:
             except DataFileChanged:
                 return f"{path!r} was written again"
         return None
-
-
-def _table(uri: str, storage: Storage, index: TableIndex, named: bool, exclude: tuple[tuple[str, int], ...]) -> Table:
-    return Table(uri=uri, storage=storage, index=index, named=named, exclude=exclude)
 
 
 def _gone(table: Table, paths: tuple[str, ...], differences: Sequence[str]) -> TableVersionGone:

@@ -1,21 +1,19 @@
 """This module names versions of tables: the version that was asked for, and the version that was pinned.
 
-Plain Parquet has no versions: its version is the listing itself. What a version consists of is in the index.
+Plain Parquet has no versions: its version is the listing itself. The index holds the files of a version.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from lakeckpt.errors import ConfigError
 
 __all__ = ["PLAIN", "TableFormat", "TableVersion", "VersionAsked"]
 
 TableFormat = Literal["parquet", "delta", "iceberg", "hudi"]
-_FORMATS: tuple[str, ...] = get_args(TableFormat)
 _NAMES = {"parquet": "Parquet", "delta": "Delta", "iceberg": "Iceberg", "hudi": "Hudi"}
 _CALLED = {"parquet": "listing", "delta": "version", "iceberg": "snapshot", "hudi": "instant"}
 
@@ -32,8 +30,6 @@ class TableVersion:
     table_id: str | None = None
 
     def __post_init__(self) -> None:
-        if self.format not in _FORMATS:
-            raise ValueError(f"a table's format is one of {', '.join(_FORMATS)}, got {self.format!r}")
         if (self.format == "parquet") != (not self.name):
             raise ValueError(f"a version of a table in the format {self.format} cannot be named {self.name!r}")
 
@@ -41,21 +37,8 @@ class TableVersion:
         called = f"{_NAMES[self.format]} {_CALLED[self.format]}"
         return f"{called} {self.name}" if self.name else called
 
-    def to_plain(self) -> dict[str, object]:
-        """Return values that the wire can carry."""
-        return {"format": self.format, "name": self.name, "timestamp_ms": self.timestamp_ms, "table_id": self.table_id}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, object]) -> TableVersion:
-        """Return what `to_plain` gave; ``ValueError``, ``TypeError`` or ``KeyError`` where it is something else."""
-        kind, name, when, table = (plain[key] for key in ("format", "name", "timestamp_ms", "table_id"))
-        if not isinstance(name, str) or not isinstance(when, int | None) or not isinstance(table, str | None):
-            raise TypeError(f"not a table version: {dict(plain)!r}")
-        return cls(format=kind, name=name, timestamp_ms=when, table_id=table)  # type: ignore[arg-type]
-
 
 PLAIN = TableVersion(format="parquet")
-
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "parquet": (),
@@ -112,7 +95,7 @@ class VersionAsked:
         return tuple(name for name in ("version", "snapshot_id", "timestamp") if getattr(self, name) is not None)
 
     def check(self, kind: TableFormat, uri: str) -> None:
-        """`ConfigError` where tables in this format have no such versions."""
+        """Raise `ConfigError` where tables in this format have no such versions."""
         for name in self.given:
             if name not in _ARGUMENTS[kind]:
                 takes = " or ".join(_ARGUMENTS[kind])

@@ -11,9 +11,8 @@ A selection also records which expression was counted, and by which release of p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +28,9 @@ __all__ = ["EVERY", "NONE", "RowSelection", "digested"]
 Int64Array = npt.NDArray[np.int64]
 Uint64Array = npt.NDArray[np.uint64]
 KIND, VERSION = "row-selection", (1, 0)
+_TEXTS = ("table", "text", "expression", "pyarrow", "digest")
 NONE, EVERY = 0, 2**64 - 1
 """The digests of a row group of which no row, or every row, stays: neither needs a bitmap."""
-_TEXTS = ("table", "text", "expression", "pyarrow", "digest")
 
 
 def digested(mask: pa.ChunkedArray) -> tuple[int, int]:
@@ -64,7 +63,7 @@ class RowSelection:
     group_rows: Int64Array
     """int64[G], read-only: how many rows of each row group stay."""
     group_digests: Uint64Array
-    """uint64[G], read-only: The digest of `digested` of each row group."""
+    """uint64[G], read-only: the digest of `digested` of each row group."""
     digest: str = field(init=False)
     """BLAKE2b-128 (hex) over ``group_rows`` and ``group_digests``, little-endian."""
 
@@ -125,20 +124,10 @@ class RowSelection:
         """Read what `dumps` wrote. Raises `WireError` where it is damaged, newer, or no selection; nothing else."""
         value = loads(data, kind=KIND, supported=VERSION).value
         try:
-            found = cls._of_document(value)
+            found = cls(**{one.name: value[one.name] for one in fields(cls) if one.init})
             digest = value["digest"]
-        except (TypeError, ValueError, KeyError, OverflowError) as error:
+        except (TypeError, ValueError, KeyError) as error:
             raise WireDamaged(f"this row selection is malformed: {type(error).__name__}: {error}") from error
         if found.digest != digest:
             raise WireDamaged(f"this row selection says that its digest is {digest!r:.80}, but it is {found.digest!r}")
         return found
-
-    @classmethod
-    def _of_document(cls, value: Any) -> RowSelection:
-        texts = {name: value[name] for name in _TEXTS if name != "digest"}
-        if not all(isinstance(one, str) for one in texts.values()):
-            raise TypeError("digests, versions and the filter's text are texts")
-        arrays = {name: value[name] for name in ("group_rows", "group_digests")}
-        if not all(isinstance(one, np.ndarray) and one.dtype.kind in "iu" for one in arrays.values()):
-            raise TypeError("arrays of integers were expected")
-        return cls(**texts, **arrays)

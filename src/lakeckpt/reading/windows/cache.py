@@ -20,7 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
+import pyarrow as pa
+
 from lakeckpt.core.order import EpochLayout, OrderSpec, Window
+from lakeckpt.reading.columns.convert import Nulls
+from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
 from lakeckpt.reading.windows.window import DecodedWindow, WindowDecoder
 
@@ -40,9 +44,8 @@ def windows_held_of(lanes: int) -> int:
 
 
 class Served:
-    """Which rows of a window were served: sorted runs that do not touch. Nearly always one run, which grows at its end.
-
-    (`Intervals` would do, at a price for each micro-batch that is felt with small ones.)
+    """The rows of a window that were served: sorted runs that do not touch. There is nearly always one run, which grows
+    at its end. `Intervals` would take longer than this for each micro-batch.
     """
 
     __slots__ = ("size", "starts", "stops")
@@ -53,7 +56,7 @@ class Served:
         self.stops: list[int] = []
 
     def add(self, start: int, stop: int) -> bool:
-        """Add the non-empty [start, stop); tell whether all of it is new."""
+        """Add the non-empty [start, stop). Return whether all of it is new."""
         if self.stops and self.stops[-1] == start:
             self.stops[-1] = stop
             self.size += stop - start
@@ -91,48 +94,54 @@ class CachedWindow:
 
 
 class WindowCache:
-    """Windows that a decoder of ``new_decoder`` decodes, in at most ``threads``. For one thread of one process.
+    """The windows of the row groups that ``rows`` decodes. For one thread of one process.
 
-    ``most_open``: how many are open at once, as many as lanes are read in turn. Up to `windows_held_of` it are held:
-    those, and others that were announced; with ``limit_bytes``, of these only what fits. A window that the reader waits
-    for is always decoded, and those that are open are kept.
+    ``nulls`` as for `WindowDecoder`. At most ``threads`` decode. ``most_open``: how many windows are open at once, as
+    many as lanes are read in turn. Up to `windows_held_of` it are held: the open windows, and others that were
+    announced. With ``limit_bytes``, only those announced windows are held that fit beside the others, and memory
+    waits to be used again only as far as it fits beside them. A window that the reader waits for is always decoded, and
+    open windows are kept.
     """
 
     def __init__(
         self,
-        new_decoder: Callable[[Threads], WindowDecoder],
+        rows: RowGroupDecoder,
         *,
+        nulls: Nulls | None,
         threads: int,
         most_open: int,
         limit_bytes: int | None,
     ) -> None:
         self.uses = count(1)
         """Numbers for `CachedWindow.used`."""
-        self._new_decoder = new_decoder
-        self._threads = Threads(threads)
-        self.decoder = new_decoder(self._threads)
+        self.rows, self._nulls = rows, nulls
+        self._begin_threads(threads)
         self._most_open, self._most_held = most_open, windows_held_of(most_open)
         self._limit = limit_bytes
         self._all: dict[Key, CachedWindow] = {}
         self._deferred: deque[CachedWindow] = deque()
         self._row_bytes = 0.0
+
+    def _begin_threads(self, count: int) -> None:
         self.process = os.getpid()
-        """Whose threads and files they are: in one that was forked, `clear` comes first."""
+        """The process that has the threads. A forked process calls `clear` first."""
+        self._threads = Threads(count)
+        self._decoder = WindowDecoder(self.rows, nulls=self._nulls, threads=self._threads)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # When the interpreter ends, its threads have, and modules may have been emptied: nothing is left to do or use.
+        # When the interpreter ends, its threads have ended, and modules may have been emptied.
         if not is_finalizing() and hasattr(self, "process") and self.process == os.getpid():
             self._threads.close()
 
     @property
     def held(self) -> int:
-        """How many are in memory now, or being decoded."""
+        """How many windows are in memory now, or being decoded."""
         return sum(one.future is not None for one in self._all.values())
 
     @property
     def has_room(self) -> bool:
-        """Whether it is of use to announce more now: it would be decoded soon, or fetched from a store."""
-        return (not self._deferred and not self._threads.have_enough) or self.decoder.rows.has_room
+        """Whether windows that are announced now would be decoded soon, or fetched from a store."""
+        return (not self._deferred and not self._threads.have_enough) or self.rows.has_room
 
     def get(self, layout: EpochLayout, window: Window) -> CachedWindow:
         """Return the window of ``layout``; a new one is begun as soon as there is room."""
@@ -141,18 +150,18 @@ class WindowCache:
         if found is None:
             found = self._all[key] = CachedWindow(key=key, layout=layout, window=window)
             waiting = [one.window for one in self._all.values() if not one.is_ready]
-            self.decoder.rows.expect([part.group for one in waiting for part in one.fragments])
+            self.rows.expect([part.group for one in waiting for part in one.fragments])
             self._deferred.append(found)
             self.fill()
         return found
 
     def wait_for(self, needed: CachedWindow) -> DecodedWindow:
-        """Return what ``needed`` decodes to. What cannot be read now is tried again when it is asked for again."""
+        """Return the rows of ``needed``. A window that cannot be read now is tried again at the next call."""
         if needed.decoded is not None:
             return needed.decoded
         if needed.future is None:
             self._deferred.remove(needed)
-            # Were the other lanes' windows to make room, each would be decoded again for its next micro-batch.
+            # If the windows of other lanes made room, each would be decoded again for its next micro-batch.
             self._make_room(needed, spared=self._most_open - 1)
             self._begin(needed)
         assert needed.future is not None
@@ -176,7 +185,7 @@ class WindowCache:
         del self._all[needed.key]
 
     def trim(self) -> None:
-        """Drop windows beyond what is allowed that nothing announced needs any more."""
+        """Drop windows that nothing announced needs, beyond the number that may be held."""
         if len(self._all) <= self._most_held:
             return
         held = [one for one in self._by_use() if one.future is not None]
@@ -185,21 +194,18 @@ class WindowCache:
             self.drop(one)
 
     def clear(self) -> None:
-        """Forget all windows, close files and end threads; what is needed next is decoded anew.
-
-        Where windows were left, reading was broken off, and memory that waits to be used again is released. At the end
-        of an epoch none are left, and the next epoch uses the memory again.
-        """
-        if self.process != os.getpid():
-            # Forked: the threads that were decoding, and what they were holding locks of, are the parent's.
-            self._threads = Threads(self._threads.count)
-            self.decoder = self._new_decoder(self._threads)
-            self.process = os.getpid()
+        """Drop all windows, close files and end threads; windows that are needed later are decoded anew."""
+        if (
+            self.process != os.getpid()
+        ):  # forked: the threads that decode, and the locks that they hold, are the parent's
+            self._begin_threads(self._threads.count)
         else:
             self._threads.close()
-            self.decoder.close(gives_back=bool(self._all))
+            self.rows.close()
         for one in self._all.values():
             one.gone = True
+        if self._all:  # reading was broken off; after a whole epoch, the next epoch uses the memory again
+            pa.default_memory_pool().release_unused()
         self._all = {}
         self._deferred.clear()
 
@@ -207,7 +213,10 @@ class WindowCache:
 
     def _begin(self, needed: CachedWindow) -> None:
         needed.decoded = None
-        needed.future = self._threads.submit(partial(self.decoder.decode, needed.window))
+        if self._limit is not None:  # the window is decoded into the memory that waits
+            held = [one for one in self._all.values() if one.future is not None]
+            self._decoder.room_bytes = self._limit - sum(map(self._bytes_of, held))
+        needed.future = self._threads.submit(partial(self._decoder.decode, needed.window))
 
     def _make_room(self, needed: CachedWindow, *, spared: int) -> bool:
         """Say whether there is room to decode ``needed``, once windows that nothing needs were dropped.
@@ -238,7 +247,7 @@ class WindowCache:
         return self._row_bytes > 0 and known <= self._limit
 
     def _bytes_of(self, needed: CachedWindow) -> float:
-        """Return what a window takes, or is expected to take: as many bytes a row as the widest so far."""
+        """Return the bytes of a window. One that is not decoded is expected to have the widest rows so far."""
         decoded, future = needed.decoded, needed.future
         if decoded is None and future is not None and future.done() and not future.cancelled():
             decoded = None if future.exception() is not None else future.result()

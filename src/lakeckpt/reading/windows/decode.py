@@ -107,8 +107,8 @@ class RowGroupDecoder:
         """Return rows [start, stop) of those of row group ``group`` (its ordinal in the table) that are not deleted.
 
         The memory is shared with nothing else that this returns. Raises `DataFileDamaged` (file, row group and column
-        named), `RowGroupTooLarge` (more than ``max_row_group_bytes``), `DataFileChanged` (the file is not the pinned
-        one), `SchemaError` (values do not fit the table's type), `TableFeatureUnsupported` (pyarrow lacks the codec),
+        named), `TableError` (more than ``max_row_group_bytes``), `DataFileChanged` (the file is not the pinned
+        one), `SchemaError` (values do not fit the table's type), `TableError` (pyarrow lacks the codec),
         `StorageError` (the store failed), `ValueError` (no such rows).
         """
         index = self.table.index

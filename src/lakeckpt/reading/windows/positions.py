@@ -13,8 +13,7 @@ runs per row, and any position can be entered at any time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,14 @@ import pyarrow as pa
 
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.errors import ConfigError, NullValueError
-from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import Nulls, convert
 from lakeckpt.reading.columns.gather import cut, join_rows
 from lakeckpt.reading.columns.plain import PlainRows
 from lakeckpt.reading.columns.ragged import map_namespace
 from lakeckpt.reading.windows.cache import CachedWindow, WindowCache
 from lakeckpt.reading.windows.decode import RowGroupDecoder
-from lakeckpt.reading.windows.threads import Threads, usual_threads
-from lakeckpt.reading.windows.window import DecodedWindow, WindowDecoder
+from lakeckpt.reading.windows.threads import usual_threads
+from lakeckpt.reading.windows.window import DecodedWindow
 
 __all__ = ["Announced", "NullFound", "Piece", "PositionReader"]
 
@@ -51,17 +49,16 @@ Announced = list[tuple[CachedWindow, int, int]]
 
 
 class PositionReader:
-    """Reads rows of ``table`` by their positions in the order that ``spec`` makes of it. For one thread.
+    """Reads the rows that ``decoder`` decodes by their positions in the order that ``spec`` makes. For one thread.
 
-    ``max_windows`` and ``memory_limit_bytes``: how many windows are open at once, and what holds their memory down, as
-    `WindowCache` has them. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``columns`` as for
-    `RowGroupDecoder`. ``threads`` decode.
+    ``max_windows`` is the number of windows that are open at once, and ``memory_limit_bytes`` bounds the windows that
+    are held, as `WindowCache` has them. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``make`` is
+    applied to every array of the columns. At most ``threads`` decode; None: as many as there are processors.
     """
 
     def __init__(
         self,
-        table: Table,
-        columns: Sequence[str] | None,
+        decoder: RowGroupDecoder,
         spec: OrderSpec,
         *,
         max_windows: int,
@@ -69,7 +66,6 @@ class PositionReader:
         make: Callable[[Any], Any] | None = None,
         memory_limit_bytes: int | None = None,
         threads: int | None = None,
-        new_decoder: Callable[[], RowGroupDecoder] | None = None,
     ) -> None:
         if max_windows < 1:
             raise ConfigError(f"max_windows must be at least 1, got {max_windows}")
@@ -77,20 +73,17 @@ class PositionReader:
         self._nulls = nulls
         self._make = make
         self._max_windows = max_windows
-        new_decoder = partial(RowGroupDecoder, table, columns) if new_decoder is None else new_decoder
+        self.schema: pa.Schema = decoder.schema
+        """The schema of the rows."""
         self._windows = WindowCache(
-            partial(_new_windows, new_decoder, nulls),
+            decoder,
+            nulls=nulls,
             threads=usual_threads() if threads is None else threads,
             most_open=max_windows,
             limit_bytes=memory_limit_bytes,
         )
         self._follows: dict[int, CachedWindow] = {}
         """The windows of what was announced last of each lane, by where that stopped: nearly all goes on there."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The schema of what is read."""
-        return self._windows.decoder.schema
 
     @property
     def windows_held(self) -> int:
@@ -241,7 +234,3 @@ class PositionReader:
 
 def _as_it_is(array: Any) -> Any:
     return array
-
-
-def _new_windows(new_decoder: Callable[[], RowGroupDecoder], nulls: Nulls | None, threads: Threads) -> WindowDecoder:
-    return WindowDecoder(new_decoder(), nulls=nulls, threads=threads)

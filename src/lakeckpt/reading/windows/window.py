@@ -6,12 +6,14 @@ positions. A later cut of the window is a view, made in a microsecond a column.
 
 Columns are gathered one after another, and the source of each is released at once: of a window of many columns, one is
 held twice at a time. A window with nulls where none are allowed stays an Arrow table, so that only the micro-batch
-which holds a null raises. The decoder keeps nothing of what it decoded.
+which holds a null raises. The decoder keeps no rows, but the memory of one window that nobody looks at any more waits
+to be used for a later window.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -21,7 +23,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lakeckpt.core.hashing import Means
 from lakeckpt.core.order import Fragment, Window
 from lakeckpt.errors import DataFileDamaged, NullValueError
 from lakeckpt.reading.columns.convert import Nulls, convert_parts
@@ -56,27 +57,24 @@ class WindowDecoder:
     ``decoder`` is shared by the ``threads``. ``nulls`` as for `convert`; None: windows are Arrow tables.
     """
 
-    def __init__(
-        self,
-        decoder: RowGroupDecoder,
-        *,
-        nulls: Nulls | None,
-        threads: Threads,
-    ) -> None:
+    def __init__(self, decoder: RowGroupDecoder, *, nulls: Nulls | None, threads: Threads) -> None:
         self.rows = decoder
         self._nulls = nulls
         self._threads = threads
-        memory = self._memory = Recycled()
-        self._means = Means(new=lambda count: memory.new((count,), np.dtype(np.uint64)), counted=_counted)
+        self._memory = Recycled()
+        self._largest = 0
+        self.room_bytes: float = math.inf
+        """The most memory that may wait to be used for a later window, beside the windows that are held."""
         self.schema: pa.Schema = decoder.schema
 
     def decode(self, window: Window) -> DecodedWindow:
         """Return the rows of ``window``, in memory of their own. Raises as `RowGroupDecoder.decode`."""
+        self._memory.limit_bytes = int(max(0, min(self._largest, self.room_bytes)))
         # One row group may keep one thread busy alone; of several, the next window is not to take the threads.
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             tables = self._threads.map(self._fragment, window.fragments) or [self.schema.empty_table()]
         _check_rows(window, tables)
-        order = window.permutation(self._means)
+        order = window.permutation()
         if self._nulls is None:
             return _as_table(_ordered(tables, order, self.schema))
         nulls = self._nulls
@@ -94,15 +92,8 @@ class WindowDecoder:
         names = list(parts[0])
         columns = dict(zip(names, self._threads.map(whole, names), strict=True))
         size = max(held, column_bytes(columns))
-        self._memory.limit_bytes = max(self._memory.limit_bytes, size)
+        self._largest = max(self._largest, size)
         return DecodedWindow(columns=columns, table=None, size_bytes=size, plain=PlainRows.of(columns))
-
-    def close(self, *, gives_back: bool) -> None:
-        """Close the files that are open; a later `decode` opens them again. ``gives_back``: what Arrow keeps, too."""
-        self.rows.close()
-        if gives_back:
-            self._memory.forget()
-            pa.default_memory_pool().release_unused()
 
     def _fragment(self, part: Fragment) -> pa.Table:
         return self.rows.decode(part.group, part.start, part.stop)
@@ -117,12 +108,6 @@ def _check_rows(window: Window, tables: Sequence[pa.Table]) -> None:
             f"row groups {groups} of the table gave {came} rows where {window.rows} were expected: a data file is "
             "damaged, or was replaced. Write it again, or open the table version that the run began with"
         )
-
-
-def _counted(digits: npt.NDArray[np.uint16]) -> Int64Array:
-    """As `Means.counted`, in half of numpy's time: in memory that Arrow has, and with one table of all digits."""
-    places: Int64Array = pc.array_sort_indices(pa.array(digits)).to_numpy().view(np.int64)
-    return places
 
 
 def _as_table(table: pa.Table) -> DecodedWindow:

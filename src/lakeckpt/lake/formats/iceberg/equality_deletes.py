@@ -1,7 +1,7 @@
 """This module finds the rows of each data file that the equality deletes of an Iceberg snapshot delete.
 
 An equality delete file lists values of some columns: rows that have them are deleted. Null equals null, and floats are
-equal as their bits are (NaN to NaN, 0.0 not to -0.0). Only the data say which rows those are: pyiceberg reads the
+equal as their bits are (NaN to NaN, 0.0 not to -0.0). Only the data files know these rows: pyiceberg reads the
 compared columns, and no others, of every data file that such deletes apply to, with its rules for columns that were
 renamed, added or dropped since. This is the one case in which opening a table reads data. The threads are joined.
 """
@@ -22,7 +22,7 @@ from pyiceberg.table import FileScanTask
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.types import NestedField, PrimitiveType
 
-from lakeckpt.errors import DataFileDamaged, LakeckptError, TableFeatureUnsupported
+from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError
 from lakeckpt.lake.formats.iceberg.plan import DeleteFile, PlannedFile
 from lakeckpt.lake.table.deletes import Int64Array
 
@@ -32,9 +32,9 @@ __all__ = ["rows_deleted_by_value"]
 def rows_deleted_by_value(
     planned: Sequence[PlannedFile], metadata: TableMetadata, io: FileIO, *, threads: int
 ) -> dict[str, Int64Array]:
-    """Location of a data file → the rows that equality deletes name (int64, ascending); files without have no entry.
+    """Return the rows that equality deletes name (int64, ascending), by location of the data file; no rows: no entry.
 
-    `TableFeatureUnsupported` where columns are compared that cannot be, `DataFileDamaged` names a file that cannot be
+    `TableError` where columns are compared that cannot be, `DataFileDamaged` names a file that cannot be
     read.
     """
     affected = [one for one in planned if one.equalities]
@@ -64,9 +64,9 @@ def rows_deleted_by_value(
 
 
 def _compared(delete: DeleteFile, metadata: TableMetadata) -> Schema:
-    """The columns that a delete file compares: as they are now, or as they last were if they have been dropped."""
+    """Return the columns that a delete file compares, as they are now, or as they were before they were dropped."""
     if delete.format != FileFormat.PARQUET.value:
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the equality delete file {delete.location!r} is {delete.format}: only Parquet is read here. "
             "Compact the table (rewrite_data_files)"
         )
@@ -75,7 +75,7 @@ def _compared(delete: DeleteFile, metadata: TableMetadata) -> Schema:
     for field_id in delete.equality_ids:
         field = next((field for one in schemas for field in one.fields if field.field_id == field_id), None)
         if field is None or not isinstance(field.field_type, PrimitiveType):
-            raise TableFeatureUnsupported(
+            raise TableError(
                 f"the equality delete file {delete.location!r} compares the field {field_id}, which is "
                 f"{'in no schema of the table' if field is None else 'nested'}: compact the table (rewrite_data_files)"
             )
@@ -84,8 +84,8 @@ def _compared(delete: DeleteFile, metadata: TableMetadata) -> Schema:
             NestedField(field_id, f"f{field_id}", field.field_type, False, initial_default=field.initial_default)
         )
     if not fields:
-        raise TableFeatureUnsupported(
-            f"the equality delete file {delete.location!r} does not say which columns it compares: compact the table"
+        raise TableError(
+            f"the equality delete file {delete.location!r} does not name the columns it compares: compact the table"
         )
     return Schema(*fields)
 
@@ -107,7 +107,7 @@ def _read(file: DataFile, schema: Schema, metadata: TableMetadata, io: FileIO) -
 def _checked(table: pa.Table, rows: int, location: str) -> pa.Table:
     if table.num_rows != rows:
         raise DataFileDamaged(
-            f"{location!r} holds {table.num_rows} rows, but its manifest says {rows}: restore it from a good copy",
+            f"{location!r} holds {table.num_rows} rows, but its manifest has {rows}: restore it from a good copy",
             file=location,
         )
     return table

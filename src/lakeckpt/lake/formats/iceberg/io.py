@@ -1,10 +1,8 @@
 """This module lets pyiceberg read metadata through our storages, and our storages use the credentials of a catalog.
 
-`StorageIO` is pyiceberg's ``FileIO`` over `lakeckpt.lake.storage.base`; it opens tables without a catalog. It only
-reads, and only in the store in which the metadata file lies: metadata may name any file, and a file of another store
-must not make this machine read its own. `storage_options_of` returns the options of a storage for the FileIO properties
-of a catalog. `plain_location` returns a location as `open_storage` takes it. Properties hold secrets: the module shows
-none of them.
+`StorageIO` is pyiceberg's ``FileIO`` over `lakeckpt.lake.storage.base`; it opens tables without a catalog, and only
+reads. `storage_options_of` returns the options of a storage for the FileIO properties of a catalog. `plain_location`
+returns a location as `open_storage` takes it. Properties hold secrets: the module shows none of them.
 """
 
 from __future__ import annotations
@@ -17,9 +15,8 @@ from typing import Any
 from pyiceberg.io import FileIO, InputFile, OutputFile
 
 from lakeckpt.errors import ConfigError, ObjectMissing, TableError
-from lakeckpt.lake.storage.base import Storage, redact_uri, split_uri
-from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.lake.storage.open import open_for_table
+from lakeckpt.lake.storage.base import Storage, split_uri
+from lakeckpt.lake.table.listing import open_root
 
 __all__ = ["StorageIO", "plain_location", "storage_options_of"]
 
@@ -104,28 +101,20 @@ def _chosen(properties: Mapping[str, Any], names: Mapping[str, tuple[str, ...]])
 
 
 class StorageIO(FileIO):
-    """Reads through our storages, with the given options, what lies in the store of ``home`` (a location)."""
+    """Reads through our storages, opened with the given options. A location of any store may be asked for."""
 
-    def __init__(self, home: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, storage_options: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        self._home, self._options = split_uri(plain_location(home))[0], storage_options
+        self._options = storage_options
         self._storages: dict[str, Storage] = {}
 
     def __repr__(self) -> str:
-        return f"StorageIO({self._home!r})"
+        return "StorageIO()"
 
     def new_input(self, location: str) -> _StoredFile:
-        place = plain_location(location)
-        if split_uri(place)[0] != self._home:
-            raise ConfigError(
-                f"the table's metadata lie in a store of the kind {self._home!r}, but refer to {redact_uri(place)!r}: "
-                "open the table through its catalog"
-            )
-        folder, _, name = place.rpartition("/")
+        folder, _, name = plain_location(location).rpartition("/")
         if folder not in self._storages:
-            storage = open_for_table(folder or "/", storage_options=self._options)
-            local = isinstance(storage, LocalStorage)
-            self._storages[folder] = LocalStorage(folder or "/", follow_file_links=True) if local else storage
+            self._storages[folder] = open_root(folder or "/", self._options)
         return _StoredFile(location, self._storages[folder], name)
 
     def new_output(self, location: str) -> OutputFile:
@@ -136,7 +125,7 @@ class StorageIO(FileIO):
 
 
 class _StoredFile(InputFile):
-    """One object of a storage, as pyiceberg wants it."""
+    """One object of a storage, as pyiceberg takes it."""
 
     def __init__(self, location: str, storage: Storage, name: str) -> None:
         super().__init__(location)
@@ -159,7 +148,7 @@ class _StoredFile(InputFile):
 
 
 class _Stream(io.RawIOBase):
-    """A file that can be sought and read in; each read is one ranged read."""
+    """An object of a storage as a file that can be sought in; each read is one ranged read."""
 
     def __init__(self, file: _StoredFile) -> None:
         super().__init__()
@@ -171,21 +160,18 @@ class _Stream(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def read(self, size: int | None = -1) -> bytes:
-        stop = None if size is None or size < 0 else self._place + size
-        data = b"" if stop == self._place else self._file.read(self._place, stop)
+    def readall(self) -> bytes:
+        data = self._file.read(self._place, None)
         self._place += len(data)
         return data
 
     def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
+        data = self._file.read(self._place, self._place + len(buffer)) if len(buffer) else b""
         buffer[: len(data)] = data
+        self._place += len(data)
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place}.get(whence)
         self._place = max(0, offset + (len(self._file) if start is None else start))
-        return self._place
-
-    def tell(self) -> int:
         return self._place

@@ -39,7 +39,7 @@ from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.transforms import IdentityTransform, VoidTransform
 from pyiceberg.types import StringType
 
-from lakeckpt.errors import TableError, TableFeatureUnsupported
+from lakeckpt.errors import TableError
 
 __all__ = ["DeleteFile", "PlannedFile", "plan_files"]
 
@@ -50,11 +50,11 @@ _Partition = tuple[int, tuple[object, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteFile:
-    """One delete file of a snapshot, as its manifest tells it.
+    """One delete file of a snapshot, as its manifest has it.
 
     ``start`` and ``size_bytes`` (of a deletion vector): where its bytes lie in the file; ``count`` the deleted rows or
     the values that it lists; ``equality_ids`` the columns that equality deletes compare, by field id; ``file`` the
-    manifest's own words.
+    manifest's own entry.
     """
 
     location: str
@@ -103,7 +103,7 @@ def plan_files(
 ) -> list[PlannedFile]:
     """Return the data files of a snapshot with what deletes rows of them, sorted by location.
 
-    `TableFeatureUnsupported` where a file cannot be read exactly, `TableError` where manifests contradict each other.
+    Raises `TableError` where a file cannot be read exactly, or manifests contradict each other.
     """
     for manifest in manifests:
         if manifest.key_metadata is not None:
@@ -129,7 +129,7 @@ def plan_files(
 def _planned(entry: _Entry, deletes: _Deletes, spec: PartitionSpec) -> PlannedFile:
     path = entry.file.file_path
     if entry.file.file_format != FileFormat.PARQUET:
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the data file {path!r} is {entry.file.file_format.value}: only Parquet is read here. "
             "Write it again as Parquet (write.format.default), then rewrite the table's data files"
         )
@@ -211,7 +211,7 @@ class _Deletes:
         elif file.file_format == FileFormat.PUFFIN:
             if only is None or entry.get("content_offset") is None or entry.get("content_size_in_bytes") is None:
                 raise TableError(
-                    f"the deletion vector in {file.file_path!r} does not say which data file it is for, or where it "
+                    f"the deletion vector in {file.file_path!r} does not name its data file, or where it "
                     "lies: write the deletes again"
                 )
             self.vectors[only].append(entry)
@@ -256,7 +256,7 @@ def _delete_file(entry: _Entry) -> DeleteFile:
 
 
 def _only_file(entry: _Entry) -> str | None:
-    """Return the one data file that all deletes of a file are for, where its manifest says so."""
+    """Return the one data file that all deletes of a file are for, where its manifest names it."""
     named = entry.get("referenced_data_file")
     if named is not None:
         return str(named)
@@ -265,7 +265,7 @@ def _only_file(entry: _Entry) -> str | None:
 
 
 def _may_hold(entry: _Entry, path: str) -> bool:
-    """Whether the bounds of the paths in a position delete file include ``path``; those of long paths are cut."""
+    """Return whether the bounds of the paths in a delete file include ``path``; bounds of long paths are cut."""
     lower, upper = _path_bounds(entry)
     return (lower is None or lower <= path) and (upper is None or path <= upper or path.startswith(upper))
 
@@ -284,8 +284,8 @@ def _comparable(value: object) -> object:
     return "NaN" if isinstance(value, float) and math.isnan(value) else value
 
 
-def _encrypted(location: str) -> TableFeatureUnsupported:
-    return TableFeatureUnsupported(
+def _encrypted(location: str) -> TableError:
+    return TableError(
         f"{location!r} is encrypted (it has key metadata): encrypted Iceberg tables are not read. "
         "Copy the rows to a table without encryption"
     )

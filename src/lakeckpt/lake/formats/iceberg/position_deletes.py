@@ -2,8 +2,8 @@
 
 `deleted_rows` reads the position delete files (Parquet) and deletion vectors (Puffin) of a plan, each once, in
 parallel, and returns ordinals by data file. It checks the length, magic, checksum and number of rows of a vector, the
-number of rows that a position delete file lists, and that no row beyond the end of a file is named. What does not fit
-is refused as damage, by name: a delete that is not understood is never ignored. The threads are joined.
+number of rows that a position delete file lists, and that no row beyond the end of a file is named. A delete that does
+not fit is refused as damage, by name: a delete that is not understood is never ignored. The threads are joined.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 from pyroaring import BitMap64
 
-from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError, TableFeatureUnsupported, TableVersionGone
+from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError, TableVersionGone
 from lakeckpt.lake.formats.iceberg.plan import DeleteFile, PlannedFile
 from lakeckpt.lake.table.deletes import Int64Array
 
@@ -60,7 +60,7 @@ def deleted_rows(planned: Sequence[PlannedFile], io: FileIO, *, threads: int) ->
 
 
 def read_location(io: FileIO, location: str, start: int = 0, size_bytes: int | None = None) -> bytes:
-    """Bytes of a file that a snapshot refers to. `TableVersionGone`, `DataFileDamaged` (shorter) or `TableError`."""
+    """Return bytes of a file that a snapshot names. `TableVersionGone`, `DataFileDamaged` (shorter) or `TableError`."""
     try:
         with io.new_input(location).open() as stream:
             if start:
@@ -86,10 +86,10 @@ def _vector(vector: DeleteFile, io: FileIO) -> Int64Array:
     start, size = vector.start, vector.size_bytes
     assert start is not None and size is not None
     if start < 0 or size < 12:
-        raise _damaged(vector.location, f"is said to hold a deletion vector of {size} bytes at byte {start}")
+        raise _damaged(vector.location, f"cannot hold a deletion vector of {size} bytes at byte {start}")
     blob = read_location(io, vector.location, start, size)
-    inner, told = blob[4:-4], int.from_bytes(blob[:4], "big")
-    if told != len(inner) or inner[:4] != _VECTOR_MAGIC:
+    inner, length = blob[4:-4], int.from_bytes(blob[:4], "big")
+    if length != len(inner) or inner[:4] != _VECTOR_MAGIC:
         raise _damaged(vector.location, f"holds no deletion vector at byte {start}")
     if zlib.crc32(inner) != int.from_bytes(blob[-4:], "big"):
         raise _damaged(
@@ -101,7 +101,7 @@ def _vector(vector: DeleteFile, io: FileIO) -> Int64Array:
         raise _damaged(vector.location, f"has a malformed deletion vector at byte {start} ({error})") from error
     if len(rows) != vector.count:
         raise _damaged(
-            vector.location, f"deletes {len(rows)} rows at byte {start}, but its manifest says {vector.count}"
+            vector.location, f"deletes {len(rows)} rows at byte {start}, but its manifest has {vector.count}"
         )
     return rows
 
@@ -109,7 +109,7 @@ def _vector(vector: DeleteFile, io: FileIO) -> Int64Array:
 def _positions(delete: DeleteFile, wanted: set[str], io: FileIO) -> dict[str, Int64Array]:
     """Return what a position delete file lists of the data files ``wanted``."""
     if delete.format != "PARQUET":
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the position delete file {delete.location!r} is {delete.format}: only Parquet and Puffin are read here. "
             "Compact the table (rewrite_position_delete_files or rewrite_data_files)"
         )
@@ -127,7 +127,7 @@ def _positions(delete: DeleteFile, wanted: set[str], io: FileIO) -> dict[str, In
     except (pa.ArrowException, ValueError, KeyError, OSError) as error:
         raise _damaged(delete.location, f"cannot be read as position deletes ({_one_line(error)})") from error
     if len(positions) != delete.count:
-        raise _damaged(delete.location, f"lists {len(positions)} rows, but its manifest says {delete.count}")
+        raise _damaged(delete.location, f"lists {len(positions)} rows, but its manifest has {delete.count}")
     return _grouped(paths, np.asarray(positions.to_numpy(zero_copy_only=False), np.int64), wanted)
 
 

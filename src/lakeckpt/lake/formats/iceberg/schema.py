@@ -1,4 +1,4 @@
-"""This module turns an Iceberg schema into an Arrow schema, and says by what data files store each column.
+"""This module turns an Iceberg schema into an Arrow schema, and finds how data files identify each column.
 
 Iceberg finds columns by field id, at every depth: renamed, reordered, added and dropped columns keep their ids. A file
 without ids (written before the table was Iceberg's) is read by the table's name mapping, and refused where there is
@@ -27,7 +27,7 @@ from pyiceberg.types import (
     StructType,
 )
 
-from lakeckpt.errors import TableFeatureUnsupported
+from lakeckpt.errors import TableError
 from lakeckpt.lake.parquet.types import narrow_type
 from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField
 from lakeckpt.lake.table.scalars import Value
@@ -40,12 +40,12 @@ _NEVER = ("",)
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """The Arrow schema of an Iceberg schema, without metadata. `TableFeatureUnsupported` where it has no such type."""
+    """Return the Arrow schema of an Iceberg schema, without metadata. `TableError` where it has no such type."""
     try:
         whole = schema_to_pyarrow(schema, include_field_ids=False)
     except Exception as error:  # of types that it does not know, pyiceberg raises what its visitor meets
-        raise TableFeatureUnsupported(
-            f"the table has columns whose types pyiceberg cannot tell Arrow ({error}): copy it without them"
+        raise TableError(
+            f"the table has columns whose types pyiceberg cannot turn into Arrow's ({error}): copy it without them"
         ) from error
     return pa.schema([pa.field(one.name, narrow_type(one.type), nullable=one.nullable) for one in whole])
 
@@ -56,7 +56,7 @@ def column_mapping(schema: Schema, names: NameMapping | None) -> ColumnMapping:
 
 
 def arrow_value(value: Any, kind: IcebergType) -> Value:
-    """A value of a manifest (a partition's) or of a schema (a default), as `pyarrow.scalar` takes it for its column."""
+    """Return a value of a manifest (a partition's) or schema (a default) as `pyarrow.scalar` takes it."""
     if isinstance(value, str) and not isinstance(kind, StringType) and isinstance(kind, PrimitiveType):
         value = from_json(kind, value)  # a default, as the schema's JSON has it
     if isinstance(value, uuid.UUID):
@@ -73,7 +73,7 @@ def _stored(one: NestedField, mapped: list[MappedField] | None) -> StoredField:
     below = None if mapped is None else (own.fields if own is not None else [])
     default = one.initial_default
     if default is not None and not isinstance(one.field_type, PrimitiveType):
-        raise TableFeatureUnsupported(
+        raise TableError(
             f"the nested column {one.name!r} has an initial default, which is not read: write the files anew with it"
         )
     return StoredField(
@@ -85,7 +85,7 @@ def _stored(one: NestedField, mapped: list[MappedField] | None) -> StoredField:
 
 
 def _children(kind: IcebergType) -> Iterable[NestedField]:
-    """In the order of the Arrow type's: a struct's fields, a list's element, a map's key and value."""
+    """Return the fields below a type in Arrow's order: a struct's fields, a list's element, a map's key and value."""
     if isinstance(kind, StructType):
         return kind.fields
     if isinstance(kind, ListType):

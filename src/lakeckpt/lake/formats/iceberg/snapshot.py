@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pyiceberg.table import Table
 
-from lakeckpt.errors import LakeckptError, TableError, TableFeatureUnsupported, TableVersionGone
+from lakeckpt.errors import LakeckptError, TableError, TableVersionGone
 from lakeckpt.lake.formats.iceberg.equality_deletes import rows_deleted_by_value
 from lakeckpt.lake.formats.iceberg.io import StorageIO, plain_location, storage_options_of
 from lakeckpt.lake.formats.iceberg.plan import PlannedFile, plan_files
@@ -30,13 +30,13 @@ from lakeckpt.lake.table.version import TableVersion, VersionAsked
 __all__ = ["pin"]
 
 _NO_SNAPSHOT = "-1"
-"""What the format itself calls the version of a table that has no snapshot yet."""
+"""The format's own name for the version of a table that has no snapshot yet."""
 
 
 def pin(source: object, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int) -> PinnedFiles:
     """Return what the snapshot ``asked`` for of the table at ``source`` consists of; see `load` for what that may be.
 
-    `TableNotFound`, `ConfigError`, `TableFeatureUnsupported` (it cannot be read exactly), `DataFileDamaged` (metadata
+    `TableNotFound`, `ConfigError`, `TableError` (it cannot be read exactly), `DataFileDamaged` (metadata
     or delete files that are gone or malformed), `StorageError`.
     """
     table = load(source, storage_options=storage_options)
@@ -121,7 +121,7 @@ def _deleted(table: Table, planned: Sequence[PlannedFile], threads: int) -> dict
 def _root(table: Table, places: Sequence[str]) -> str:
     """Return the table's location where all files lie in it, else the deepest folder that holds them.
 
-    Of a location that ends with a slash, some writers make ``s3://lake/t//data/…``: files of ``s3://lake/t//data``.
+    Some writers turn a location that ends with a slash into ``s3://lake/t//data/…``: files of ``s3://lake/t//data``.
     """
     location = plain_location(table.location()).rstrip("/")
     if all(place.startswith(location + "/") and "//" not in place[len(location) :] for place in places):
@@ -132,7 +132,7 @@ def _root(table: Table, places: Sequence[str]) -> str:
 def _refuse_unreadable(table: Table) -> None:
     for name in table.metadata.properties:
         if name.startswith("encryption."):
-            raise TableFeatureUnsupported(
+            raise TableError(
                 f"the table {_name(table)!r} is encrypted (it has the property {name!r}): encrypted Iceberg tables are "
                 "not read. Copy the rows to a table without encryption"
             )

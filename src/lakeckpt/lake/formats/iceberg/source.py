@@ -3,7 +3,7 @@
 `load` finds the metadata of the table: through a catalog (``iceberg://catalog/namespace.table``, the catalog by
 pyiceberg's own configuration), from a `pyiceberg.table.Table` that the user loaded, or without a catalog from a
 metadata file or the folder of the table. In a folder, the newest metadata file is the one that ``version-hint.text``
-names (and versions that follow it without a gap), else the one with the highest version number. A folder does not say
+names (and versions that follow it without a gap), else the one with the highest version number. A folder does not know
 what its catalog committed, so two files of that number are refused. `choose_snapshot` picks the snapshot. The module
 reads metadata only.
 """
@@ -48,12 +48,12 @@ class Chosen:
 
 
 def is_metadata_file(name: str) -> bool:
-    """Whether a file's name is that of Iceberg table metadata."""
+    """Return whether a file's name is that of Iceberg table metadata."""
     return _METADATA.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def load(source: object, *, storage_options: Mapping[str, Any] | None) -> Table:
-    """The table, as its metadata say now. `TableNotFound`, `ConfigError`, `TableError`, `StorageError`."""
+    """Return the table by its current metadata. `TableNotFound`, `ConfigError`, `TableError`, `StorageError`."""
     if isinstance(source, Table):
         return source
     if not isinstance(source, str):
@@ -65,7 +65,7 @@ def load(source: object, *, storage_options: Mapping[str, Any] | None) -> Table:
 
 
 def choose_snapshot(table: Table, asked: VersionAsked) -> Chosen:
-    """The snapshot that ``asked`` names; the current one, with the table's schema, where it names none.
+    """Return the snapshot that ``asked`` names; the current one, with the table's schema, where it names none.
 
     ``version`` is a branch or a tag, else a snapshot id. A snapshot that is named is read with the schema that it was
     written with, as pyiceberg does. `TableNotFound` where there is none such.
@@ -128,7 +128,7 @@ def _of_catalog(source: str) -> Table:
 
 
 def _newest_metadata(folder: str, storage_options: Mapping[str, Any] | None) -> str:
-    """The metadata file of a table's folder that holds its newest version."""
+    """Return the metadata file of a table's folder that holds its newest version."""
     storage = open_for_table(folder, storage_options=storage_options)
     names = {info.path.partition("/")[2] for info in storage.list("metadata")}
     versions: dict[int, list[str]] = {}
@@ -155,14 +155,14 @@ def _newest_metadata(folder: str, storage_options: Mapping[str, Any] | None) -> 
     if len(versions[newest]) > 1:
         raise ConfigError(
             f"{redact_uri(folder)!r} has more than one metadata file of version {newest} "
-            f"({', '.join(map(repr, versions[newest][:3]))}): only its catalog can tell which was committed. Open the "
+            f"({', '.join(map(repr, versions[newest][:3]))}): only its catalog knows which was committed. Open the "
             "table through the catalog, or pass the metadata file"
         )
     return f"{folder}/metadata/{versions[newest][0]}"
 
 
 def _of_metadata(location: str, storage_options: Mapping[str, Any] | None) -> Table:
-    io = StorageIO(location, storage_options)
+    io = StorageIO(storage_options)
     named = redact_uri(location)
     try:
         data = io.new_input(location).read(0, MAX_METADATA_BYTES)

@@ -1,7 +1,8 @@
-"""Which Parquet files does a test read?  A `LakeSpec` says: files, row groups, columns, nulls; and writes them.
+"""This module describes the Parquet tables that tests read, writes them, and draws them for properties.
 
-Values are functions of the row's number alone, so that a spec is small, prints well, and a row is known wherever it
-turns up. Column ``id`` (int64) is the row's number in the table's own order.
+A `LakeSpec` holds files, row groups, columns and nulls. Values are functions of the row's number alone, so that a spec
+is small and prints well, and a row is known wherever it turns up. Column ``id`` (int64) is the row's number in the
+table's own order.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from hypothesis import strategies as st
 
 from lakeckpt.errors import ConfigError
 
-__all__ = ["COLUMNS", "LakeSpec"]
+__all__ = ["COLUMNS", "LakeSpec", "tables"]
 
 _WORDS = ("", "sea", "lake", "öde", "日本", "🌊", "a longer piece of text, to be cut by offsets")
 
@@ -107,3 +109,25 @@ class LakeSpec:
                     writer.write_table(self.table(start, start + rows), row_group_size=max(rows, 1))
                     start += rows
         return root
+
+
+@st.composite
+def tables(
+    draw: st.DrawFn,
+    *,
+    max_files: int = 3,
+    max_row_groups: int = 4,
+    max_group_rows: int = 12,
+    columns: tuple[str, ...] = COLUMNS,
+    max_columns: int = 3,
+    nulls: bool = False,
+) -> LakeSpec:
+    """Tables of up to ``max_files`` files of up to ``max_row_groups`` row groups of up to ``max_group_rows`` rows each.
+
+    Row groups and files may be empty. ``columns``: the kinds to choose from; ``nulls``: whether some may be null.
+    """
+    group = st.integers(0, max_group_rows)
+    files = draw(st.lists(st.lists(group, max_size=max_row_groups).map(tuple), min_size=1, max_size=max_files))
+    chosen = draw(st.lists(st.sampled_from(columns), max_size=max_columns, unique=True)) if columns else []
+    null_every = draw(st.sampled_from([0, 2, 3, 7])) if nulls else 0
+    return LakeSpec(files=tuple(files), columns=tuple(chosen), null_every=null_every)
