@@ -148,7 +148,7 @@ def test_a_crafted_part_whose_checksums_are_right_is_refused(number: int) -> Non
     # Another dtype of the same size is a misfit: what is compared first is records, and not heads of files.
     assert found.type is CheckpointMismatch or [one.category for one in told] == [DamageWarning]
     assert str({name: one.state_dict() for name, one in objects.items()}) == before
-    assert all(path.startswith(("log/", "parts/00", "objects/00")) for path in touched)
+    assert all(path.startswith(("log/", "parts/00", "objects/00", "remap/00")) for path in touched)
 
 
 def test_two_things_of_one_name_in_a_file_are_refused() -> None:

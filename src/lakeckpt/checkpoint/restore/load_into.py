@@ -4,9 +4,9 @@
 refuses on any rank. `load_in_place` loads modules, optimizers, and wrappers that refer to large live tensors in their
 state dict (the application state of torch's DCP tutorial, a container of optimizers), without a second copy of the
 tensors. What the state holds decides, not the class of its holder. Tensors are read straight into the memory of the
-live parameters, buffers and optimizer states, wherever that is contiguous in host memory and nobody else's. Other
-memory (a GPU's, strided) is filled by way of a buffer, for a bounded number of bytes at a time. Then every object loads
-its state in the ordinary way, so that hooks run and plain values are set: it is given its own tensors.
+live parameters, buffers and optimizer states, wherever that is contiguous in host memory. Other memory (a GPU's,
+strided) is filled by way of a buffer, for a bounded number of bytes at a time. Then every object loads its state in the
+ordinary way, so that hooks run and plain values are set: it is given its own tensors.
 
 The caller has compared every entry (`lakeckpt.checkpoint.restore.compare.differences`). If bytes are found to be
 damaged while they are read in place, the objects hold a mixture: the caller must load another checkpoint into all of
@@ -19,6 +19,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -104,12 +105,12 @@ def load_small(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str,
         one = objects[name]
         try:
             if name in readers:
-                undo.append((name, _undo(one, one.state_dict())))
+                undo.append((name, partial(one.load_state_dict, one.state_dict())))
                 one.load_state_dict(dict(readers[name].state))
                 _start(one)
             else:
                 live = one.state_dict()
-                undo.append((name, _undo(one, _copy(live))))
+                undo.append((name, partial(one.load_state_dict, _copy(live))))
                 one.load_state_dict(rebuild(loaded.trees[name], tensors, live))
         except StateError:
             go_back(name)
@@ -150,10 +151,6 @@ def _start(one: Any) -> None:
     if isinstance(one, StartingReader) and not one.num_workers:
         with contextlib.suppress(Exception):  # to be raised when it is iterated
             one.start()
-
-
-def _undo(one: Any, state: Any) -> Callable[[], None]:
-    return lambda: one.load_state_dict(state)
 
 
 def load_in_place(objects: Mapping[str, Any], loaded: Loaded) -> None:
@@ -235,24 +232,15 @@ def _new(ref: TensorRef, specs: Mapping[str, TensorSpec], device: torch.device) 
 
 def _direct(targets: Mapping[str, torch.Tensor], loaded: Loaded) -> dict[str, str]:
     """Return key → the key under which it was saved, of the targets whose memory can be written as it lies: in the
-    host, contiguous, overlapped by none, and saved as the very part that this rank holds."""
-    spans = []
+    host, contiguous, and saved as the very part that this rank holds."""
+    found = {}
     for key, target in targets.items():
         tensor = local_of(target)
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             continue
         saved = loaded.whole(key).part_at(offsets_of(key, target), tuple(tensor.shape))
         if saved is not None:
-            spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, key, saved.key))
-    found: dict[str, str] = {}
-    end, last = 0, ""
-    for start, stop, key, saved_as in sorted(spans):
-        if start < end:
-            found.pop(last, None)
-        else:
-            found[key] = saved_as
-        if stop > end:
-            end, last = stop, key
+            found[key] = saved.key
     return found
 
 

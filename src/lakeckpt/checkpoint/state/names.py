@@ -133,7 +133,7 @@ def _names_of(item: str, optimizer: Any, names: Mapping[int, str]) -> list[list[
 
 
 def _keys_in(state: Any) -> list[list[Any]] | None:
-    """What stands for the parameters of each group; None where the state is not like torch's."""
+    """Return what stands for the parameters of each group; None if the state is not like torch's."""
     try:
         return [list(group["params"]) for group in state["param_groups"]] if type(state["state"]) is dict else None
     except (KeyError, TypeError, ValueError):
@@ -141,8 +141,8 @@ def _keys_in(state: Any) -> list[list[Any]] | None:
 
 
 def _renamed(state: Any, groups: _Keys, keys: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The state with other keys; the states of parameters that have none of ``keys`` are left out, unless torch did not
-    number them."""
+    """Return the state with other keys, without the states of parameters that have none of ``keys``; states under keys
+    that are no parameters stay."""
     known = set(chain(*(_keys_in(state) or ())))
     return {
         **state,
