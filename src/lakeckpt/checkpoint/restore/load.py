@@ -26,7 +26,7 @@ from lakeckpt.checkpoint.restore.votes import texts
 from lakeckpt.errors import CheckpointMismatch, ConfigError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.open import open_storage
-from lakeckpt.tracking.exchange import Exchange, Solo
+from lakeckpt.tracking.exchange import Exchange
 
 __all__ = ["load"]
 
@@ -80,7 +80,7 @@ def load(
     storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
     if exchange is None:
         alone = world_size == 1 and group is None
-        exchange = Solo() if alone else exchange_of(group, timeout_s, alone=False)
+        exchange = Exchange() if alone else exchange_of(group, timeout_s, alone=False)
     try:
         check_topology(exchange, rank, world_size)
         return _Loading(storage, exchange, objects, step).run()

@@ -31,7 +31,6 @@ import torch
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.format.manifest import Captured, ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
-from lakeckpt.checkpoint.persist.agreement import everyone
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import INDEX
 from lakeckpt.checkpoint.persist.indexes import Document, documents_of, filtered
@@ -151,7 +150,7 @@ class Restorer:
             except (ArenaError, OSError) as error:
                 warnings.warn(_UNSEEN.format(self._exchange.rank, error), DamageWarning, stacklevel=6)
         text = " ".join(sorted(f"{one.to_text()}={cut.hex()}" for one, cut in mine.items()))
-        every = everyone(self._exchange, {"memory": text}).facts["memory"]
+        every = self._exchange.everyone({"memory": text}).facts["memory"]
         common = set.intersection(*(set(text.split()) for text in every))
         cuts = {Captured.from_text(one.partition("=")[0]) for one in common} - self._unfit
         return max(cuts, key=lambda one: (one.step, one.attempt), default=None)

@@ -21,12 +21,13 @@ from lakeckpt.checkpoint.restore.from_storage import load_state
 from lakeckpt.checkpoint.restore.load_into import is_large, load_in_place, load_small
 from lakeckpt.checkpoint.restore.rest_of_epoch import carried_over
 from lakeckpt.checkpoint.restore.table_versions import Pins, fit_readers, go_to
-from lakeckpt.checkpoint.restore.votes import Together, told, verdict
+from lakeckpt.checkpoint.restore.votes import Together, verdict
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.readers import selection_of
 from lakeckpt.tracking.tally import Tally
 
@@ -166,7 +167,7 @@ class Trial:
         try:
             votes = work() or {}
         except Exception as error:
-            failure, votes = error, {verdict(error, of_memory=of_memory): told(error)}
+            failure, votes = error, {verdict(error, of_memory=of_memory): error_to_text(error)}
         return self.together.settle(votes, failure, what)
 
     def done(self) -> None:
