@@ -32,7 +32,7 @@ from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
-from lakeckpt.checkpoint.read.load import load, load_own
+from lakeckpt.checkpoint.restore.from_storage import load, load_own
 from lakeckpt.checkpoint.state.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.state.wholes import part_key

@@ -31,8 +31,8 @@ from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import put_entry, read_entry
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.persist.records import RecordTalk
-from lakeckpt.checkpoint.read.load import load_own
 from lakeckpt.checkpoint.restore.choosing import Chooser
+from lakeckpt.checkpoint.restore.from_storage import load_own
 from lakeckpt.checkpoint.state.staged import StagedCut
 from lakeckpt.errors import ObjectExists, ObjectMissing
 from lakeckpt.lake.storage.base import Buffer, ObjectInfo

@@ -27,7 +27,7 @@ _PUBLIC = {
     "Table": "lakeckpt.lake.table.table",
     "TransformContext": "lakeckpt.data.transform",
     "errors": "lakeckpt.errors",
-    "load": "lakeckpt.checkpoint.restore.load_objects",
+    "load": "lakeckpt.checkpoint.restore.load",
     "open_table": "lakeckpt.lake.formats.dispatch",
     "prefetch": "lakeckpt.data.prefetch",
 }
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.keep import Keep
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport, SaveHandle
-    from lakeckpt.checkpoint.restore.load_objects import load
+    from lakeckpt.checkpoint.restore.load import load
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.data.batch import Batch
     from lakeckpt.data.dataset import LakeDataset

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from lakeckpt import open_table
+from lakeckpt.checkpoint.format.verified_reads import fetch_part
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.read.fetch import fetch_part
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, SaveFailed
 from lakeckpt.lake.storage.local import LocalStorage

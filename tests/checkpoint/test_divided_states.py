@@ -19,6 +19,7 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.state.shards import divided_like, offsets_of, sharing_of
 from lakeckpt.convert import read_state
+from lakeckpt.errors import CheckpointMismatch
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.test_sharded import begin, whole
 from tests.tracking.processes import run_processes
@@ -148,17 +149,14 @@ def save(rank: int, world_size: int, folder: str, captured: bool) -> None:
     dist.destroy_process_group()
 
 
-def go_on(rank: int, world_size: int, folder: str, was_whole: bool) -> None:
+def go_on(rank: int, world_size: int, folder: str) -> None:
     begin(rank, world_size, folder)
     objects = built(3, world_size)
     assert CheckpointManager(f"{folder}/run", objects).restore() == 1
     assert said(objects) == Path(folder, "saved.0").read_text()
     expected = built(4, world_size)
     train(expected)
-    if was_whole:  # then nothing says how a state would have been divided: as the parameter, where it is as long
-        assert "columns': ['DTensor (Shard(dim=0),)" in kinds_of(objects)
-    else:
-        assert kinds_of(objects) == kinds_of(expected)
+    assert kinds_of(objects) == kinds_of(expected)
     train(objects)
     assert said(objects) == Path(folder, "trained.0").read_text()
     dist.destroy_process_group()
@@ -168,7 +166,7 @@ def test_states_of_any_shape_and_any_object_come_back_divided_as_their_optimizer
     tmp_path: Path,
 ) -> None:
     run_processes(2, save, 2, str(tmp_path), False)
-    run_processes(3, go_on, 3, str(tmp_path), False)
+    run_processes(3, go_on, 3, str(tmp_path))
     alone = built(5, 1, sharded=False)
     assert CheckpointManager(tmp_path / "run", alone).restore() == 1
     assert said(alone) == (tmp_path / "saved.0").read_text()
@@ -176,18 +174,37 @@ def test_states_of_any_shape_and_any_object_come_back_divided_as_their_optimizer
     train(alone)
 
 
-def test_what_one_rank_had_whole_goes_on_in_parts(tmp_path: Path) -> None:
-    objects = built(1, 1, sharded=False)
-    saver = CheckpointManager(tmp_path / "run", objects, persist_every=10**9)
-    saver.restore()
-    train(objects, 2)
-    saver.step()
-    saver.save()
-    saver.close()
-    (tmp_path / "saved.0").write_text(said(objects))
-    train(objects)
-    (tmp_path / "trained.0").write_text(said(objects))
-    run_processes(2, go_on, 2, str(tmp_path), True)
+def on_another_mesh(rank: int, folder: str) -> None:
+    begin(rank, 2, f"{folder}/again")
+    torch.manual_seed(9)
+    model = torch.nn.Linear(5, 5)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "shard")))
+    objects = {"model": model, "factored": Factored(model.parameters())}
+    before = said(objects)
+    with pytest.raises(CheckpointMismatch, match="factored: it was divided over a mesh of 1 dimensions, and its par"):
+        CheckpointManager(f"{folder}/run", objects).restore()
+    assert said(objects) == before
+    dist.destroy_process_group()
+
+
+def save_factored(rank: int, folder: str) -> None:
+    begin(rank, 2, folder)
+    model = torch.nn.Linear(5, 5)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    objects = {"model": model, "factored": Factored(model.parameters())}
+    with CheckpointManager(f"{folder}/run", objects, persist_every=1) as saver:
+        saver.restore()
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 0.5 + 1
+        objects["factored"].step()
+        saver.step()
+    dist.destroy_process_group()
+
+
+def test_a_state_of_another_shape_is_refused_on_a_mesh_of_other_dimensions(tmp_path: Path) -> None:
+    run_processes(2, save_factored, str(tmp_path))
+    (tmp_path / "again").mkdir()
+    run_processes(2, on_another_mesh, str(tmp_path))
 
 
 def twice(rank: int, folder: str) -> None:
@@ -198,7 +215,7 @@ def twice(rank: int, folder: str) -> None:
     fully_shard(model, mesh=mesh["rows"])
     for parameter in model.parameters():
         spec = TensorSpec(key="x", dtype="float32", shape=tuple(parameter.shape))
-        made, expected = divided_like(parameter, spec), torch.empty_like(parameter)
+        made, expected = divided_like(parameter, spec, sharing_of(parameter).dims), torch.empty_like(parameter)
         assert isinstance(made, DTensor) and made.placements == expected.placements == parameter.placements
         assert offsets_of("x", made) == offsets_of("x", expected)
     dims = [sharing_of(parameter).dims for parameter in model.parameters()]

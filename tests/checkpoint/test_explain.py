@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from lakeckpt.checkpoint.ledger.explain import StepExplained, explain, explain_history
+from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import slot_path
-from lakeckpt.checkpoint.read.indexes import orders_of
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from tests.checkpoint.rig import Counter, MemoryStorage
 from tests.checkpoint.scripts import Script, write_table

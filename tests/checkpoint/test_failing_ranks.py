@@ -315,7 +315,7 @@ def test_a_rank_that_cannot_say_what_it_reads_is_heard_by_both_and_nobody_waits_
             raise StorageError("the cause")
         return {}
 
-    monkeypatch.setattr(restorer, "versions_of_ranks", versions)
+    monkeypatch.setattr(restorer, "opened_versions", versions)
     storage = MemoryStorage()
 
     def body(rank: int, exchange: HubExchange) -> None:

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import lakeckpt.checkpoint.read.loaded as loaded_module
-import lakeckpt.checkpoint.read.ranged as ranged
-import lakeckpt.checkpoint.restore.in_place as in_place
+import lakeckpt.checkpoint.restore.load_into as in_place
+import lakeckpt.checkpoint.state.loaded as loaded_module
 from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint.format import digests
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.state.tensors import empty_for
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, ObjectMissing, StorageError
@@ -85,8 +83,10 @@ def test_what_an_optimizer_does_not_have_yet_is_made_once_and_becomes_its_own(al
     objects = training(seed=7)
     manager(storage, objects).restore()
     assert said(objects) == before
-    states = [one for state in objects["optimizer"].state.values() for one in state.values()]
-    assert sum(allocated) == sum(one.nbytes for one in states)
+    others = [
+        one for key, state in objects["optimizer"].state.items() for one in state.values() if one.shape != key.shape
+    ]
+    assert sum(allocated) == sum(one.nbytes for one in others)  # the rest is made as its parameter lies
 
 
 class Odd(torch.nn.Module):
@@ -241,29 +241,6 @@ def test_the_count_of_steps_is_where_torch_puts_it() -> None:
     fresh = built(None)
     manager(storage, fresh).restore()
     assert [state["step"].dtype for state in fresh["optimizer"].state.values()] == [torch.float32] * 2
-
-
-@pytest.mark.parametrize("local", [True, False])
-def test_large_tensors_come_in_pieces_and_a_flipped_bit_in_any_of_them_is_noticed(
-    local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (digests, ranged):
-        monkeypatch.setattr(module, "PIECE_BYTES", 64)
-        monkeypatch.setattr(module, "LEAF_BYTES", 32)
-    storage: Any = LocalStorage(tmp_path) if local else MemoryStorage()
-    model = torch.nn.Linear(25, 3)
-    saver = manager(storage, {"model": model})
-    saver.restore()
-    saver.save()
-    live = torch.nn.Linear(25, 3)
-    manager(storage, {"model": live}).restore()
-    assert torch.equal(live.weight, model.weight) and torch.equal(live.bias, model.bias)
-    (path,) = (info.path for info in storage.list("objects"))
-    whole = storage.read(path)
-    for at in range(len(whole) - 312, len(whole), 13):
-        storage.put(path, [whole[:at] + bytes([whole[at] ^ 2]) + whole[at + 1 :]])
-        with pytest.warns(DamageWarning), pytest.raises(CheckpointDamaged, match="hold a mixture"):
-            manager(storage, {"model": torch.nn.Linear(25, 3)}).restore()
 
 
 def damaged(storage: MemoryStorage, step: int) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import lakeckpt.checkpoint.read.load as load_module
+import lakeckpt.checkpoint.restore.from_storage as load_module
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import holds
@@ -23,8 +23,8 @@ from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import PartRecord
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import put_entry
-from lakeckpt.checkpoint.read.load import load, load_own
 from lakeckpt.checkpoint.report import DamageWarning
+from lakeckpt.checkpoint.restore.from_storage import load, load_own
 from lakeckpt.errors import CheckpointDamaged
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks

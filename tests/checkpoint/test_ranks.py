@@ -15,7 +15,7 @@ from lakeckpt.checkpoint.format.parts import PartRecord
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import list_slots, put_entry, read_log
 from lakeckpt.checkpoint.policy import EverySeconds
-from lakeckpt.checkpoint.read.load import load
+from lakeckpt.checkpoint.restore.from_storage import load
 from lakeckpt.checkpoint.state.random_states import capture_random, derive_random, restore_random
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (

@@ -18,7 +18,7 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.format.parts import PartRecord
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.read.load import load_own
+from lakeckpt.checkpoint.restore.from_storage import load_own
 from lakeckpt.checkpoint.state.wholes import is_part_key
 from lakeckpt.convert import read_state
 from lakeckpt.errors import CheckpointMismatch

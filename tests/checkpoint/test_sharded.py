@@ -17,15 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-import lakeckpt.checkpoint.read.loaded as loaded_module
+import lakeckpt.checkpoint.state.loaded as loaded_module
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.ledger.verify import verify
-from lakeckpt.checkpoint.state.shards import Part, Whole, wholes_of
 from lakeckpt.checkpoint.state.tensors import empty_for
-from lakeckpt.checkpoint.state.tiling import untiled
 from lakeckpt.checkpoint.state.tree import flatten
-from lakeckpt.checkpoint.state.wholes import is_part_key, part_key
+from lakeckpt.checkpoint.state.wholes import Part, Whole, is_part_key, part_key, untiled, wholes_of
 from lakeckpt.convert import read_state
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, UnsupportedValue
 from lakeckpt.lake.storage.local import LocalStorage
@@ -213,7 +211,7 @@ def test_any_parts_make_up_any_others(shape: tuple[int, ...], seeds: tuple[int, 
     for offsets, sizes in saved:
         key = part_key("x", offsets, shape)
         specs[key] = TensorSpec(key=key, dtype="int64", shape=sizes)
-    found = wholes_of(specs)["x"]
+    found = wholes_of(specs, {})["x"]
     parts = {one.key: cut(full, one.offsets, one.sizes) for one in found.parts}
     for offsets, sizes in wanted:
         into = torch.full(sizes, -1)
@@ -257,7 +255,7 @@ def test_parts_that_overlap_lie_outside_or_leave_something_out_are_told() -> Non
 )
 def test_keys_of_parts_that_do_not_fit_one_another_are_refused(keys: list[str]) -> None:
     with pytest.raises(CheckpointDamaged):
-        wholes_of({key: TensorSpec(key=key, dtype="float32", shape=(2,)) for key in keys})
+        wholes_of({key: TensorSpec(key=key, dtype="float32", shape=(2,)) for key in keys}, {})
 
 
 def test_a_name_that_looks_like_a_part_is_none() -> None:

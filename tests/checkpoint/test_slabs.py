@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load as load_safetensors
 
-import lakeckpt.checkpoint.read.loaded as loaded_module
-import lakeckpt.checkpoint.restore.in_place as in_place
+import lakeckpt.checkpoint.restore.load_into as in_place
+import lakeckpt.checkpoint.state.loaded as loaded_module
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Bye, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
@@ -24,6 +24,7 @@ from lakeckpt.checkpoint.format.digests import LEAF_BYTES, content_digest, leaf_
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.parts import PartRecord, SaveId
 from lakeckpt.checkpoint.format.slabs import digests_of_slabs, slab_specs
+from lakeckpt.checkpoint.format.verified_reads import open_files, read_slabs
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist import persist
@@ -32,9 +33,8 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.persist import OwnedTensor
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.persist.unchanged import Earlier
-from lakeckpt.checkpoint.read.load import load
-from lakeckpt.checkpoint.read.ranged import open_files, read_slabs
 from lakeckpt.checkpoint.report import DamageWarning
+from lakeckpt.checkpoint.restore.from_storage import load
 from lakeckpt.checkpoint.state.staged import StagedTensor
 from lakeckpt.convert import convert_checkpoint, read_state
 from lakeckpt.errors import CheckpointDamaged

@@ -22,9 +22,9 @@ from lakeckpt.checkpoint.format.digests import (
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.parts import PartRecord, SaveId
 from lakeckpt.checkpoint.format.tensor_file import layout, parse_head
+from lakeckpt.checkpoint.format.verified_reads import open_files, read_slabs
 from lakeckpt.checkpoint.persist import persist
 from lakeckpt.checkpoint.persist.persist import OwnedTensor
-from lakeckpt.checkpoint.read.ranged import open_files, read_slabs
 from lakeckpt.checkpoint.state.staged import StagedTensor
 from lakeckpt.checkpoint.state.tensors import empty_for, host_bytes, on_host, spec_of
 from lakeckpt.errors import CheckpointDamaged, StorageError, UnsupportedValue

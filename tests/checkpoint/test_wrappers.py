@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from lakeckpt.checkpoint.read import loaded
+from lakeckpt.checkpoint.state import loaded
 from lakeckpt.errors import CheckpointMismatch
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
 

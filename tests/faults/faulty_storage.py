@@ -83,7 +83,12 @@ class FaultyStorage:
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
         fault = self._enter("read", path)
-        data = self.inner.read(path, start, stop, etag=etag)
+        try:
+            data = self.inner.read(path, start, stop, etag=etag)
+        except StorageError:
+            if fault is Fault.KILL_AFTER:  # a call that fails is a call, too
+                self._die("read", path)
+            raise
         self._leave(fault, "read", path)
         if fault is Fault.FLIPPED and data:
             middle = len(data) // 2

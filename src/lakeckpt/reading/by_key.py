@@ -1,6 +1,6 @@
 """This module finds rows of one version of a table in another version, by a unique key.
 
-Files that both versions have, with the same deleted rows, need no look. Of all other files the columns of the key are
+Files that both versions have, with the same deleted rows, are not read. The columns of the key of all other files are
 read in both versions and joined. The key must have no null and no value twice, and both versions must have the same
 values; else `TableError` says what is wrong. Values of other columns are not compared. The keys of the files that
 differ, of both versions, are held in memory.
@@ -9,7 +9,6 @@ differ, of both versions, are held in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -21,29 +20,19 @@ from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 
-__all__ = ["FoundRows", "find_by_key"]
+__all__ = ["find_by_key"]
 
 _FILE, _ROW = "lakeckpt.file", "lakeckpt.row"
 _WHERE = [pa.field(_FILE, pa.int64()), pa.field(_ROW, pa.int64())]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundRows:
-    """Where rows are in another version."""
-
-    rows: Deletes
-    """Stored rows by the other version's files."""
-    compared: int
-    """Rows of the other version whose keys were read."""
-
-
 def find_by_key(
     old: Table, new: Table, rows: Deletes, *, key: Sequence[str], progress: Progress | None = None
-) -> FoundRows:
-    """Find ``rows`` (stored rows of ``old`` that exist) in ``new``.
+) -> tuple[Deletes, int]:
+    """Return ``rows`` (stored rows of ``old`` that exist) as stored rows of ``new``, and how many keys of it were read.
 
-    ``progress(row groups done, row groups)`` is called while keys are read. Raises `TableError` where the two versions
-    do not hold the same keys, each once, and none null; `DataFileChanged` where a file is not the pinned one any more.
+    ``progress(row groups done, row groups)`` is called while keys are read. Raises `TableError` if the two versions
+    do not hold the same keys, each once, and none null; `DataFileChanged` if a file is not the pinned one any more.
     """
     key, same = list(key), _same_files(old.index, new.index)
     here = [group for group in range(len(old.index.group_rows)) if old.index.group(group)[0] not in same]
@@ -58,9 +47,9 @@ def find_by_key(
     both = len(after.join(before.select(key), keys=key, join_type="left semi"))
     if not both == len(before) == len(after):
         raise TableError(
-            f"of {len(before):,} keys of the files of {old.index.version} that {new.index.version} has not got, "
-            f"{both:,} are among the {len(after):,} of its other files: rows were added, deleted or given other keys, "
-            "not only moved, and the place cannot be carried over; go on at the next epoch"
+            f"{old.index.version} and {new.index.version} have {len(before):,} and {len(after):,} keys in the files "
+            f"that differ, {both:,} of them the same: rows were added, deleted or given other keys, not only moved, "
+            "and the place cannot be carried over; go on at the next epoch"
         )
     stored = pa.concat_tables([_WHERE_NONE, *(_places(file, rows.rows(file)) for file in rows.packed)])
     wanted = before.join(stored, keys=[_FILE, _ROW], join_type="left semi").select(key)
@@ -68,7 +57,7 @@ def find_by_key(
     files, ordinals = (np.asarray(hits[name].to_numpy(), np.int64) for name in (_FILE, _ROW))
     found = {file_there: rows.rows(file) for file, file_there in same.items()}
     found.update({int(file): ordinals[files == file] for file in np.unique(files)})
-    return FoundRows(rows=Deletes.of(found), compared=len(after))
+    return Deletes.of(found), len(after)
 
 
 _WHERE_NONE = pa.schema(_WHERE).empty_table()
@@ -108,7 +97,7 @@ def _keys(table: Table, groups: Sequence[int], key: list[str], advance: Callable
 
 
 def _same_files(old: TableIndex, new: TableIndex) -> dict[int, int]:
-    """old file → new file, of those that both versions have with the same rows."""
+    """Return old file → new file, of the files that both versions have with the same rows."""
     at = {path: file for file, path in enumerate(new.paths)}
     found = {}
     for file, path in enumerate(old.paths):

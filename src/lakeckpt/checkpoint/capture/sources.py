@@ -24,7 +24,7 @@ import torch
 from lakeckpt.checkpoint.capture.state_watch import address_of, memory_of, watch_of
 from lakeckpt.checkpoint.format.parts import SHARING
 from lakeckpt.checkpoint.format.sharing import sharing_to_bytes
-from lakeckpt.checkpoint.state.parameter_names import parameter_names
+from lakeckpt.checkpoint.state.names import parameter_names
 from lakeckpt.checkpoint.state.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.state.shards import sharing_of
 from lakeckpt.checkpoint.state.snapshot import flat_of

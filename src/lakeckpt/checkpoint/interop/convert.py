@@ -32,7 +32,7 @@ from lakeckpt.checkpoint.interop.torch_files import (
     write_torch_file,
 )
 from lakeckpt.checkpoint.persist.log import LOG
-from lakeckpt.checkpoint.restore.load_objects import Step
+from lakeckpt.checkpoint.restore.choosing import Step
 from lakeckpt.errors import CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.local import LocalStorage

@@ -32,9 +32,9 @@ from torch.futures import Future
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.interop.run_state import Disputed, RunState, StoredTensor, leaves, mapped, with_checkpoint
-from lakeckpt.checkpoint.read.loaded import Loaded
-from lakeckpt.checkpoint.state.shards import Whole
+from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.tensors import empty_for
+from lakeckpt.checkpoint.state.wholes import Whole
 from lakeckpt.errors import CheckpointMismatch, LakeckptError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.open import open_storage

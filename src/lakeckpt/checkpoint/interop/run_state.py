@@ -20,15 +20,15 @@ from lakeckpt.checkpoint.format.fields import holds
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, TreeRecord
 from lakeckpt.checkpoint.persist.log import read_entry
-from lakeckpt.checkpoint.read.differences import unlike_of
-from lakeckpt.checkpoint.read.load import fetch_parts, load_from
-from lakeckpt.checkpoint.read.loaded import Loaded
-from lakeckpt.checkpoint.restore.load_objects import MOST_TRIES, Choice, Step
-from lakeckpt.checkpoint.state.parameter_names import numbered
+from lakeckpt.checkpoint.restore.choosing import MOST_TRIES, Choice, Step, too_often_removed
+from lakeckpt.checkpoint.restore.from_storage import fetch_parts, load_from
+from lakeckpt.checkpoint.state.loaded import Loaded
+from lakeckpt.checkpoint.state.names import numbered
+from lakeckpt.checkpoint.state.rank_differences import contents_of, unlike_of
 from lakeckpt.checkpoint.state.tree import branch_to_bytes, tree_from_bytes
 from lakeckpt.checkpoint.state.wholes import Wholes
-from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError, WireError
-from lakeckpt.lake.storage.base import Storage, describe
+from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, WireError
+from lakeckpt.lake.storage.base import Storage
 from lakeckpt.wire.envelope import TensorRef
 
 __all__ = ["Disputed", "RunState", "StoredTensor", "leaves", "mapped", "with_checkpoint"]
@@ -114,10 +114,7 @@ def with_checkpoint(storage: Storage, step: Step, use: Callable[[Manifest], _T])
             return use(manifest)
         except CheckpointDamaged as error:
             choice.failed = slot, [str(error)]
-    raise CheckpointNotFound(
-        f"{describe(storage)} removed each of {MOST_TRIES} checkpoints while it was read: keep more (keep=), or save "
-        "less often"
-    )
+    raise too_often_removed(storage)
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -158,7 +155,7 @@ def _trees(parts: list[PartRecord], rank: int | None) -> Iterator[TreeRecord]:
 
 def _disputed(parts: list[PartRecord], world_size: int) -> frozenset[str]:
     """Return the keys of tensors whose contents differ between ranks."""
-    return frozenset(unlike_of(parts, world_size).tensors) | frozenset(Wholes(parts).several())
+    return frozenset(unlike_of(contents_of(parts), world_size).tensors) | frozenset(Wholes(parts).several())
 
 
 def _placed(tree: Any, rank: int, disputed: frozenset[str]) -> Any:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from lakeckpt.checkpoint.consumed.rows import Order
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.ledger.account import account
+from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.ledger.report import AuditReport, Branch
 from lakeckpt.checkpoint.persist.history import (
     History,
@@ -27,7 +28,6 @@ from lakeckpt.checkpoint.persist.history import (
     removed_by_the_unknown,
 )
 from lakeckpt.checkpoint.persist.log import slot_path
-from lakeckpt.checkpoint.read.indexes import orders_of
 from lakeckpt.errors import CheckpointNotFound
 from lakeckpt.lake.storage.base import Storage, describe
 
@@ -82,7 +82,7 @@ def audit_history(
     named_groups: int = NAMED_GROUPS,
     progress: Callable[[int, int], None] | None = None,
 ) -> AuditReport:
-    """Audit a history; ``orders`` are the orders of its tables (`lakeckpt.checkpoint.read.indexes.orders_of`)."""
+    """Audit a history; ``orders`` are the orders of its tables (`lakeckpt.checkpoint.ledger.indexes.orders_of`)."""
     doubts, notes = _doubts(history)
     by_reader: dict[str, list[tuple[Manifest, ReaderRecord]]] = {}
     for manifest in history.chain:

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.ledger.audit import read_run
+from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.ledger.report import plain_of
 from lakeckpt.checkpoint.persist.history import History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import slot_path
-from lakeckpt.checkpoint.read.indexes import orders_of
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan
 from lakeckpt.core.receipts import Span

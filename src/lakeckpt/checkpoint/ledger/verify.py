@@ -20,13 +20,12 @@ from typing import Literal
 
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import OBJECTS, PARTS, PartRecord
+from lakeckpt.checkpoint.format.verified_reads import fetch_part, verify_file
 from lakeckpt.checkpoint.ledger.audit import read_run
+from lakeckpt.checkpoint.ledger.indexes import index_damage
 from lakeckpt.checkpoint.ledger.report import plain_of
 from lakeckpt.checkpoint.persist.history import History, must_stay
 from lakeckpt.checkpoint.persist.log import LOG, Damage
-from lakeckpt.checkpoint.read.fetch import fetch_part
-from lakeckpt.checkpoint.read.indexes import index_damage
-from lakeckpt.checkpoint.read.ranged import verify_file
 from lakeckpt.checkpoint.state.wholes import Wholes
 from lakeckpt.errors import CheckpointDamaged
 from lakeckpt.lake.storage.base import Storage

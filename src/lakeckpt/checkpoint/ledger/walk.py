@@ -19,7 +19,7 @@ from dataclasses import replace
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord, Stretch
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
-from lakeckpt.checkpoint.restore.rest import rows_consumed
+from lakeckpt.checkpoint.restore.rest_of_epoch import rows_consumed
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Plan, consumed, consumption, replan
 from lakeckpt.core.state import Identity, ReaderState

@@ -24,9 +24,9 @@ from lakeckpt.checkpoint.format.manifest import Manifest, PartRef
 from lakeckpt.checkpoint.format.parts import PARTS, PartRecord, SaveId
 from lakeckpt.checkpoint.format.sharing import say_ranks
 from lakeckpt.checkpoint.format.units import UnitId, tensor_unit, tree_unit
+from lakeckpt.checkpoint.format.verified_reads import verify_file
 from lakeckpt.checkpoint.persist.agreement import SUMS, sum_of
 from lakeckpt.checkpoint.persist.log import SlotTaken, read_entry
-from lakeckpt.checkpoint.read.ranged import verify_file
 from lakeckpt.checkpoint.state.wholes import Wholes
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
@@ -119,7 +119,8 @@ def collect_parts(
     except CheckpointDamaged as error:
         raise SaveFailed(
             f"step {save.step} could not be restored, and was not committed: {error}. Let each rank hold of a DTensor "
-            "what its mesh and placements say, and each stage of a pipeline save into a run of its own (group=)"
+            "what its mesh and placements say, let all ranks of its mesh save into one run, and let each stage of a "
+            "pipeline save into a run of its own (group=)"
         ) from error
     return [ref for ref, _ in parts], [part for _, part in parts]
 

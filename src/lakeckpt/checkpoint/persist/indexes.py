@@ -34,6 +34,11 @@ class Document(Protocol):
         """Return its bytes."""
         ...
 
+    @classmethod
+    def loads(cls, data: bytes) -> Document:
+        """The document that `dumps` made ``data`` of; `WireError` if it is none."""
+        ...
+
 
 def documents_of(reader: object) -> Mapping[str, Document]:
     """Return the documents of the table of ``reader``, by path; the rows of a filter are counted for that."""

@@ -30,6 +30,7 @@ from lakeckpt.checkpoint.failures import (
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.format.units import tensor_unit, tree_unit
+from lakeckpt.checkpoint.format.verified_reads import fetch_part
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.agreement import Agreement, agree
 from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
@@ -38,7 +39,6 @@ from lakeckpt.checkpoint.persist.log import read_entry
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.persist.retention import Retention
 from lakeckpt.checkpoint.persist.unchanged import Earlier
-from lakeckpt.checkpoint.read.fetch import fetch_part
 from lakeckpt.checkpoint.report import Remarks
 from lakeckpt.checkpoint.state.staged import StagedCut
 from lakeckpt.core.read_ahead import BASES, Basis

@@ -1,9 +1,14 @@
-"""This module chooses the checkpoint that a run goes on from, and takes the run over: what rank 0 does with the log.
+"""This module chooses a checkpoint from the log of a run, and takes the run over: what rank 0 does with the log.
 
-`Chooser.choose` reads the log and writes nothing: the newest commit of the history that was not found damaged, or the
-one that a roll-back asks for. `Chooser.claim` begins the attempt, after which nobody else commits or removes anything.
-`Chooser.restored` says at the end what was restored. A run whose attempt dies between the two goes on as if that
-attempt had never begun. What is damaged is told once. All ranks have a chooser, for the telling; only rank 0 asks it.
+`Chooser` serves a restore. `Chooser.choose` reads the log and writes nothing: it returns the newest commit of the
+history that was not found damaged, or the one that a roll-back asks for. `Chooser.claim` begins the attempt, after
+which nobody else commits or removes anything. `Chooser.restored` records at the end what was restored. A run whose
+attempt dies between the two goes on as if that attempt had never begun. All ranks have a chooser, so that all report
+the same damage; only rank 0 asks it to choose.
+
+`Choice` serves whoever reads beside a run that goes on and may remove checkpoints. It writes nothing.
+
+Each reports a damage once. The module starts no threads that outlive a call.
 """
 
 from __future__ import annotations
@@ -16,12 +21,15 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.begins import said_of
-from lakeckpt.checkpoint.format.manifest import Begin, Captured, Manifest, Restored
+from lakeckpt.checkpoint.format.manifest import Begin, Captured, Entry, Manifest, Restored
+from lakeckpt.checkpoint.keep import Keep, best_first, kept_ever_since
 from lakeckpt.checkpoint.persist.commit import superseded
 from lakeckpt.checkpoint.persist.history import (
+    History,
     at_work,
     folders_there,
     has_obeyed,
@@ -29,15 +37,28 @@ from lakeckpt.checkpoint.persist.history import (
     not_rolled_back,
     removed_by_the_unknown,
 )
-from lakeckpt.checkpoint.persist.log import LOG, Damage, LogView, SlotTaken, list_slots, put_entry, read_log
+from lakeckpt.checkpoint.persist.log import (
+    LOG,
+    Damage,
+    LogView,
+    SlotTaken,
+    list_slots,
+    put_entry,
+    read_log,
+    slot_path,
+)
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.restore.from_memory import Offer, where_it_goes_on
-from lakeckpt.checkpoint.restore.remap import has_remapped
+from lakeckpt.checkpoint.restore.rest_of_epoch import is_carried_over
 from lakeckpt.checkpoint.restore.rollback import before_orders, no_such_step, to_be_had
-from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, StorageError
-from lakeckpt.lake.storage.base import Storage, clear_leftovers
+from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointNotFound, StorageError
+from lakeckpt.lake.storage.base import Storage, clear_leftovers, describe
 
-__all__ = ["Chooser"]
+__all__ = ["MOST_TRIES", "Choice", "Chooser", "Step", "too_often_removed"]
+
+MOST_TRIES = 16
+"""A reader gives up after so many checkpoints that the run removed while they were read."""
+Step = int | Literal["best"] | None
 
 _LOG = logging.getLogger("lakeckpt")
 _FIRST_ENTRIES = 64
@@ -86,8 +107,8 @@ class Chooser:
     # --- before the claim, and once more after it
 
     def choose(self) -> dict[str, str]:
-        """The slot that is chosen (``none`` on a fresh start), the run, which cuts in memory go on from there (an
-        `Offer`, or nothing), and the step of the roll-back that this obeys (or nothing)."""
+        """Return the ``slot`` that is chosen (``none`` on a fresh start), the ``run``, which cuts in memory go on from
+        there (an ``offer``, or nothing), and the step of the roll-back that this ``obeys`` (or nothing)."""
         self._look()
         obeys = self._step is not None and not has_obeyed(self._view, self._step)
         chosen = self._rolled_back(self._step) if self._step is not None and obeys else self._newest()
@@ -100,11 +121,11 @@ class Chooser:
         }
 
     def is_overtaken(self) -> bool:
-        """Whether the log has grown since the choice: what was chosen may have been removed behind a newer commit."""
+        """Return whether the log has grown since the choice: a new commit may have removed what was chosen."""
         return any(slot > self._view.last for slot in list_slots(self._storage, taken=self._taken))
 
     def find_lost(self) -> dict[str, str]:
-        """Why newer entries of the log seem to be lost, if something says so; after `choose`."""
+        """Return why newer entries of the log seem to be ``lost``, if something says so; after `choose`."""
         try:
             there = folders_there(self._storage)
         except StorageError:  # no reason to refuse a restore
@@ -112,12 +133,12 @@ class Chooser:
         return {"lost": removed_by_the_unknown(history_of(self._view), there)}
 
     def _offer(self, chosen: Manifest | None) -> Offer | None:
-        if chosen is not None and has_remapped(self._storage, chosen):
+        if chosen is not None and is_carried_over(self._storage, chosen):
             return None  # somebody carried the place of this checkpoint over: it is this one that is to be restored
         return where_it_goes_on(at_work(self._view), chosen)
 
     def _look(self) -> None:
-        """Read the newest entries of the log, and report what of them is damaged.
+        """Read the newest entries of the log, and report damaged ones.
 
         An attempt begins in the slot that is its number, and says in the next one what it restored. So these two
         entries of the newest commit's attempt are read, too, where newer commits have left them behind.
@@ -142,7 +163,7 @@ class Chooser:
         return True
 
     def _newest(self) -> Manifest | None:
-        """The newest commit of the history that was not found damaged, or None on a fresh start."""
+        """Return the newest commit of the history that was not found damaged, or None on a fresh start."""
         commits = not_rolled_back(self._view)
         if commits and commits[0].slot not in self._rejected:
             return commits[0]
@@ -163,7 +184,7 @@ class Chooser:
         return chosen
 
     def _behind_an_order(self, commits: Sequence[Manifest]) -> str:
-        """Which checkpoints a roll-back hides that no commit has followed, beside the ``commits`` that it does not."""
+        """Return which checkpoints other than ``commits`` a roll-back hides that no commit has followed."""
         order = next((one for one in reversed(self._view.restores) if one.rolled_back_to is not None), None)
         slots = {one.slot for one in commits} | self._rejected
         every = to_be_had(self._storage, before_orders(self._view))
@@ -176,7 +197,7 @@ class Chooser:
         )
 
     def _rolled_back(self, step: int) -> Manifest:
-        """The checkpoint of ``step``, from which the history is to go on."""
+        """Return the checkpoint of ``step``, from which the history is to go on."""
         commits = [one for one in to_be_had(self._storage, self._view) if one.slot not in self._rejected]
         found = next((one for one in commits if one.step == step), None)
         if found is None:
@@ -187,8 +208,8 @@ class Chooser:
     # --- the claim, and its end
 
     def claim(self, run: str) -> dict[str, str]:
-        """Begin the attempt: from now on nobody else commits into the run, or removes anything of it. ``begun`` is the
-        attempt's number."""
+        """Begin the attempt: from now on nobody else commits into the run, or removes anything of it. Returns the
+        attempt's number, as ``begun``."""
         before = self._view.begins
         slot = self._view.last + 1
         for _ in range(_MOST_SLOTS):
@@ -223,25 +244,27 @@ class Chooser:
         raise AttemptSuperseded(f"other jobs took {_MOST_SLOTS} slots of the log in a row: stop them first")
 
     def restored(
-        self, told: Mapping[str, str], begun: int, given_up: Mapping[str, int], captured: Captured | None
+        self, choice: Mapping[str, str], begun: int, skipped: Mapping[str, int], captured: Captured | None
     ) -> dict[str, str]:
-        """Say in the log what the attempt ``begun`` has restored of what `choose` has ``told``; ``last`` is the slot
-        that the attempt has reached. The first attempt of a run has nothing to say."""
+        """Record in the log what the attempt ``begun`` has restored by the ``choice`` of `choose`; return the slot that
+        the attempt has reached, as ``last``. The first attempt of a run records nothing.
+
+        ``skipped``: reader → the epoch of which it skips the rest."""
         if begun == 0:
             return {"last": "0"}
         entry = Restored(
-            run=told["run"],
+            run=choice["run"],
             slot=begun + 1,
             attempt=begun,
-            restored=None if told["slot"] == "none" else int(told["slot"]),
+            restored=None if choice["slot"] == "none" else int(choice["slot"]),
             library=__version__,
             created_s=float(self._clock()),
             write_id=uuid.uuid4().hex,
             host=socket.gethostname(),
             pid=os.getpid(),
-            given_up=dict(given_up),
+            given_up=dict(skipped),
             captured=captured,
-            rolled_back_to=int(told["obeys"]) if told["obeys"] else None,
+            rolled_back_to=int(choice["obeys"]) if choice["obeys"] else None,
         )
         try:
             put_entry(self._storage, entry)
@@ -249,21 +272,109 @@ class Chooser:
             raise AttemptSuperseded(superseded(begun, taken)) from None
         return {"last": str(entry.slot)}
 
-    # --- telling
+    # --- reports
 
     def pass_over(self, captured: Captured, reasons: Iterable[str]) -> None:
-        """Tell of a cut in memory that is not damaged, and cannot be restored."""
+        """Warn of a cut in memory that is not damaged, and cannot be restored."""
         for reason in reasons if self._speaker else ():
             warnings.warn(_UNFIT.format(captured.step, captured.attempt, reason), DamageWarning, stacklevel=6)
 
     def report(self, damage: Damage) -> None:
-        """Tell of a damage, once."""
+        """Report a damage, once."""
         if damage.path not in self._damaged:
             self._damaged[damage.path] = damage
             if self._speaker:
                 warnings.warn(f"damage in the run: {damage}", DamageWarning, stacklevel=6)
 
     def report_lost(self, reason: str) -> None:
-        """Tell that newer entries of the log seem to be lost (`find_lost`)."""
+        """Report that newer entries of the log seem to be lost (`find_lost`)."""
         if reason:
             self.report(Damage(path=LOG, reason=reason))
+
+
+def too_often_removed(storage: Storage) -> CheckpointNotFound:
+    """Return the error for a reader that has tried `MOST_TRIES` times."""
+    return CheckpointNotFound(
+        f"{describe(storage)} removed each of {MOST_TRIES} checkpoints while it was read: keep more (keep=), or save "
+        "less often"
+    )
+
+
+class Choice:
+    """Chooses which checkpoint is read beside a run that may remove it meanwhile. One process chooses and warns."""
+
+    def __init__(self, storage: Storage, step: Step) -> None:
+        self._storage = storage
+        self._step = step
+        self._damaged: dict[str, str] = {}
+        self._known: Mapping[int, Entry] = {}  # of the log, whose entries never change
+        self.failed: tuple[int, list[str]] | None = None
+        """The slot that was tried last, and why it could not be loaded."""
+
+    def choose(self) -> dict[str, str]:
+        """Return the ``slot`` of the checkpoint, by what the log says now."""
+        view = read_log(self._storage, known=self._known)
+        self._known = view.entries
+        for damage in view.damaged:
+            self._report(damage.path, damage.reason)
+        history = history_of(view)
+        tip = history.tip
+        if tip is None:
+            raise self._empty(history)
+        commits = sorted([*history.chain, *history.abandoned], key=lambda one: one.slot)
+        must_stay = kept_ever_since(commits, tip.slot) | {tip.slot}
+        kept = [one for one in history.chain if one.slot in must_stay]
+        if self.failed is not None and self.failed[0] in must_stay:
+            slot, reasons = self.failed
+            self._report(slot_path(slot), f"this checkpoint is not whole: {reasons[0]}")
+        elif self.failed is not None and type(self._step) is int:
+            what = f"the checkpoint of step {self._step} (slot {self.failed[0]}) was removed by the run's rule (keep=)"
+            raise self._not_there(what, kept)
+        self.failed = None
+        wanted = self._wanted(history, kept, tip.keep or Keep())
+        chosen = next((one for one in wanted if slot_path(one.slot) not in self._damaged), None)
+        if chosen is None:
+            raise self._all_damaged()
+        return {"slot": str(chosen.slot)}
+
+    def _wanted(self, history: History, kept: list[Manifest], rule: Keep) -> list[Manifest]:
+        """Return the checkpoints that may be loaded, in the order in which they are tried. At least one."""
+        if self._step is None:
+            return kept[::-1]
+        if self._step == "best":
+            rated = best_first(kept, rule.best_is)
+            if not rated:
+                raise CheckpointNotFound(
+                    f"no checkpoint that {describe(self._storage)} keeps has a metric: give one to manager.step() or "
+                    "save(), and keep the best ones with keep=lakeckpt.Keep(best=1)"
+                )
+            return rated
+        of_step = [one for one in reversed(history.chain) if one.step == self._step]
+        if not of_step:
+            raise self._not_there(f"the history of the run has no checkpoint of step {self._step}", kept)
+        return of_step
+
+    def _not_there(self, what: str, kept: list[Manifest]) -> CheckpointNotFound:
+        steps = ", ".join(map(str, sorted({one.step for one in kept})))
+        return CheckpointNotFound(
+            f"{describe(self._storage)}: {what}. The steps that can be loaded are {steps}; step=None loads the newest"
+        )
+
+    def _empty(self, history: History) -> CheckpointDamaged | CheckpointNotFound:
+        if self._damaged:
+            return self._all_damaged()
+        if history.run is None:
+            return CheckpointNotFound(f"there is no run at {describe(self._storage)}: name the place of a run")
+        return CheckpointNotFound(f"the run at {describe(self._storage)} has no checkpoint yet: load it after a save")
+
+    def _all_damaged(self) -> CheckpointDamaged:
+        listing = "\n  ".join(f"{path}: {reason}" for path, reason in self._damaged.items())
+        return CheckpointDamaged(
+            f"{describe(self._storage)}: no checkpoint that could be loaded is whole:\n  {listing}\n"
+            "Mend the storage, or load another step"
+        )
+
+    def _report(self, path: str, reason: str) -> None:
+        if path not in self._damaged:
+            self._damaged[path] = reason
+            warnings.warn(f"damage in the run: {path}: {reason}", DamageWarning, stacklevel=6)

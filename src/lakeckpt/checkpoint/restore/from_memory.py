@@ -1,13 +1,14 @@
-"""What of a run does this node's memory still hold, and is it newer than what was committed?
+"""This module reads the cuts that this node's memory still holds of a run, if they are newer than what was committed.
 
-A trainer that is started again finds the arenas of the one before. A generation may be restored if it goes on from the
-history of the log: if it is of the attempt that restored or committed last (or is the one that this attempt itself went
-on from), and not older than its newest commit. After a roll-back nothing of memory goes on from the history. It must be
-complete on every rank: the newest that all ranks have is taken. What was consumed between the commit and the generation
+A trainer that is started again finds the arenas of the one before. A generation in an arena may be restored if it goes
+on from the history of the log: if it is of the attempt that restored or committed last (or is the one that this attempt
+itself went on from), and not older than its newest commit. After a roll-back no generation goes on from the history.
+The newest generation that is complete on all ranks is restored. What was consumed between the commit and the generation
 goes on as pending records, until a commit has it.
 
-`Remembered` looks and reads for one rank; which generation is taken, the ranks settle in ``restorer``. Whatever is
-wrong with memory, a checkpoint is taken instead. It writes nothing.
+`Remembered` finds and reads generations for one rank; ``restorer`` agrees with the other ranks which one is restored.
+If a generation is damaged or does not fit, a checkpoint is restored instead. The module writes nothing, and starts no
+threads.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from lakeckpt.checkpoint.consumed.pending import PendingRecord, pending_from_byt
 from lakeckpt.checkpoint.format.manifest import Captured, Manifest, ReaderRecord, Restored
 from lakeckpt.checkpoint.format.parts import SHARING
 from lakeckpt.checkpoint.format.sharing import sharing_from_bytes
-from lakeckpt.checkpoint.read.load import loaded_of
-from lakeckpt.checkpoint.read.loaded import Loaded
-from lakeckpt.checkpoint.state.shards import wholes_of
+from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of
+from lakeckpt.checkpoint.state.wholes import wholes_of
 from lakeckpt.errors import ArenaDamaged
 from lakeckpt.lake.storage.base import Storage
 
@@ -44,24 +44,26 @@ class Offer:
     """What that attempt went on from, itself."""
 
     def takes(self, one: Captured) -> bool:
-        """Whether a generation is among them."""
+        """Return whether a generation is among them."""
         return one == self.also if one.attempt != self.attempt else one.step >= self.least
 
     def to_text(self) -> str:
-        """For the other ranks."""
+        """Return a text for the other ranks."""
         also = "" if self.also is None else self.also.to_text()
         return f"{self.attempt},{self.least},{also}"
 
     @classmethod
     def from_text(cls, text: str) -> Offer:
-        """What `to_text` has said."""
+        """Return what `to_text` was given."""
         attempt, least, also = text.split(",")
         return cls(attempt=int(attempt), least=int(least), also=Captured.from_text(also) if also else None)
 
 
 def where_it_goes_on(work: Restored | None, newest: Manifest | None) -> Offer | None:
-    """What memory may offer beyond ``newest``, the commit that is chosen; ``work`` is what the attempt restored that
-    the history has come to (`lakeckpt.checkpoint.persist.history.at_work`). None where nothing may be."""
+    """Return which generations go on from ``newest``, the commit that is chosen; None if none does.
+
+    ``work`` is what the attempt restored that the history has come to
+    (`lakeckpt.checkpoint.persist.history.at_work`)."""
     if work is None or work.attempt is None:
         return None
     if newest is None:
@@ -90,16 +92,16 @@ class Recalled:
 
 
 class Remembered:
-    """The memory of ``rank`` of ``world_size``, in ``folder``, of runs in ``storage``. Used by one thread; `let_go` of
-    it at the end."""
+    """The memory of ``rank`` of ``world_size``, in ``folder``, of runs in ``storage``. Used by one thread, which calls
+    `release` at the end."""
 
     def __init__(self, folder: ArenaFolder, storage: Storage, *, rank: int, world_size: int) -> None:
         self._folder, self._storage, self._rank, self._world_size = folder, storage, rank, world_size
         self._held = ExitStack()
 
     def found(self, run: str, offer: Offer) -> dict[Captured, bytes]:
-        """The generations of ``run`` that are complete here, of those that are on ``offer``, and the digests of their
-        cuts: those of other ranks have the same, unless the ranks were not at one cut."""
+        """Return the generations of ``run`` on ``offer`` that are complete here, with the digests of their cuts, which
+        are the same on all ranks that were at one cut."""
         attempts = {offer.attempt} | ({offer.also.attempt} if offer.also is not None else set())
         generations = self._generations(run)
         try:
@@ -117,13 +119,13 @@ class Remembered:
         return Generations(self._folder, identity_of(digest, rank=self._rank, world_size=self._world_size))
 
     def recall(self, run: str, which: Captured, *, recorded: int | None) -> Recalled:
-        """Read a generation, which stays as it is until `let_go`; the log has recorded all up to step ``recorded``.
+        """Read a generation, and lock it until `release`; the log has recorded all up to step ``recorded``.
 
-        None: it holds no commit yet, and so nothing that could replace what is found damaged when it has been copied:
-        all of it is verified here, and once more as it is copied. Raises `ArenaDamaged`, `WireError` and
-        `CheckpointDamaged` where it is not what was written.
+        If ``recorded`` is None, no commit could replace a generation that turns out to be damaged while it is copied.
+        Then all of it is verified here, and once more as it is copied. Raises `ArenaDamaged`, `WireError` and
+        `CheckpointDamaged` if it is not what was written.
         """
-        self.let_go()
+        self.release()
         generations = self._generations(run)
         self._held.callback(generations.close)
         held = self._held.enter_context(generations.hold(which.step, str(which.attempt)))
@@ -140,10 +142,7 @@ class Remembered:
             specs=contents.specs,
             wholes=wholes_of(contents.specs, shared),
             source=_InArena(contents),
-            is_new=False,
-            per_rank=(),
             what=f"step {which.step} in memory",
-            is_own=self._world_size > 1,
         )
         done = which.step == (recorded or 0)
         return Recalled(
@@ -152,14 +151,14 @@ class Remembered:
             last={name: pending[-1].record for name, pending in every.items() if pending},
         )
 
-    def let_go(self) -> None:
-        """The generation that was recalled may be written again."""
+    def release(self) -> None:
+        """Unlock the generation that was read: it may be written again."""
         self._held.close()
         self._held = ExitStack()
 
 
 class _InArena:
-    """Tensors in a generation that is held."""
+    """Tensors in a generation that is locked."""
 
     __slots__ = ("_contents",)
 

@@ -1,9 +1,9 @@
 """This module rolls a run back: one log entry says that its history goes on from an earlier checkpoint.
 
 The order is given once. The next restore obeys it, and what commits behind it is the history. A job that is alive finds
-its next slot taken, and ends. No data is removed here: retention removes what was left behind, with the next save.
+its next slot taken, and ends. The module removes no data: retention removes what was rolled back, with the next save.
 
-Imports without torch.
+The module never imports torch, and starts no threads that outlive a call.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MOST_TRIES = 100
 
 
 def to_be_had(storage: Storage, view: LogView) -> list[Manifest]:
-    """The checkpoints of the history that have data which no commit in the log had leave to remove, newest first: of
-    others, a job that is alive may be removing it."""
+    """Return the checkpoints of the history whose data is there and no commit in the log was allowed to remove, newest
+    first. The data of others may be removed by a job that is alive."""
     found = not_rolled_back(view)
     if not found:
         return []
@@ -41,13 +41,13 @@ def to_be_had(storage: Storage, view: LogView) -> list[Manifest]:
 
 
 def before_orders(view: LogView) -> LogView:
-    """The log up to its newest commit. An order that no commit has followed has removed nothing yet, and is replaced by
-    the next one: what it would leave behind can still be had, as where the checkpoint that it names is damaged."""
+    """Return the log up to its newest commit. An order that no commit has followed has removed nothing yet, so the next
+    order may replace it: by one to a checkpoint behind the first, where the checkpoint that it names is damaged."""
     return view.until(view.manifests[0].slot) if view.manifests else view
 
 
 def no_such_step(step: int, commits: Sequence[Manifest], more: str = "") -> CheckpointNotFound:
-    """The error for a roll-back to a ``step`` that is not among the ``commits`` that can be had."""
+    """Return the error for a roll-back to a ``step`` that is not among the ``commits`` that can be had."""
     steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in reversed(commits)) or "none"
     return CheckpointNotFound(
         f"the run cannot be rolled back to step {step:,}: its history has no checkpoint of that step that stays. "

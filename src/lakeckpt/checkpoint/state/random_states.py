@@ -1,4 +1,4 @@
-"""Which random numbers come next?  The states of Python's, numpy's and torch's generators, of one rank.
+"""This module captures and restores the states of the random generators of Python, numpy and torch, of one rank.
 
 They are part of the cut, and each rank has its own. A rank that is new after a change of the world size gets states
 derived from (seed, step, rank), the same whenever that checkpoint is restored on that many ranks.
@@ -20,7 +20,7 @@ __all__ = ["RANDOM", "capture_random", "check_random", "derive_random", "restore
 
 
 def capture_random() -> dict[str, Any]:
-    """The states now, as values that the wire codec takes."""
+    """Return the states now, as values that the wire codec takes."""
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "python": random.getstate(),
@@ -31,7 +31,7 @@ def capture_random() -> dict[str, Any]:
 
 
 def check_random(states: object) -> dict[str, Any]:
-    """``states`` if `restore_random` can take them; `CheckpointDamaged` else. Changes nothing."""
+    """Return ``states`` if `restore_random` can take them; else raise `CheckpointDamaged`. Changes nothing."""
     try:
         if not isinstance(states, dict):
             raise TypeError(f"random states are a dict, got {type(states).__name__}")
@@ -48,7 +48,7 @@ def check_random(states: object) -> dict[str, Any]:
 
 
 def restore_random(states: dict[str, Any]) -> None:
-    """Go on from ``states``, which `check_random` has seen. States of GPUs that are not here are passed over."""
+    """Go on from ``states``, which `check_random` has checked. States of GPUs that are not here are skipped."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(torch.from_numpy(states["torch"].copy()))

@@ -13,7 +13,7 @@ import torch
 
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING
 from lakeckpt.checkpoint.format.sharing import sharing_to_bytes
-from lakeckpt.checkpoint.state.parameter_names import named_state, parameter_names
+from lakeckpt.checkpoint.state.names import named_state, parameter_names
 from lakeckpt.checkpoint.state.random_states import capture_random
 from lakeckpt.checkpoint.state.shards import sharing_of
 from lakeckpt.checkpoint.state.tree import Flat, class_of, flatten, tree_to_bytes

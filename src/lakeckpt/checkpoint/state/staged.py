@@ -1,6 +1,6 @@
-"""What of a cut is written?  Tensors and trees in host memory, apart from the live objects, each with its digest.
+"""This module holds what is written of a cut: tensors and trees in host memory, each with its digest.
 
-Values only. Imports without torch: whoever persists needs none.
+It holds values only, and never imports torch, which persisting does not need.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Staged:
     trees: Mapping[str, StagedTree]
 
     def units(self) -> list[Unit]:
-        """What ranks agree on: all but the random states, which are each rank's own."""
+        """Return what ranks agree on: all but the random states, which are each rank's own."""
         shared = sharing_from_bytes(self.trees[SHARING].document) if SHARING in self.trees else {}
         tensors = [
             Unit(id=tensor_unit(one.spec, one.digest), size_bytes=one.spec.size_bytes, bundle=_bundle(one.spec, shared))
@@ -67,10 +67,10 @@ class Staged:
 
 
 def _bundle(spec: TensorSpec, shared: Mapping[str, Sharing]) -> Hashable:
-    """With which other parts that one is on the same ranks: those of its item that the same mesh divides alike. None of
-    a plain tensor. Parts without elements are many ranks', where there are more ranks than rows: how many ranks these
-    are depends on the number of rows, so that only those of one shape go together. (Versions before take a part that
-    is there twice for two different ones.)"""
+    """Return what is equal for the parts that lie on the same ranks: those of one item that one mesh divides alike.
+
+    None for a plain tensor. Where there are more ranks than rows, many ranks have a part without elements. How many
+    ranks do depends on the number of rows, so that only such parts of one shape go together."""
     place = place_of(spec.key) if shared else None
     sharing = None if place is None else shared.get(place.name)
     if place is None or sharing is None:
@@ -80,7 +80,7 @@ def _bundle(spec: TensorSpec, shared: Mapping[str, Sharing]) -> Hashable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedCut:
-    """Everything that a rank has to say of a cut."""
+    """Everything that a rank persists of a cut."""
 
     step: int
     """Optimizer steps done."""
@@ -88,7 +88,7 @@ class StagedCut:
     readers: Mapping[str, tuple[PendingRecord, ...]] = field(default_factory=dict)
     """reader → its pending records up to the cut, since the newest commit or an earlier one."""
     metric: float | None = None
-    """How good the state is, where the training loop said so."""
+    """How good the state is, where the training loop gave a metric."""
     intact: Callable[[], None] = lambda: None
-    """Raises where the memory of the tensors is not as it was captured. Asked while they are written, on another
-    thread; nothing is published before it has returned."""
+    """Raises if the memory of the tensors is not as it was captured. Called while they are written, on another thread;
+    nothing is published before it has returned."""

@@ -1,7 +1,11 @@
-"""How do torch's tensors become bytes, and bytes tensors, without a change of a single bit?
+"""This module turns torch's tensors into bytes and back, without a change of a single bit.
 
-What cannot be stored as it is (a tensor without data, sharded, sparse, quantized, nested, or made of others) is refused
-by its path. Tensors that are one memory with one shape (tied weights) are recognised by `tied_key`.
+`spec_of` refuses, by its path, a tensor that cannot be stored as it is: one without data, sharded, sparse, quantized,
+nested, overlapping itself, or made of other tensors. `tied_key` is equal for tensors that are one memory with one shape
+(tied weights).
+
+The order of dimensions in memory is kept (`dim_order_of`): a fused optimizer on a CPU steps through the memory of a
+parameter and of its moments side by side, and an object around such an optimizer gets its moments from the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ __all__ = [
 
 
 def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
-    """The name, dtype and shape of a tensor that can be stored. Raises `UnsupportedValue` naming ``key``."""
+    """Return the name, dtype and shape of a tensor that can be stored. Raises `UnsupportedValue` naming ``key``."""
     kind = type(tensor).__name__
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedValue(
@@ -54,8 +58,8 @@ def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
 
 
 def _refuse_without_memory(key: str, tensor: torch.Tensor) -> None:
-    """`UnsupportedValue` for what is made of other tensors, and has no bytes of its own: all such lie at address 0, and
-    would be taken for tied ones."""
+    """Raise `UnsupportedValue` for a tensor that is made of others and has no bytes of its own. All such tensors lie at
+    address 0, and would be taken for tied ones."""
     kind = type(tensor).__name__
     if is_traceable_wrapper_subclass(tensor):
         raise UnsupportedValue(
@@ -72,7 +76,7 @@ def _refuse_without_memory(key: str, tensor: torch.Tensor) -> None:
 
 
 def tied_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """What is equal for two tensors that are the same memory seen the same way; None for empty ones."""
+    """Return what is equal for two tensors that are the same memory seen the same way; None for empty ones."""
     if not tensor.numel():
         return None
     seen = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
@@ -80,7 +84,7 @@ def tied_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether several of its elements are, or may be, one place in memory, as in an expanded tensor."""
+    """Return whether several elements are, or may be, one place in memory, as in an expanded tensor."""
     reach = 1  # the places that the dimensions before take
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride < reach:
@@ -90,7 +94,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def dim_order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return its dimensions, from the outermost in memory to the innermost; None where they are in their own order.
+    """Return the dimensions, from the outermost in memory to the innermost; None if they are in their own order.
 
     ``torch.Tensor.dim_order`` gives the same and takes far longer."""
     if tensor.is_contiguous():
@@ -109,17 +113,17 @@ def in_dim_order(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.T
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor in host memory with the same values; the same memory where it is that already."""
+    """Return a contiguous tensor in host memory with the same values; the same memory if it is that already."""
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, not copied, to be read or written."""
+    """Return the bytes of a contiguous tensor in host memory, not copied, to be read or written."""
     return lent(as_bytes(tensor)).data if tensor.numel() else memoryview(bytearray())
 
 
 class _Lent:
-    """The memory of a tensor of bytes, as numpy asks for it. Whoever has an array of it keeps the tensor."""
+    """The memory of a tensor of bytes, in numpy's array interface. An array of it keeps the tensor alive."""
 
     __slots__ = ("__array_interface__", "tensor")
 
@@ -134,23 +138,24 @@ class _Lent:
 
 
 def lent(flat: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """What `as_bytes` gave, in host memory, as an array of the same memory, to be let go of before somebody resizes it.
+    """Return what `as_bytes` gave, in host memory, as an array of the same memory.
 
-    Once ``Tensor.numpy()`` was called, torch refuses for good to resize that memory: a buffer that grows could not.
+    The array must be released before somebody resizes the memory. ``Tensor.numpy()`` would forbid that for good: a
+    buffer that grows could not.
     """
     return np.asarray(_Lent(flat))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, not copied: one dimension of uint8.
+    """Return the bytes of a contiguous tensor, not copied: one dimension of uint8.
 
-    Where there is one element only, a contiguous tensor may have any strides (``table[:1, 0]``), which ``view`` minds.
+    A contiguous tensor of a single element may have any strides (``table[:1, 0]``), which ``view`` refuses.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def empty_for(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:
-    """A new tensor in host memory, and its bytes to be filled."""
+    """Return a new tensor in host memory, and its bytes to be filled."""
     if not prod(spec.shape):
         return torch.empty(spec.shape, dtype=_dtype(spec)), memoryview(bytearray())
     raw = torch.empty(spec.size_bytes, dtype=torch.uint8)

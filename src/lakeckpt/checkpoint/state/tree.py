@@ -1,11 +1,11 @@
-"""How does a state dict come apart into a tree of plain values and its tensors, and together again?
+"""This module takes a state dict apart into a tree of plain values and its tensors, and puts it together again.
 
-`flatten` walks dicts, lists and tuples, puts each tensor aside under a key (``item/path``, tied ones once) and leaves a
+`flatten` walks dicts, lists and tuples, collects each tensor under a key (``item/path``, tied ones once) and puts a
 `TensorRef` in its place. Names of tensors, and the names in the state of a module, become canonical (see ``names``).
 `rebuild` puts tensors back, and gives every container the type, and names that differ by wrappers' marks alone the
 spelling, that the live object's own state has at that place: types come from the live object, never from a file. A name
-that the live object does not have stays as it was saved. Leaves of other types stay for the wire codec to take or to
-refuse.
+that the live object does not have stays as it was saved. Leaves of other types are passed to the wire codec, which
+takes or refuses them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Flat:
     """The class of an optimizer, as `class_of` names it; `OF_MODULE`; empty for the state of anything else."""
 
     def leaf(self, key: str) -> torch.Tensor:
-        """The tensor that the tree refers to."""
+        """Return the tensor that the tree refers to."""
         return self.sharded[key] if key in self.sharded else self.tensors[key]
 
 
@@ -79,8 +79,8 @@ def flatten(item: str, state: object, *, of_module: bool = False, optimizer: str
     """Take the state of ``item`` apart. Tensors are referred to, not copied.
 
     ``of_module`` says that it is the state of a `torch.nn.Module`, whose names wrappers mark; ``optimizer`` is the
-    class of an optimizer whose state it is. Raises `UnsupportedValue`
-    naming a tensor that cannot be stored, `UnsupportedValue` where containers lie too deep.
+    class of an optimizer whose state it is. Raises `UnsupportedValue` naming a tensor that cannot be stored, or a place
+    where containers lie too deep.
     """
     walk = _Walk(item)
     tree = walk.plain(state, item, _DEEPEST, of_module=of_module)
@@ -115,7 +115,7 @@ class _Walk:
             return [self.plain(one, f"{path}/{at}", depth - 1) for at, one in enumerate(value)]
         if kind is tuple or kind is torch.Size:
             return tuple(self.plain(one, f"{path}/{at}", depth - 1) for at, one in enumerate(value))
-        # Its document may be made when training goes on, which may change an array in place.
+        # Training may go on, and change an array in place, before the document of the tree is made.
         return value.copy() if kind is np.ndarray else value
 
     def reference(self, tensor: torch.Tensor, path: str) -> TensorRef:
@@ -145,13 +145,13 @@ class _Walk:
 
 
 def tree_to_bytes(flat: Flat) -> bytes:
-    """The document of a tree. Raises `UnsupportedValue` naming the path of a value that cannot be written."""
+    """Return the document of a tree. Raises `UnsupportedValue` naming the path of a value that cannot be written."""
     tree = {**flat.tree, _CLASS: flat.kind} if flat.kind and type(flat.tree) is dict else flat.tree
     return dumps(tree, kind=_KIND, version=_VERSION, root=flat.item)
 
 
 def branch_to_bytes(branch: Any, path: str) -> Payload:
-    """What lies below one name of a tree, for `tree_of_branches`. Raises as `tree_to_bytes` does."""
+    """Return what lies below one name of a tree, for `tree_of_branches`. Raises as `tree_to_bytes` does."""
     return payload_of(branch, root=path)
 
 
@@ -168,7 +168,7 @@ def tree_from_bytes(document: bytes) -> tuple[Any, str]:
 
 
 def references(tree: Any) -> Iterator[TensorRef]:
-    """The tensors that a tree refers to."""
+    """Yield the tensors that a tree refers to."""
     if isinstance(tree, TensorRef):
         yield tree
     elif type(tree) in (dict, list, tuple):
@@ -177,8 +177,8 @@ def references(tree: Any) -> Iterator[TensorRef]:
 
 
 def union_of(one: Any, other: Any) -> Any:
-    """Return what two ranks had of a module or an optimizer, together; where both had something, that of ``one``. Of
-    the groups of an optimizer, the parameters of both."""
+    """Return the union of what two ranks had of a module or an optimizer; what both had is taken from ``one``. The
+    groups of an optimizer get the parameters of both."""
     if type(one) is not dict or type(other) is not dict:
         return one
     both = other | one
@@ -193,7 +193,7 @@ def union_of(one: Any, other: Any) -> Any:
 
 
 def alongside(tree: Any, like: Any) -> Iterator[tuple[TensorRef, Any]]:
-    """Each tensor that ``tree`` refers to, and what ``like`` has at that place (None where it has nothing there)."""
+    """Yield each tensor that ``tree`` refers to, and what ``like`` has at that place (None if it has nothing there)."""
     if isinstance(tree, TensorRef):
         yield tree, like
     elif type(tree) is dict:
@@ -238,7 +238,7 @@ def _dict(tree: dict[Any, Any], tensors: Mapping[str, torch.Tensor], like: Any) 
 
 
 def _spelled_as(like: Mapping[Any, Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
-    """key of ``tree`` → how ``like`` spells it. One to one: a key that is in both, or in ``tree`` alone, is itself."""
+    """Return key of ``tree`` → how ``like`` spells it, one to one. A key in both, or in ``tree`` alone, is itself."""
     live = {short: name for name, short in canonical_names(key for key in like if type(key) is str).items()}
     spelled: dict[Any, Any] = {key: key for key in tree}
     for key, short in canonical_names(key for key in tree if type(key) is str).items():

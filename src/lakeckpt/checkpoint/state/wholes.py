@@ -1,39 +1,40 @@
-"""Which parts of a checkpoint make up one tensor, for one rank?
+"""This module finds the saved parts that make up one tensor.
 
-Parts belong together where they are of one name, dtype and shape, and the same ranks shared them (``sharing``). They
-are put together in such a group alone: what another group has under that name is another tensor, however much alike.
-Checkpoints of parts before version 3.1 do not say who shared what: there the parts of one name, dtype and shape are one
-group, and where two different ones are in one place, nobody knows which belongs to which.
+Each rank saves the part of a `DTensor` that it holds, under a key that names the whole tensor, its shape, and the place
+of the part. Parts belong together if the name, the dtype and the shape of the whole are the same. `Wholes` finds the
+parts of every tensor in the records of all ranks, `wholes_of` in the keys of one rank. `Whole.regions` says which
+regions of the parts fill the part that a rank holds now.
 
-Where a group is not known to be one whole, a rank has what it had itself, and no more: it is restored on the same
-ranks, divided as it was, or not at all. Reads and writes nothing. Imports without torch.
+Replicas of a part are saved once. Ranks may have saved different contents of one part. If the stages of a pipeline give
+their layers the same names, the parts of the ranks of one mesh belong together. If replicas drifted apart, nothing says
+which parts belong together: each rank gets back what it had itself, divided as it was, and nothing else.
+
+The module never reads storage, changes nothing, and never imports torch.
 """
 
 from __future__ import annotations
 
-import bisect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from math import prod
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.fields import Ranks, joined, ranges
-from lakeckpt.checkpoint.format.parts import PART_MARK, SHARING, PartRecord, TensorRecord
+from lakeckpt.checkpoint.format.fields import Ranks, holds, joined
+from lakeckpt.checkpoint.format.parts import PART_MARK, SHARING, PartRecord, TensorRecord, TreeRecord
 from lakeckpt.checkpoint.format.sharing import Sharing, say_ranks, sharing_from_bytes
-from lakeckpt.checkpoint.state.tiling import untiled
-from lakeckpt.errors import CheckpointDamaged, WireError
+from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, WireError
 
-__all__ = ["Composed", "Place", "Wholes", "is_part_key", "part_key", "place_of", "whole_of"]
+__all__ = ["Part", "Place", "Region", "Whole", "Wholes", "is_part_key", "part_key", "place_of", "untiled", "wholes_of"]
 
 _KEY = re.compile(rf"(.*){PART_MARK}([0-9,]*) of ([0-9,]*)", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What the key of a part says: of what it is a part, and where it begins."""
+    """What the key of a part says: the whole tensor's name and shape, and where the part begins."""
 
     name: str
     offsets: tuple[int, ...]
@@ -42,7 +43,7 @@ class Place:
 
 
 def part_key(key: str, offsets: Sequence[int], shape: Sequence[int]) -> str:
-    """The key of the part of ``key`` that begins at ``offsets``.
+    """Return the key of the part of ``key`` that begins at ``offsets``.
 
     >>> part_key("model/weight", (4, 0), (7, 10))
     'model/weight::at 4,0 of 7,10'
@@ -51,12 +52,12 @@ def part_key(key: str, offsets: Sequence[int], shape: Sequence[int]) -> str:
 
 
 def is_part_key(key: str) -> bool:
-    """Whether a key is that of a part."""
+    """Return whether a key is that of a part."""
     return _KEY.fullmatch(key) is not None
 
 
 def place_of(key: str) -> Place | None:
-    """What the key of a part says; None for another key. `CheckpointDamaged` where it is no sense."""
+    """Return what the key of a part says; None for another key. `CheckpointDamaged` if its numbers make no sense."""
     match = _KEY.fullmatch(key) if PART_MARK in key else None
     return None if match is None else Place(name=match[1], offsets=_numbers(match[2]), shape=_numbers(match[3]))
 
@@ -68,8 +69,8 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise CheckpointDamaged(f"{text!r:.80} are no sizes") from None
 
 
-def whole_of(place: Place, part: TensorSpec) -> TensorSpec:
-    """The spec of the tensor that ``part`` is a part of. `CheckpointDamaged` where it cannot be."""
+def _whole_spec(place: Place, part: TensorSpec) -> TensorSpec:
+    """Return the spec of the tensor that ``part`` is a part of. `CheckpointDamaged` if there is none such."""
     try:
         whole = TensorSpec(key=place.name, dtype=part.dtype, shape=place.shape)
     except WireError as error:
@@ -80,187 +81,249 @@ def whole_of(place: Place, part: TensorSpec) -> TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Composed:
-    """What there is of a tensor for one rank."""
+class Part:
+    """A saved part: its key, and where it begins in the whole."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A region of a saved part: ``sizes`` elements from ``source`` on go to ``target`` in the destination."""
+
+    key: str
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """A tensor and the parts in which it was saved. A plain tensor is its own single part."""
 
     spec: TensorSpec
-    pieces: tuple[_Piece, ...]
-    """Where each part begins, and the part."""
-    sharing: Sharing | None
-    """How it was shared; None where that was not saved."""
-    several: bool
-    """Whether other ranks had another tensor of this name."""
-    lacking: str
-    """Why ``pieces`` are not the whole; empty where they are."""
+    parts: tuple[Part, ...]
+    sharing: Sharing | None = None
+    """How the rank shared it; None: the rank had it whole."""
+    several: str = ""
+    """Says so if other ranks had another tensor of this name."""
+    lacking: str = ""
+    """Why ``parts`` are not the whole tensor, where they are not."""
 
+    @classmethod
+    def plain(cls, spec: TensorSpec) -> Whole:
+        """Return a tensor that was saved as one."""
+        return cls(spec=spec, parts=(Part(key=spec.key, offsets=(0,) * len(spec.shape), sizes=spec.shape),))
 
-_Piece = tuple[tuple[int, ...], TensorRecord]
-_Id = tuple[str, tuple[int, ...], Ranks | None]
-"""dtype, shape, and the ranks that share it (None: not said)."""
+    def part_at(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Part | None:
+        """Return the saved part with exactly this extent."""
+        return next((part for part in self.parts if (part.offsets, part.sizes) == (offsets, sizes)), None)
 
+    def regions(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Region]:
+        """Return the regions that make up the part at ``offsets`` of ``sizes``.
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Group:
-    """Parts that belong together."""
-
-    spec: TensorSpec
-    shared: Ranks | None
-    holders: int
-    """How many of the ranks that share it are ranks of the checkpoint."""
-    pieces: list[_Piece] = field(default_factory=list)
-
-    @property
-    def different(self) -> list[_Piece]:
-        """Its pieces, but of those that are the same in one place, the first: ranks that hold replicas of some parts,
-        and others of other parts, each wrote all of theirs."""
-        found: dict[object, _Piece] = {}
-        for offsets, one in self.pieces:
-            found.setdefault((offsets, one.spec.shape, one.digest), (offsets, one))
-        return list(found.values())
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether different parts are in one place."""
-        different = self.different
-        return len({offsets for offsets, _ in different}) < len(different)
-
-    @property
-    def contents(self) -> frozenset[object]:
-        return frozenset((offsets, one.spec.shape, one.digest) for offsets, one in self.pieces)
-
-    @property
-    def of_ranks(self) -> list[Ranks]:
-        """The ranks that had a part of it; where different parts are in one place, those of each there."""
-        if self.is_torn:
-            times = Counter(offsets for offsets, _ in self.different)
-            there = [one for offsets, one in self.pieces if offsets == times.most_common(1)[0][0]]
-            digests = dict.fromkeys(one.digest for one in there)
-            return [joined(one.ranks for one in there if one.digest == digest) for digest in digests]
-        return [joined(one.ranks for _, one in self.pieces)]
-
-    def lacking(self) -> str:
-        """Why it is not one whole; empty where it is. `CheckpointDamaged` where it ought to be."""
-        wrong = untiled(self.spec.shape, [(offsets, one.spec.shape) for offsets, one in self.different])
-        if wrong is None:
-            return ""
-        if self.is_torn:
-            return "ranks had different parts of it in one place, and which belong together was not saved"
-        size = sum(stop - start for start, stop in self.shared or ())
-        if self.holders < size:
-            return f"{size} ranks shared it, and {self.holders} of them saved this run (group=): {wrong}"
-        raise CheckpointDamaged(f"tensor {self.spec.key!r}: {wrong}")
-
-
-class Wholes:
-    """The tensors that were saved in parts, by the ranks of all ``parts``.
-
-    `CheckpointDamaged` where what is said of them makes no sense.
-    """
-
-    def __init__(self, parts: Sequence[PartRecord]) -> None:
-        self._said = _said(parts)
-        spans = ((start, stop, number) for number, (ranks, _) in enumerate(self._said) for start, stop in ranks)
-        self._spans = sorted(spans)  # which rank says what: no two say for one rank
-        self._holders: Counter[tuple[str, Ranks | None]] = Counter()  # of each tensor and mesh: how many ranks say so
-        for ranks, said in self._said:
-            size = sum(stop - start for start, stop in ranks)
-            self._holders.update({(name, sharing.ranks): size for name, sharing in said.items()})
-        self._groups: defaultdict[str, dict[_Id, _Group]] = defaultdict(dict)
-        sayers = cache(self._sayers)
-        for record in (record for part in parts for record in part.tensors):
-            place = place_of(record.spec.key)
-            if place is not None:
-                self._add(place, record, sayers(record.ranks))
-
-    def _add(self, place: Place, record: TensorRecord, sayers: list[int]) -> None:
-        groups = self._groups[place.name]
-        for number in sayers:
-            sharing = self._said[number][1].get(place.name)
-            which = record.spec.dtype, place.shape, None if sharing is None else sharing.ranks
-            if which not in groups or not len(record.spec.shape) == len(place.offsets) == len(place.shape):
-                whole = whole_of(place, record.spec)  # says what is wrong
-                groups[which] = _Group(spec=whole, shared=which[2], holders=self._holders[place.name, which[2]])
-            pieces = groups[which].pieces
-            if not pieces or pieces[-1][1] is not record:
-                pieces.append((place.offsets, record))
-
-    def _sayers(self, ranks: Ranks) -> list[int]:
-        """What of all that is said the ``ranks`` say."""
-        found = set()
-        for start, stop in ranks:
-            at = bisect.bisect_right(self._spans, start, key=lambda span: span[1])
-            while at < len(self._spans) and self._spans[at][0] < stop:
-                found.add(self._spans[at][2])
-                at += 1
-        return sorted(found)
-
-    def several(self) -> dict[str, tuple[Ranks, ...]]:
-        """The names that more than one tensor has, and the ranks that had a part of each."""
-        return {
-            name: tuple(chain(*(one.of_ranks for one in groups.values())))
-            for name, groups in self._groups.items()
-            if _differ(groups)
-        }
-
-    def check(self) -> str:
-        """Why it can only be restored on the same ranks, divided as it was; empty where that is not so.
-
-        `CheckpointDamaged` where parts do not make up a whole that they ought to.
+        `CheckpointDamaged` if some of it was not saved; `CheckpointMismatch` if this is because only the parts of this
+        rank are known to belong together.
         """
-        found = {}
-        for name, groups in self._groups.items():
-            texts = [text for one in groups.values() if (text := one.lacking())]
-            if texts or _differ(groups):
-                found[name] = texts[0] if texts else "ranks had different tensors of this name"
-        more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
-        return next((f"{name!r}: {text}{more}" for name, text in found.items()), "")
-
-    def of(self, rank: int) -> dict[str, Composed]:
-        """The tensors that ``rank`` had a share in. `CheckpointDamaged` where one is not whole that ought to be."""
-        shared = next((said for ranks, said in self._said if _meet(ranks, ((rank, rank + 1),))), {})
-        found = {}
-        for name, groups in self._groups.items():
-            sharing = shared.get(name)
-            group = _chosen(groups, rank, None if sharing is None else sharing.ranks)
-            if group is None:
-                continue
-            lacking = group.lacking()
-            pieces = _own(group, rank) if group.is_torn else group.different
-            found[name] = Composed(
-                spec=group.spec, pieces=tuple(pieces), sharing=sharing, several=_differ(groups), lacking=lacking
-            )
+        found = [one for part in self.parts if (one := _common(part, offsets, sizes)) is not None]
+        if sum(prod(region.sizes) for region in found) != prod(sizes):
+            if self.lacking:
+                raise CheckpointMismatch(
+                    f"the tensor {self.spec.key!r} cannot be read at {offsets} of {sizes}: {self.lacking}. Restore it "
+                    "on the ranks that saved it, divided as it was"
+                )
+            raise CheckpointDamaged(f"of the tensor {self.spec.key!r}, not all of {sizes} at {offsets} was saved once")
         return found
 
 
-def _said(parts: Sequence[PartRecord]) -> list[tuple[Ranks, dict[str, Sharing]]]:
-    """What ranks say of what they share; nothing, where they share nothing, or an older lakeckpt saved them."""
-    found: list[tuple[Ranks, dict[str, Sharing]]] = []
-    for record in (tree for part in parts for tree in part.trees if tree.item == SHARING):
-        try:
-            found.append((record.ranks, sharing_from_bytes(record.document)))
-        except WireError as error:
-            raise CheckpointDamaged(f"what {say_ranks(record.ranks)} shared: {error}") from error
-    said = {rank for ranks, _ in found for start, stop in ranks for rank in range(start, stop)}
-    rest = ranges(set(range(max((part.world_size for part in parts), default=0))) - said)
-    return [*found, (rest, {})] if rest else found
+def _common(part: Part, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Region | None:
+    """Return the region of ``part`` that lies in the box at ``offsets`` of ``sizes``; None if there is none."""
+    lows = tuple(map(max, part.offsets, offsets))
+    stops = [
+        min(first + size, other + extent)
+        for first, size, other, extent in zip(part.offsets, part.sizes, offsets, sizes, strict=True)
+    ]
+    common = tuple(stop - low for low, stop in zip(lows, stops, strict=True))
+    if any(size <= 0 for size in common):
+        return None
+    source = tuple(low - first for low, first in zip(lows, part.offsets, strict=True))
+    target = tuple(low - first for low, first in zip(lows, offsets, strict=True))
+    return Region(key=part.key, source=source, target=target, sizes=common)
 
 
-def _chosen(groups: Mapping[_Id, _Group], rank: int, shared: Ranks | None) -> _Group | None:
-    """The group that ``rank`` is of; None where it is of none, or that cannot be told."""
-    alike = [group for (_, _, ranks), group in groups.items() if ranks == shared]
-    if len(alike) == 1:
-        return alike[0]
-    return next((group for group in alike if _own(group, rank)), None)
+def wholes_of(specs: Mapping[str, TensorSpec], shared: Mapping[str, Sharing]) -> dict[str, Whole]:
+    """Return, by name, the tensors of which there are parts among ``specs``: the parts of one rank.
+
+    ``shared`` says how each tensor was divided. `CheckpointDamaged` if parts do not fit one another.
+    """
+    found: dict[str, tuple[TensorSpec, list[Part]]] = {}
+    for key, spec in specs.items():
+        place = place_of(key)
+        if place is None:
+            continue
+        whole, parts = found.setdefault(place.name, (_whole_spec(place, spec), []))
+        if whole != _whole_spec(place, spec):
+            raise CheckpointDamaged(f"{key!r:.200} is no part of a {whole.dtype} tensor of {list(whole.shape)}")
+        parts.append(Part(key=key, offsets=place.offsets, sizes=spec.shape))
+    return {
+        name: Whole(spec=spec, parts=tuple(parts), sharing=shared.get(name)) for name, (spec, parts) in found.items()
+    }
 
 
-def _own(group: _Group, rank: int) -> list[_Piece]:
-    return [piece for piece in group.pieces if _meet(piece[1].ranks, ((rank, rank + 1),))]
+_Piece = tuple[tuple[int, ...], TensorRecord]
+"""Where a part begins, and the part."""
 
 
-def _differ(groups: Mapping[_Id, _Group]) -> bool:
-    return len({one.contents for one in groups.values()}) > 1 or any(one.is_torn for one in groups.values())
+class Wholes:
+    """The tensors that the ranks of ``parts`` saved in parts. `CheckpointDamaged` if what they say makes no sense."""
+
+    def __init__(self, parts: Sequence[PartRecord]) -> None:
+        self._shared = [_shared(tree) for part in parts for tree in part.trees if tree.item == SHARING]
+        self._pieces: defaultdict[str, defaultdict[TensorSpec, list[_Piece]]] = defaultdict(lambda: defaultdict(list))
+        for record in (record for part in parts for record in part.tensors):
+            place = place_of(record.spec.key)
+            if place is not None:
+                self._pieces[place.name][_whole_spec(place, record.spec)].append((place.offsets, record))
+
+    def several(self) -> dict[str, tuple[Ranks, ...]]:
+        """Return the names under which ranks saved different tensors: name → the ranks of each tensor."""
+        return {
+            name: tuple(ranks for pieces in groups.values() for ranks in _ranks_of(pieces))
+            for name, groups in self._pieces.items()
+            if len(groups) > 1 or any(_torn_at(pieces) is not None for pieces in groups.values())
+        }
+
+    def check(self) -> str:
+        """Return why the checkpoint fits the same ranks only, each with its own parts; empty if it fits any ranks.
+
+        `CheckpointDamaged` if parts of a tensor are missing or overlap.
+        """
+        for groups in self._pieces.values():
+            for spec, pieces in groups.items():
+                _lacking(spec, pieces)
+        several = self.several()
+        more = f", and {len(several) - 1} more tensors" if len(several) > 1 else ""
+        return next((f"{name!r}: {_different_on(ranks)}{more}" for name, ranks in several.items()), "")
+
+    def of(self, rank: int) -> dict[str, tuple[Whole, list[TensorRecord]]]:
+        """Return, by name, the tensors that ``rank`` shared, with the records of their parts.
+
+        `CheckpointDamaged` if parts of such a tensor are missing or overlap.
+        """
+        shared = next((found for ranks, found in self._shared if holds(ranks, rank)), {})
+        found = {}
+        for name, groups in self._pieces.items():
+            for spec, pieces in groups.items():
+                own = [piece for piece in pieces if holds(piece[1].ranks, rank)]
+                if not own and not self._of_mesh(name, shared, pieces):
+                    continue
+                several = _lacking(spec, pieces)
+                if several and name in shared:
+                    pieces = self._of_mesh(name, shared, pieces)
+                lacking = _lacking(spec, pieces)
+                chosen = own if lacking else _distinct(pieces)
+                parts = tuple(Part(key=one.spec.key, offsets=at, sizes=one.spec.shape) for at, one in chosen)
+                whole = Whole(spec=spec, parts=parts, sharing=shared.get(name), several=several, lacking=lacking)
+                found[name] = whole, [record for _, record in chosen]
+        return found
+
+    def _of_mesh(self, name: str, shared: Mapping[str, Sharing], pieces: list[_Piece]) -> list[_Piece]:
+        """Return the pieces of the ranks that say, as ``shared`` does, which mesh they share the tensor with."""
+        mesh = shared[name].ranks if name in shared else None
+        mates = joined(ranks for ranks, other in self._shared if name in other and other[name].ranks == mesh)
+        return [(at, one) for at, one in pieces if any(holds(mates, rank) for rank in _numbers_in(one.ranks))]
 
 
-def _meet(some: Ranks, others: Ranks) -> bool:
-    """Whether they have a rank in common."""
-    return any(first < end and begin < last for first, last in some for begin, end in others)
+def _numbers_in(ranks: Ranks) -> Iterator[int]:
+    return chain.from_iterable(range(start, stop) for start, stop in ranks)
+
+
+def _shared(record: TreeRecord) -> tuple[Ranks, dict[str, Sharing]]:
+    try:
+        return record.ranks, sharing_from_bytes(record.document)
+    except WireError as error:
+        raise CheckpointDamaged(f"how {say_ranks(record.ranks)} shared tensors: {error}") from error
+
+
+def _distinct(pieces: list[_Piece]) -> list[_Piece]:
+    """Return each content of each part once: ranks may have written the same part."""
+    found: dict[object, _Piece] = {}
+    for offsets, one in pieces:
+        found.setdefault((offsets, one.spec.shape, one.digest), (offsets, one))
+    return list(found.values())
+
+
+def _torn_at(pieces: list[_Piece]) -> tuple[int, ...] | None:
+    """Return where ranks had different contents of a part: where there are most; None if they had the same."""
+    contents = Counter(offsets for offsets, _ in _distinct(pieces))
+    offsets, count = contents.most_common(1)[0]
+    return offsets if count > 1 else None
+
+
+def _ranks_of(pieces: list[_Piece]) -> list[Ranks]:
+    """Return the ranks that had a part; if ranks had different contents of a part, the ranks of each content."""
+    torn = _torn_at(pieces)
+    ranks: defaultdict[bytes, list[Ranks]] = defaultdict(list)
+    for offsets, one in pieces:
+        if torn is None or offsets == torn:
+            ranks[b"" if torn is None else one.digest].append(one.ranks)
+    return [joined(several) for several in ranks.values()]
+
+
+def _different_on(ranks: Sequence[Ranks]) -> str:
+    return f"ranks had different tensors of this name, on {' and on '.join(map(say_ranks, ranks))}"
+
+
+def _lacking(spec: TensorSpec, pieces: list[_Piece]) -> str:
+    """Return why the pieces are not one tensor; empty if they are. `CheckpointDamaged` if some are missing."""
+    if _torn_at(pieces) is not None:
+        return _different_on(_ranks_of(pieces))
+    wrong = untiled(spec.shape, [(offsets, one.spec.shape) for offsets, one in _distinct(pieces)])
+    if wrong is not None:
+        raise CheckpointDamaged(f"tensor {spec.key!r}: {wrong}")
+    return ""
+
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes) of a part, of as many dimensions as the whole."""
+
+
+def untiled(shape: tuple[int, ...], boxes: Iterable[_Box]) -> str | None:
+    """Return what is wrong with the parts of a whole of ``shape``; None if every element is in one part, none in two.
+
+    >>> untiled((4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))])
+    >>> untiled((4, 2), [((0, 0), (3, 2)), ((2, 0), (1, 2))])
+    'parts at (0, 0) and (2, 0) overlap'
+    >>> untiled((4, 2), [((0, 0), (3, 2))])
+    'its parts have 6 of 8 elements'
+    """
+    every = list(boxes)
+    for offsets, sizes in every:
+        if not len(offsets) == len(sizes) == len(shape):
+            return f"a part at {offsets} of {sizes} has other dimensions than {shape}"
+        if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
+            return f"a part at {offsets} of {sizes} is not inside of {shape}"
+    overlap = _overlap([one for one in every if prod(one[1])])
+    if overlap is not None:
+        return overlap
+    held = sum(prod(sizes) for _, sizes in every)
+    return None if held == prod(shape) else f"its parts have {held} of {prod(shape)} elements"
+
+
+def _overlap(boxes: list[_Box]) -> str | None:
+    """Return which boxes overlap: the edges of all boxes cut the space into cells, and no cell is in two of them."""
+    edges = [set[int]() for _ in boxes[0][0]] if boxes else []
+    for offsets, sizes in boxes:
+        for known, at, size in zip(edges, offsets, sizes, strict=True):
+            known |= {at, at + size}
+    numbers = [{edge: number for number, edge in enumerate(sorted(known))} for known in edges]
+    owners: dict[tuple[int, ...], int] = {}
+    for box, (offsets, sizes) in enumerate(boxes):
+        spans = (range(of[at], of[at + size]) for of, at, size in zip(numbers, offsets, sizes, strict=True))
+        for cell in product(*spans):
+            other = owners.setdefault(cell, box)
+            if other != box:
+                return f"parts at {boxes[other][0]} and {offsets} overlap"
+    return None

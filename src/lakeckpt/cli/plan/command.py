@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lakeckpt.checkpoint.restore.remap import remap
+from lakeckpt.checkpoint.restore.rest_of_epoch import carry_over
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json, progress_bar
 from lakeckpt.cli.plan.columns import ColumnBytes, column_bytes, has_page_checksums
 from lakeckpt.cli.plan.facts import Topology, plan_facts, warnings_of
@@ -124,7 +124,7 @@ def _run_remap(args: argparse.Namespace, table: Table) -> int:
     storage = open_storage(args.remap, storage_options=options_of(args.storage_options))
     key = [name.strip() for some in args.key for name in some.split(",")]
     with progress_bar("keys", show=not args.json) as progress:
-        done = remap(storage, table, key=key, reader=args.reader, progress=progress)
+        done = carry_over(storage, table, key=key, reader=args.reader, progress=progress)
     if args.json:
         print_json({"run": describe(storage), "table": table.uri, **asdict(done)})
         return 0

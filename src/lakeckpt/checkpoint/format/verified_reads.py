@@ -1,40 +1,74 @@
-"""This module reads the tensors of a checkpoint in ranges, several at once, straight to their destination.
+"""This module reads objects of a checkpoint, verifies every byte, and tells damage from failures of the store.
 
-The head and size of each file are read first; the head gives the places of the slabs. Then several threads read large
-slabs piece by piece, and small slabs together, into the memory that the caller names. There is no copy of a file or of
-the state in between. A slab for which the caller names no memory is verified all the same; `verify_file` names none. An
-object that is missing, too short, too long or altered raises `CheckpointDamaged` with its path; the caller's memory may
-hold anything then.
+An object that is missing, too short, too long or altered raises `CheckpointDamaged` with its path. So does a read error
+of the medium (EIO). Any other failure of the store is raised unchanged: falling back to an older checkpoint because of
+a network error would lose work, and nobody would notice.
 
-Each call starts and joins its own threads. The module never imports torch.
+`fetch_part` reads the record of a part. `open_files` reads the heads of files of tensors, which give the places of the
+slabs. `read_slabs` reads slabs with several threads straight into the memory that the caller names; adjacent small
+slabs are read together. A slab for which the caller names no memory is verified all the same. After an error the
+caller's memory may hold anything.
+
+Each call starts and joins its own threads. The module never writes, and never imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lakeckpt.checkpoint.format.digests import (
-    LEAF_BYTES,
-    PIECE_BYTES,
-    content_digest,
-    digest_of_leaves,
-    leaf_digests,
-    short_digest,
-)
+from lakeckpt.checkpoint.format.digests import content_digest, short_digest
+from lakeckpt.checkpoint.format.manifest import Manifest, PartRef
 from lakeckpt.checkpoint.format.parts import PartRecord, SlabRecord, TensorRecord, file_digest
+from lakeckpt.checkpoint.format.slabs import SLAB_BYTES
 from lakeckpt.checkpoint.format.tensor_file import FileLayout, parse_head, read_head_length
-from lakeckpt.checkpoint.read.fetch import read_object
-from lakeckpt.errors import CheckpointDamaged, ObjectMissing, StorageError
+from lakeckpt.errors import CheckpointDamaged, ObjectMissing, StorageError, UnsupportedValue, WireDamaged
 from lakeckpt.lake.storage.base import Storage
 
-__all__ = ["StoredSlab", "open_files", "read_slabs", "verify_file"]
+__all__ = ["StoredSlab", "fetch_part", "open_files", "read_object", "read_slabs", "verify_file"]
 
 _THREADS = 8
 _HEAD_BYTES = 4096
+
+
+@contextlib.contextmanager
+def _damage(path: str) -> Iterator[None]:
+    """Raise what shows damage of the object at ``path`` as `CheckpointDamaged`."""
+    try:
+        yield
+    except ObjectMissing:
+        raise CheckpointDamaged(f"{path}: the object is missing") from None
+    except StorageError as error:
+        if error.errno == errno.EIO:
+            raise CheckpointDamaged(f"{path}: the medium cannot read it: {error}") from error
+        raise
+
+
+def read_object(storage: Storage, path: str, start: int = 0, stop: int | None = None) -> bytes:
+    """Return bytes of an object of a checkpoint. `CheckpointDamaged` if it is missing or the medium cannot read it."""
+    with _damage(path):
+        return storage.read(path, start, stop)
+
+
+def fetch_part(storage: Storage, manifest: Manifest, ref: PartRef) -> PartRecord:
+    """Return the record of a part that ``manifest`` names, verified against the manifest. `CheckpointDamaged`."""
+    data = read_object(storage, ref.path)
+    if len(data) != ref.size_bytes or short_digest(data) != ref.digest:
+        raise CheckpointDamaged(
+            f"{ref.path}: the part of rank {ref.rank} is not what slot {manifest.slot} committed "
+            f"({len(data)} bytes, expected {ref.size_bytes})"
+        )
+    try:
+        part = PartRecord.from_bytes(data)
+    except (WireDamaged, UnsupportedValue) as error:
+        raise CheckpointDamaged(f"{ref.path}: {error}") from error
+    if (part.rank, part.save, part.cut, part.run) != (ref.rank, manifest.save, manifest.cut, manifest.run):
+        raise CheckpointDamaged(f"{ref.path}: this is a part of another checkpoint than slot {manifest.slot}")
+    return part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,43 +154,22 @@ def read_slabs(
 ) -> None:
     """Read and verify ``slabs``; each goes to its place in the memory (uint8) that ``into`` names for its tensor."""
     with ThreadPoolExecutor(threads, thread_name_prefix="lakeckpt-read") as pool:
-        jobs = [pool.submit(work) for work in _works(storage, slabs, into)]
+        jobs = [pool.submit(_read_run, storage, run, into) for run in _runs(slabs)]
         try:
-            pieces = [job.result() for job in jobs]
+            for job in jobs:
+                job.result()
         except BaseException:
             for job in jobs:
                 job.cancel()
             raise
-    found: dict[int, list[bytes]] = {}
-    for number, digest in filter(None, pieces):
-        found.setdefault(number, []).append(digest)
-    for one in slabs:
-        if id(one) in found and digest_of_leaves(found[id(one)]) != one.slab.digest:
-            raise _altered(one)
-
-
-_Piece = tuple[int, bytes] | None
-_Work = Callable[[], _Piece]
-"""Reads bytes. Returns the slab and the digest of the piece that it read; None if it has verified the bytes itself."""
-
-
-def _works(storage: Storage, slabs: Sequence[StoredSlab], into: Mapping[str, memoryview]) -> Iterator[_Work]:
-    for run in _runs(slabs):
-        if len(run) > 1 or run[0].stop - run[0].start <= PIECE_BYTES:
-            yield lambda run=run: _read_run(storage, run, into)  # type: ignore[misc]
-            continue
-        (one,) = run
-        for at in range(one.start, one.stop, PIECE_BYTES):
-            stop = min(at + PIECE_BYTES, one.stop)
-            yield lambda one=one, at=at, stop=stop: _read_piece(storage, one, at, stop, into)  # type: ignore[misc]
 
 
 def _runs(slabs: Sequence[StoredSlab]) -> Iterator[list[StoredSlab]]:
-    """Yield runs of adjacent slabs, together no longer than a piece. A larger slab is a run of its own."""
+    """Yield runs of adjacent slabs, together no longer than the largest slab may be."""
     ordered = sorted(slabs, key=lambda one: (one.path, one.start, one.stop))
     run = ordered[:1]
     for before, one in pairwise(ordered):
-        if one.path == before.path and one.start == before.stop and one.stop - run[0].start <= PIECE_BYTES:
+        if one.path == before.path and one.start == before.stop and one.stop - run[0].start <= SLAB_BYTES:
             run.append(one)
         else:
             yield run
@@ -172,16 +185,10 @@ def _read_run(storage: Storage, run: list[StoredSlab], into: Mapping[str, memory
     for one in run:
         view = data[one.start - start : one.stop - start]
         if content_digest(view) != one.slab.digest:
-            raise _altered(one)
+            raise CheckpointDamaged(f"{path}: the bytes of tensor {one.slab.spec.key!r} are not what was written")
         target = one.target(into)
         if target is not None and alone is None:
             target[:] = view
-
-
-def _read_piece(storage: Storage, one: StoredSlab, at: int, stop: int, into: Mapping[str, memoryview]) -> _Piece:
-    target = one.target(into)
-    part = None if target is None else target[at - one.start : stop - one.start]
-    return id(one), leaf_digests(_read_range(storage, one.path, at, stop, part), LEAF_BYTES)
 
 
 def _read_range(storage: Storage, path: str, start: int, stop: int, target: memoryview | None) -> memoryview:
@@ -190,14 +197,8 @@ def _read_range(storage: Storage, path: str, start: int, stop: int, target: memo
         return memoryview(b"")
     read_into = getattr(storage, "read_into", None)
     if target is not None and callable(read_into):
-        try:
+        with _damage(path):
             count = read_into(path, start, target)
-        except ObjectMissing:
-            raise CheckpointDamaged(f"{path}: the object is missing") from None
-        except StorageError as error:
-            if error.errno == errno.EIO:
-                raise CheckpointDamaged(f"{path}: the medium cannot read it: {error}") from error
-            raise
         view = target
     else:
         data = read_object(storage, path, start, stop)
@@ -208,7 +209,3 @@ def _read_range(storage: Storage, path: str, start: int, stop: int, target: memo
     if count != stop - start:
         raise CheckpointDamaged(f"{path}: it ends at byte {start + count}, inside of what was written")
     return view
-
-
-def _altered(one: StoredSlab) -> CheckpointDamaged:
-    return CheckpointDamaged(f"{one.path}: the bytes of tensor {one.slab.spec.key!r} are not what was written")

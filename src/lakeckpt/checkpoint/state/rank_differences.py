@@ -3,10 +3,10 @@
 On the same number of ranks, each rank gets its own state back. On another number, rank r takes the state of the old
 rank r mod W. This is right for state that was the same on all ranks, and for buffers and notes, which belong to one
 rank. It would be wrong, and nobody would notice, where ranks have different roles, as in the stages of a pipeline: no
-record says which role a new rank has. So the module refuses parameters, optimizer states and tensors in parts that
-differed between ranks.
+record says which role a new rank has. So parameters, optimizer states and tensors in parts that differed between ranks
+are refused.
 
-It never reads storage, changes nothing, and never imports torch.
+The module never reads storage, changes nothing, and never imports torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from lakeckpt.checkpoint.format.fields import Ranks, joined
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord
 from lakeckpt.checkpoint.format.sharing import say_ranks
 from lakeckpt.checkpoint.format.units import tensor_unit, tree_unit
-from lakeckpt.checkpoint.state.wholes import Wholes, is_part_key
+from lakeckpt.checkpoint.state.wholes import is_part_key
 from lakeckpt.errors import CheckpointMismatch
 
-__all__ = ["Unlike", "different", "refuse_divided", "refuse_several", "unlike_of"]
+__all__ = ["Contents", "Unlike", "contents_of", "different", "refuse_divided", "unlike_of"]
+
+Contents = Mapping[str, Sequence[Ranks]]
+"""Unit → for each of its contents, the ranks that had it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +33,7 @@ class Unlike:
     """The tensors whose contents differed between the ``world_size`` ranks that saved them."""
 
     world_size: int
-    tensors: Mapping[str, tuple[Ranks, ...]]
-    """key → for each content, the ranks that had it."""
+    tensors: Contents
 
     def refusal(self, keys: Sequence[str]) -> CheckpointMismatch:
         """Return the error for the tensors ``keys``, which must not differ between ranks."""
@@ -47,45 +49,8 @@ class Unlike:
         )
 
 
-def unlike_of(parts: Sequence[PartRecord], world_size: int) -> Unlike:
-    """Return the whole tensors whose contents differed between ranks; tensors in parts are not among them."""
-    found = {
-        name.removeprefix("tensor:"): tuple(contents)
-        for name, contents in _contents(parts).items()
-        if name.startswith("tensor:") and len(contents) > 1 and not is_part_key(name)
-    }
-    return Unlike(world_size=world_size, tensors=found)
-
-
-def different(parts: Sequence[PartRecord]) -> tuple[str, ...]:
-    """Return the units whose contents differed between ranks."""
-    return tuple(sorted(name for name, contents in _contents(parts).items() if len(contents) > 1))
-
-
-def refuse_several(wholes: Wholes, old_size: int) -> None:
-    """Raise `CheckpointMismatch` where ranks had different tensors in parts under one name."""
-    several = wholes.several()
-    if several:
-        raise Unlike(world_size=old_size, tensors=several).refusal(sorted(several))
-
-
-def refuse_divided(parts: Sequence[PartRecord], old_size: int, *, but: Collection[str]) -> None:
-    """Raise `CheckpointMismatch` where only some ranks have a state that is not part of a tensor.
-
-    Items in ``but`` are exempt: their states are merged."""
-    for name, contents in sorted(_contents(parts).items()):
-        if is_part_key(name) or name.partition(":")[2].partition("/")[0] in but:
-            continue
-        held = sum(stop - start for ranks in contents for start, stop in ranks)
-        if held != old_size:
-            raise CheckpointMismatch(
-                f"{name} is on {held} of {old_size} ranks: a state that is divided over ranks can only be restored on "
-                f"as many ranks. Restart with {old_size} ranks"
-            )
-
-
-def _contents(parts: Sequence[PartRecord]) -> dict[str, list[Ranks]]:
-    """Return unit → for each of its contents, the ranks that had it."""
+def contents_of(parts: Sequence[PartRecord]) -> Contents:
+    """Return the contents of all units in ``parts``: tensors, and trees but those of random states."""
     units = [(tensor_unit(one.spec, one.digest), one.ranks) for part in parts for one in part.tensors]
     units += [
         (tree_unit(one.item, one.digest), one.ranks)
@@ -98,3 +63,33 @@ def _contents(parts: Sequence[PartRecord]) -> dict[str, list[Ranks]]:
         known = found[name].get(content, ())
         found[name][content] = joined([known, ranks]) if known else ranks
     return {name: list(contents.values()) for name, contents in found.items()}
+
+
+def unlike_of(contents: Contents, world_size: int) -> Unlike:
+    """Return the whole tensors whose contents differed between ranks; tensors in parts are not among them."""
+    found = {
+        name.removeprefix("tensor:"): ranks
+        for name, ranks in contents.items()
+        if name.startswith("tensor:") and len(ranks) > 1 and not is_part_key(name)
+    }
+    return Unlike(world_size=world_size, tensors=found)
+
+
+def different(contents: Contents) -> tuple[str, ...]:
+    """Return the units whose contents differed between ranks."""
+    return tuple(sorted(name for name, ranks in contents.items() if len(ranks) > 1))
+
+
+def refuse_divided(contents: Contents, world_size: int, *, but: Collection[str]) -> None:
+    """Raise `CheckpointMismatch` if only some of the ``world_size`` ranks have a state that is not part of a tensor.
+
+    Items in ``but`` are exempt: their states are merged."""
+    for name, several in sorted(contents.items()):
+        if is_part_key(name) or name.partition(":")[2].partition("/")[0] in but:
+            continue
+        held = sum(stop - start for ranks in several for start, stop in ranks)
+        if held != world_size:
+            raise CheckpointMismatch(
+                f"{name} is on {held} of {world_size} ranks: a state that is divided over ranks can only be restored "
+                f"on as many ranks. Restart with {world_size} ranks"
+            )

@@ -1,11 +1,11 @@
-"""Which version of its table does each reader go on with, when a run is restored?
+"""This module decides which version of its table each reader goes on with, when a run is restored.
 
-The one that the checkpoint's state names, if it is still there: its index is read from the run, and rank 0 looks at the
-table's files before anything is changed (sizes and ETags, by one listing). Where it is gone, the reader refuses, or
-gives the rest of the epoch up, as its user said. Where a run begins, rank 0's version counts: other ranks may have
-opened the table after somebody's commit.
+The version is the one that the checkpoint's state names, if it is still there: its index is read from the run, and rank
+0 looks at the table's files before anything is changed (sizes and ETags, by one listing). If it is gone, the reader
+refuses, or skips the rest of the epoch, as its user chose. Where no state names a version, rank 0's version counts:
+other ranks may have opened the table after somebody's commit.
 
-Changes readers only in `go_to`. Imports without torch.
+`go_to` alone changes readers. The module imports no torch.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from functools import partial
 from typing import Any, cast
 
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
+from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path
-from lakeckpt.checkpoint.read.fetch import read_object
-from lakeckpt.checkpoint.restore.rest import excluding
-from lakeckpt.core.intervals import Intervals
+from lakeckpt.checkpoint.restore.rest_of_epoch import excluding
 from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import CheckpointDamaged, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.tracking.readers import VersionedReader, index_of
 
-__all__ = ["Pins", "fit_readers", "go_to", "pins_of_rank_0", "records_at", "versions_of_ranks"]
+__all__ = ["Pins", "fit_readers", "go_to", "opened_versions", "pins_as_on", "records_at"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +38,13 @@ class Pins:
     states: Mapping[str, ReaderState] = field(default_factory=dict)
     """The state to load in place of the one that was saved, where other row groups are excluded than then."""
     given_up: Mapping[str, str] = field(default_factory=dict)
-    """Why the rest of the state's epoch is given up; found on rank 0 alone."""
+    """Why the rest of the state's epoch is skipped; found on rank 0 alone."""
 
 
 def fit_readers(
     storage: Storage, objects: Mapping[str, Any], records: Mapping[str, ReaderRecord], *, look: bool
 ) -> Pins:
-    """How the readers among ``objects`` go on from their ``records``; with ``look``, after a look at their tables.
+    """Return how the readers among ``objects`` go on from their ``records``; with ``look``, look at their tables.
 
     Raises what `VersionedReader.fit` raises.
     """
@@ -69,8 +68,8 @@ def fit_readers(
 
 
 def _saved(storage: Storage, live: str, digest: str) -> TableIndex | None:
-    """The index that the run keeps under ``digest``; None where it is damaged or missing, and where the store fails and
-    the index ``live`` does."""
+    """Return the index that the run keeps under ``digest``; None if it is damaged or missing, or if the store fails and
+    the index ``live`` has the same digest."""
     try:
         index = TableIndex.loads(read_object(storage, index_path(digest)))
     except (CheckpointDamaged, WireError):
@@ -83,7 +82,7 @@ def _saved(storage: Storage, live: str, digest: str) -> TableIndex | None:
 
 
 def go_to(objects: Mapping[str, Any], indexes: Mapping[str, TableIndex]) -> Callable[[], None]:
-    """Let readers read these versions; returns what undoes it. What one raises leaves all as they were."""
+    """Let readers read these versions; return what undoes it. If one raises, all are as they were."""
     undo: list[Callable[[], None]] = []
 
     def go_back() -> None:
@@ -100,7 +99,7 @@ def go_to(objects: Mapping[str, Any], indexes: Mapping[str, TableIndex]) -> Call
 
 
 def records_at(objects: Mapping[str, Any], records: Mapping[str, ReaderRecord], pins: Pins) -> dict[str, ReaderRecord]:
-    """The records whose states are loaded: of readers that give an epoch up, that of the start of the next one."""
+    """Return the records whose states are loaded: of readers that skip the rest of an epoch, the next one's start."""
     found = dict(records)
     for name in pins.given_up:
         found[name] = replace(records[name], state=objects[name].next_epoch(records[name].state))
@@ -109,32 +108,20 @@ def records_at(objects: Mapping[str, Any], records: Mapping[str, ReaderRecord], 
     return found
 
 
-def versions_of_ranks(objects: Mapping[str, Any]) -> dict[str, str]:
-    """What a rank says of the versions that its readers opened."""
+def opened_versions(objects: Mapping[str, Any]) -> dict[str, str]:
+    """Return reader → the table that it opened, and the version: a text that ranks can compare."""
     tables = {name: cast(Any, one).table for name, one in objects.items() if isinstance(one, VersionedReader)}
-    return {f"version of {name!r}": json.dumps([name, table.uri, table.index.digest]) for name, table in tables.items()}
+    return {name: json.dumps([table.uri, table.index.digest]) for name, table in tables.items()}
 
 
-def pins_of_rank_0(
-    storage: Storage, said: Mapping[str, Mapping[str, Intervals]], *, rank: int
-) -> dict[str, TableIndex]:
-    """The versions that this rank must go to, so as to read what rank 0 does of the same table.
+def pins_as_on(storage: Storage, opened: Mapping[str, str], objects: Mapping[str, Any]) -> dict[str, TableIndex]:
+    """Return the versions to go to, so as to read what rank 0 has ``opened`` and put into the run.
 
-    ``said``: fact → what ranks said → which did. Raises `CheckpointDamaged` and `WireError` where what rank 0 has put
-    into the run cannot be read.
+    A reader of another table stays as it is. Raises `CheckpointDamaged` and `WireError` if an index cannot be read.
     """
     found = {}
-    for fact, values in said.items():
-        if not fact.startswith("version of ") or len(values) == 1:
-            continue
-        by_rank = {who: json.loads(text) for text, ranks in values.items() for who in (0, rank) if _holds(ranks, who)}
-        if not {0, rank} <= set(by_rank):
-            continue  # a reader that not all ranks have: the first save tells
-        (name, uri, first), (_, my_uri, mine) = by_rank[0], by_rank[rank]
-        if uri == my_uri and first != mine:
+    for name, mine in opened_versions(objects).items():
+        (uri, first), (my_uri, digest) = json.loads(opened.get(name, mine)), json.loads(mine)
+        if uri == my_uri and first != digest:
             found[name] = TableIndex.loads(read_object(storage, index_path(first)))
     return found
-
-
-def _holds(ranks: Intervals, rank: int) -> bool:
-    return bool(ranks.intersection(Intervals.of([(rank, rank + 1)])))

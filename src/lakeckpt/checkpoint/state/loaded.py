@@ -6,26 +6,27 @@ tensor do not matter. The source verifies every byte that it reads. The module s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Ranks
-from lakeckpt.checkpoint.read.differences import Unlike
-from lakeckpt.checkpoint.state.shards import Whole
+from lakeckpt.checkpoint.format.parts import SHARING
+from lakeckpt.checkpoint.state.random_states import RANDOM, check_random
+from lakeckpt.checkpoint.state.rank_differences import Unlike
 from lakeckpt.checkpoint.state.tensors import empty_for, in_dim_order
+from lakeckpt.checkpoint.state.tree import references, tree_from_bytes, union_of
+from lakeckpt.checkpoint.state.wholes import Whole
+from lakeckpt.errors import CheckpointDamaged, UnsupportedValue, WireDamaged
 
-__all__ = ["Loaded", "TensorSource"]
+__all__ = ["Loaded", "TensorSource", "loaded_of", "tree_of"]
 
 _BLOCK_BYTES = 64 * 2**20
 """How many bytes of a saved part are read at a time, where they are copied into a tensor of another shape."""
-
-
-def _nothing() -> None:
-    """Verify nothing before tensors are read."""
 
 
 class TensorSource(Protocol):
@@ -59,7 +60,7 @@ class Loaded:
     kinds: Mapping[str, str]
     """item → the class of the optimizer whose state it is, or a mark for a module; empty for other items."""
     specs: Mapping[str, TensorSpec]
-    """key → the spec of each tensor: the spec of the whole tensor, where it was saved in parts."""
+    """key → what the tensor is; of a tensor in parts, what the whole is."""
     wholes: Mapping[str, Whole]
     """key → the parts of each tensor that was saved in parts."""
     source: TensorSource
@@ -67,20 +68,15 @@ class Loaded:
     """The random states of this rank; None if the rank is new."""
     per_rank: tuple[str, ...]
     """The units whose contents differed between ranks."""
-    is_own: bool = False
-    """Whether this is the state that this rank of several had, and the states of the other ranks are not known."""
     of_all: Callable[[], Loaded] | None = None
     """Loads the same state with the parts of all ranks, where ``wholes`` have this rank's own parts alone."""
-    dim_orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """key → the order of a tensor's dimensions in memory, where it differs from the order of the shape."""
     merged: frozenset[str] = frozenset()
     """The modules and optimizers that differed between ranks, as the stages of a pipeline do, and whose states were
     merged. A rank may need less than they hold."""
     unlike: Unlike | None = None
     """After a change of the world size: the tensors whose contents differed between ranks."""
-    check: Callable[[], None] = _nothing
-    """Verifies the heads and sizes of the files that this rank will read, and its share of the tensors that no rank
-    reads."""
+    check: Callable[[], None] = lambda: None
+    """Verifies the heads and sizes of the files that this rank will read."""
 
     def whole(self, key: str) -> Whole:
         """Return the parts in which a tensor was saved. A plain tensor is its own single part."""
@@ -95,7 +91,7 @@ class Loaded:
             return self
         known = self.wholes[key]
         is_alike = ranks is None or (known.sharing is not None and known.sharing.ranks == ranks)
-        return self if is_alike and known.has(offsets, sizes) else self.of_all()
+        return self if is_alike and known.part_at(offsets, sizes) else self.of_all()
 
     def read(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read whole tensors into new host memory, verified and contiguous. `CheckpointDamaged`."""
@@ -108,7 +104,8 @@ class Loaded:
 
     def read_as_saved(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read as `read` does, with the dimensions in memory in the order in which they were saved."""
-        return {key: in_dim_order(tensor, self.dim_orders.get(key)) for key, tensor in self.read(keys).items()}
+        orders = {one.key: one.dim_order for tree in self.trees.values() for one in references(tree)}
+        return {key: in_dim_order(tensor, orders.get(key)) for key, tensor in self.read(keys).items()}
 
     def read_part(self, key: str, offsets: tuple[int, ...], into: torch.Tensor) -> None:
         """Fill ``into`` with the part of a tensor that begins at ``offsets``, from one saved part after the other.
@@ -151,3 +148,51 @@ class Loaded:
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(source)
+
+
+def loaded_of(
+    documents: Mapping[str, bytes],
+    *,
+    specs: Mapping[str, TensorSpec],
+    wholes: Mapping[str, Whole],
+    source: TensorSource,
+    what: str,
+    per_rank: tuple[str, ...] = (),
+    divided: Mapping[str, Sequence[bytes]] = MappingProxyType({}),
+) -> Loaded:
+    """Return the state that the ``documents`` of trees (random states among them) and ``source`` make up.
+
+    ``divided``: the documents of all ranks for items whose states are merged. ``what`` names the state in errors.
+    `CheckpointDamaged` if documents and tensors do not match.
+    """
+    read = {item: tree_of(item, document) for item, document in documents.items() if item != SHARING}
+    for item, more in divided.items():
+        for tree, kind in (tree_of(item, document) for document in more):
+            read[item] = (union_of(read[item][0], tree) if item in read else tree), kind
+    trees = {item: tree for item, (tree, _) in read.items()}
+    specs = {**specs, **{key: whole.spec for key, whole in wholes.items()}}
+    if RANDOM not in trees:
+        raise CheckpointDamaged(f"{what} has no random states")
+    for item, tree in trees.items():
+        for one in references(tree):
+            if one.key not in specs:
+                raise CheckpointDamaged(f"the state of {item!r} refers to the tensor {one.key!r}, which no part holds")
+    random = check_random(trees.pop(RANDOM))
+    return Loaded(
+        trees=trees,
+        kinds={item: kind for item, (_, kind) in read.items()},
+        merged=frozenset(divided),
+        specs=specs,
+        wholes=wholes,
+        source=source,
+        random=random,
+        per_rank=per_rank,
+    )
+
+
+def tree_of(item: str, document: bytes) -> tuple[Any, str]:
+    """Return the tree of an item and its kind (`lakeckpt.checkpoint.state.tree.Flat`). `CheckpointDamaged`."""
+    try:
+        return tree_from_bytes(document)
+    except (WireDamaged, UnsupportedValue) as error:
+        raise CheckpointDamaged(f"the state of {item!r}: {error}") from error

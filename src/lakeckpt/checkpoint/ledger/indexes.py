@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
+from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import INDEX, History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import Damage
-from lakeckpt.checkpoint.read.fetch import read_object
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, ObjectMissing, StateError, WireError
 from lakeckpt.lake.storage.base import Storage

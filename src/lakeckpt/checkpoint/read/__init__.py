@@ -1,1 +1,0 @@
-"""This package reads the stored parts of checkpoints, and verifies every byte."""

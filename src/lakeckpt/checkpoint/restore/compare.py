@@ -1,0 +1,192 @@
+"""This module compares a loaded state with the live objects, before anything is changed.
+
+`differences` lists every missing, extra and mis-shaped entry of modules and optimizers, optimizers of another class,
+and parts of tensors that no rank saved. Of other objects, only the names are compared: such an object refuses its state
+itself. The module reads no tensor and changes no object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lakeckpt.checkpoint.format.manifest import ReaderRecord
+from lakeckpt.checkpoint.format.sharing import say_ranks
+from lakeckpt.checkpoint.state.loaded import Loaded
+from lakeckpt.checkpoint.state.names import fitted, parameter_names
+from lakeckpt.checkpoint.state.optimizer_states import differences_of_states, states_in
+from lakeckpt.checkpoint.state.shards import is_sharded, local_of, offsets_of, sharing_of
+from lakeckpt.checkpoint.state.tensors import spec_of, tied_key
+from lakeckpt.checkpoint.state.tree import alongside, class_of, flatten, references
+from lakeckpt.errors import CheckpointError, CheckpointMismatch
+from lakeckpt.tracking.readers import TrackedReader
+from lakeckpt.wire.envelope import TensorRef
+
+__all__ = ["differences", "fitted_to", "has_torchs_state", "refusal"]
+
+_MOST_LINES = 40
+_BUILD_ALIKE = "Build the same objects as when it was saved, or start a run at another place"
+
+
+def refusal(lines: list[str], *, where: str, advice: str = _BUILD_ALIKE) -> CheckpointMismatch:
+    """Return the error for a checkpoint that does not fit; ``advice`` says what to do."""
+    shown = "\n  ".join(lines[:_MOST_LINES])
+    more = f"\n  … and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+    return CheckpointMismatch(
+        f"the checkpoint {where} does not fit the live objects; nothing was changed:\n  {shown}{more}\n{advice}"
+    )
+
+
+def has_torchs_state(one: object) -> bool:
+    """Return whether an object is a module, or an optimizer whose state dict has the form that torch's have.
+
+    The entries of such a state are compared one by one. An optimizer whose state dict has a form of its own (an
+    optimizer around another one, for example) alone knows what goes where."""
+    if not isinstance(one, torch.optim.Optimizer):
+        return isinstance(one, torch.nn.Module)
+    if "state_dict" not in vars(one) and type(one).state_dict is torch.optim.Optimizer.state_dict:
+        return True
+    state = one.state_dict()
+    return isinstance(state, Mapping) and "state" in state and "param_groups" in state
+
+
+def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> list[str]:
+    """Return one line for each thing in which the checkpoint does not fit ``objects``; none where it fits.
+
+    `CheckpointMismatch` if it is of another number of ranks, which had different parameters or optimizer states.
+    """
+    here, misfits = fitted_to(objects, loaded)
+    _refuse_unlike(objects, here)
+    lines = []
+    tracked = {name for name, one in objects.items() if isinstance(one, TrackedReader)}
+    for name in sorted({*objects, *loaded.trees, *readers}):
+        saved_as_reader = name in readers
+        if name not in objects and name in loaded.merged:
+            continue  # other ranks have it
+        if name not in objects:
+            lines.append(f"{name!r} is in the checkpoint and not among the objects given")
+        elif not saved_as_reader and name not in loaded.trees:
+            lines.append(f"{name!r} is among the objects given and not in the checkpoint")
+        elif saved_as_reader != (name in tracked):
+            lines.append(f"{name!r} was {'' if saved_as_reader else 'not '}a tracked reader when it was saved")
+        elif isinstance(objects[name], torch.nn.Module):
+            lines += _of_module(name, objects[name], here)
+        elif has_torchs_state(objects[name]):
+            lines += _of_optimizer(name, objects[name], here, misfits.get(name, []))
+    return lines
+
+
+def fitted_to(objects: Mapping[str, Any], loaded: Loaded) -> tuple[Loaded, dict[str, list[str]]]:
+    """Return the state with the parameters of each optimizer numbered as they are here, and for each optimizer the
+    lines that say which parameters do not fit.
+
+    From a state that was merged of several ranks, what is not here is removed.
+    """
+    names = parameter_names(objects)
+    trees, misfits = dict(loaded.trees), {}
+    for name in loaded.trees.keys() & objects.keys():
+        one, tree, has_more = objects[name], loaded.trees[name], name in loaded.merged
+        if class_of(one) and has_torchs_state(one):
+            trees[name], misfits[name] = fitted(name, one, tree, names, has_more=has_more)
+        elif has_more and isinstance(one, torch.nn.Module):
+            here = flatten(name, one.state_dict(), of_module=True).tree
+            trees[name] = {key: value for key, value in tree.items() if key in here}
+    return replace(loaded, trees=trees), misfits
+
+
+def _refuse_unlike(objects: Mapping[str, Any], loaded: Loaded) -> None:
+    """On another number of ranks, refuse parameters and optimizer states that differed between ranks. Buffers, and the
+    state of other objects, may be every rank's own."""
+    if loaded.unlike is None or not loaded.unlike.tensors:
+        return
+    found: set[str] = set()
+    for name, one in objects.items():
+        tree = loaded.trees.get(name)
+        if isinstance(one, torch.nn.Module):
+            own = {tied_key(local_of(parameter)) for parameter in one.parameters()} - {None}
+            for ref, live in alongside(tree, one.state_dict()):
+                if isinstance(live, torch.Tensor) and tied_key(local_of(live)) in own:
+                    found.add(ref.key)
+        elif isinstance(one, torch.optim.Optimizer) and isinstance(tree, dict):
+            found |= {ref.key for ref in references(tree.get("state"))}
+    wrong = sorted(found & loaded.unlike.tensors.keys())
+    if wrong:
+        raise loaded.unlike.refusal(wrong)
+
+
+def _of_module(name: str, module: torch.nn.Module, loaded: Loaded) -> list[str]:
+    flat, tree = flatten(name, module.state_dict(), of_module=True), loaded.trees[name]
+    if type(tree) is not dict:
+        return [f"{name}: the checkpoint holds a {type(tree).__name__}, not the state of a module"]
+    lines = [f"{name}: {key} is missing from the checkpoint" for key in flat.tree if key not in tree]
+    lines += [f"{name}: {key} is in the checkpoint and not in the module" for key in tree if key not in flat.tree]
+    ties: dict[str, tuple[str, str]] = {}
+    for key, live in flat.tree.items():
+        saved = tree.get(key)
+        if key not in tree or not (isinstance(live, TensorRef) or isinstance(saved, TensorRef)):
+            continue
+        if not (isinstance(live, TensorRef) and isinstance(saved, TensorRef)):
+            lines.append(f"{name}: {key} is a tensor on one side only")
+            continue
+        lines += _of_tensor(f"{name}: {key}", flat.leaf(live.key), saved.key, loaded)
+        other, known = ties.setdefault(live.key, (key, saved.key))
+        if known in loaded.specs and saved.key in loaded.specs and not _same(known, saved.key, loaded):
+            lines.append(f"{name}: {other} and {key} are one tensor in the module, and two different ones were saved")
+    return lines
+
+
+def _same(one: str, other: str, loaded: Loaded) -> bool:
+    """Return whether two stored tensors hold the same bytes."""
+    if one in loaded.wholes or other in loaded.wholes:
+        return one == other
+    return one == other or loaded.source.same(one, other)
+
+
+def _of_tensor(what: str, target: torch.Tensor, key: str, loaded: Loaded) -> list[str]:
+    live, saved = spec_of(what, target), loaded.specs.get(key)
+    if saved is None:
+        return [f"{what} is named and not stored"]
+    if (live.dtype, live.shape) != (saved.dtype, saved.shape):
+        return [
+            f"{what} is {saved.dtype} {list(saved.shape)} in the checkpoint and {live.dtype} {list(live.shape)} in the "
+            "module"
+        ]
+    return _of_parts(what, target, key, loaded) if key in loaded.wholes else []
+
+
+def _of_parts(what: str, target: torch.Tensor, key: str, loaded: Loaded) -> list[str]:
+    """Return why the part of a tensor that this rank holds cannot be taken from the parts that were saved."""
+    here = sharing_of(target).ranks if is_sharded(target) else None
+    offsets, sizes = offsets_of(what, target), tuple(local_of(target).shape)
+    whole = loaded.with_part(key, offsets, sizes, ranks=here).whole(key)  # may find that a part is damaged
+    if whole.several and whole.sharing is not None and here is not None and here != whole.sharing.ranks:
+        return [
+            f"{what}: {whole.several}; the tensor of this rank was shared by {say_ranks(whole.sharing.ranks)}, and is "
+            f"shared by {say_ranks(here)} here"
+        ]
+    try:
+        whole.regions(offsets, sizes)
+    except CheckpointError as error:
+        return [f"{what}: {error}"]
+    return []
+
+
+def _of_optimizer(name: str, one: torch.optim.Optimizer, loaded: Loaded, misfits: list[str]) -> list[str]:
+    was, now, tree = loaded.kinds[name], class_of(one), loaded.trees[name]
+    if was != now:
+        return [f"{name}: the checkpoint holds the state of {was or 'no optimizer'}, and a {now} is here"]
+    lines = misfits or differences_of_states(name, one, tree, loaded.specs)
+    if lines or not loaded.wholes:
+        return lines
+    try:
+        places = states_in(one, tree, loaded.specs, loaded.wholes, device="meta")
+    except CheckpointMismatch as error:
+        return [f"{name}: {error}"]
+    keys = dict.fromkeys(ref.key for ref in references(tree["state"]) if ref.key in loaded.wholes)
+    for key in keys:
+        target = places[key] if key in places else torch.empty(loaded.wholes[key].spec.shape, device="meta")
+        lines += _of_parts(f"{name}: {key.removeprefix(f'{name}/')}", target, key, loaded)
+    return lines

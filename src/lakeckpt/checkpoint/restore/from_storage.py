@@ -1,0 +1,289 @@
+"""This module loads the state that a committed checkpoint holds for one rank.
+
+It reads and verifies the records of parts and the trees of items, but no tensor. `Loaded.check` verifies the heads and
+sizes of the files of tensors that this rank needs. The tensors are read later, into the memory that the caller names,
+and verified as they come. On fewer ranks, the ranks divide among themselves the tensors that none of them needs, and
+verify these: damage in any file is noticed. The module changes no live object.
+
+On the same number of ranks, each rank first reads its own part and the parts that hold the rest of its state
+(`load_own`); these are few, even where a thousand ranks share all tensors. A rank reads the parts of all ranks only if
+it needs bytes of a tensor that it did not hold itself.
+
+After a change of the world size, rank r takes the state of the old rank r, and a new rank takes the state of the old
+rank r mod W. State for which this could be wrong is refused (`lakeckpt.checkpoint.state.rank_differences`). Modules
+and optimizers that differed between ranks, as the stages of a pipeline do, are merged by names: a rank takes the parts
+of them that it has now.
+
+Each call starts and joins its own threads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache, partial
+
+import numpy as np
+
+from lakeckpt.checkpoint.format.fields import holds
+from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.parts import SHARING, PartRecord, TensorRecord, TreeRecord
+from lakeckpt.checkpoint.format.sharing import sharing_from_bytes
+from lakeckpt.checkpoint.format.verified_reads import StoredSlab, fetch_part, open_files, read_slabs
+from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of, tree_of
+from lakeckpt.checkpoint.state.random_states import RANDOM
+from lakeckpt.checkpoint.state.rank_differences import Unlike, contents_of, different, refuse_divided, unlike_of
+from lakeckpt.checkpoint.state.wholes import Whole, Wholes, is_part_key, wholes_of
+from lakeckpt.errors import CheckpointDamaged, WireError
+from lakeckpt.lake.storage.base import Storage
+
+__all__ = ["fetch_parts", "load", "load_from", "load_own", "load_state"]
+
+_READ_THREADS = 8
+
+
+class _Stored:
+    """Tensors in the files of a checkpoint. A file is opened when one of its tensors is read for the first time."""
+
+    __slots__ = ("_found", "_opened", "_storage", "_wanted")
+
+    def __init__(self, storage: Storage, parts: Sequence[PartRecord], records: Iterable[TensorRecord]) -> None:
+        self._storage = storage
+        ids = {id(record) for record in records}
+        self._wanted = {one.spec.key: (one, part) for part in parts for one in part.tensors if id(one) in ids}
+        self._found: defaultdict[int, list[StoredSlab]] = defaultdict(list)
+        self._opened: set[str] = set()
+
+    def fill(self, into: Mapping[str, memoryview]) -> None:
+        self.open(into)
+        records = [self._wanted[key][0] for key in into]
+        read_slabs(self._storage, [one for record in records for one in self._found[id(record)]], into)
+
+    def fill_range(self, key: str, start: int, into: memoryview) -> None:
+        record, part = self._wanted[key]
+        slabs = [slab for slab in record.slabs if slab.start < start + len(into) and slab.stop > start]
+        self._open((part, slab.file) for slab in slabs)
+        first, stop = min(slab.start for slab in slabs), max(slab.stop for slab in slabs)
+        whole = into if (first, stop) == (start, start + len(into)) else np.empty(stop - first, np.uint8).data
+        chosen = {slab.start for slab in slabs}
+        moved = [
+            replace(one, slab=replace(one.slab, start=one.slab.start - first))  # its place in ``whole``
+            for one in self._found[id(record)]
+            if one.slab.start in chosen
+        ]
+        read_slabs(self._storage, moved, {key: whole})
+        if whole is not into:
+            into[:] = whole[start - first : start - first + len(into)]
+
+    def unit_bytes(self, key: str) -> int:
+        return max(slab.stop - slab.start for slab in self._wanted[key][0].slabs)
+
+    def open(self, keys: Iterable[str]) -> None:
+        """Open the files of the tensors ``keys``: verify their heads and sizes."""
+        self._open((self._wanted[key][1], slab.file) for key in keys for slab in self._wanted[key][0].slabs)
+
+    def _open(self, places: Iterable[tuple[PartRecord, int]]) -> None:
+        files = {part.files[at].path: (part, at) for part, at in places}
+        for one in open_files(self._storage, [at for path, at in files.items() if path not in self._opened]):
+            self._found[id(one.tensor)].append(one)
+            self._opened.add(one.path)
+
+    def same(self, one: str, other: str) -> bool:
+        return self._wanted[one][0].digest == self._wanted[other][0].digest
+
+
+def load_state(
+    storage: Storage, manifest: Manifest, *, rank: int, world_size: int, items: Collection[str] | None = None
+) -> Loaded:
+    """Return what `load` returns, by the fewest requests: by `load_own` where that is possible."""
+    own = load_own(storage, manifest, rank=rank, items=items) if world_size == manifest.world_size else None
+    return load(storage, manifest, rank=rank, world_size=world_size, items=items) if own is None else own
+
+
+def load(
+    storage: Storage, manifest: Manifest, *, rank: int, world_size: int, items: Collection[str] | None = None
+) -> Loaded:
+    """Return the state that ``rank`` of ``world_size`` takes from a checkpoint; reads the records of all parts.
+
+    With ``items``, only these items are loaded, and nothing of other items is verified.
+
+    Raises `CheckpointDamaged`, which names the object; `CheckpointMismatch` if the world size changed and a unit is
+    missing on an old rank, or tensors in parts differed between ranks; `StorageError` if the store fails.
+    """
+    parts = fetch_parts(storage, manifest)
+    return load_from(storage, manifest, parts, rank=rank, world_size=world_size, items=items)
+
+
+def fetch_parts(storage: Storage, manifest: Manifest) -> list[PartRecord]:
+    """Read and verify the records of all parts of a checkpoint, for `load_from`. Raises as `load` does."""
+    return _fetched(storage, manifest, range(manifest.world_size))
+
+
+def load_from(
+    storage: Storage,
+    manifest: Manifest,
+    parts: Sequence[PartRecord],
+    *,
+    rank: int,
+    world_size: int,
+    items: Collection[str] | None = None,
+) -> Loaded:
+    """Return the state that ``rank`` takes from a checkpoint, as `load` does, from the records of `fetch_parts`."""
+    wanted = [_only(part, items) for part in parts]
+    source = rank % manifest.world_size
+    contents = contents_of(wanted)
+    try:
+        wholes = Wholes(wanted)
+        divided: dict[str, list[TreeRecord]] = {}
+        if world_size != manifest.world_size:
+            divided = _divided(wanted, manifest.world_size)
+            refuse_divided(contents, manifest.world_size, but=divided.keys())
+            if several := wholes.several():
+                raise Unlike(world_size=manifest.world_size, tensors=several).refusal(sorted(several))
+        composed, records = _of_ranks(wanted, wholes, source, divided)
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"slot {manifest.slot}: {error}") from error
+    stored = _Stored(storage, parts, records.values())
+    unneeded = _unneeded(parts, world_size)[rank::world_size] if items is None else []
+
+    def check() -> None:
+        stored.open([key for key in records if not is_part_key(key)])
+        _verify(storage, unneeded)
+
+    loaded = loaded_of(
+        {item: record.document for item, record in _trees_of(wanted, source).items()},
+        specs={key: record.spec for key, record in records.items()},
+        wholes=composed,
+        source=stored,
+        per_rank=different(contents),
+        what=f"slot {manifest.slot}, rank {source}",
+        divided={item: [tree.document for tree in trees] for item, trees in divided.items()},
+    )
+    return replace(
+        loaded,
+        check=check,
+        random=loaded.random if rank < manifest.world_size else None,
+        unlike=None if world_size == manifest.world_size else unlike_of(contents, manifest.world_size),
+    )
+
+
+def _of_ranks(
+    parts: Sequence[PartRecord], wholes: Wholes, source: int, divided: Mapping[str, Sequence[TreeRecord]]
+) -> tuple[dict[str, Whole], dict[str, TensorRecord]]:
+    """Return the tensors in parts, and the records of all tensors, that the rank ``source`` had.
+
+    Of the ``divided`` items, those that the other ranks had are among them.
+    """
+    composed: dict[str, tuple[Whole, list[TensorRecord]]] = {}
+    records: dict[str, TensorRecord] = {}
+    for one in [source, *sorted({tree.ranks[0][0] for trees in divided.values() for tree in trees} - {source})]:
+        mine, own = wholes.of(one), _tensors_of(parts, one)
+        if one != source:
+            mine = {name: whole for name, whole in mine.items() if name.partition("/")[0] in divided}
+            own = {key: record for key, record in own.items() if key.partition("/")[0] in divided}
+        composed, records = mine | composed, own | records
+    composed = {name: one for name, one in composed.items() if name not in records}
+    pieces = {record.spec.key: record for _, several in composed.values() for record in several}
+    return {name: whole for name, (whole, _) in composed.items()}, pieces | records
+
+
+def _unneeded(parts: Sequence[PartRecord], world_size: int) -> list[tuple[PartRecord, TensorRecord]]:
+    """Return the whole tensors that none of the first ``world_size`` ranks had."""
+    return [
+        (part, one)
+        for part in parts
+        for one in part.tensors
+        if not is_part_key(one.spec.key) and all(start >= world_size for start, _ in one.ranks)
+    ]
+
+
+def _verify(storage: Storage, tensors: Sequence[tuple[PartRecord, TensorRecord]]) -> None:
+    files = {part.files[slab.file].path: (part, slab.file) for part, one in tensors for slab in one.slabs}
+    ids = {id(one) for _, one in tensors}
+    read_slabs(storage, [slab for slab in open_files(storage, files.values()) if id(slab.tensor) in ids], {})
+
+
+def _divided(parts: Sequence[PartRecord], world_size: int) -> dict[str, list[TreeRecord]]:
+    """Return the trees of each module and optimizer that differed between ranks, as the stages of a pipeline do."""
+    found: defaultdict[str, list[TreeRecord]] = defaultdict(list)
+    for record in (tree for part in parts for tree in part.trees if tree.item not in (RANDOM, SHARING)):
+        found[record.item].append(record)
+    everywhere = ((0, world_size),)
+    return {
+        item: sorted(trees, key=lambda tree: tree.ranks)
+        for item, trees in found.items()
+        if trees[0].ranks != everywhere and all(tree_of(item, one.document)[1] for one in trees)
+    }
+
+
+def _only(part: PartRecord, items: Collection[str] | None) -> PartRecord:
+    """Return a part without the tensors and trees of other items. Its list of files stays as it is."""
+    if items is None:
+        return part
+    return replace(
+        part,
+        tensors=tuple(one for one in part.tensors if one.spec.key.partition("/")[0] in items),
+        trees=tuple(one for one in part.trees if one.item in items or one.item in (RANDOM, SHARING)),
+    )
+
+
+def load_own(storage: Storage, manifest: Manifest, *, rank: int, items: Collection[str] | None = None) -> Loaded | None:
+    """Load as `load` does for the same number of ranks, but read only the parts that hold the state of ``rank``.
+
+    Returns None if the rank's own part does not name these parts, or if they are damaged or incomplete: the caller then
+    calls `load`, which names the damage. Raises `StorageError` if the store fails.
+    """
+    if manifest.world_size == 1:
+        return None  # there is only one part
+    try:
+        (own,) = _fetched(storage, manifest, [rank])
+        if own.outline is None:
+            return None
+        others = [one for one in range(manifest.world_size) if one != rank and holds(own.outline.elsewhere, one)]
+        parts = [own, *_fetched(storage, manifest, others)]
+        units = len(_tensors_of(parts, rank)) + len(_trees_of(parts, rank).keys() - {RANDOM})
+        if units != own.outline.units:
+            return None
+        wanted = [_only(part, items) for part in parts]
+        records = _tensors_of(wanted, rank)
+        documents = {item: record.document for item, record in _trees_of(wanted, rank).items()}
+        specs = {key: record.spec for key, record in records.items()}
+        stored = _Stored(storage, parts, records.values())
+        loaded = loaded_of(
+            documents,
+            specs=specs,
+            wholes=wholes_of(specs, sharing_from_bytes(documents[SHARING]) if SHARING in documents else {}),
+            source=stored,
+            per_rank=own.outline.different,
+            what=f"slot {manifest.slot}, rank {rank}",
+        )
+    except (CheckpointDamaged, WireError):
+        return None
+    of_all = cache(partial(load, storage, manifest, rank=rank, world_size=manifest.world_size, items=items))
+    return replace(loaded, of_all=of_all, check=partial(stored.open, list(records)))
+
+
+def _fetched(storage: Storage, manifest: Manifest, ranks: Iterable[int]) -> list[PartRecord]:
+    with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-load") as pool:
+        return list(pool.map(lambda rank: fetch_part(storage, manifest, manifest.parts[rank]), ranks))
+
+
+def _tensors_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TensorRecord]:
+    """Return the tensors that ``rank`` had, parts of tensors among them."""
+    found: dict[str, TensorRecord] = {}
+    for record in (record for part in parts for record in part.tensors if holds(record.ranks, rank)):
+        if record.spec.key in found:
+            raise CheckpointDamaged(f"two parts hold tensor {record.spec.key!r} of rank {rank}")
+        found[record.spec.key] = record
+    return found
+
+
+def _trees_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TreeRecord]:
+    found: dict[str, TreeRecord] = {}
+    for record in (record for part in parts for record in part.trees if holds(record.ranks, rank)):
+        if record.item in found:
+            raise CheckpointDamaged(f"two parts hold the state of {record.item!r} of rank {rank}")
+        found[record.item] = record
+    return found

@@ -1,0 +1,139 @@
+"""This module loads a checkpoint of a run into live objects, beside a trainer that goes on.
+
+`load` begins no attempt and writes nothing to the run, so that no trainer is superseded. Rank 0 chooses the checkpoint
+from the log. All ranks compare it with their objects and vote. Then all ranks load it and vote again, as a restore
+does. The trainer may remove a checkpoint while it is read. Rank 0 then reads the log once more: where a newer commit
+had leave to remove the checkpoint, the checkpoint is not damaged, and the newest (or best) one of that time is taken.
+Objects that the caller did not name are not read. Random states stay as they are.
+
+Threads are started and joined inside of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any, Literal
+
+from lakeckpt.checkpoint.arguments import checked_state
+from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.ranks import check_topology, exchange_of
+from lakeckpt.checkpoint.report import CheckpointInfo
+from lakeckpt.checkpoint.restore.choosing import MOST_TRIES, Choice, Step, too_often_removed
+from lakeckpt.checkpoint.restore.table_versions import records_at
+from lakeckpt.checkpoint.restore.trial import Candidate, Trial
+from lakeckpt.checkpoint.restore.votes import texts
+from lakeckpt.errors import CheckpointMismatch, ConfigError
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.storage.open import open_storage
+from lakeckpt.tracking.exchange import Exchange
+
+__all__ = ["load"]
+
+_MIXED = "the modules and optimizers hold a mixture of states now: build them anew, or load another checkpoint"
+_ADVICE = "Build these objects as they were when it was saved, or name fewer of them"
+
+
+def load(
+    uri: str | PathLike[str] | Storage,
+    state: Mapping[str, Any],
+    *,
+    step: int | Literal["best"] | None = None,
+    group: Any = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    timeout_s: float = 600.0,
+    exchange: Exchange | None = None,
+) -> CheckpointInfo:
+    """Load a checkpoint of the run at ``uri`` into the objects of ``state``, without taking part in the run.
+
+    Nothing is written to the run, and no attempt begins: a trainer that works on the run is not disturbed. Only storage
+    is read, never the memory that ``capture_every`` fills.
+
+    Args:
+        uri: where the run lies: a local folder or any URL that fsspec knows, or a `Storage`.
+        state: name → object with ``state_dict`` and ``load_state_dict``, under the names that the run has for them. All
+            of them, or some: what is not named is not read.
+        step: the optimizer step whose checkpoint is loaded; ``"best"``: the one with the best ``metric`` of those that
+            are kept (the lowest, or the highest where the run's ``Keep(best=…, best_is="highest")`` says so); None: the
+            newest. Where the newest (or best) checkpoint is damaged, the next one is loaded, with a `DamageWarning`.
+        group: the torch process group (or one-dimensional DeviceMesh) whose ranks load together; default: all ranks of
+            torch.distributed, where that is initialized. As many as saved, or more, or fewer.
+        rank, world_size: checked against the group's, where given. ``world_size=1``: this process loads alone, whatever
+            torch.distributed says.
+        storage_options: for fsspec.
+        timeout_s: how long a rank waits for another one, in seconds.
+
+    Returns which checkpoint was loaded: its ``step``, ``metric``, ``slot`` and more. Random states stay as they are.
+    Collective over the ranks; all of them load the same checkpoint.
+
+    Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` where a reader refuses
+    its state, with nothing changed on any; `CheckpointNotFound` where there is no such checkpoint (any more), with the
+    steps that can be loaded; `CheckpointDamaged` where none is whole; `NewerFormat`, `ConfigError` and `StorageError`.
+    """
+    objects = checked_state(state)
+    if step != "best" and step is not None and (type(step) is not int or step < 0):
+        raise ConfigError(f"step is a number of optimizer steps, 'best', or None for the newest, got {step!r}")
+    if not isinstance(uri, (str, PathLike, Storage)):
+        raise ConfigError(f"a run lies at a folder, a URL or in a Storage, got {uri!r}")
+    storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
+    if exchange is None:
+        alone = world_size == 1 and group is None
+        exchange = Exchange() if alone else exchange_of(group, timeout_s, alone=False)
+    try:
+        check_topology(exchange, rank, world_size)
+        return _Loading(storage, exchange, objects, step).run()
+    finally:
+        exchange.close()
+
+
+class _Loading:
+    """One call of `load`, on one rank."""
+
+    def __init__(self, storage: Storage, exchange: Exchange, objects: Mapping[str, Any], step: Step) -> None:
+        self._storage = storage
+        self._objects = objects
+        self._choice = Choice(storage, step)
+        self._trial = Trial(storage, exchange, objects, all_items=False, advice=_ADVICE, mixed=_MIXED)
+
+    def run(self) -> CheckpointInfo:
+        with self._trial.undone_if_it_fails():
+            for _ in range(MOST_TRIES):
+                slot = int(self._trial.together.told_by_rank_0(self._choice.choose)["slot"])
+                found = self._load(slot)
+                if found is not None:
+                    return CheckpointInfo.of(found)
+                self._trial.go_back()
+            raise too_often_removed(self._storage)
+
+    def _load(self, slot: int) -> Manifest | None:
+        """Load what ``slot`` committed, on all ranks; None if a rank found that it is not whole (any more)."""
+        found: list[Candidate] = []
+        if not self._vote(slot, lambda: found.append(self._compared(slot))):
+            return None
+        (chosen,) = found
+
+        def small() -> None:
+            self._trial.pin(chosen.pins.indexes)
+            self._trial.settle_selections(keep=False)
+            self._trial.load_readers(chosen, records_at(self._objects, chosen.readers, chosen.pins))
+            self._trial.load_small(chosen)
+
+        if not self._vote(slot, small) or not self._vote(slot, lambda: self._trial.load_large(chosen)):
+            return None
+        return chosen.manifest
+
+    def _compared(self, slot: int) -> Candidate:
+        chosen = self._trial.checkpoint(slot)
+        for name, reason in chosen.pins.given_up.items():
+            raise CheckpointMismatch(f"the state of {name!r} cannot be loaded, and nothing was changed: {reason}")
+        return chosen
+
+    def _vote(self, slot: int, work: Callable[[], None]) -> bool:
+        """Do ``work`` on every rank; False if a rank found the checkpoint damaged."""
+        tally = self._trial.vote(work, f"other ranks could not load slot {slot}: ")
+        reasons = texts(tally, "damaged")
+        if reasons:
+            self._choice.failed = slot, reasons
+        return not reasons
