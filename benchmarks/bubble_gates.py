@@ -42,14 +42,10 @@ class _Looks(BubblePolicy):
         super().__init__()
         self._account = account
 
-    def has_time(self, size_bytes: int, at_s: float) -> bool:
+    def admits_at(self, size_bytes: int, at_s: float) -> float | None:
         """See `BubblePolicy`."""
         self._account.mark(slept=True)
-        return super().has_time(size_bytes, at_s)
-
-    def admits_at(self, size_bytes: int, at_s: float, *, gently: bool | None = None) -> float | None:
-        """See `BubblePolicy`."""
-        found = super().admits_at(size_bytes, at_s, gently=gently)
+        found = super().admits_at(size_bytes, at_s)
         self._account.mark()
         return found
 
@@ -60,29 +56,26 @@ class Accounted(BubbleGate):
     def __init__(self) -> None:
         self._account = _Account()
         super().__init__(iterations=100_000, policy=_Looks(self._account))
-        self.gentle_bytes = 0
 
     def start(self, size_bytes: int, /) -> None:
         """See `BubbleGate`."""
         self._account.pause()
         super().start(size_bytes)
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
         """See `BubbleGate`."""
         self._account.mark()
-        gently = self.let(size_bytes, urgent)
+        self.let(size_bytes, urgent)
         self._account.mark()
-        return gently
 
-    def let(self, size_bytes: int, urgent: threading.Event) -> bool:
+    def let(self, size_bytes: int, urgent: threading.Event) -> None:
         """Wait for a bubble."""
-        return super().admit(size_bytes, urgent)
+        super().admit(size_bytes, urgent)
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool = False) -> None:
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """See `BubbleGate`."""
         self._account.mark()
-        self.gentle_bytes += size_bytes if gently else 0
-        super().moved(size_bytes, begin_s, end_s, gently=gently)
+        super().moved(size_bytes, begin_s, end_s)
         self._account.mark()
 
     def rest(self) -> None:
@@ -111,9 +104,8 @@ class Accounted(BubbleGate):
 class Observed(Accounted):
     """Knows the windows, and lets everything through at once."""
 
-    def let(self, size_bytes: int, urgent: threading.Event) -> bool:
+    def let(self, size_bytes: int, urgent: threading.Event) -> None:
         """At once."""
-        return False
 
 
 class Switch:

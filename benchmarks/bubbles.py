@@ -17,7 +17,7 @@ at the policy to its last slice, by the fastest iteration without captures. What
 the bandwidth of memory) only the first shows. Then what the training thread spent in cuts and fences, by the clock; and
 for each rank the share of bytes that moved inside of bubbles, by when they were copied, not by what the gate meant to
 do: of the rounds that count, and of all from the very first iteration, of which nothing was known; what was left for
-the fence, and, of all rounds, what moved gently.
+the fence.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, IterationRecord, 
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.gate import Gate
 from lakeckpt.lake.storage.open import open_storage
+from lakeckpt.wire.documents import from_plain, to_plain
 
 WAYS = ("none", "at once", "in bubbles")
 PATIENCE = timedelta(seconds=300)
@@ -112,9 +113,8 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
         "spent": spent,
         "cpu_s": cpu_s,
         "cpu_in_bubbles_s": {way: gate.in_bubbles_s(counts_from) for way, gate in told.items()},
-        "gentle_bytes": {way: gate.gentle_bytes for way, gate in told.items()},
         "counts_from": counts_from,
-        "records": {way: [one.to_plain() for one in gate.records()] for way, gate in told.items()},
+        "records": {way: [to_plain(one) for one in gate.records()] for way, gate in told.items()},
     }
     Path(f"{folder}/{case}-{rank}.json").write_text(json.dumps(found))
     if asked.profile is not None:
@@ -235,12 +235,11 @@ def middle_of(differences: list[float]) -> tuple[float, float, float]:
 
 def of_rank(rank: dict[str, Any], way: str, none: list[float]) -> dict[str, float]:
     """Where one rank's bytes moved, and what captures took of its core; ``none``: iterations without, in seconds."""
-    records = [IterationRecord.from_plain(one) for one in rank["records"][way]]
+    records = [from_plain(IterationRecord, one, "a record") for one in rank["records"][way]]
     found, of_all = shares(one for one in records if one.step >= rank["counts_from"]), shares(records)
     return {
         "bubble_share": found.bubble_share,
         "bubble_share_of_all": of_all.bubble_share,
-        "gentle_share": rank["gentle_bytes"][way] / max(1, of_all.moved_bytes),
         "bubble_s": found.bubble_s / max(1, found.iterations),
         "urgent_share": found.urgent_bytes / max(1, found.moved_bytes),
         "spent_s": statistics.mean(rank["spent"][way]),
@@ -259,7 +258,7 @@ def print_case(case: str, found: dict[str, Any]) -> None:
         )
         rows.append([way, f"{one['median_s'] * 1000:.1f} ms", *costs])
         for number, rank in enumerate(one["ranks"]):
-            names = ("cpu_share", "spent_share", "bubble_share", "bubble_share_of_all", "urgent_share", "gentle_share")
+            names = ("cpu_share", "spent_share", "bubble_share", "bubble_share_of_all", "urgent_share")
             shared.append([way, str(number), *(f"{rank[name]:.2%}" for name in names)])
     sizes = " and ".join(f"{size / 1e6:.0f} MB" for size in found["size_bytes"])
     title = f"{case}: a capture of {sizes} at every step"
@@ -272,7 +271,6 @@ def print_case(case: str, found: dict[str, Any]) -> None:
         "in bubbles",
         "from the first",
         "at the fence",
-        "gently",
     ]
     show("of each rank", columns, shared)
     print(f"cuts captured: {found['captured']}, skipped: {found['skipped']}")

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from benchmarks.measure import show
 from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
-from lakeckpt.checkpoint.agent.orders import Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Bye, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
@@ -113,10 +113,9 @@ def ours(place: Path, generations: Generations, run: str) -> None:
         waiter=SystemWaiter(),
         report=said.append,
     )
-    persister.order(Order(step=1, number=0))
-    persister.leave()
-    persister.start()
-    persister.join()
+    persister.take(Order(step=1, number=0))
+    persister.take(Bye())
+    persister.run()
     assert said[0].slot == 1, said
 
 

@@ -137,6 +137,7 @@ def test_a_cut_in_memory_lets_objects_join_too(readers_before: bool, tmp_path: P
         if save:
             info = saver.save()
             assert info is not None and info.step == newest
+        saver._background._engine.close()  # as the kernel does
         dead.append(saver)
         return done
 

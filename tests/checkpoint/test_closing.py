@@ -25,8 +25,11 @@ def left_open() -> tuple[set[threading.Thread], set[str]]:
     return {one for one in threading.enumerate() if one.name.startswith("lakeckpt")}, names
 
 
-@pytest.mark.parametrize("where", ["folder", "object"])
-@pytest.mark.parametrize("options", [{}, {"capture_every": 1}], ids=["direct", "captured"])
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [({}, "folder"), ({}, "object"), ({"capture_every": 1}, "folder")],
+    ids=["direct-folder", "direct-object", "captured-folder"],
+)
 def test_a_closed_manager_leaves_no_thread_and_no_descriptor(
     options: dict[str, Any], where: str, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lakeckpt.checkpoint import manager as manager_module
-from lakeckpt.checkpoint.agent.link import InnerAgent
+from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.report import CaptureWarning, SaveWarning
@@ -32,8 +32,9 @@ from lakeckpt.errors import (
     TrackingError,
     UnsupportedValue,
 )
+from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, Reader, manager, run_ranks, train_step, training
-from tests.checkpoint.seams import manager_with
+from tests.checkpoint.seams import ThreadAgent, manager_with
 from tests.faults.faulty_storage import FaultyStorage
 
 TIMEOUT_S = 10_000.0
@@ -127,15 +128,16 @@ a_capture_without_memory = _of_engine("cut", ArenaTooLarge("the cause"))
 a_capture_that_fails_later = _of_engine("_completes", MemoryError("the cause"))
 
 
-def an_agent_that_cannot_be_reached(rank: Rank, patch: pytest.MonkeyPatch) -> None:
-    order = InnerAgent.order
+def an_agent_that_was_killed(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    order = ThreadAgent.order
 
-    def failing(self: InnerAgent, given: Any, /) -> None:
-        if self._persister.rank == rank.rank:
-            raise AgentError("the cause")
-        order(self, given)
+    def failing(self: ThreadAgent, given: Order, /) -> None:
+        if self.rank == rank.rank:
+            self.report(Outcome(step=given.step, number=given.number, kind="save_failed", text="the cause"))
+        else:
+            order(self, given)
 
-    patch.setattr(InnerAgent, "order", failing)
+    patch.setattr(ThreadAgent, "order", failing)
 
 
 EITHER = {
@@ -155,7 +157,7 @@ CAPTURED = {
     "capture cannot begin": (a_capture_that_cannot_begin, RuntimeError),
     "capture without memory": (a_capture_without_memory, SaveFailed),
     "capture fails later": (a_capture_that_fails_later, SaveFailed),
-    "agent cannot be reached": (an_agent_that_cannot_be_reached, AgentError),
+    "agent was killed": (an_agent_that_was_killed, SaveFailed),
 }
 WAYS = [
     pytest.param(
@@ -273,6 +275,38 @@ def test_where_the_save_fails_as_rank_0_leaves_the_others_hear_of_it_before_its_
 
 
 @pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("while_saving", [False, True])
+def test_nobody_waits_for_a_rank_whose_loop_ended_by_an_exception(failing: int, while_saving: bool) -> None:
+    """Also where Ctrl-C stops it in the midst of a save."""
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        waiter = SystemWaiter()
+        mine = Rank(rank, storage)
+
+        def interrupt(method: str, path: str) -> None:
+            if method == "put":
+                raise KeyboardInterrupt("the cause")
+
+        mine.refuse = interrupt
+        with manager(
+            mine.storage, mine.objects, exchange=exchange, waiter=waiter, timeout_s=TIMEOUT_S, on_save_failure="warn"
+        ) as saver:
+            saver.restore()
+            saver.step()
+            if rank == failing and not while_saving:
+                raise KeyboardInterrupt("the cause")
+            if rank == failing:
+                mine.fails.set()
+            saver.save()
+
+    results = run_ranks(2, body)
+    assert isinstance(results[failing], KeyboardInterrupt), results
+    other = results[1 - failing]
+    assert type(other) is CheckpointError and f"rank {failing} has stopped: KeyboardInterrupt: the cause" in str(other)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_say_what_it_reads_is_heard_by_both_and_nobody_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
@@ -321,7 +355,7 @@ class Whenever:
     def is_due(self, step: int) -> bool:
         return False
 
-    def announce(self, step: int, pace: Any) -> Any:
+    def interval_s(self, costs: Any) -> float:
         raise AssertionError
 
 

@@ -21,6 +21,7 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import SaveFailed, StorageError
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Reader, training
+from tests.checkpoint.seams import manager_with
 from tests.faults.faulty_storage import FaultyStorage
 from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
@@ -176,7 +177,7 @@ def one_fails(rank: int, world_size: int, folder: str, failing: int, way: str, c
     storage = FaultyStorage(LocalStorage(f"{folder}/run"), before=refuse)
     options = {"persist_every": 2, "timeout_s": 10_000.0, "on_save_failure": "raise", **beside}
     try:
-        with CheckpointManager(storage, {**training(), "own": Own()}, **options) as manager:
+        with manager_with(storage, {**training(), "own": Own()}, **options) as manager:
             manager.restore()
             for step in range(1, 5):
                 manager.step()

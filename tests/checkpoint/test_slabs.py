@@ -15,7 +15,7 @@ from safetensors.torch import load as load_safetensors
 import lakeckpt.checkpoint.read.loaded as loaded_module
 import lakeckpt.checkpoint.restore.in_place as in_place
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
-from lakeckpt.checkpoint.agent.orders import Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Bye, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
@@ -41,7 +41,6 @@ from lakeckpt.errors import CheckpointDamaged
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.rig import RUN, begin
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
-from tests.patience import PATIENCE_S
 
 SLAB = 2 * LEAF_BYTES
 ROW = 1000  # floats: no slab begins where a row does
@@ -377,10 +376,10 @@ def test_cuts_in_an_arena_are_persisted_slab_by_slab(tmp_path: Path) -> None:
                 waiter=EventWaiter(storage),
                 report=said.append,
             )
-            persister.order(Order(step=step, number=step))
-            persister.leave()
-            persister.start()
-            assert persister.join(PATIENCE_S) and said[-1].kind == "", said
+            persister.take(Order(step=step, number=step))
+            persister.take(Bye())
+            persister.run()
+            assert said[-1].kind == "", said
             wrote.append(sum(size for path, size in files(storage).items() if path not in before))
             assert torch.equal(stored(storage), module.weight)
     finally:

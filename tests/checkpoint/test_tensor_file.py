@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load
 
 from lakeckpt.checkpoint.format.digests import (
     LEAF_BYTES,
     PIECE_BYTES,
-    LeafDigests,
     content_digest,
     digest_of_leaves,
     leaf_digests,
@@ -218,16 +215,6 @@ def test_a_head_of_the_library_is_read() -> None:
 def test_a_deceiving_head_is_refused(head: bytes) -> None:
     with pytest.raises(CheckpointDamaged, match="p: "):
         parse_head(head, path="p", size_bytes=len(head) + 12)
-
-
-@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=5))
-def test_a_digest_does_not_depend_on_how_the_bytes_come(data: bytes, cuts: list[int]) -> None:
-    stream = LeafDigests(LEAF_BYTES)
-    at = 0
-    for cut in [*sorted(cuts), len(data)]:
-        stream.update(data[at:cut])
-        at = max(at, cut)
-    assert stream.digests() == leaf_digests(data, LEAF_BYTES)
 
 
 def test_digests_on_threads_are_those_of_each_alone() -> None:

@@ -14,7 +14,6 @@ import pytest
 from lakeckpt.checkpoint.agent.generations import digest_of_run, identity_of
 from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
 from lakeckpt.checkpoint.agent.logs import log_path, open_log
-from lakeckpt.checkpoint.arena import folder as folder_module
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.persist.history import read_history
@@ -141,12 +140,9 @@ def test_a_damaged_arena_is_named_and_reclaimed(arenas: Path, left: str, ask: As
     assert not link.is_symlink() and Path("/etc/hostname").exists()
 
 
-@pytest.mark.parametrize("nameless", [True, False])
 def test_an_arena_that_is_being_made_is_not_taken_for_a_damaged_one(
-    nameless: bool, arenas: Path, monkeypatch: pytest.MonkeyPatch
+    arenas: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not nameless:  # as on a file system that has no files without a name
-        monkeypatch.setattr(folder_module, "_nameless", lambda folder: None)
     found = []
     whole = ArenaFolder._fill
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.links import Batch, CudaLink, Ticket
+from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.errors import UnannouncedChange
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, State, assert_same, kept_state, state_of
@@ -28,13 +28,13 @@ pytestmark = [
 LONG_CYCLES = 6 * 10**8  # a third of a second: what is queued behind it has not begun when the host goes on
 
 
-class Unordered(CudaLink):
+class Unordered(Link):
     """A link whose copies wait for nothing."""
 
     def order(self) -> None: ...
 
 
-class Late(CudaLink):
+class Late(Link):
     """A link whose copies come long after they were queued."""
 
     def copy(self, batch: Batch, /) -> Ticket:
@@ -91,11 +91,8 @@ def folder() -> Iterator[ArenaFolder]:
 def made(folder: ArenaFolder) -> Iterator[Callable[..., CaptureEngine]]:
     every: list[CaptureEngine] = []
 
-    def make(
-        objects: dict[str, Any], *, scratch_bytes: int | None = None, link: CudaLink | None = None, **options: Any
-    ) -> CaptureEngine:
+    def make(objects: dict[str, Any], *, link: Link | None = None, **options: Any) -> CaptureEngine:
         engine = CaptureEngine(objects, IDENTITY, **{"folder": folder, "slice_bytes": 2**20, **options})
-        engine.scratch_bytes = engine.scratch_bytes if scratch_bytes is None else scratch_bytes
         if link is not None:
             engine.open_link = lambda device: link if device.type == "cuda" else None
         every.append(engine)
@@ -138,30 +135,29 @@ def run_behind_a_long_kernel(
     return wrong
 
 
-@pytest.mark.parametrize("scratch_bytes", [0, 3 * 2**20, 2**30])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_captures_are_the_copies_made_at_once_behind_a_long_kernel(
-    made: Callable[..., CaptureEngine], folder: ArenaFolder, scratch_bytes: int, optimizer: type[torch.optim.Optimizer]
+    made: Callable[..., CaptureEngine], folder: ArenaFolder, optimizer: type[torch.optim.Optimizer]
 ) -> None:
     training = Training(optimizer)
-    engine = made(training.objects, scratch_bytes=scratch_bytes)
+    engine = made(training.objects)
     assert run_behind_a_long_kernel(engine, training, folder) == []
 
 
 def test_copies_that_come_late_are_held_for(made: Callable[..., CaptureEngine], folder: ArenaFolder) -> None:
     training = Training()
     device = torch.device("cuda", torch.cuda.current_device())
-    engine = made(training.objects, scratch_bytes=0, slice_bytes=2**24, link=Late(device))
+    engine = made(training.objects, slice_bytes=2**24, link=Late(device))
     assert run_behind_a_long_kernel(engine, training, folder, steps=2) == []
 
 
 @pytest.mark.parametrize("link", [Unordered, Unheld])
 def test_without_either_event_captures_are_wrong(
-    made: Callable[..., CaptureEngine], folder: ArenaFolder, link: type[CudaLink], monkeypatch: pytest.MonkeyPatch
+    made: Callable[..., CaptureEngine], folder: ArenaFolder, link: type[Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training()
     device = torch.device("cuda", torch.cuda.current_device())
-    engine = made(training.objects, scratch_bytes=0, link=link(device))
+    engine = made(training.objects, link=link(device))
     with monkeypatch.context() as patch:  # witnesses would see it, and give the captures up
         patch.setattr(Samples, "changed", lambda *_: frozenset())
         assert run_behind_a_long_kernel(engine, training, folder) != []
@@ -186,7 +182,7 @@ def test_the_state_of_every_step_is_captured_bit_by_bit(
 
 def test_the_fence_does_not_keep_the_host_waiting(made: Callable[..., CaptureEngine]) -> None:
     training = Training()
-    engine = made(training.objects, scratch_bytes=0)
+    engine = made(training.objects)
     for step in (1, 2, 3):  # after which every generation has what it needs on the device
         training.step()
         assert cut(engine, step, must=True)

@@ -1,43 +1,63 @@
 """This module makes the capture engine and the agent of a trainer, for one attempt.
 
-The agent is a process, which opens storage by its URL. Where storage is an object, or has options that no message can
-hold, a thread of the trainer persists instead, and ends with it.
+The agent is a process, which opens storage by its URL. So a run that lies in a `Storage` of the user's own cannot be
+captured: `place_of` refuses it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lakeckpt import __version__
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
-from lakeckpt.checkpoint.agent.link import LINGER_S, AgentLike, AgentLink, InnerAgent
+from lakeckpt.checkpoint.agent.link import LINGER_S, AgentLink
 from lakeckpt.checkpoint.agent.orders import Begin
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.gate import Gate
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
-from lakeckpt.errors import UnsupportedValue
+from lakeckpt.errors import ConfigError, UnsupportedValue
 from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import Waiter
 from lakeckpt.wire.envelope import dumps
 
-__all__ = ["Place", "open_background"]
+__all__ = ["Place", "open_background", "place_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run lies: ``storage``, and how another process opens it. ``uri`` is None where none can."""
+    """Where a run lies: ``storage``, and how another process opens it."""
 
     storage: Storage
-    uri: str | None
+    uri: str
     storage_options: Mapping[str, Any]
+
+
+def place_of(storage: Storage, uri: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any]) -> Place:
+    """Return where a run lies that the user has named by ``uri``. `ConfigError` if another process cannot open it."""
+    if isinstance(storage, LocalStorage):
+        return Place(storage=storage, uri=storage.name, storage_options={})
+    if isinstance(uri, Storage):
+        raise ConfigError(
+            f"capture_every needs the URL of the run, and got {uri!r}: the agent, a process of its own, opens the "
+            "storage once more. Give the URL and storage_options=, or save synchronously, without capture_every"
+        )
+    options = dict(storage_options)
+    try:
+        dumps(options, kind="value", version=(1, 0))
+    except UnsupportedValue as error:
+        raise ConfigError(
+            f"with capture_every, storage_options go to the agent, a process of its own, and must be plain values: "
+            f"{error}. Give credentials by the environment or a file, or save synchronously, without capture_every"
+        ) from error
+    return Place(storage=storage, uri=os.fspath(uri), storage_options=options)
 
 
 def open_background(
@@ -63,7 +83,19 @@ def open_background(
     arenas.make()
     digest = digest_of_run(attempt.run, place.storage)
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
-    agent = _agent(place, attempt, exchange, identity=identity, arenas=arenas, settings=settings, waiter=waiter)
+    agent = AgentLink(
+        Begin(
+            uri=place.uri,
+            storage_options=place.storage_options,
+            attempt=replace(attempt, pending={}),
+            settings=replace(settings, timeout_s=float(settings.timeout_s)),
+            digest=digest,
+            rank=exchange.rank,
+            world_size=exchange.world_size,
+            arenas=arenas.path,
+            linger_s=LINGER_S,
+        )
+    )
     return Background(
         CaptureEngine(
             objects,
@@ -75,6 +107,7 @@ def open_background(
             checksummer=lambda: agent.checksummer,
         ),
         agent,
+        place.storage,
         Generations(arenas, identity),
         exchange,
         attempt,
@@ -89,54 +122,3 @@ def _generations(world_size: int) -> int:
     """How many generations an arena has: the one being persisted, the newest, and the one being filled; with several
     ranks also that before the newest, which another rank may have to go back to."""
     return 3 if world_size == 1 else 4
-
-
-def _agent(
-    place: Place,
-    attempt: Attempt,
-    exchange: Exchange,
-    *,
-    identity: ArenaIdentity,
-    arenas: ArenaFolder,
-    settings: Settings,
-    waiter: Waiter,
-) -> AgentLike:
-    if place.uri is not None and _fits_a_document(place.storage_options):
-        return AgentLink(
-            Begin(
-                library=__version__,
-                uri=place.uri,
-                storage_options=place.storage_options,
-                run=attempt.run,
-                digest=identity.run,
-                attempt=attempt.number,
-                last=attempt.last,
-                parent=attempt.parent,
-                recorded=attempt.recorded,
-                seed=attempt.seed,
-                rank=exchange.rank,
-                world_size=exchange.world_size,
-                arenas=arenas.path,
-                keep=settings.keep,
-                verify=settings.verify,
-                timeout_s=float(settings.timeout_s),
-                linger_s=LINGER_S,
-            )
-        )
-    return InnerAgent(
-        place.storage,
-        replace(attempt),
-        generations=Generations(arenas, identity),
-        rank=exchange.rank,
-        world_size=exchange.world_size,
-        settings=settings,
-        waiter=waiter,
-    )
-
-
-def _fits_a_document(options: Mapping[str, Any]) -> bool:
-    try:
-        dumps(dict(options), kind="value", version=(1, 0))
-    except UnsupportedValue:
-        return False
-    return True

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
-from lakeckpt.checkpoint.agent.orders import Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Bye, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTable
@@ -81,6 +82,30 @@ def attempt(number: int = 0) -> Attempt:
     return Attempt(run=RUN, number=number, last=number, parent=None, seed=1)
 
 
+class ThreadPersister(Persister):
+    """A persister on a thread of its own."""
+
+    def __init__(self, *args: Any, rank: int, **options: Any) -> None:
+        super().__init__(*args, rank=rank, **options)
+        self._runs = threading.Thread(target=self.run, name=f"lakeckpt-persister-{rank}", daemon=True)
+
+    def start(self) -> None:
+        self._runs.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until all is done; False where it is not by then."""
+        self._runs.join(timeout_s)
+        return not self._runs.is_alive()
+
+    def leave(self) -> None:
+        """The trainer ends well."""
+        self.take(Bye())
+
+    def die(self) -> None:
+        """The trainer dies."""
+        self.take(Bye(well=False))
+
+
 class Desk:
     """A persister of one rank, and what it reported."""
 
@@ -98,7 +123,7 @@ class Desk:
         self.outcomes: list[Outcome] = []
         self.log: list[str] = []
         self.settled = threading.Event()  # something was reported since it was cleared
-        self.persister = Persister(
+        self.persister = ThreadPersister(
             storage,
             Generations(ArenaFolder(folder), identity_of(DIGEST, rank=rank, world_size=world_size)),
             attempt(),
@@ -116,7 +141,7 @@ class Desk:
         self.settled.set()
 
     def order(self, step: int, number: int) -> None:
-        self.persister.order(Order(step=step, number=number))
+        self.persister.take(Order(step=step, number=number))
 
     def said(self) -> list[tuple[int, str]]:
         """For each order that was answered, in order: its step, and what kind of an error it was ("" if none)."""

@@ -30,28 +30,37 @@ def test_a_step_that_two_attempts_have_captured_is_found_for_each(tmp_path: Path
     generations.close()
 
 
-@pytest.mark.parametrize("number", range(8))  # arenas have random names, and neither order of them may matter
-def test_of_a_step_in_two_arenas_that_which_is_filled_now_counts(tmp_path: Path, number: int) -> None:
+def test_an_arena_that_was_made_anew_is_looked_at_instead_of_the_one_before(tmp_path: Path) -> None:
     """A state outgrew its arena, and the same step was captured into the next one."""
     generations = Generations(ArenaFolder(tmp_path), identity_of(DIGEST, rank=0, world_size=1))
     with make_arena(tmp_path) as outgrown:
         fill(outgrown, 5), fill(outgrown, 6)
+    assert generations.steps() == [5, 6]
     with make_arena(tmp_path) as arena:
+        assert generations.steps() == []
         fill(arena, 6)
-        for step, name in ((6, arena.name), (5, outgrown.name)):
+        for step, is_there in ((6, True), (5, False)):
             with generations.hold(step, "0") as held:
-                assert held is not None and held.arena.name == name
+                assert (held is not None) == is_there
     generations.close()
 
 
-def test_steps_are_told_by_attempt_and_a_later_attempt_is_noticed(tmp_path: Path) -> None:
+def test_an_arena_of_another_number_of_ranks_is_none_of_ours(tmp_path: Path) -> None:
+    with make_arena(tmp_path, 0, 2) as arena:
+        fill(arena, 5)
+    for world_size, steps in ((1, []), (2, [5])):
+        generations = Generations(ArenaFolder(tmp_path), identity_of(DIGEST, rank=0, world_size=world_size))
+        assert generations.steps() == steps
+        generations.close()
+
+
+def test_steps_are_told_by_attempt(tmp_path: Path) -> None:
     generations = Generations(ArenaFolder(tmp_path), identity_of(DIGEST, rank=0, world_size=1))
     with make_arena(tmp_path) as arena, make_arena(tmp_path, 1, 2) as others:
         fill(arena, 6, attempt=0)
         fill(arena, 7, attempt=2)
         fill(others, 8, attempt=3)  # another rank's
     assert (generations.steps(), generations.steps("0"), generations.steps("2")) == ([6, 7], [6], [7])
-    assert [generations.holds_later(attempt) for attempt in range(4)] == [True, True, False, False]
     generations.close()
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
-from lakeckpt.checkpoint.agent.orders import GivenUp, Order, Outcome
-from lakeckpt.checkpoint.agent.persister import chosen
-from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
+from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
+from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import verify
@@ -93,7 +93,7 @@ def test_the_newest_of_several_orders_is_done_and_the_others_are_left_out_and_to
         serve(desk, (1, 0), (2, 1), (3, 2))
     assert committed(storage) == [3] and holds(storage, 3)
     assert desk.said() == [(1, "save_skipped"), (2, "save_skipped"), (3, "")]
-    assert "left out" in desk.outcomes[0].text
+    assert "was skipped" in desk.outcomes[0].text
 
 
 def noted(storage: MemoryStorage, notes: list[str]) -> Storage:
@@ -178,17 +178,17 @@ def test_where_arenas_cannot_be_looked_at_every_order_is_answered_and_the_other_
     storage = MemoryStorage()
     begin(storage, world_size=2)
     with make_arena(tmp_path, 0, 2) as first, make_arena(tmp_path, 1, 2) as second:
-        found = ArenaFolder.found
+        opened = ArenaFolder.open
 
-        def short(self: ArenaFolder) -> list[ArenaInfo]:
+        def short(self: ArenaFolder, name: str) -> Arena:
             if threading.current_thread().name == "lakeckpt-persister-0":
                 raise ArenaError("too many open files")
-            return found(self)
+            return opened(self, name)
 
         desks, _ = ranks(storage, tmp_path, 2)
         for step in (1, 2, 3):
             fill(first, step), fill(second, step)
-        monkeypatch.setattr(ArenaFolder, "found", short)
+        monkeypatch.setattr(ArenaFolder, "open", short)
         for desk in desks:
             for step in (1, 2, 3):
                 desk.order(step, step)
@@ -199,24 +199,10 @@ def test_where_arenas_cannot_be_looked_at_every_order_is_answered_and_the_other_
     assert desks[1].outcomes[-1].text == "nothing was saved at step 3. failure of rank 0: too many open files"
 
 
-def test_what_an_agent_left_out_before_it_died_is_not_committed_behind_a_newer_step(tmp_path: Path) -> None:
+def test_no_order_has_the_number_of_the_final_save(tmp_path: Path) -> None:
     storage = MemoryStorage()
-    begin(storage)
-    with make_arena(tmp_path) as arena:
-        for step in (1, 2):
-            fill(arena, step)
-        serve(Desk(storage, tmp_path, EventWaiter(storage)), (1, 0), (2, 1))
-        second = Desk(storage, tmp_path, EventWaiter(storage))
-        second.order(1, 2)
-        second.persister.leave()
-        run(second)
-    assert committed(storage) == [2] and second.said() == [(1, "save_skipped")]
-
-
-def test_the_rank_that_leads_takes_the_newest_and_the_others_go_in_order() -> None:
-    orders = [Order(step=step, number=step) for step in range(3)]
-    assert chosen(orders, leads=True) == (orders[2], (orders[0], orders[1]))
-    assert chosen(orders, leads=False) == (orders[0], ())
+    with pytest.raises(AssertionError, match="at most 999999 saves"):
+        Desk(storage, tmp_path, EventWaiter(storage)).order(1, FINAL)
 
 
 def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: Path) -> None:
@@ -227,7 +213,7 @@ def test_a_cut_that_is_gone_is_reported_and_the_next_one_is_persisted(tmp_path: 
         first = Desk(storage, tmp_path, EventWaiter(storage))
         serve(first, (3, 0))
         assert first.said() == [(3, "save_skipped")]
-        assert "step 3 was left out: rank 0 had not captured it" in first.outcomes[0].text
+        assert "step 3 was skipped: rank 0 had not captured it" in first.outcomes[0].text
         again = Desk(storage, tmp_path, EventWaiter(storage))
         serve(again, (7, 1))
     assert committed(storage) == [7]
@@ -319,7 +305,7 @@ def test_a_cut_that_one_rank_has_lost_is_committed_by_none_and_the_reason_reache
         desk.persister.leave()
     finish(desks)
     assert committed(storage) == [] and [desk.said() for desk in desks] == [[(4, "save_skipped")]] * 2
-    assert all("step 4 was left out: rank 1 had not captured it" in desk.outcomes[0].text for desk in desks)
+    assert all("step 4 was skipped: rank 1 had not captured it" in desk.outcomes[0].text for desk in desks)
 
 
 def test_a_store_that_fails_for_a_while_is_tried_until_it_works(tmp_path: Path) -> None:
@@ -333,40 +319,6 @@ def test_a_store_that_fails_for_a_while_is_tried_until_it_works(tmp_path: Path) 
         desk = Desk(FaultyStorage(storage, fail_at=faults), tmp_path, waiter)
         serve(desk, (5, 0))
     assert committed(storage) == [5] and desk.said() == [(5, "")]
-
-
-@pytest.mark.parametrize("failed", [0, 1])
-def test_a_rank_whose_store_failed_says_so_when_it_works_again_and_no_other_waits_for_it(
-    tmp_path: Path, failed: int
-) -> None:
-    storage = MemoryStorage()
-    begin(storage, world_size=2)
-    fails, goes_on = threading.Event(), threading.Event()
-
-    def before(method: str, path: str) -> None:
-        if method == "put" and not goes_on.is_set():
-            fails.set()
-            goes_on.wait(PATIENCE_S)
-            raise StorageError("injected: read-only for a while") from OSError("as a file system says it")
-
-    faulty = FaultyStorage(storage, before=before)
-    desks, _ = ranks(storage, tmp_path, 2, places={failed: faulty})
-    for rank, desk in enumerate(desks):
-        arena = make_arena(tmp_path, rank, 2)
-        fill(arena, 4)
-        fill(arena, 5)
-        desk.order(4, 0)
-        desk.persister.start()
-    assert fails.wait(PATIENCE_S)
-    desks[failed].order(5, 1)  # why it gives the first save up
-    goes_on.set()
-    assert desks[1 - failed].settled.wait(PATIENCE_S)
-    desks[1 - failed].order(5, 1)
-    for desk in desks:
-        desk.persister.leave()
-        assert desk.persister.join(PATIENCE_S)
-    assert committed(storage) == [5] and holds(storage, 5, ranks=2)
-    assert f"rank {failed} gave the checkpoint up: injected" in desks[1 - failed].outcomes[0].text
 
 
 def test_a_store_that_goes_on_failing_is_reported_when_the_time_is_over(tmp_path: Path) -> None:
@@ -438,23 +390,19 @@ def test_when_a_trainer_dies_its_newest_complete_cut_is_persisted(tmp_path: Path
     assert storage.list(final_folder(0)) == []  # nobody else is to be told
 
 
-def test_a_final_save_takes_along_what_the_trainer_gave_to_be_kept_and_with_orders_that_waited(tmp_path: Path) -> None:
-    """And no order that waited keeps it from trying again where the store fails once."""
+def test_a_final_save_stands_for_orders_that_waited_and_they_do_not_keep_it_from_trying_again(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
     faulty = FaultyStorage(storage, fail_at={("put", 1): Fault.ERROR})
     with make_arena(tmp_path) as arena:
         fill(arena, 5)
     desk = Desk(faulty, tmp_path, EventWaiter(storage))
-    desk.persister.keep({"index/a.lkc": b"kept"})
-    for number, path in enumerate(("index/b.lkc", "index/c.lkc")):
-        desk.persister.order(Order(step=3 + number, number=number, documents={path: b"ordered"}))
+    for number in range(2):
+        desk.order(3 + number, number)
     desk.persister.die()
     run(desk)
     assert committed(storage) == [5] and holds(storage, 5), desk.log
-    assert [step for step, _ in desk.said()] == [5], "the will stands for what it ordered"
-    assert {storage.objects[f"index/{name}.lkc"] for name in "bc"} == {b"ordered"}
-    assert storage.objects["index/a.lkc"] == b"kept"
+    assert [step for step, _ in desk.said()] == [5], "the final save stands for what was ordered"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -599,7 +547,7 @@ def test_a_final_save_has_all_its_time_however_long_ago_the_last_order_was(tmp_p
     assert committed(storage) == [5, 6]
 
 
-def test_a_save_that_fails_is_given_up_for_a_newer_one_which_writes_what_it_was_given_to_keep(tmp_path: Path) -> None:
+def test_a_save_that_fails_is_dropped_for_a_newer_one(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
     waiter = EventWaiter(storage)
@@ -607,7 +555,7 @@ def test_a_save_that_fails_is_given_up_for_a_newer_one_which_writes_what_it_was_
     desk = Desk(Failing(storage, puts=2), tmp_path, waiter)
 
     def order(step: int) -> None:
-        desk.persister.order(Order(step=step, number=step, documents={f"indexes/{step}": b"%d" % step}))
+        desk.persister.take(Order(step=step, number=step))
 
     wait, newer = waiter.wait, [6, 7]
 
@@ -625,7 +573,6 @@ def test_a_save_that_fails_is_given_up_for_a_newer_one_which_writes_what_it_was_
         run(desk)
     assert desk.said() == [(5, "save_failed"), (6, "save_skipped"), (7, "")] and waiter.time_s < 1.0
     assert committed(storage) == [7]
-    assert [storage.objects[f"indexes/{step}"] for step in (5, 6, 7)] == [b"5", b"6", b"7"]
 
 
 @pytest.mark.parametrize(("recorded", "expected"), [((3, 3), 5), ((3, 4), 5), ((3, 5), None)])
@@ -734,7 +681,7 @@ def test_an_agent_of_several_ranks_killed_at_any_call_is_replaced_and_the_next_s
         failed = faulty.dead and not desks[killed].said()
         if failed:
             other = desks[1 - killed].persister
-            other.give_up(GivenUp(step=5, number=0, failure="save_failed\nthe agent was killed"))
+            other.take(Dropped(step=5, number=0, failure="save_failed: the agent was killed"))
             storage.put("anything", [b""])  # an `EventWaiter` looks again
         desks[killed] = Desk(storage, folder, waiter, rank=killed, world_size=2)
         desks[killed].persister.start()
@@ -799,20 +746,20 @@ def test_a_save_that_another_rank_gave_up_is_waited_for_by_nobody(tmp_path: Path
     desk = Desk(storage, tmp_path, SystemWaiter(), rank=rank, world_size=2, settings=settings)
     with make_arena(tmp_path, rank, 2) as arena:
         fill(arena, 5)
-    save = GivenUp(step=5, number=0, failure="save_failed\nrank 7 could not write its part: the disk is full")
+    save = Dropped(step=5, number=0, failure="save_failed: rank 7 could not write its part: the disk is full")
     if early:
-        desk.persister.give_up(save)
+        desk.persister.take(save)
     desk.order(5, 0)
     desk.persister.start()
     if not early:
         assert not desk.settled.wait(0.2)
-        desk.persister.give_up(save)
+        desk.persister.take(save)
     assert desk.settled.wait(PATIENCE_S)
     desk.persister.leave()
     assert desk.persister.join(PATIENCE_S)
     assert [one.kind for one in desk.outcomes] == ["save_failed"] and "the disk is full" in desk.outcomes[0].text
     note = storage.objects[SaveId(attempt=0, step=5, number=0).failure_path(rank)]
-    assert note == b"save_failed\nrank 7 could not write its part: the disk is full"
+    assert note == b"%d 0\nsave_failed: rank 7 could not write its part: the disk is full" % rank
 
 
 def test_an_order_of_what_was_not_captured_says_why_to_the_other_ranks(tmp_path: Path) -> None:
@@ -821,37 +768,44 @@ def test_an_order_of_what_was_not_captured_says_why_to_the_other_ranks(tmp_path:
     desks, _ = ranks(storage, tmp_path, 2)
     for rank, desk in enumerate(desks):
         fill(make_arena(tmp_path, rank, 2), 4)
-        desk.persister.order(Order(step=4, number=0, failure="unsupported_value\nno" if rank == 1 else ""))
+        desk.persister.take(Order(step=4, number=0, failure="unsupported_value: no" if rank == 1 else ""))
         desk.persister.leave()
     finish(desks)
     assert [desk.said() for desk in desks] == [[(4, "unsupported_value")]] * 2
-    assert [desk.outcomes[0].text for desk in desks] == ["rank 1 gave the checkpoint up: no", "no"]
+    assert [desk.outcomes[0].text for desk in desks] == ["rank 1 dropped the save: no", "no"]
     assert committed(storage) == []
 
 
-def test_an_agent_whose_store_is_full_says_so_at_once_and_its_note_is_left_when_there_is_room(tmp_path: Path) -> None:
-    storage, is_full = MemoryStorage(), threading.Event()
-    is_full.set()
+def test_an_agent_whose_store_is_full_says_so_at_once(tmp_path: Path) -> None:
+    storage = MemoryStorage()
     begin(storage, world_size=2)
 
     def before(method: str, path: str) -> None:
-        if method == "put" and is_full.is_set():
+        if method == "put":
             raise StorageError(errno.ENOSPC, "the disk is full")
 
-    desks, _ = ranks(storage, tmp_path, 2, places={1: FaultyStorage(storage, before=before)})
-    for rank in range(2):
+    desks, waiter = ranks(storage, tmp_path, 2, places={1: FaultyStorage(storage, before=before)})
+    fill(make_arena(tmp_path, 1, 2), 4)
+    serve(desks[1], (4, 0))
+    assert "the disk is full" in desks[1].outcomes[0].text and waiter.time_s < 1.0
+
+
+def test_an_order_that_is_skipped_without_a_note_has_failed_and_the_trainers_tell_each_other(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    begin(storage, world_size=2)
+
+    def before(method: str, path: str) -> None:
+        if method == "put" and path.endswith(".failed"):
+            raise StorageError(errno.ENOSPC, "the disk is full")
+
+    desks, _ = ranks(storage, tmp_path, 2, places={0: FaultyStorage(storage, before=before)})
+    for rank, desk in enumerate(desks):
         arena = make_arena(tmp_path, rank, 2)
         fill(arena, 4), fill(arena, 5)
-    desks[1].order(4, 0)
-    desks[1].persister.start()
-    assert desks[1].settled.wait(PATIENCE_S) and "the disk is full" in desks[1].outcomes[0].text
-    is_full.clear()
-    desks[0].order(4, 0)
-    desks[0].persister.start()
-    desks[1].order(5, 1)
-    assert desks[0].settled.wait(PATIENCE_S) and "the disk is full" in desks[0].outcomes[0].text
-    desks[0].order(5, 1)
+        desk.order(4, 0), desk.order(5, 1)
+    desks[1].persister.take(Dropped(step=4, number=0, failure="save_failed: as the trainer of rank 0 says"))
     for desk in desks:
         desk.persister.leave()
-        assert desk.persister.join(PATIENCE_S)
-    assert committed(storage) == [5]
+    finish(desks)
+    assert [desk.said() for desk in desks] == [[(4, "save_failed"), (5, "")]] * 2 and committed(storage) == [5]
+    assert "skipped for a newer cut, and the store takes no note of it" in desks[0].outcomes[0].text

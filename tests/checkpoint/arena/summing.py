@@ -34,4 +34,3 @@ def summing(folder: str | Path) -> Iterator[tuple[Checksummer, subprocess.Popen[
             yield checksummer, process
         finally:
             process.kill()
-            checksummer.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
-import itertools
 import multiprocessing
 import os
 import resource
@@ -18,16 +17,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.checkpoint.arena.arena import Arena
-from lakeckpt.checkpoint.arena.filling import Filling, Run
+from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
-from lakeckpt.checkpoint.format.digests import leaf_digests
 from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaTooLarge
 
 SLICE, SLICES = 64, 5
@@ -121,14 +118,13 @@ def test_what_is_removed_gives_its_memory_back_though_others_have_it_mapped(fold
         for each in (1, 2, 3):
             capture(arena, each)
     path = Path(folder.path, arena.name)
-    with folder.open(arena.name) as other, folder.open(arena.name) as another:
-        taken, all_idle = memory_of(path), another.idle_bytes
+    with folder.open(arena.name) as other:
+        taken = memory_of(path)
         with other.hold(step) as held:
             assert held is not None
-            assert another.idle_bytes == other.idle_bytes == all_idle * 2 // 3
             folder.remove(arena.name)
             assert not path.exists() and folder.found() == []
-            assert os.fstat(other._descriptor).st_blocks * 512 == taken - other.idle_bytes
+            assert os.fstat(other._descriptor).st_blocks * 512 == taken - 2 * 2**16
             check(other, step)
             assert [record.step for record in other.complete()] == [step]
 
@@ -244,76 +240,6 @@ def test_what_is_needed_is_never_written_to(actions: list[tuple[str, int]]) -> N
                 assert common in kept or not common
             for hold, _ in holds:
                 hold.__exit__(None, None, None)
-
-
-def borders(begin: int, end: int) -> st.SearchStrategy[int]:
-    """Places in [begin, end]: any, and those about the ends of what is brought at once."""
-    step = 64 * 2**10
-    near = st.builds(lambda at, off: at * step + off, st.integers(begin // step, end // step), st.integers(-2, 2))
-    return st.one_of(st.integers(begin, end), near.map(lambda at: min(max(at, begin), end)))
-
-
-@given(st.data())
-@settings(max_examples=60)
-def test_what_is_brought_to_a_slice_is_there_with_its_checksums(data: st.DataObject) -> None:
-    leaf = 2**20
-    size = data.draw(st.sampled_from((leaf, leaf + 1, 3 * leaf - 70_000)), label="size")
-    slice_bytes = data.draw(st.sampled_from((leaf, 2 * leaf, 3 * 2**16 + 64)), label="bytes of a slice")
-    sources = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    with (
-        tempfile.TemporaryDirectory() as name,
-        made(ArenaFolder(Path(name)), data_bytes=size, slice_bytes=slice_bytes) as arena,
-    ):
-        filling = arena.begin()
-        assert filling is not None
-        np.frombuffer(filling.data, np.uint8)[:] = 255
-        expected = np.full(size, 255, np.uint8)
-        for number in range(arena.layout.num_slices):
-            begin, end = number * slice_bytes, min((number + 1) * slice_bytes, size)
-            cuts = data.draw(st.lists(borders(begin, end), max_size=20), label="cuts")
-            runs = []
-            for start, stop in itertools.pairwise(sorted([begin, *cuts, end])):
-                source, comes = sources[start:stop], data.draw(st.sampled_from(("brought", "before", "not at all")))
-                if comes == "brought":
-                    runs.append(Run(at=start, to=source, source=source))
-                elif comes == "before":  # another way
-                    filling.data[start:stop] = source.data
-                expected[start:stop] = 255 if comes == "not at all" else source
-            filling.bring(number, runs)
-            filling.filled(number)
-        record = filling.complete(step=1, attempt="a", cut=b"c" * 16, documents=b"")
-        slices = [expected[at : at + slice_bytes].data for at in range(0, size, slice_bytes)]
-        assert record.checksums == b"".join(leaf_digests(one, arena.layout.leaf_bytes) for one in slices)
-        with arena.hold() as held:
-            assert held is not None
-            found = b"".join(held.slice(number) for number in range(arena.layout.num_slices))
-            assert found == expected.tobytes()
-
-
-def test_each_byte_that_is_brought_is_written_once_however_few_the_system_takes_at_once(
-    folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size, written = 2**20, list[tuple[int, int]]()
-    pwrite = os.pwrite
-
-    def some(descriptor: int, data: memoryview, at: int) -> int:
-        written.append((at, pwrite(descriptor, data[:30_001], at)))
-        return written[-1][1]
-
-    with made(folder, data_bytes=size, slice_bytes=size) as arena:
-        filling = arena.begin()
-        assert filling is not None
-        source = np.random.default_rng(1).integers(0, 256, size, np.uint8)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", some)
-            filling.bring(
-                0, [Run(at=3, to=source, source=source[3:200_000]), Run(at=2**19, to=source, source=source[2**19 :])]
-            )
-        assert bytes(filling.data[3:200_000]) == source[3:200_000].tobytes()
-        assert bytes(filling.data[2**19 :]) == source[2**19 :].tobytes()
-        filling.abandon()
-    assert sum(size for _, size in written) == 200_000 - 3 + 2**19
-    assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(written))
 
 
 def test_who_reads_meanwhile_is_told_of_what_is_complete_now(folder: ArenaFolder) -> None:
@@ -621,28 +547,18 @@ def test_a_process_that_is_killed_as_it_makes_an_arena_leaves_none(
     assert os.listdir(folder.path) == []
 
 
-@pytest.mark.parametrize("cannot", ["make", "name"])
-def test_where_files_need_names_an_arena_is_made_under_one(
-    cannot: str, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "not here")
-
+def test_a_file_system_whose_files_need_names_is_refused(folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
-    if cannot == "name":
-        monkeypatch.setattr(os, "link", refuse)
-    else:
-        monkeypatch.setattr(
-            os,
-            "open",
-            lambda path, flags, *rest, **more: (
-                refuse() if flags & os.O_TMPFILE == os.O_TMPFILE else real(path, flags, *rest, **more)
-            ),
-        )
-    with folder.create(layout()) as arena:
-        assert capture(arena, 1)
-        assert [one.name for one in folder.found()] == [arena.name] and folder.found()[0].is_filled
-    assert len(os.listdir(folder.path)) == 1
+
+    def refusing(path: str, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(ArenaError, match=r"no files without a name \(O_TMPFILE\). Give a folder in memory"):
+        folder.create(layout())
+    assert os.listdir(folder.path) == []
 
 
 def test_an_arena_that_does_not_fit_is_refused_with_what_it_takes(folder: ArenaFolder) -> None:

@@ -73,10 +73,10 @@ def test_one_that_is_stopped_is_waited_for_and_then_given_up(
     running: tuple[Checksummer, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checksummer, process = running
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(module, "_ONCE_MORE_S", 0.1)
     checksummer.ask([(0, LEAF)])
     checksummer.take()
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "_ONCE_MORE_S", 0.1)
     os.kill(process.pid, signal.SIGSTOP)
     checksummer.ask([(0, LEAF)])
     with pytest.raises(ArenaError, match="nothing came in"):
@@ -93,7 +93,7 @@ def test_a_process_that_was_killed_is_an_error(running: tuple[Checksummer, subpr
     process.wait(PATIENCE_S)
     with pytest.raises(ArenaError, match="the agent, which takes the checksums of an arena, does not answer"):
         checksummer.ask([(0, LEAF)])
-    checksummer._asked.append(16)
+    checksummer._sizes.append(16)
     with pytest.raises(ArenaError, match="it has ended"):
         checksummer.take()
 

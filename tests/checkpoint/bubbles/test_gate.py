@@ -110,35 +110,20 @@ def test_a_copier_is_not_woken_for_a_bubble_that_never_held_a_slice(
     copier.wait()
 
 
-def test_a_slice_is_to_be_copied_gently_where_there_is_room_and_no_hurry(gate: BubbleGate) -> None:
-    urgent = threading.Event()
-    gate.cut(3)
-    gate.start(3)
-    gate.begin("gap")
-    assert gate.admit(1, urgent) is True
-    gate.moved(1, 0.0, 2.5)
-    gate.start(4)
-    assert gate.admit(1, urgent) is False, "five of them would take longer than the gap"
-    gate.moved(1, 0.0, 1.0)
-    urgent.set()
-    gate.start(1)
-    assert gate.admit(1, urgent) is False
-
-
 def test_what_was_admitted_and_did_not_move_is_no_slice_and_says_nothing(gate: BubbleGate, clock: Clock) -> None:
     gate.cut(3)
     gate.start(3)
     gate.begin("gap")
-    assert gate.admit(1, threading.Event()) is True
+    gate.admit(1, threading.Event())
     begin = clock.now
     clock.now += 2
-    gate.moved(0, begin, clock.now, gently=True)
+    gate.moved(0, begin, clock.now)
     clock.now += 8
     gate.end()
     gate.cut(4)
     record = gate.records()[-1]
     assert record.slices == ()
-    assert gate._policy._gentle_rate is None and gate._policy.rate.seconds(1) == 1.0
+    assert gate._policy.rate.seconds(1) == 1.0
     assert list(gate._policy.history._lengths["gap 0"]) == [10.0] * 4
 
 
@@ -229,30 +214,3 @@ def test_an_error_while_waiting_ends_the_bubble(gate: BubbleGate) -> None:
     with pytest.raises(KeyError), gate.idle("gap"):
         raise KeyError
     assert gate._policy.close("bubble", 0.0) is None
-
-
-def test_slices_that_follow_each_other_closely_are_kept_as_one_but_never_across_the_end_of_a_window(
-    clock: Clock,
-) -> None:
-    gate = BubbleGate(clock=clock)
-    gate.cut(1)
-    gate.begin("gap")
-    for begin_s in (0.0, 1.0, 2.1):
-        gate.moved(5, begin_s, begin_s + 1.0)
-    gate.moved(5, 4.0, 5.0)  # there was a pause
-    clock.now = 5.5
-    gate.end()
-    gate.moved(5, 5.1, 6.1)
-    gate.moved(5, 6.1, 7.1)
-    gate.fenced(5, 7.1, 8.1)
-    clock.now = 9.0
-    gate.cut(2)
-    (record,) = gate.records()
-    found = [(one.size_bytes, one.begin_s, one.end_s, one.urgent) for one in record.slices]
-    assert found == [
-        (15, 0.0, 3.1, False),
-        (5, 4.0, 5.0, False),
-        (5, 5.1, 6.1, False),
-        (5, 6.1, 7.1, False),
-        (5, 7.1, 8.1, True),
-    ]

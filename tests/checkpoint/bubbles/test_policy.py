@@ -16,14 +16,10 @@ Gap = tuple[float, float]
 """Computation before the bubble, and the bubble, in seconds."""
 
 
-GENTLE = 2.5
-"""What a gentle slice takes of the time of another."""
-
-
 class Rank:
     """One rank on a clock of its own: gaps are gone through, slices of ``size`` are moved as the policy admits them.
 
-    It copies at ``rate`` bytes a second, gently where the policy has time. In ``gaps`` free time, if there is any, is
+    It copies at ``rate`` bytes a second. In ``gaps`` free time, if there is any, is
     the computation before each. A rank that is ``hindered`` comes back from its wait only when the slice under way is
     over.
     """
@@ -33,7 +29,6 @@ class Rank:
         self.rate, self.size, self.free, self.hindered = rate, size, free, hindered
         self.now = 0.0
         self.left = 0
-        self.gently = 0
         self.slices: list[MovedSlice] = []
         self.windows: list[IdleWindow] = []
         self._busy_until = 0.0
@@ -72,8 +67,7 @@ class Rank:
     def _over(self) -> None:
         """The slice that outlasts its window is over; nobody asks in between."""
         one = self._under_way.pop()
-        gently = one.end_s - one.begin_s > one.size_bytes / self.rate
-        self.policy.moved(one.size_bytes, one.begin_s, one.end_s, gently=gently)
+        self.policy.moved(one.size_bytes, one.begin_s, one.end_s)
 
     def _move(self, end: float) -> None:
         """Move what is admitted to begin before ``end``."""
@@ -83,17 +77,15 @@ class Rank:
             if admitted is None or max(admitted, at) >= end:
                 return
             at = max(admitted, at)
-            gently = self.policy.has_time(self.size, at)
-            done = at + self.size / self.rate * (GENTLE if gently else 1.0)
+            done = at + self.size / self.rate
             self.policy.admitted(at)
-            self.gently += gently
             self.slices.append(MovedSlice(size_bytes=self.size, begin_s=at, end_s=done))
             self.left -= self.size
             at = self._busy_until = done
             if done > end:
                 self._under_way.append(self.slices[-1])
                 return
-            self.policy.moved(self.size, self.slices[-1].begin_s, done, gently=gently)
+            self.policy.moved(self.size, self.slices[-1].begin_s, done)
 
     def record(self) -> IterationRecord:
         return IterationRecord(
@@ -207,83 +199,6 @@ def test_where_there_is_room_slices_keep_away_from_ends_that_are_not_sure() -> N
     assert rank.policy.admits_at(1, 101.5) == 101.5
 
 
-def test_a_bubble_is_left_alone_while_longer_ones_hold_what_is_left_and_more() -> None:
-    rank = learnt([(10.0, 4.0), (10.0, 25.0)])
-    policy = rank.policy
-    policy.begin_iteration()
-    policy.begin_capture(8)  # 2.5 s each, until one was moved gently
-    assert not policy.may_hold(policy.open("gap 0", "bubble", 100.0), 1)
-    assert policy.admits_at(1, 101.0) is None
-    assert policy.admits_at(1, 104.5) is not None, "it outlasts all that is known of it"
-    policy.begin_capture(9)
-    assert policy.may_hold("gap 0 0", 1)
-    assert policy.admits_at(1, 101.0) == 101.0
-    policy.begin_capture(8)
-    policy.open("elsewhere", "bubble", 110.0)
-    assert policy.admits_at(1, 110.0) is not None, "nothing is known of it"
-    policy.open("gap 1", "bubble", 120.0)
-    assert policy.admits_at(1, 120.0) == 120.0, "no other is to come"
-    policy = learnt([(10.0, 25.0), (10.0, 24.0)]).policy
-    policy.begin_iteration()
-    policy.begin_capture(5)
-    policy.open("gap 0", "bubble", 200.0)
-    assert policy.admits_at(1, 200.0) == 200.0, "no longer one is to come"
-
-
-def test_slices_move_gently_as_long_as_bubbles_hold_three_times_the_rest_as_fast_as_can_be() -> None:
-    policy = learnt([(10.0, 3.0), (10.0, 25.0)]).policy
-    policy.begin_iteration()
-    policy.begin_capture(9)
-    assert not policy.has_time(1, 90.0), "no bubble is open"
-    policy.open("gap 0", "bubble", 100.0)
-    assert policy.has_time(1, 100.0), "after it, 25 slices for 8"
-    policy.begin_capture(10)
-    assert not policy.has_time(1, 100.0)
-    assert policy.admits_at(1, 100.0) == 100.0, "as fast as can be"
-    policy.begin_capture(8)
-    assert policy.has_time(1, 101.5), "it fits no more, and the next bubble holds all"
-    assert policy.admits_at(1, 101.5) != 101.5
-    policy.begin_capture(9)
-    assert not policy.has_time(1, 101.5) and policy.admits_at(1, 101.5) == 101.5
-    policy.open("gap 1", "bubble", 110.0)
-    policy.begin_capture(8)
-    assert policy.has_time(1, 110.0), "after it, 22 slices for 7"
-    policy.begin_capture(9)
-    assert not policy.has_time(1, 110.0)
-    policy.begin_capture(1)
-    assert policy.has_time(1, 132.4), "it is the last one, and fits"
-    assert not policy.has_time(1, 132.6) and policy.admits_at(1, 132.6) == 132.6
-
-
-def test_a_slow_machine_is_known_by_gentle_slices_where_no_fast_one_was_measured_of_late() -> None:
-    policy = learnt([(10.0, 25.0)]).policy
-    policy.begin_iteration()
-    policy.begin_capture(8)
-    policy.open("gap 0", "bubble", 100.0)
-    assert policy.has_time(1, 100.0), "after it, 22 slices for 7"
-    for _ in range(40):
-        policy.moved(1, 0.0, 5.0, gently=True)
-    policy.begin_capture(8)
-    assert not policy.has_time(1, 100.0), "a fast one may take 2 s by now: 10"
-
-
-def test_the_pace_of_gentle_slices_is_learnt_by_itself_and_bounded() -> None:
-    policy = BubblePolicy()
-    policy.moved(1, 0.0, 1.0)
-    assert policy._gentle_s(4) == 10.0
-    policy.moved(1, 0.0, 1.5, gently=True)
-    assert policy._gentle_s(4) == 6.0 and policy.rate.seconds(4) == 4.0
-    policy.moved(1, 0.0, 1.0)
-    policy.moved(0, 0.0, 9.0, gently=True)
-    assert policy._gentle_s(4) == 6.0, "these were none"
-    for _ in range(40):
-        policy.moved(1, 0.0, 1000.0, gently=True)
-    assert policy._gentle_s(4) == 20.0, "else none would ever be tried again"
-    for _ in range(40):
-        policy.moved(1, 0.0, 0.5, gently=True)
-    assert policy._gentle_s(4) == 4.0
-
-
 QUARTERS = st.integers(2, 160).map(lambda quarters: quarters / 4)
 """Seconds in which sums are exact, as are those of slices: a bubble of 40 s then holds 40 slices of one second."""
 
@@ -341,16 +256,6 @@ def test_where_two_kinds_of_iterations_take_turns_all_that_bubbles_hold_moves_in
     assert shares([rank.record()]).bubble_share == 1.0
 
 
-def test_slices_still_move_gently_where_two_iterations_had_the_bubbles_that_are_ahead() -> None:
-    gaps = [(5.0, 4.5), (5.0, 25.0)]
-    rank = learnt(gaps)
-    rank.iteration(gaps, evaluates=[(1.0, 7.0)] * 40)
-    for _ in range(2):
-        rank.capture(5)
-        rank.iteration(gaps)
-    assert (rank.left, rank.gently) == (0, 10)
-
-
 def test_a_slice_of_a_capture_that_was_given_up_does_not_shorten_the_windows_that_come() -> None:
     policy = BubblePolicy()
     policy.open("gap", "bubble", 0.0)
@@ -385,16 +290,15 @@ _TURNS = st.lists(
 )
 
 
-def _ahead(policy: BubblePolicy, trust: float, surely: bool) -> list[float]:
-    return list(policy._sites_ahead(trust, surely=surely).values())
+def _ahead(policy: BubblePolicy, trust: float) -> list[float]:
+    return list(policy._sites_ahead(trust).values())
 
 
 def _check_lengths(policy: BubblePolicy, now: float) -> None:
     fresh = copy.deepcopy(policy)
     for question, *told in (
         *((BubblePolicy.capacity_bytes, 1, now, trust) for trust in (CAUTIOUS, USUAL, BOLD)),
-        *((_ahead, trust, surely) for trust in (CAUTIOUS, USUAL, BOLD) for surely in (False, True)),
-        (BubblePolicy.has_time, 1, now),
+        *((_ahead, trust) for trust in (CAUTIOUS, USUAL, BOLD)),
         (BubblePolicy.admits_at, 1, now),
     ):
         fresh._ahead.clear()
@@ -419,19 +323,16 @@ def test_the_lengths_ahead_are_what_they_would_be_if_nobody_had_asked_before(
                 policy.close(kind, now)
 
 
-def test_bubbles_are_surely_ahead_that_the_last_two_iterations_both_had() -> None:
+def test_the_bubbles_of_the_last_iteration_are_ahead_until_they_have_begun() -> None:
     policy = BubblePolicy()
-    for number, sites in enumerate((("a", "b", "c"), ("b", "c", "d"))):
-        policy.begin_iteration()
-        for at, site in enumerate(sites):
-            policy.open(site, "bubble", 100.0 * number + 10 * at)
-            policy.close("bubble", 100.0 * number + 10 * at + ord(site) - ord("a") + 1)
     policy.begin_iteration()
-    assert list(policy._sites_ahead(USUAL, surely=True).values()) == [2.0, 3.0]
-    assert list(policy._sites_ahead(USUAL, surely=False).values()) == [2.0, 3.0, 4.0]
+    for at, site in enumerate("abc"):
+        policy.open(site, "bubble", 10.0 * at)
+        policy.close("bubble", 10.0 * at + at + 1)
+    policy.begin_iteration()
+    assert _ahead(policy, USUAL) == [1.0, 2.0, 3.0]
     policy.open("b", "bubble", 500.0)
-    assert list(policy._sites_ahead(USUAL, surely=True).values()) == [3.0]
-    assert list(policy._sites_ahead(USUAL, surely=False).values()) == [3.0, 4.0]
+    assert _ahead(policy, USUAL) == [1.0, 3.0]
 
 
 def test_all_that_can_move_in_bubbles_does_even_where_there_is_free_time() -> None:

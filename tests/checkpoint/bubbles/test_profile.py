@@ -21,6 +21,7 @@ from lakeckpt.cli.main import main
 from lakeckpt.errors import NewerFormat, WireDamaged
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.open import open_storage
+from lakeckpt.wire.documents import to_plain
 from lakeckpt.wire.envelope import dumps
 
 RECORD = IterationRecord(
@@ -71,7 +72,16 @@ def test_the_profiles_of_the_newest_attempt_come_back(storage: Storage) -> None:
         {"epoch_s": "now"},
         {"records": {}},
         {"records": [{"step": 1}]},
-        {"records": [RECORD.to_plain() | {"end_s": 1.0}]},
+        {"records": [to_plain(RECORD) | {"end_s": 1.0}]},
+        {"records": [to_plain(RECORD) | {"step": "3"}]},
+        {"records": [to_plain(RECORD) | {"step": -1}]},
+        {"records": [to_plain(RECORD) | {"end_s": 10**400}]},
+        {"records": [to_plain(RECORD) | {"windows": [["gap", "bubble", 2.0, 1.0]]}]},
+        {"records": [to_plain(RECORD) | {"windows": [["gap", "busy", 1.0, 2.0]]}]},
+        {"records": [to_plain(RECORD) | {"windows": None}]},
+        {"records": [to_plain(RECORD) | {"slices": [[1, 2]]}]},
+        {"records": [to_plain(RECORD) | {"slices": [[-1, 0.0, 1.0, False]]}]},
+        {"records": [to_plain(RECORD) | {"slices": [[True, 0.0, 1.0, False]]}]},
     ],
 )
 def test_a_profile_that_cannot_be_is_refused(storage: Storage, wrong: dict[str, Any]) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from lakeckpt.checkpoint.bubbles.policy import IdleWindow
 from lakeckpt.checkpoint.bubbles.profile import IterationRecord, MovedSlice, shares, windows_by_site
-from lakeckpt.errors import WireDamaged
 
 RECORD = IterationRecord(
     step=3,
@@ -53,29 +50,3 @@ def test_windows_are_summed_up_by_where_they_are() -> None:
 
 def test_nothing_moved_is_all_in_bubbles() -> None:
     assert shares([]).bubble_share == 1.0
-
-
-def test_a_record_comes_back_from_plain_values() -> None:
-    assert IterationRecord.from_plain(RECORD.to_plain()) == RECORD
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"step": "3"},
-        {"step": -1},
-        {"end_s": None},
-        {"end_s": 10**400},
-        {"windows": [["gap", "bubble", 2.0, 1.0]]},
-        {"windows": [[7, "bubble", 0.0, 1.0]]},
-        {"windows": None},
-        {"slices": [[1, 2]]},
-        {"slices": [[-1, 0.0, 1.0, False]]},
-        {"slices": [[True, 0.0, 1.0, False]]},
-    ],
-)
-def test_what_is_no_record_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises((WireDamaged, ValueError)):
-        IterationRecord.from_plain(RECORD.to_plain() | wrong)
-    with pytest.raises(WireDamaged, match="record of an iteration"):
-        IterationRecord.from_plain([])

@@ -25,8 +25,8 @@ class Told(BubbleGate):
         super().__init__(**how)
         self.one_moved = threading.Semaphore(0)
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool = False) -> None:
-        super().moved(size_bytes, begin_s, end_s, gently=gently)
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+        super().moved(size_bytes, begin_s, end_s)
         self.one_moved.release()
 
 

@@ -133,11 +133,8 @@ class SimulatedLink:
 
 
 class LinkedEngine(CaptureEngine):
-    """An engine that takes ``links`` for the links of devices, and so much of their memory."""
+    """An engine that takes ``links`` for the links of devices."""
 
-    def __init__(
-        self, *args: Any, links: Mapping[torch.device, Link], scratch_bytes: int | None = None, **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, links: Mapping[torch.device, Link], **options: Any) -> None:
         super().__init__(*args, **options)
-        self.scratch_bytes = self.scratch_bytes if scratch_bytes is None else scratch_bytes
         self.open_link = links.get

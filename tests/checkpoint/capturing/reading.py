@@ -50,7 +50,7 @@ def held_state(arena: Arena, step: int | None = None) -> State:
         contents = contents_of(held)
         return (
             {item: tree_from_bytes(document)[0] for item, document in contents.documents.trees.items()},
-            {key: bytes(contents.tensor(key)) for key in contents.specs},
+            {key: bytes(contents.read(key)) for key in contents.specs},
         )
 
 

@@ -100,7 +100,7 @@ def check_stamps(arena: Arena) -> list[int]:
                 continue  # it was begun again since
             contents = contents_of(held)
             for key in contents.specs:
-                found = np.frombuffer(contents.tensor(key), np.float32)
+                found = np.frombuffer(contents.read(key), np.float32)
                 stamp = step + (_SHARE * arena.layout.identity.rank if key.startswith("own/") else 0)
                 assert (found == stamp).all(), f"{key} of step {step} holds {np.unique(found).tolist()}"
     return steps

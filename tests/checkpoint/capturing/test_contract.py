@@ -14,6 +14,7 @@ from lakeckpt.checkpoint.capture.gate import OpenGate
 from lakeckpt.errors import UnannouncedChange
 from tests.checkpoint.capturing.test_kinds import job_of, step
 from tests.checkpoint.rig import MemoryStorage
+from tests.checkpoint.seams import manager_with
 from tests.patience import PATIENCE_S
 
 
@@ -36,7 +37,7 @@ def swap(objects: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("shut")
 def test_a_change_before_the_fence_is_raised_though_failed_saves_are_warnings(tmp_path: Path) -> None:
     objects = job_of("one element")
-    manager = CheckpointManager(
+    manager = manager_with(
         MemoryStorage(), objects, persist_every=100, capture_every=1, arenas=tmp_path, on_save_failure="warn"
     )
     manager.restore()
@@ -63,7 +64,7 @@ def test_a_change_before_the_fence_is_raised_though_failed_saves_are_warnings(tm
 @pytest.mark.usefixtures("shut")
 def test_a_save_of_a_cut_under_which_the_state_changed_is_refused(tmp_path: Path) -> None:
     objects = job_of("one element")
-    manager = CheckpointManager(MemoryStorage(), objects, persist_every=1, capture_every=1, arenas=tmp_path)
+    manager = manager_with(MemoryStorage(), objects, persist_every=1, capture_every=1, arenas=tmp_path)
     manager.restore()
     step(objects)
     manager.step()
@@ -83,7 +84,7 @@ def test_a_fence_without_captures_does_nothing(tmp_path: Path) -> None:
 def test_the_first_capture_says_how_much_memory_captures_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     objects = job_of("one element")
     with caplog.at_level(logging.INFO, logger="lakeckpt"):
-        manager = CheckpointManager(MemoryStorage(), objects, capture_every=1, arenas=tmp_path)
+        manager = manager_with(MemoryStorage(), objects, capture_every=1, arenas=tmp_path)
         manager.restore()
         for _ in range(2):
             step(objects)

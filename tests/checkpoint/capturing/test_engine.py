@@ -23,7 +23,15 @@ from lakeckpt.checkpoint.capture import job as jobs
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
 from lakeckpt.checkpoint.report import CaptureWarning
-from lakeckpt.errors import ArenaDamaged, ArenaTooLarge, ConfigError, SaveFailed, UnannouncedChange, UnsupportedValue
+from lakeckpt.errors import (
+    ArenaDamaged,
+    ArenaError,
+    ArenaTooLarge,
+    ConfigError,
+    SaveFailed,
+    UnannouncedChange,
+    UnsupportedValue,
+)
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of, steps_in
 from tests.patience import PATIENCE_S
 
@@ -56,7 +64,7 @@ class HeldGate:
     def hurry(self) -> None:
         self.open.set()
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, *, gently: bool) -> None:
+    def moved(self, size_bytes: int, begin_s: float, end_s: float) -> None:
         assert begin_s <= end_s and self.is_moving
         self.is_moving = False
         if not size_bytes:
@@ -169,27 +177,11 @@ def test_a_capture_goes_through_the_gate_slice_by_slice(made: Made) -> None:
     assert max(gate.admitted) <= 4096
 
 
-@pytest.mark.parametrize("gently", [True, False])
-def test_slices_hold_the_same_however_they_are_copied(
-    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch, gently: bool
-) -> None:
-    class Gentle(HeldGate):
-        def admit(self, size_bytes: int, urgent: threading.Event) -> bool:  # type: ignore[override]
-            super().admit(size_bytes, urgent)
-            return gently
-
-    brought: list[int] = []
-    bring = Filling.bring
-
-    def noted(filling: Filling, number: int, runs: Any) -> None:
-        brought.append(number)
-        bring(filling, number, runs)
-
-    monkeypatch.setattr(Filling, "bring", noted)
+def test_slices_hold_the_state_however_tensors_lie_in_them(made: Made, folder: ArenaFolder) -> None:
     torch.manual_seed(3)
     model = nn.ParameterList([torch.randn(size) for size in (16384, 16385, 40_001, 100_003, 7)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    gate, objects = Gentle(), {"model": model, "optimizer": optimizer}
+    gate, objects = HeldGate(), {"model": model, "optimizer": optimizer}
     engine = made(objects, gate=gate, slice_bytes=2**17)
     for step in (1, 2):
         for one in model:
@@ -199,45 +191,19 @@ def test_slices_hold_the_same_however_they_are_copied(
         gate.open.set()
         engine._idle()
         assert_same(kept_state(folder, step), state_of(objects))
-    assert bool(brought) == gently
-
-
-def test_documents_are_made_once_when_the_first_slice_was_admitted_or_the_fence_has_come(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[int] = []
-    documents = jobs.Job._documents
-
-    def noted(job: jobs.Job) -> bytes:
-        written.append(job.facts.step)
-        return documents(job)
-
-    monkeypatch.setattr(jobs.Job, "_documents", noted)
-    job, gate = Job(), HeldGate()
-    engine = made(job.objects, gate=gate)
-    job.step()
-    assert cut(engine, 1, must=True)
-    assert not gate.open.wait(0.1) and not written, "until then the training thread needs the time"
-    gate.open.set()
-    engine._idle()
-    assert written == [1]
-    job.step()
-    assert cut(engine, 2, must=True)
-    engine.fence()
-    assert engine.wait() == 2 and written == [1, 2]
 
 
 @pytest.fixture
 def may_document(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set, no document of a generation is made."""
     may = threading.Event()
-    documents = jobs.Job._documents
+    to_bytes = jobs.Documents.to_bytes
 
-    def late(job: jobs.Job) -> bytes:
+    def late(documents: jobs.Documents) -> bytes:
         assert may.wait(PATIENCE_S)
-        return documents(job)
+        return to_bytes(documents)
 
-    monkeypatch.setattr(jobs.Job, "_documents", late)
+    monkeypatch.setattr(jobs.Documents, "to_bytes", late)
     return may
 
 
@@ -524,13 +490,11 @@ def test_a_state_that_changes_its_shape_gets_another_arena(made: Made, folder: A
     job.optimizer.step()
     assert not cut(engine, 4), "it is made beside training"
     engine.wait()
-    assert len(folder.found()) == 2, "what was complete is kept until enough is again"
-    for step, arenas in ((5, 2), (5, 2), (6, 1)):  # a step that is captured twice is one step
+    assert steps_in(folder) == [] and len(folder.found()) == 1, "it took the place of the one before"
+    for step in (5, 5, 6):
         assert cut(engine, step)
         engine.wait()
-        assert len(folder.found()) == arenas
-    (info,) = folder.found()
-    assert info.steps == (6, 5, 5)
+    assert steps_in(folder) == [6, 5, 5]
     assert_same(kept_state(folder, 6), state_of(job.objects))
 
 
@@ -659,29 +623,19 @@ def test_a_restarted_process_goes_on_in_the_arena_that_it_finds(made: Made, fold
     assert folder.found() == []
 
 
-@pytest.mark.parametrize("is_half_made", [False, True])
-def test_memory_that_a_restarted_process_has_outgrown_gives_way(
-    made: Made, folder: ArenaFolder, *, is_half_made: bool
-) -> None:
+def test_memory_that_a_restarted_process_has_outgrown_gives_way(made: Made, folder: ArenaFolder) -> None:
     job = Job()
     engine = made(job.objects)
     job.step()
     assert cut(engine, 1, must=True)
     engine.wait()
-    job.model.register_buffer("grown", torch.arange(2.0**14))
-    if is_half_made:  # another arena is there already, with too little in it
-        assert cut(engine, 2, must=True)
     engine.close()
-    before = {info.name for info in folder.found()}
-    assert len(before) == 1 + is_half_made
-    again = made(job.objects, step=2)
-    for step in (3,) if is_half_made else (3, 4):
-        assert before <= {info.name for info in folder.found()}, "what is complete is kept until enough is again"
-        job.step()
-        assert cut(again, step, must=True) and again.wait() == step
-        assert_same(kept_state(folder, step), state_of(job.objects))
-    (info,) = folder.found()
-    assert info.steps == ((3, 2) if is_half_made else (4, 3))
+    job.model.register_buffer("grown", torch.arange(2.0**14))
+    again = made(job.objects, step=1)
+    job.step()
+    assert cut(again, 2, must=True) and again.wait() == 2
+    assert_same(kept_state(folder, 2), state_of(job.objects))
+    assert steps_in(folder) == [2]
 
 
 @pytest.mark.parametrize("error", [ArenaDamaged("what is in it makes no sense"), FileNotFoundError("it was removed")])
@@ -750,34 +704,31 @@ class OneFits:
         self.room_bytes: int | None = None
         check = ArenaFolder._check_room
 
-        def checked(given: ArenaFolder, opened: int, layout: Any, *, freed_bytes: int = 0) -> None:
-            taken = sum(one.size_bytes for one in folder.found()) - freed_bytes
+        def checked(given: ArenaFolder, opened: int, layout: Any) -> None:
+            taken = sum(one.size_bytes for one in folder.found())
             self.room_bytes = layout.size_bytes * 3 // 2 if self.room_bytes is None else self.room_bytes
             if taken + layout.size_bytes > self.room_bytes:
                 raise ArenaTooLarge("no room")
-            check(given, opened, layout, freed_bytes=freed_bytes)
+            check(given, opened, layout)
 
         patch.setattr(ArenaFolder, "_check_room", checked)
 
 
-def test_a_state_that_outgrows_all_memory_leaves_what_is_complete_where_it_is(
+def test_a_state_that_outgrows_all_memory_is_told_at_each_cut_and_captured_where_there_is_room_again(
     made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fits, job = OneFits(monkeypatch, folder), Job()
     engine = made(job.objects)
-    for step in (1, 2):
-        job.step()
-        assert cut(engine, step, must=True)
-    engine.wait()
+    job.step()
+    assert cut(engine, 1, must=True) and engine.wait() == 1
     job.model.register_buffer("grown", torch.zeros(2**18 - 1024))  # a MiB would be worth a warning
     for _ in range(3):
         with pytest.raises(ArenaTooLarge, match="no room"):
             cut(engine, 3, must=True)
-        assert steps_in(folder) == [2, 1]
     assert fits.room_bytes is not None
     fits.room_bytes *= 20
     assert cut(engine, 4, must=True) and engine.wait() == 4
-    assert sorted(steps_in(folder)) == [1, 2, 4]
+    assert steps_in(folder) == [4]
 
 
 def test_where_only_the_new_arena_fits_the_old_one_is_removed_for_it(
@@ -825,11 +776,12 @@ def test_memory_that_the_run_left_on_another_number_of_ranks_gives_way(
 ) -> None:
     """An attempt has begun since: nothing goes on from it. What another run left is not its own."""
     job, another = Job(), b"another run's id"
-    for identity in (replace(IDENTITY, world=IDENTITY.world + 1), replace(IDENTITY, run=another)):
+    more = replace(IDENTITY, world=IDENTITY.world + 2)
+    for identity in (more, replace(more, rank=1), replace(IDENTITY, run=another)):
         engine = made(job.objects, identity=identity)
         assert cut(engine, 1, must=True)
         engine.close()
-    lives = made(job.objects, identity=replace(IDENTITY, world=IDENTITY.world + 2))
+    lives = made(job.objects, identity=replace(more, rank=2))
     assert cut(lives, 1, must=True)
     lives.wait()
     engine = made(job.objects)
@@ -837,10 +789,18 @@ def test_memory_that_the_run_left_on_another_number_of_ranks_gives_way(
         job.step()
         assert cut(engine, step, must=True)
     engine.wait()
-    left = [(one.identity.run == another, one.identity.world, one.steps) for one in folder.found() if one.identity]
-    assert sorted(left) == sorted(
-        [(True, IDENTITY.world, (1,)), (False, IDENTITY.world + 2, (1,)), (False, IDENTITY.world, (3, 2))]
-    )
+    left = [(one.identity.run == another, one.identity.rank, one.steps) for one in folder.found() if one.identity]
+    assert sorted(left) == [(False, 0, (3, 2)), (False, 2, (1,)), (True, 0, (1,))]
+
+
+def test_an_arena_that_another_process_fills_is_not_taken(made: Made, folder: ArenaFolder) -> None:
+    job = Job()
+    lives = made(job.objects)
+    assert cut(lives, 1, must=True) and lives.wait() == 1
+    engine = made(job.objects)
+    with pytest.raises(ArenaError, match="filled by another process"):
+        cut(engine, 2, must=True)
+    assert steps_in(folder) == [1]
 
 
 def test_a_failing_copy_is_told_and_the_next_cut_is_captured(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -908,7 +868,7 @@ def test_why_a_capture_was_given_up_is_told_once(made: Made, monkeypatch: pytest
     job.step()
     assert cut(engine, 1, must=True)
     engine.wait()
-    assert engine.given_up(1) == (False, None)
+    assert engine.dropped(1) == (False, None)
 
     def failing(self: CaptureEngine, job: Any) -> bool:
         raise MemoryError("no memory")
@@ -918,9 +878,9 @@ def test_why_a_capture_was_given_up_is_told_once(made: Made, monkeypatch: pytest
         job.step()
         assert cut(engine, 2)
         engine.finish()
-    over, failure = engine.given_up(2)
+    over, failure = engine.dropped(2)
     assert over and isinstance(failure, SaveFailed) and "no memory" in str(failure)
-    assert engine.given_up(2) == (False, None) and engine.wait() == 1
+    assert engine.dropped(2) == (False, None) and engine.wait() == 1
 
 
 def test_documents_that_outgrow_the_arena_get_another_one(made: Made, folder: ArenaFolder) -> None:
@@ -928,10 +888,10 @@ def test_documents_that_outgrow_the_arena_get_another_one(made: Made, folder: Ar
     engine = made(job.objects)
     job.step()
     assert cut(engine, 1, must=True)
-    assert cut(engine, 2, must=True, extra={"x": bytes(2**20)})
+    assert cut(engine, 2, must=True, readers={"x": bytes(2**20)})
     engine.wait()
     assert steps_in(folder) == [1]
-    assert cut(engine, 3, must=True, extra={"x": bytes(2**20)})
+    assert cut(engine, 3, must=True, readers={"x": bytes(2**20)})
     assert engine.wait() == 3
     assert 3 in steps_in(folder)
 

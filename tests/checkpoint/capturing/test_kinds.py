@@ -18,6 +18,7 @@ from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.gate import OpenGate
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of
 from tests.checkpoint.rig import MemoryStorage
+from tests.checkpoint.seams import manager_with
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
@@ -58,9 +59,8 @@ class Thin(nn.Linear):
 class ShutGate(OpenGate):
     """Admits nothing before the fence: what was not taken at the cut is as somebody left it who did not announce it."""
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
         assert urgent.wait(PATIENCE_S), "the fence has not come"
-        return False
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -110,7 +110,7 @@ def test_every_kind_of_module_is_captured_as_it_was_at_its_cut(kind: str, tmp_pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_with_captures_restores_every_kind_of_module(kind: str, tmp_path: Path) -> None:
     storage, objects = MemoryStorage(), job_of(kind)
-    with CheckpointManager(storage, objects, persist_every=1, capture_every=1, arenas=str(tmp_path)) as saver:
+    with manager_with(storage, objects, persist_every=1, capture_every=1, arenas=str(tmp_path)) as saver:
         saver.restore()
         step(objects)
         saver.step()

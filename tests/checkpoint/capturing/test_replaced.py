@@ -25,6 +25,11 @@ class Net(nn.Module):
         return self.head(self.body(x))  # type: ignore[no-any-return]
 
 
+class Renamed(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(self.body(x))  # type: ignore[no-any-return]
+
+
 class Job:
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -78,6 +83,13 @@ def _module_without_parameters_anew(job: Job) -> None:
     left.extend(job.model.head.parameters())
 
 
+def _module_renamed(job: Job) -> None:
+    """The optimizer has the same parameters, which have other names."""
+    job.model.tail = job.model.head
+    del job.model.head
+    job.model.__class__ = Renamed
+
+
 def _hook_registered(job: Job) -> None:
     job.model.head.register_state_dict_post_hook(
         lambda module, state, prefix, metadata: state.update({f"{prefix}bias": module.bias.detach() * 2})
@@ -97,6 +109,7 @@ def _scaled(call: Callable[..., Any], by: float) -> Callable[..., Any]:
         _one_state_anew,
         _module_anew,
         _module_without_parameters_anew,
+        _module_renamed,
         _hook_registered,
     ],
 )

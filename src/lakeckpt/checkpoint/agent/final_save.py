@@ -1,25 +1,23 @@
 """This module chooses the cut of the final save, which the agents of a job make after their trainers have died.
 
-Each agent writes which steps lie complete in its rank's arena, and up to which step it knows commits; all read the same
-answer: the newest step that every rank has. Ranks may be a step apart when they die. Imports without torch.
+Each agent writes which steps lie complete in its rank's arena, and up to which step it knows commits. All read the same
+answer: the newest step that every rank has. Ranks may be a step apart when they die. Imports without torch, and starts
+no threads but those of `RecordTalk`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lakeckpt.checkpoint.format.fields import fields_of, number, taken
 from lakeckpt.checkpoint.format.parts import PARTS, SaveId
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.waiting import Waiter
-from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = ["FINAL", "agree_on_final_save", "final_folder"]
 
 FINAL = 999_999
 """The number of the final save: behind all that a trainer ordered."""
-_KIND, _VERSION = "final_save", (1, 0)
 _PAUSE_S = 5.0
 
 
@@ -49,7 +47,7 @@ def agree_on_final_save(
     become pointless. Raises `MissingRanksError` naming the ranks whose agents wrote nothing in time, and
     `StorageError`.
     """
-    if rank == 0 and world_size > 1:  # agents that wait for an order of a dead trainer see that there will be none
+    if rank == 0 and world_size > 1:  # so that agents stop waiting for orders of a dead trainer
         storage.put(f"{final_folder(attempt)}/{rank:05d}.dies", [b""])
     talk = RecordTalk(
         storage,
@@ -62,28 +60,15 @@ def agree_on_final_save(
         still=still,
         pause_s=min(_PAUSE_S, timeout_s / 4),  # so that all begin to persist at about the same time
     )
+    facts = {"steps": " ".join(map(str, steps)), "recorded": str(recorded)}
     if max(steps, default=recorded) <= recorded:  # whatever the others have, there is nothing for all
-        talk.settle(_to_bytes([], recorded))
+        talk.state_alone(facts)
         return None
-    common, newest = _from_bytes(talk.combine(_to_bytes(steps, recorded), _merge))
-    step = max(common, default=None)
+    tally = talk.everyone(facts)
+    step = max(set.intersection(*(set(map(int, text.split())) for text in tally.facts["steps"])), default=None)
+    newest = max(map(int, tally.facts["recorded"]))
     return step if step is not None and step > newest else None
 
 
 def _talk_of(attempt: int) -> SaveId:
     return SaveId(attempt=attempt, step=0, number=FINAL)
-
-
-def _merge(messages: Sequence[bytes]) -> bytes:
-    every = [_from_bytes(message) for message in messages]
-    common = set.intersection(*(set(steps) for steps, _ in every))
-    return _to_bytes(sorted(common), max(recorded for _, recorded in every))
-
-
-def _to_bytes(steps: Sequence[int], recorded: int) -> bytes:
-    return dumps({"steps": list(steps), "recorded": recorded}, kind=_KIND, version=_VERSION)
-
-
-def _from_bytes(data: bytes) -> tuple[list[int], int]:
-    plain = fields_of(loads(data, kind=_KIND, supported=_VERSION).value, "a record of the final save")
-    return taken(plain, "steps", list), number(plain, "recorded")

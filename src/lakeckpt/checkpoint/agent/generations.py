@@ -1,7 +1,8 @@
-"""Which complete cuts of a rank lie in this node's memory?  Those in all arenas of its identity, whoever fills them.
+"""This module finds the complete cuts of a rank in this node's memory.
 
-A trainer may make its arena anew when its state grows, and leave the old one until the new one is of use: so arenas are
-looked for, not named. It only reads, and removes arenas that nobody fills. Imports without torch.
+A trainer may make its arena anew when its state grows. So `Generations` looks for the arena of its rank at each call,
+and keeps it open while it is the same. It only reads, and removes the arena where nobody fills it. Imports without
+torch, and starts no threads.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterator
 
 from lakeckpt.checkpoint.arena.arena import Arena, Held
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity, GenerationRecord
 from lakeckpt.checkpoint.format.digests import short_digest
-from lakeckpt.errors import ArenaError
+from lakeckpt.errors import ArenaDamaged, ArenaError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 
@@ -22,10 +23,10 @@ __all__ = ["Generations", "digest_of_run", "identity_of"]
 
 
 def digest_of_run(run: str, storage: Storage) -> bytes:
-    """By what the arenas and the agent of the run in ``storage`` are known on a node: 16 bytes.
+    """Return the digest (16 bytes) by which a node knows the arenas and the agents of the run in ``storage``.
 
-    Of its place, too, where ``storage`` has a ``name``: a copy of a run has the same id, and goes its own way. A run
-    that was moved is another one here, and goes on from its newest checkpoint.
+    The digest is of the run's place, too, where ``storage`` has a ``name``: a copy of a run has the same id, and goes
+    its own way. A run that was moved is another run here, and goes on from its newest checkpoint.
     """
     place = str(getattr(storage, "place", getattr(storage, "name", "")))
     if isinstance(storage, LocalStorage):
@@ -34,66 +35,67 @@ def digest_of_run(run: str, storage: Storage) -> bytes:
 
 
 def identity_of(digest: bytes, *, rank: int, world_size: int) -> ArenaIdentity:
-    """Whose the arenas of ``rank`` of the run with this `digest_of_run` are."""
+    """Return the identity of the arena of ``rank`` of the run with this `digest_of_run`."""
     return ArenaIdentity(run=digest, rank=rank, world=world_size)
 
 
 class Generations:
-    """The complete generations of ``identity`` in ``folder``. Used by one thread at a time."""
+    """The complete generations of ``identity`` in ``folder``. Used by one thread at a time.
+
+    All methods raise `ArenaError` where this process can open no more files. An arena that is damaged, or another
+    number of ranks has left, counts as none.
+    """
 
     def __init__(self, folder: ArenaFolder, identity: ArenaIdentity) -> None:
         self._folder, self._identity = folder, identity
-        self._open: dict[str, Arena] = {}
+        self._name = folder.name_of(identity)
+        self._open: Arena | None = None
 
     @contextlib.contextmanager
     def hold(self, step: int, attempt: str) -> Iterator[Held | None]:
-        """The generation of ``step`` that ``attempt`` captured, kept from being written while the block runs; None
-        where there is none. An earlier attempt may have left another one of the same step, and a state that outgrew its
-        arena another one of the same attempt: that in the arena which is filled now is the newer one."""
-        for arena in reversed(self._by_age()):
-            with arena.hold(step, attempt=attempt) as held:
-                if held is not None:
-                    yield held
-                    return
-        yield None
+        """Lock the generation of ``step`` that ``attempt`` captured while the block runs; yield None where there is
+        none."""
+        arena = self._arena()
+        if arena is None:
+            yield None
+            return
+        with arena.hold(step, attempt=attempt) as held:
+            yield held
 
     def steps(self, attempt: str | None = None) -> list[int]:
-        """The steps of all complete generations of an attempt; None: of any, save what a later one forgot."""
-        every = (record for arena in list(self._found().values()) for record in arena.complete())
-        return sorted({record.step for record in every if attempt in (None, record.attempt)})
+        """Return the steps of the complete generations of an attempt; None: of all attempts."""
+        return sorted({record.step for record in self._records() if attempt in (None, record.attempt)})
 
     def cuts(self, attempt: str) -> dict[int, bytes]:
-        """Step → digest of the cut, of the generations of an attempt, as `hold` finds them."""
-        every = (record for arena in self._by_age() for record in reversed(arena.complete()))
-        return {record.step: record.cut for record in every if record.attempt == attempt}
-
-    def holds_later(self, attempt: int) -> bool:
-        """Whether an attempt that began later than ``attempt`` has captured into these arenas."""
-        every = (record.attempt for arena in list(self._found().values()) for record in arena.complete())
-        return any(one.isdecimal() and int(one) > attempt for one in every)
+        """Return step → digest of the cut, of the generations of an attempt, as `hold` finds them."""
+        return {record.step: record.cut for record in reversed(self._records()) if record.attempt == attempt}
 
     def close(self) -> None:
-        """Let go of the arenas."""
-        for arena in self._open.values():
-            arena.close()
-        self._open.clear()
+        """Close the arena. It is opened again when it is needed."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
 
-    def remove(self) -> None:
-        """Remove those that nobody fills."""
-        for name, arena in list(self._found().items()):
-            if not arena.is_filled:
-                self._folder.remove(name)
-        self.close()
+    def remove(self) -> bool:
+        """Remove the arena. Returns False where a trainer fills it."""
+        if self._arena() is not None:
+            try:
+                self._folder.remove(self._name)
+            except ArenaError:
+                return False
+            self.close()
+        return True
 
-    def _by_age(self) -> list[Arena]:
-        """The arenas, that which is filled now last."""
-        return sorted(self._found().values(), key=lambda one: one.is_filled)
+    def _records(self) -> list[GenerationRecord]:
+        arena = self._arena()
+        return [] if arena is None else arena.complete()
 
-    def _found(self) -> dict[str, Arena]:
-        there = {one.name for one in self._folder.found() if one.identity == self._identity}
-        for name in self._open.keys() - there:
-            self._open.pop(name).close()
-        for name in sorted(there - self._open.keys()):
-            with contextlib.suppress(ArenaError, FileNotFoundError):
-                self._open[name] = self._folder.open(name)
+    def _arena(self) -> Arena | None:
+        if self._open is not None and not self._open.is_there:
+            self.close()
+        if self._open is None:
+            with contextlib.suppress(ArenaDamaged, FileNotFoundError):
+                self._open = self._folder.open(self._name)
+        if self._open is not None and self._open.layout.identity != self._identity:
+            self.close()
         return self._open

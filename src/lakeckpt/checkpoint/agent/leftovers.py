@@ -1,9 +1,9 @@
 """This module lists what runs keep on this node, and removes what nobody uses: arenas, and logs of agents.
 
 A run keeps arenas while its trainers live, and where a trainer died with a cut that is not in storage: a job that is
-started again goes on from there. Locks that end with their holders say whether a trainer fills an arena and whether
-the agent of its rank lives; they are held while something is removed, so that nobody begins to use it meanwhile. A job
-cannot go on from memory that was removed, so the user orders it. Imports without torch.
+started again goes on from there. Locks that the kernel releases with their holders show whether a trainer fills an
+arena and whether the agent of its rank lives. They are held while something is removed, so that nobody begins to use
+it meanwhile. A job cannot go on from memory that was removed, so only the user removes it. Imports without torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 from lakeckpt.checkpoint.agent.logs import agents_of, log_path, logs_in, unused
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
-from lakeckpt.errors import ArenaDamaged, ArenaError
+from lakeckpt.errors import ArenaError
 
 __all__ = ["KeptArena", "KeptRun", "Use", "kept_in", "reclaim"]
 
@@ -75,7 +75,7 @@ def kept_in(folder: ArenaFolder) -> list[KeptRun]:
 
 
 def reclaim(folder: ArenaFolder, kept: KeptRun) -> list[ArenaInfo]:
-    """Remove what is left of a run, and return the arenas that are gone now. What has come into use meanwhile stays."""
+    """Remove what is left of a run, and return the arenas that are gone now. Arenas that are in use again stay."""
     gone = [one.info for one in kept.left if _is_removed(folder, one.info)]
     for rank in kept.logs:
         path = log_path(folder.path, kept.digest or "", rank)
@@ -107,13 +107,7 @@ def _is_removed(folder: ArenaFolder, info: ArenaInfo) -> bool:
             if not stack.enter_context(unused(path)):
                 return False
         try:
-            with folder.open(info.name, writes=True) as arena:  # nobody else can fill it from now on
-                arena.empty()
-                folder.remove(info.name)
-        except ArenaDamaged:
             folder.remove(info.name)
-        except ArenaError:  # another process fills it
+        except ArenaError:
             return False
-        except FileNotFoundError:
-            pass
         return True

@@ -1,54 +1,38 @@
-"""This module connects a trainer to whoever persists its cuts: an agent process, or a thread of the trainer.
+"""This module starts the agent of a trainer, and exchanges messages with it on pipes.
 
-`AgentLink` starts an agent as a child of the trainer, and talks to it on pipes. It waits for the agent when it is
-made, and in `wait`; else it never blocks training. An agent that ends early (killed for memory, say) takes its pending
-orders with it: the link reports them as failed at the next look, starts one other agent at once, so that there is one
-if the trainer dies, and tries again at each order where that fails. `InnerAgent` persists in a thread of the trainer,
-where the storage is an object that no other process can open; it ends with the trainer.
-
-Imports without torch.
+`AgentLink` waits for the agent when it is made, and in `wait`; else it never blocks training. An agent that ends early
+(killed for memory, say) takes its pending orders with it: the link reports them as failed at the next call, and starts
+another agent at the next order. The link starts no threads. Imports without torch.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import select
 import subprocess
 import sys
-import threading
-import weakref
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.logs import log_path, open_log
 from lakeckpt.checkpoint.agent.orders import (
-    AGENT_LOST,
     Begin,
     Bye,
-    Documents,
+    Dropped,
     Frames,
-    GivenUp,
     Message,
     Order,
     Outcome,
     Ready,
     framed,
 )
-from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
-from lakeckpt.lake.storage.base import Storage
-from lakeckpt.tracking.waiting import SystemWaiter, Waiter
+from lakeckpt.tracking.waiting import SystemWaiter
 
-__all__ = ["LINGER_S", "AgentLike", "AgentLink", "InnerAgent"]
+__all__ = ["LINGER_S", "AgentLink"]
 
 LINGER_S = 900.0
 """How much longer than a save the final save waits for other ranks: a NCCL watchdog ends a trainer after ten
@@ -56,38 +40,7 @@ minutes."""
 _START_S = 60.0
 _BYE_S = 5.0
 _LOOK_S = 1.0
-"""How often the process itself is looked at: the end of its pipe does not show where a fork has a copy of it."""
-
-
-class AgentLike(Protocol):
-    """Persists the cuts of this trainer. Called by one thread, but for `checksummer`."""
-
-    @property
-    def checksummer(self) -> Checksummer | None:
-        """Takes the checksums of captured slices in another process, for as long as it lives; None: there is none."""
-        ...
-
-    def order(self, order: Order | GivenUp, /) -> None:
-        """Hand a cut over; or say that another rank has given its save up: the agent stops waiting for that rank, and
-        the outcome says why. An agent that is missing is an outcome, too, never an error here."""
-        ...
-
-    def keep(self, documents: Mapping[str, bytes], /) -> None:
-        """Have these (path → document) in storage before the next commit, also before the final save."""
-        ...
-
-    def outcomes(self) -> list[Outcome]:
-        """Return the outcomes since the last call, without waiting. One of step `AGENT_LOST` is of no order: the agent
-        ended, and has no documents any more."""
-        ...
-
-    def wait(self, timeout_s: float, /) -> bool:
-        """Wait until there is an outcome (True), at most about ``timeout_s``."""
-        ...
-
-    def close(self, *, well: bool) -> None:
-        """End the agent's work: ``well``, or as a trainer that died. What was handed over is persisted all the same."""
-        ...
+"""How often the process itself is looked at: the end of its pipe does not show where a fork has a copy of the pipe."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -104,45 +57,34 @@ class _Child:
         """Close the pipes, but for those of checksums: the thread that copies may be about to use them."""
         os.close(self.orders)
         os.close(self.outcomes)
+        if self.process.poll() is None:
+            _ending.append(self.process.pid)
+            self.process.returncode = 0  # nobody waits for it
 
 
-_links: weakref.WeakSet[AgentLink] = weakref.WeakSet()
-_ending: list[subprocess.Popen[bytes]] = []
-"""Agents that outlive their link; they are reaped when the next agent is started."""
-
-
-def _leave_in_fork() -> None:
-    """Close the pipes in a forked process, so that the agent sees their end when the trainer ends."""
-    for link in list(_links):
-        link._leave_in_fork()
-    _forget_ending()
-
-
-def _forget_ending() -> None:
-    """Let agents that outlive this process be: nobody here waits for them."""
-    for one in _ending:
-        one.returncode = 0
-
-
-os.register_at_fork(after_in_child=_leave_in_fork)
-atexit.register(_forget_ending)
+_ending: list[int] = []
+"""The processes of agents that outlive their link. They are reaped when the next agent is started."""
 
 
 class AgentLink:
-    """A trainer's link to its agent; ``begin`` says who the trainer is. Raises `AgentError` where no agent can
-    serve."""
+    """A trainer's link to its agent; ``begin`` describes the trainer. Raises `AgentError` where no agent can serve.
+
+    One thread calls all methods. They do nothing in a forked process.
+    """
 
     def __init__(self, begin: Begin, *, python: str = sys.executable) -> None:
         self._begin = begin
         self._python = python
         self._log = log_path(begin.arenas, begin.digest.hex(), begin.rank)
+        self._process = os.getpid()
         self._child: _Child | None = None
+        self._lost = ""  # why there is no agent
         self._pending: set[tuple[int, int]] = set()
         self._got: list[Outcome] = []
         self._unsent = bytearray()
+        self._frames = Frames()
         self._start()
         self._wait_until_ready()
-        _links.add(self)
 
     @property
     def pid(self) -> int | None:
@@ -151,61 +93,62 @@ class AgentLink:
 
     @property
     def checksummer(self) -> Checksummer | None:
-        """Takes the checksums of captured slices in the agent, for as long as this agent lives."""
-        return None if self._child is None else self._child.checksummer
+        """What takes the checksums of captured slices in the agent, for as long as this agent lives. Any thread may
+        ask."""
+        child = self._child
+        return None if child is None else child.checksummer
 
-    def order(self, order: Order | GivenUp, /) -> None:
-        """See `AgentLike`."""
+    def order(self, order: Order, /) -> None:
+        """Hand a cut over. An agent that is missing is an outcome, never an error here."""
         self._look()
-        if isinstance(order, Order):
-            self._pending.add((order.step, order.number))
-            if self._child is None:
-                self._start_again()
-        self._say(order)
+        if self._child is None:
+            self._start_again()
+        self._pending.add((order.step, order.number))
+        if self._child is None:
+            self._fail()
+        else:
+            self._send(order)
 
-    def keep(self, documents: Mapping[str, bytes], /) -> None:
-        """See `AgentLike`."""
-        self._look()
-        self._say(Documents(documents=documents))
+    def drop(self, save: Dropped, /) -> None:
+        """Another rank has dropped its save: the agent stops waiting for that rank, and the outcome names the cause."""
+        self._send(save)
 
     def outcomes(self) -> list[Outcome]:
-        """See `AgentLike`."""
+        """Return the outcomes since the last call, without waiting."""
         self._look()
         found, self._got = self._got, []
         return found
 
     def wait(self, timeout_s: float, /) -> bool:
-        """See `AgentLike`."""
+        """Wait until there is an outcome (True), at most about ``timeout_s``."""
         waiter = SystemWaiter()
         until_s = waiter.now() + timeout_s
         self._look()
-        while not self._got and (child := self._child) is not None:
-            left_s = until_s - waiter.now()
-            if left_s <= 0:
-                return False
-            _ready(child, sends=bool(self._unsent), timeout_s=min(left_s, _LOOK_S))
+        while not self._got and (child := self._child) is not None and (left_s := until_s - waiter.now()) > 0:
+            self._wait_for(child, min(left_s, _LOOK_S))
             self._look()
         return bool(self._got)
 
     def close(self, *, well: bool) -> None:
-        """See `AgentLike`."""
+        """End the agent's work: ``well``, or as for a trainer that died. What was ordered is persisted all the same."""
+        if os.getpid() != self._process:
+            return
         self._look()
         if well and self._child is None:
             self._start_again()  # the arena is to be removed
-        if well and (child := self._child) is not None:
-            self._say(Bye())
-            waiter = SystemWaiter()
-            until_s = waiter.now() + _BYE_S
-            while self._unsent and self._child is child and (left_s := until_s - waiter.now()) > 0:
-                _ready(child, sends=True, timeout_s=left_s, hears=False)
-                self._send()
+        self._send(Bye(well=well))
+        waiter = SystemWaiter()
+        until_s = waiter.now() + _BYE_S
+        while self._unsent and (child := self._child) is not None and (left_s := until_s - waiter.now()) > 0:
+            self._wait_for(child, left_s)
+            self._look()
         self._end()
 
     # --- the process
 
     def _start(self) -> None:
         """Start an agent. Raises `AgentError`."""
-        _ending[:] = [one for one in _ending if one.poll() is None]
+        _ending[:] = [pid for pid in _ending if not _is_over(pid)]
         ours, theirs = [], []
         try:
             ArenaFolder(self._begin.arenas).make()
@@ -234,99 +177,99 @@ class AgentLink:
         self._child = _Child(
             process=process, orders=ours[0], outcomes=ours[1], checksummer=Checksummer(ours[2], ours[3])
         )
-        self._say(self._begin)
+        self._send(self._begin)
+
+    def _start_again(self) -> None:
+        self._lost = ""
+        try:
+            self._start()
+        except AgentError as error:
+            self._lost = str(error)
 
     def _wait_until_ready(self) -> None:
         waiter = SystemWaiter()
         until_s = waiter.now() + _START_S
-        while self._child is not None and not self._child.is_ready and waiter.now() < until_s:
-            _ready(self._child, sends=bool(self._unsent), timeout_s=_LOOK_S)
-            self._look(again=False)
-        if self._child is None:
-            raise AgentError(self._got[-1].text)
-        if not self._child.is_ready:
+        while (child := self._child) is not None and not child.is_ready and waiter.now() < until_s:
+            self._wait_for(child, _LOOK_S)
+            self._look()
+        if child is None:
+            raise AgentError(self._lost)
+        if not child.is_ready:
             self._end()
             raise AgentError(f"the agent does not answer within {_START_S:g} s of being started: see {self._log!r}")
 
-    def _look(self, *, again: bool = True) -> None:
-        """Read what the agent says, send what is to be sent, and see whether it lives."""
+    def _look(self) -> None:
+        """Read what the agent has sent, send what is to be sent, and find out whether the agent lives."""
         child = self._child
-        if child is None:
+        if child is None or os.getpid() != self._process:
             return
         has_ended = child.process.poll() is not None  # before the last bytes are read
-        self._send()
+        self._flush()
         try:
             while data := os.read(child.outcomes, 2**16):
                 for message in self._frames.add(data):
-                    self._hear(child, message)
+                    self._receive(child, message)
             has_ended = True
         except BlockingIOError:
             pass
-        except (OSError, WireError):
+        except (OSError, WireError, AgentError) as error:
+            self._lost = self._lost or f"the agent's messages cannot be read: {error}"
             has_ended = True
-        if has_ended and self._child is child:
+        if has_ended:
             self._lose(child)
-        if self._child is None and again and child.is_ready:
-            self._start_again()
 
-    def _hear(self, child: _Child, message: Message) -> None:
+    def _receive(self, child: _Child, message: Message) -> None:
         if isinstance(message, Outcome):
             self._pending.discard((message.step, message.number))
             self._got.append(message)
         elif isinstance(message, Ready):
             child.is_ready = not message.kind
             if message.kind:
-                self._fail(f"the agent cannot work for this trainer: {message.text}")
-                self._end()
+                self._lost = f"the agent cannot work for this trainer: {message.text}"
 
     def _lose(self, child: _Child) -> None:
-        self._end()
+        """The agent has ended, and its pending orders have failed."""
         try:
             status: int | None = child.process.wait(_LOOK_S)
         except subprocess.TimeoutExpired:
             status = None
+        self._end()
         how = f"was killed by signal {-status}" if status and status < 0 else f"ended with status {status}"
-        self._fail(f"the agent (process {child.process.pid}) {how}: see {self._log!r}")
+        self._lost = self._lost or f"the agent (process {child.process.pid}) {how}: see {self._log!r}"
+        self._fail()
 
-    def _fail(self, text: str) -> None:
-        """All that is pending has failed; where nothing is, the trainer hears of it all the same."""
-        lost = sorted(self._pending) or [(AGENT_LOST, 0)]
+    def _fail(self) -> None:
+        """Report that all pending orders have failed, as there is no agent."""
+        for step, number in sorted(self._pending):
+            self._got.append(Outcome(step=step, number=number, kind=SaveFailed.kind, text=self._lost))
         self._pending.clear()
-        self._got += [Outcome(step=step, number=number, kind=SaveFailed.kind, text=text) for step, number in lost]
-
-    def _start_again(self) -> None:
-        try:
-            self._start()
-        except AgentError as error:
-            self._fail(str(error))
 
     def _end(self) -> None:
         child, self._child = self._child, None
         self._unsent.clear()
         if child is not None:
             child.hang_up()
-            if child.process.poll() is None:
-                _ending.append(child.process)
 
-    def _leave_in_fork(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.hang_up()
-            child.checksummer.close()
-            child.process.returncode = 0  # it is no child of this process
+    # --- what is sent
 
-    # --- what is said
-
-    def _say(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         if self._child is not None:
             self._unsent += framed(message)
-            self._send()
+            self._flush()
 
-    def _send(self) -> None:
+    def _flush(self) -> None:
         """Send as much as the agent takes now: an agent that takes nothing does not block training."""
         with contextlib.suppress(OSError):  # it is full, or `_look` finds that the agent is gone
-            while self._child is not None and self._unsent:
+            while self._child is not None and self._unsent and os.getpid() == self._process:
                 del self._unsent[: os.write(self._child.orders, self._unsent)]
+
+    def _wait_for(self, child: _Child, timeout_s: float) -> None:
+        """Wait until the agent has sent something or, if something is unsent, takes something."""
+        waits = select.poll()  # ``select`` refuses descriptors above 1023
+        waits.register(child.outcomes, select.POLLIN)
+        if self._unsent:
+            waits.register(child.orders, select.POLLOUT)
+        waits.poll(1000 * timeout_s)
 
 
 def _spawned(python: str, pipes: Sequence[int], *, trainer: int, log: int) -> subprocess.Popen[bytes]:
@@ -343,22 +286,20 @@ def _spawned(python: str, pipes: Sequence[int], *, trainer: int, log: int) -> su
     )
 
 
+def _is_over(pid: int) -> bool:
+    """Reap a child that has ended. Returns whether there is no such child any more."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
 def _own_pidfd() -> int:
     """Return a pidfd of this process, or -1 where the system has none."""
     try:
         return os.pidfd_open(os.getpid())
     except (AttributeError, OSError):
         return -1
-
-
-def _ready(child: _Child, *, sends: bool, timeout_s: float, hears: bool = True) -> None:
-    """Wait until the agent says or, if it ``sends``, takes something. (``select`` refuses descriptors above 1023.)"""
-    waits = select.poll()
-    if hears:
-        waits.register(child.outcomes, select.POLLIN)
-    if sends:
-        waits.register(child.orders, select.POLLOUT)
-    waits.poll(1000 * timeout_s)
 
 
 def _imported_from() -> str:
@@ -368,77 +309,3 @@ def _imported_from() -> str:
         with contextlib.suppress(FileNotFoundError):  # the folder that this process was in is gone
             places.append(os.path.abspath(one))
     return os.pathsep.join(dict.fromkeys(places))
-
-
-class InnerAgent:
-    """Persists in a thread of this process. Arguments as for `Persister`."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        attempt: Attempt,
-        *,
-        generations: Generations,
-        rank: int,
-        world_size: int,
-        settings: Settings,
-        waiter: Waiter,
-    ) -> None:
-        self._generations = generations
-        self._timeout_s = settings.timeout_s
-        self._got: deque[Outcome] = deque()
-        self._came = threading.Event()
-        self._persister = Persister(
-            storage,
-            generations,
-            attempt,
-            rank=rank,
-            world_size=world_size,
-            settings=settings,
-            waiter=waiter,
-            report=self._report,
-        )
-        self._persister.start()
-
-    @property
-    def checksummer(self) -> None:
-        """See `AgentLike`: threads of the trainer take them."""
-        return
-
-    def order(self, order: Order | GivenUp, /) -> None:
-        """See `AgentLike`."""
-        if isinstance(order, GivenUp):
-            self._persister.give_up(order)
-        else:
-            self._persister.order(order)
-
-    def keep(self, documents: Mapping[str, bytes], /) -> None:
-        """See `AgentLike`."""
-        self._persister.keep(documents)
-
-    def outcomes(self) -> list[Outcome]:
-        """See `AgentLike`."""
-        self._came.clear()
-        return [self._got.popleft() for _ in range(len(self._got))]
-
-    def wait(self, timeout_s: float, /) -> bool:
-        """See `AgentLike`."""
-        return bool(self._got) or self._came.wait(timeout_s)
-
-    def close(self, *, well: bool) -> None:
-        """See `AgentLike`. Waits until all is persisted, as no other process would do it. Raises `SaveFailed`
-        where that takes too long; the arena then stays as it is, since the thread still reads it."""
-        self._persister.leave()
-        if not self._persister.join(2 * self._timeout_s):
-            if well:
-                raise SaveFailed(
-                    f"what was ordered is not in storage {2 * self._timeout_s:g} s after the end: its store is stuck"
-                )
-            return
-        if well:
-            self._generations.remove()
-        self._generations.close()
-
-    def _report(self, outcome: Outcome) -> None:
-        self._got.append(outcome)
-        self._came.set()

@@ -1,8 +1,8 @@
-"""This module keeps the log file of each rank's agent, whose lock says whether such an agent lives.
+"""This module opens the log file of each rank's agent, whose lock shows whether such an agent lives.
 
 The file lies in the folder of the arenas: ``<digest of the run>.<rank>.log``. A trainer opens it, takes a shared lock
-and hands the open file to its agent as standard error; the lock belongs to the open file, so that it ends with the
-agent. Whoever holds the exclusive lock may remove the file: no agent of that rank lives.
+and hands the open file to its agent as standard error. The lock belongs to the open file, so that the kernel releases
+it when the agent ends. A process that holds the exclusive lock may remove the file: no agent of that rank lives.
 """
 
 from __future__ import annotations

@@ -1,29 +1,29 @@
 """This module defines the messages between a trainer and its agent, and their bytes on a pipe.
 
-The trainer sends `Begin` first, then `Order`, `Documents` and `GivenUp`, and `Bye` at the end. The agent answers
-`Begin` with `Ready` and each order with an `Outcome`. A message is a document of ``wire`` behind its length. Both ends
-are of one release, which `Begin` names; nothing is unpickled. Imports without torch.
+The trainer sends `Begin` first, then `Order` and `Dropped`, and `Bye` at the end. The agent answers
+`Begin` with `Ready` and each order with an `Outcome`. A message is a document of ``wire`` behind its length, and names
+the release of lakeckpt that wrote it: both ends must be of one release. Nothing is unpickled. Imports without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from lakeckpt import __version__
 from lakeckpt.checkpoint.format.fields import fields_of
-from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.persist.commit import Verify
-from lakeckpt.errors import WireDamaged
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.publish import Settings
+from lakeckpt.errors import AgentError
+from lakeckpt.wire.documents import from_plain_of, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
-    "AGENT_LOST",
     "Begin",
     "Bye",
-    "Documents",
+    "Dropped",
     "Frames",
-    "GivenUp",
     "Message",
     "Order",
     "Outcome",
@@ -33,35 +33,24 @@ __all__ = [
 
 _KIND, _VERSION = "agent", (1, 0)
 _LENGTH_BYTES = 8
-AGENT_LOST = -1
-"""The step of an `Outcome` that is of no order: the agent ended while it had none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """A trainer begins an attempt. The fields of the attempt are those of
-    `lakeckpt.checkpoint.persist.attempt.Attempt`.
+    """A trainer begins ``attempt``, whose checkpoints are published by ``settings``.
 
     ``digest`` identifies the run on this node, ``arenas`` is the folder of the arenas. ``linger_s``: how much longer
     than a save the final save waits for the agents of other ranks, whose trainers may die later.
     """
 
-    library: str
     uri: str
     storage_options: Mapping[str, Any]
-    run: str
+    attempt: Attempt
+    settings: Settings
     digest: bytes
-    attempt: int
-    last: int
-    parent: int | None
-    recorded: int
-    seed: int
     rank: int
     world_size: int
     arenas: str
-    keep: Keep
-    verify: Verify
-    timeout_s: float
     linger_s: float
 
 
@@ -77,21 +66,19 @@ class Ready:
 class Order:
     """Persist the complete generation of ``step``.
 
-    ``number``: how many orders the attempt gave before. ``documents``: path → a document that must be in storage before
-    the commit. ``failure``: why this rank has not captured the cut (`lakeckpt.checkpoint.failures.said_of`), for the
-    other ranks; empty where it has.
+    ``number``: how many orders the attempt gave before. ``failure``: why this rank has not captured the cut
+    (`lakeckpt.tracking.notes.error_to_text`), for the other ranks; empty where it has captured the cut.
     """
 
     step: int
     number: int
     metric: float | None = None
-    documents: Mapping[str, bytes] = field(default_factory=dict)
     failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenUp:
-    """Another rank has given up the save of an order, for ``failure`` (`lakeckpt.checkpoint.failures.said_of`)."""
+class Dropped:
+    """Another rank has dropped the save of an order, for ``failure`` (`lakeckpt.tracking.notes.error_to_text`)."""
 
     step: int
     number: int
@@ -99,17 +86,11 @@ class GivenUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Documents:
-    """path → a document that must be in storage before a commit of any cut from now on, also before the final save."""
-
-    documents: Mapping[str, bytes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of an order: a commit in ``slot``, or ``kind`` and ``text`` of an error.
 
-    ``text`` of a commit: why old checkpoints could not be removed behind it. ``lost``: which files of the run are gone.
+    ``text`` of a commit: why old checkpoints could not be removed after the commit. ``lost``: which files of the run
+    are gone.
     """
 
     step: int
@@ -124,19 +105,20 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bye:
-    """The trainer ends well: all its orders are to be persisted, and then nobody needs its arena any more."""
+    """The trainer ends. ``well``: after what is ordered is persisted, nobody needs its arena any more. Otherwise the
+    agent makes the final save, as for a trainer that died."""
+
+    well: bool = True
 
 
-Message = Begin | Ready | Order | GivenUp | Documents | Outcome | Bye
-_TYPES: dict[str, type[Message]] = {
-    one.__name__: one for one in (Begin, Ready, Order, GivenUp, Documents, Outcome, Bye)
-}
+Message = Begin | Ready | Order | Dropped | Outcome | Bye
+_TYPES: dict[str, type[Message]] = {one.__name__: one for one in (Begin, Ready, Order, Dropped, Outcome, Bye)}
 
 
 def framed(message: Message) -> bytes:
     """Return the bytes of a message on a pipe."""
-    plain = {name: _plain(getattr(message, name)) for name in message.__slots__}
-    data = dumps({"message": type(message).__name__, **plain}, kind=_KIND, version=_VERSION)
+    plain = {"message": type(message).__name__, "library": __version__, **to_plain(message)}
+    data = dumps(plain, kind=_KIND, version=_VERSION)
     return len(data).to_bytes(_LENGTH_BYTES, "little") + data
 
 
@@ -147,7 +129,8 @@ class Frames:
         self._data = bytearray()
 
     def add(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages that ``data`` completes. Raises `WireError`."""
+        """Yield the messages that ``data`` completes. Raises `WireError`, and `AgentError` for a message of another
+        release."""
         self._data += data
         while len(self._data) >= _LENGTH_BYTES:
             end = _LENGTH_BYTES + int.from_bytes(self._data[:_LENGTH_BYTES], "little")
@@ -158,18 +141,13 @@ class Frames:
             yield _message(loads(document, kind=_KIND, supported=_VERSION).value)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Keep):
-        return asdict(value)
-    return dict(value) if isinstance(value, Mapping) else value
-
-
 def _message(value: object) -> Message:
-    plain = dict(fields_of(value, "a message to or from an agent"))
-    name = plain.pop("message", None)
-    try:
-        if name == Begin.__name__:
-            plain["keep"] = Keep(**plain["keep"])  # type: ignore[arg-type]
-        return _TYPES[str(name)](**plain)  # type: ignore[arg-type]
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireDamaged(f"a message {name!r:.40} is none between trainers and agents: {error}") from error
+    what = "a message between a trainer and its agent"
+    plain = dict(fields_of(value, what))
+    library = plain.pop("library", None)
+    if library != __version__:
+        raise AgentError(
+            f"lakeckpt {__version__} got a message of lakeckpt {library}: another release was installed while the job "
+            "ran. Start the job again"
+        )
+    return from_plain_of(_TYPES, "message", plain, what)

@@ -1,10 +1,10 @@
-"""What does an agent do while the store fails?  It tries again, ever less often, for as long as it makes sense.
+"""This module retries the calls of a storage that fails, ever less often, for as long as a save may take.
 
-Failures that say something about the object (it is there, it is not, it is another), stores that can never commit, and
-stores that are full or refuse this user go through at once: the next save finds out whether somebody has mended that.
-All others are repeated after 0.1 s, 0.2 s, … up to 30 s, until ``is_hopeless`` says that the work is
-not worth it any more: a newer cut waits, or the time is over. Whatever is repeated means the same when done twice: see
-`Storage`. Starts no threads; waits on the `Waiter` that it is given.
+It serves outages that last longer than the retries of the storage itself (about a minute): an agent has more time. A
+call is tried again after 0.1 s, 0.2 s, … up to 30 s, until ``is_hopeless``: a newer cut waits, or the time is over.
+Errors about the object (it exists, it is missing, it has changed), stores that can never commit, and stores that are
+full or refuse this user are raised at once: the next save tries again. A repeated call means the same as one call: see
+`Storage`. The module starts no threads, and waits on a `Waiter`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["RetryingStorage"]
 _FIRST_S, _LONGEST_S = 0.1, 30.0
 _FINAL = (ObjectExists, ObjectMissing, ObjectChanged, ConditionalPutUnsupported)
 _LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
-"""The system's reasons that time does not mend."""
+"""Errors of the system that waiting does not mend."""
 
 _T = TypeVar("_T")
 
 
 class RetryingStorage:
-    """``inner``, tried again while it fails. ``failing(error)`` is told of each failure that is tried again."""
+    """Retries the calls of ``inner``. ``failing(error)`` is called for each error after which a call is retried."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RetryingStorage:
         return self._tried(lambda: self._inner.read(path, start, stop, etag=etag))
 
     def put(self, path: str, chunks: Iterable[Buffer]) -> int:
-        """See `Storage`. The chunks are gone through once for each try."""
+        """See `Storage`. The chunks are read once for each try."""
         again = list(chunks)
         return self._tried(lambda: self._inner.put(path, again))
 

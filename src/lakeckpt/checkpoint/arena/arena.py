@@ -1,14 +1,14 @@
-"""Which complete cuts are in this memory, and how does the next one get there?  One rank's arena, mapped.
+"""This module maps the arena of one rank, finds the complete generations in it, and begins new ones.
 
-An arena holds a few generations. `Arena.begin` chooses one that nobody needs: never the newest complete one, none
-that somebody reads, and none that another rank may have to go back to, which `begin` is told. Its sequence number is
-odd from then until it is complete, so that whoever finds the arena after a crash, at any moment, finds complete
-generations only; a record with checksums for every slice, valid under one sequence number, is what makes one
+An arena holds a few generations. `Arena.begin` chooses a generation that nobody needs: never the newest complete one,
+none that somebody reads, and none that another rank may have to go back to. The sequence number of a generation is odd
+from then until the generation is complete. So a process that finds the arena after a crash, at any moment, finds
+complete generations only. A record with checksums for every slice, valid under one sequence number, makes a generation
 complete.
 
 The memory is a file that outlives its processes (`lakeckpt.checkpoint.arena.folder`). One opening writes, any number
-read: a generation that is read cannot be begun anew. Slices may be filled by several threads. It copies nothing
-itself, starts no threads and imports no torch.
+read: a generation that is read cannot be begun anew. Several threads may fill slices. The module copies nothing into
+an arena, starts no threads and imports no torch.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["Arena", "Held"]
 _SEQUENCE_BYTES = 8
 _REMOVE = 9  # MADV_REMOVE
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the interpreter's lock, those of `mmap` do not
+_libc = ctypes.CDLL(None, use_errno=True)  # its calls release the interpreter's lock, those of `mmap` do not
 
 
 class Arena:
-    """The arena in the file opened as ``descriptor``, which is the arena's from then on. ``name`` is for messages.
+    """The arena in the file opened as ``descriptor``, which the arena owns from then on. ``name`` is for messages.
 
-    ``writes``: to fill generations; `ArenaError` where another opening does already. Raises `ArenaDamaged` where the
-    file is none, or has not the size that it says, and `ArenaError` where it cannot be mapped.
+    ``writes``: to fill generations. Raises `ArenaError` where another opening fills them already, `ArenaDamaged` where
+    the file is not an arena of the size that it names, and `ArenaError` where it cannot be mapped.
     """
 
     def __init__(self, descriptor: int, name: str, *, writes: bool) -> None:
@@ -64,7 +64,7 @@ class Arena:
         self._holding = [0] * self.layout.generations  # by this opening, whose own locks do not exclude each other
         self._filling: set[int] = set()
         self._read: dict[int, GenerationRecord] = {}
-        """The record of each generation as it was read last: it is that as long as its sequence number is."""
+        """The record of each generation as it was read last: valid while the sequence number is the same."""
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class Arena:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file and its locks. The memory stays mapped for as long as anybody holds a view of it."""
+        """Close the file and release its locks. The memory stays mapped for as long as anybody holds a view of it."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0 and os.getpid() == self._process:
             self._locks.forget()
@@ -87,7 +87,7 @@ class Arena:
 
     @property
     def memory(self) -> memoryview:
-        """All of it, as it is mapped; to be written to through a `Filling` only."""
+        """All memory of the arena, as it is mapped; only a `Filling` may write to it."""
         return self._view
 
     @property
@@ -97,22 +97,23 @@ class Arena:
 
     @property
     def is_there(self) -> bool:
-        """Whether anybody can find it: its file has not been removed."""
+        """Whether others can find the arena: its file has not been removed."""
         return os.fstat(self._descriptor).st_nlink > 0
 
     # --- what is complete
 
     def complete(self) -> list[GenerationRecord]:
-        """The records of the complete generations, the newest step first. Documents and data are not looked at."""
+        """Return the records of the complete generations, the newest step first. Documents and data are not looked
+        at."""
         found = [record for _, record in self._records()]
         return sorted(found, key=_age, reverse=True)
 
     @contextmanager
     def hold(self, step: int | None = None, *, attempt: str | None = None) -> Iterator[Held | None]:
-        """The complete generation of ``step`` (None: the newest), kept from being written while the block runs.
+        """Lock the complete generation of ``step`` (None: the newest) while the block runs, so that it is not written.
 
-        None where there is no such generation. ``attempt``: whose it is to be, since an attempt that went on from a
-        step in memory may capture that step again. Of several of one step it is the one that was captured last.
+        Yields None where there is no such generation. ``attempt``: which attempt captured it, since an attempt that
+        went on from a step in memory may capture that step again. The last captured generation of a step counts.
         """
         for number, record in sorted(self._records(), key=lambda one: _age(one[1]), reverse=True):
             if step not in (None, record.step) or attempt not in (None, record.attempt):
@@ -124,7 +125,7 @@ class Arena:
                     yield Held(arena=self, number=number, record=record)
                     return
             finally:
-                self._let_go(number)
+                self._release(number)
         yield None
 
     def _hold(self, number: int) -> bool:
@@ -136,7 +137,7 @@ class Arena:
             self._holding[number] += 1
             return True
 
-    def _let_go(self, number: int) -> None:
+    def _release(self, number: int) -> None:
         with self._lock:
             self._holding[number] -= 1
             if self._holding[number] == 0:
@@ -166,15 +167,15 @@ class Arena:
     # --- what is written
 
     def begin(self, *, common: int | None = None) -> Filling | None:
-        """Begin a generation; None where there is none to spare: this cut is left out then.
+        """Begin a generation; None where there is no generation to spare: the cut is then skipped.
 
-        ``common``: the newest step that every rank is known to have complete; what is not older stays. None: nothing is
-        known, and a generation is begun only where those of two newer steps are complete, because one rank may be a
-        step ahead of another when it dies. Of several that an attempt has captured of one step only the last one is
-        kept, and that of an attempt before as long as there is room.
+        ``common``: the newest step that every rank is known to have complete; generations from that step on stay. None:
+        nothing is known, and a generation is begun only where those of two newer steps are complete, because one rank
+        may be a step ahead of another when it dies. Of several generations that an attempt has captured of one step,
+        only the last is kept; that of an attempt before is kept as long as there is room.
         """
         assert self.writes, "this opening of the arena only reads"
-        with self._lock:  # nothing is completed meanwhile: it would be no longer filled, and not seen as complete yet
+        with self._lock:  # so that no generation that is completed meanwhile looks as if nobody filled it
             for number in self._spare(common):
                 if not self._holding[number] and self._locks.take(number):
                     # Odd, and larger than any before: also where a writer died.
@@ -186,7 +187,7 @@ class Arena:
         return None
 
     def _spare(self, common: int | None) -> list[int]:
-        """The generations that may be begun, those first that are missed the least."""
+        """Return the generations that may be begun, in the order in which they are missed the least."""
         records = {number: record for number, record in self._records() if number not in self._filling}
         by_age = sorted(records, key=lambda number: _age(records[number]))
         last = {records[number].step: number for number in by_age}
@@ -196,27 +197,21 @@ class Arena:
         spare = [number for number in range(self.layout.generations) if number not in {*records, *self._filling}]
         spare += [number for number in by_age if number not in last_of_attempt.values()]
         spare += [number for number in by_age if records[number].step < min(safe, steps[0])]
-        # Another rank may have nothing newer than what an attempt before has captured of a step: it goes last.
+        # Another rank may have nothing newer than what an attempt before has captured of a step: that is spared last.
         spare += [number for number in by_age if number not in last.values()]
         return spare
 
     def forget(self, after: int) -> None:
-        """The history goes on behind step ``after``: complete generations of later steps hold nothing any more."""
+        """Discard the complete generations of steps later than ``after``: the history goes on from there."""
         assert self.writes, "this opening of the arena only reads"
         for number, record in self._records():
             if record.step > after and self._locks.take(number):
                 self._put_sequence(number, record.sequence + 1)
                 self._locks.drop(number)
 
-    @property
-    def idle_bytes(self) -> int:
-        """What `empty` would give back."""
-        numbers = [number for number in range(self.layout.generations) if not self._is_held(number)]
-        return sum(end - begin for begin, end in map(self._pages_of, numbers))
-
     def empty(self) -> None:
-        """Give back the memory of all generations that nobody holds, also where others have it mapped; they hold
-        nothing any more. What somebody holds, to persist it, stays as it is."""
+        """Free the memory of all generations that nobody holds, also where others have it mapped, and discard them.
+        Generations that somebody holds, to persist them, stay as they are."""
         assert self.writes, "this opening of the arena only reads"
         for number in range(self.layout.generations):
             with self._lock:
@@ -226,33 +221,31 @@ class Arena:
                 self._put_sequence(number, sequence + 1 + sequence % 2)
                 self._holding[number] += 1  # so that nobody here takes our own lock for shared
             try:
-                begin, end = self._pages_of(number)
-                if end > begin:  # where a file system cannot, it stays taken until nobody has it mapped
-                    self._advise(begin, end - begin, _REMOVE)
+                self._free(number)
             finally:
-                self._let_go(number)
+                self._release(number)
 
-    def _pages_of(self, number: int) -> tuple[int, int]:
-        """The whole pages in which documents and data of a generation lie."""
+    def _free(self, number: int) -> None:
+        """Free the whole pages in which documents and data of a generation lie. Where a file system cannot do that,
+        they stay taken until nobody has them mapped."""
         begin = -(-self.layout.documents_at(number) // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (self.layout.data_at(number) + self.layout.data_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        return begin, max(begin, end)
-
-    def _is_held(self, number: int) -> bool:
-        return number in self._filling or self._holding[number] > 0 or self._locks.taken(number)
+        if end > begin:
+            self._advise(begin, end - begin, _REMOVE)
 
     def touch(self) -> None:
-        """Have all memory of the arena mapped in this process: done later, page by page, it takes as long as a copy."""
+        """Map all memory of the arena in this process: page by page and later, this would take as long as a copy."""
         self._advise(0, len(self._map), _POPULATE_WRITE)  # an older Linux maps pages as they are written first
 
     def _advise(self, at: int, size_bytes: int, advice: int) -> None:
-        """Tell the system something of our memory; other threads run meanwhile. Nothing where it does not know that."""
+        """Call ``madvise`` on our memory; other threads run meanwhile. An advice that the system does not know is
+        ignored."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + at
         with contextlib.suppress(AttributeError):
             _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), advice)
 
     def _end(self, number: int, record: GenerationRecord | None = None) -> None:
-        """A generation is filled no more; ``record``: and complete."""
+        """End the filling of a generation, which is complete where there is a ``record``."""
         with self._lock:
             if record is not None:
                 self._read[number] = record
@@ -268,7 +261,7 @@ class Arena:
         self._put(self.layout.sequence_at(number), sequence.to_bytes(_SEQUENCE_BYTES, "little"))
 
     def _put(self, at: int, data: bytes | memoryview) -> None:
-        """The one place where this class writes to the memory."""
+        """Write to the memory: nothing else in this class does."""
         self._view[at : at + len(data)] = data
 
 
@@ -281,7 +274,7 @@ class Held:
     record: GenerationRecord
 
     def documents(self) -> bytes:
-        """The documents of the cut. `ArenaDamaged` where they are not what was written."""
+        """Return the documents of the cut. Raises `ArenaDamaged` where they are not what was written."""
         at = self.arena.layout.documents_at(self.number)
         found = bytes(self.arena._view[at : at + self.record.documents_bytes])
         if checksum(found) != self.record.documents_checksum:
@@ -295,8 +288,8 @@ class Held:
         return self.arena._view[at : at + self.arena.layout.data_bytes].toreadonly()
 
     def read_into(self, start: int, into: memoryview) -> None:
-        """Copy the data from byte ``start`` on into ``into``, not verified: see `check_leaf`. `ArenaDamaged` where
-        there is less. Other threads run meanwhile.
+        """Copy the data from byte ``start`` on into ``into``, not verified: see `check_leaf`. Raises `ArenaDamaged`
+        where there is less. Other threads run meanwhile.
 
         A system call copies them, not the mapping: having its pages mapped, and taken away at the end, takes as long as
         the copy. Data that is truncated meanwhile is damage, too, not the end of the process.
@@ -313,7 +306,7 @@ class Held:
             raise self._damaged(f"byte {start + done}")
 
     def check_leaf(self, number: int, leaf: memoryview) -> None:
-        """Compare a copy of leaf ``number`` of the data, whole, with its checksum. `ArenaDamaged`."""
+        """Compare a copy of leaf ``number`` of the data, whole, with its checksum. Raises `ArenaDamaged`."""
         if (
             leaf_digests(leaf, self.arena.layout.leaf_bytes)
             != self.record.checksums[CHECKSUM_BYTES * number : CHECKSUM_BYTES * (number + 1)]
@@ -321,7 +314,7 @@ class Held:
             raise self._damaged(f"leaf {number}")
 
     def slice(self, number: int) -> memoryview:
-        """The bytes of slice ``number``, read-only, compared with their checksums. `ArenaDamaged`."""
+        """Return the bytes of slice ``number``, read-only, compared with their checksums. Raises `ArenaDamaged`."""
         layout = self.arena.layout
         low = layout.data_at(self.number) + number * layout.slice_bytes
         high = min(low + layout.slice_bytes, layout.data_at(self.number) + layout.data_bytes)
@@ -338,12 +331,12 @@ class Held:
 
 
 def _age(record: GenerationRecord) -> tuple[int, int]:
-    """By which generations are told apart as older and newer."""
+    """Return what orders generations from old to new."""
     return record.step, record.sequence
 
 
 def _mapped(descriptor: int, size_bytes: int, name: str, *, writes: bool) -> mmap.mmap:
-    """The memory. `mmap` keeps a copy of what it is given, and with it its locks, so that it gets another opening."""
+    """Return the memory. `mmap` keeps a copy of its descriptor, and with it the locks: it gets another opening."""
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
     try:
         another = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
@@ -362,5 +355,5 @@ def _layout_of(descriptor: int, name: str) -> ArenaLayout:
         raise ArenaDamaged(f"the file {name!r} is no arena that this lakeckpt can read: {error}") from error
     size_bytes = os.fstat(descriptor).st_size
     if size_bytes != layout.size_bytes:
-        raise ArenaDamaged(f"the arena {name!r} has {size_bytes} bytes and says that it has {layout.size_bytes}")
+        raise ArenaDamaged(f"the arena {name!r} has {size_bytes} bytes and its superblock names {layout.size_bytes}")
     return layout

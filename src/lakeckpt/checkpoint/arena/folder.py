@@ -1,22 +1,21 @@
-"""Where do arenas lie, and which of them are left of a run?  A folder of the user's own, in memory or on a disk.
+"""This module makes, finds, opens and removes the arenas in a folder of the user's own, in memory or on a disk.
 
-By default it is ``/dev/shm/lakeckpt-<user id>``: host memory that outlives processes. Another path gives arenas that
-lie in files, for nodes that are short of memory. The folder is 0700 and the user's, each arena 0600 with a name that
-nobody can guess; nothing is opened through a link, and whatever does not look so is refused. An arena's memory is
-allocated when it is made: a page that is missing later would end the process.
+By default the folder is ``/dev/shm/lakeckpt-<user id>``: host memory that outlives processes. Another path gives arenas
+that lie in files, for nodes that are short of memory. The folder is 0700 and the user's, each arena 0600. Nothing is
+opened through a link, and a folder or file that does not look so is refused.
 
-Which arena belongs to which run and rank, each says itself. It removes only what it is told to.
+A rank of a run has one arena in a folder, ``<digest of the run>.<rank>.arena``. The memory of an arena is allocated
+when it is made: a page that is missing later would end the process. The file gets its name when the arena is whole
+(``O_TMPFILE``), so that a process that is killed meanwhile leaves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.arena.arena import Arena
@@ -32,13 +31,15 @@ _SPARED = 0.02
 """The part of a file system's room that is left free."""
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Says nothing about what was to be opened: this process, or the system, can open no more."""
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
+_NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaInfo:
-    """An arena that was found: whose it is, what it takes, whether its trainer lives, its complete steps, newest first.
+    """An arena that was found: whose it is, its size, whether its trainer lives, its complete steps, newest first.
 
-    ``problem``: why it cannot be read, where it cannot; all but the name and the size are unknown then.
+    ``problem``: why it cannot be read; then all but the name and the size are unknown.
     """
 
     name: str
@@ -61,91 +62,81 @@ class ArenaFolder:
         return f"ArenaFolder({self.path!r})"
 
     def make(self) -> None:
-        """Have the folder. `ArenaError` where what is there cannot hold arenas."""
-        os.close(self._opened(make=True))
+        """Make the folder, if it is not there. Raises `ArenaError` where it cannot hold arenas."""
+        with self._opened(make=True):
+            pass
+
+    def name_of(self, identity: ArenaIdentity) -> str:
+        """Return the name of the arena of a rank of a run, whatever the number of ranks."""
+        return f"{identity.run.hex()}.{identity.rank}{_SUFFIX}"
 
     def create(self, layout: ArenaLayout) -> Arena:
-        """Make an arena, and open it to be filled. `ArenaTooLarge`, `ArenaError`; nothing is left where it fails, nor
-        where the process is killed meanwhile, unless the file system has no files without a name."""
-        folder = self._opened(make=True)
-        name = secrets.token_hex(16) + _SUFFIX
-        try:
-            self._check_room(folder, layout)
-            if (made := self._made_nameless(folder, name, layout)) is not None:
-                return made
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(name, flags, 0o600, dir_fd=folder)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)  # it is no damaged one: see `_told`
-                self._fill(descriptor, layout)
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-                return Arena(descriptor, name, writes=True)
-            except BaseException:
-                os.unlink(name, dir_fd=folder)
-                raise
-        finally:
-            os.close(folder)
+        """Make an arena in the place of the one that its rank has, and open it to be filled.
 
-    def has_room(self, layout: ArenaLayout, *, instead_of: Sequence[str]) -> bool:
-        """Whether an arena fits when those that are named are removed, as far as can be told beforehand: what somebody
-        holds of them stays."""
-        folder = self._opened(make=True)
-        try:
-            self._check_room(folder, layout, freed_bytes=sum(self._idle_bytes(name) for name in set(instead_of)))
-        except ArenaTooLarge:
-            return False
-        finally:
-            os.close(folder)
-        return True
+        Raises `ArenaTooLarge`, and `ArenaError` where another process fills that one, or the file system cannot hold
+        arenas. Nothing new is left where it fails, nor where the process is killed meanwhile.
+        """
+        name = self.name_of(layout.identity)
+        self.remove(name)
+        with self._opened(make=True) as folder:
+            self._check_room(folder, layout)
+            descriptor = self._nameless(folder)
+            try:
+                self._fill(descriptor, layout)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            arena = Arena(descriptor, name, writes=True)
+            try:
+                os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=folder, follow_symlinks=True)
+            except BaseException:
+                arena.close()
+                raise
+            return arena
 
     def open(self, name: str, *, writes: bool = False) -> Arena:
-        """Open an arena that `found` named. `ArenaDamaged`, `ArenaError`; ``FileNotFoundError`` where it is gone."""
-        folder = self._opened(make=False)
-        try:
-            return Arena(self._file(name, folder, writes=writes), name, writes=writes)
-        finally:
-            os.close(folder)
+        """Open an arena that `found` named. Raises `ArenaDamaged`, `ArenaError`; ``FileNotFoundError`` where it is
+        gone."""
+        with self._opened() as folder:
+            return Arena(self._file(name, folder), name, writes=writes)
 
     def found(self) -> list[ArenaInfo]:
-        """All arenas here, those that cannot be read among them, by name. Not those that are being made. `ArenaError`
-        where this process can open no more files, or map no more memory: nothing is known of any then."""
+        """Return all arenas here by name, also those that cannot be read. Raises `ArenaError` where this process can
+        open no more files, or map no more memory: then nothing is known of any arena."""
         try:
-            folder = self._opened(make=False)
+            with self._opened() as folder:
+                names = sorted(name for name in os.listdir(folder) if name.endswith(_SUFFIX))
+                return [info for name in names if (info := self._info(name, folder)) is not None]
         except FileNotFoundError:
             return []
-        try:
-            names = sorted(name for name in os.listdir(folder) if name.endswith(_SUFFIX))
-            return [info for name in names if (info := self._told(name, folder)) is not None]
         except OSError as error:
             raise ArenaError(f"the arenas in {self.path!r} cannot be looked at: {error.strerror}") from error
-        finally:
-            os.close(folder)
 
     def remove(self, name: str) -> None:
-        """Remove an arena; what somebody holds of it, to persist it, is free when he lets go. None there: nothing."""
-        with contextlib.suppress(ArenaError, FileNotFoundError), self.open(name, writes=True) as arena:
-            arena.empty()  # others may have it mapped for long
-        with contextlib.suppress(FileNotFoundError):
-            folder = self._opened(make=False)
-            try:
-                os.unlink(name, dir_fd=folder)
-            finally:
-                os.close(folder)
+        """Remove an arena, if it is there. Generations that somebody holds, to persist them, stay until released.
 
-    def _idle_bytes(self, name: str) -> int:
-        with contextlib.suppress(ArenaError, FileNotFoundError), self.open(name) as arena:
-            return arena.idle_bytes
-        return 0
+        Raises `ArenaError` where another process fills it, or it cannot be looked at.
+        """
+        with contextlib.suppress(FileNotFoundError), self._opened() as folder:
+            try:
+                with Arena(self._file(name, folder), name, writes=True) as arena:
+                    arena.empty()  # others may have it mapped for long
+                    os.unlink(name, dir_fd=folder)
+            except ArenaDamaged:
+                os.unlink(name, dir_fd=folder)
 
     # --- the folder and its files
 
-    def _opened(self, *, make: bool) -> int:
+    @contextlib.contextmanager
+    def _opened(self, *, make: bool = False) -> Iterator[int]:
+        """Open the folder while the block runs. Raises ``FileNotFoundError`` where it is not there, unless it is to be
+        made, and `ArenaError`."""
         unmade: str | None = None  # not the error: that would keep the frames of all callers, and what they hold
         if make:
             try:
                 os.mkdir(self.path, 0o700)
             except OSError as error:
-                unmade = error.strerror  # what is wrong with what is there, opening it tells
+                unmade = error.strerror  # opening shows what is wrong with what is there
         try:
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -155,19 +146,22 @@ class ArenaFolder:
             if error.errno in _SHORT:
                 raise ArenaError(f"the folder of arenas {self.path!r} cannot be opened: {why}") from error
             raise ArenaError(f"arenas cannot lie in {self.path!r}: {why}. Give another folder") from error
-        told = os.fstat(folder)
-        if told.st_uid != os.geteuid() or stat.S_IMODE(told.st_mode) & 0o077:
+        try:
+            status = os.fstat(folder)
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise ArenaError(
+                    f"arenas hold a model and cannot lie in {self.path!r}, which is user {status.st_uid}'s with mode "
+                    f"{stat.S_IMODE(status.st_mode):04o}: it must be this user's alone (0700). Remove it, or give "
+                    "another folder"
+                )
+            yield folder
+        finally:
             os.close(folder)
-            raise ArenaError(
-                f"arenas hold a model and cannot lie in {self.path!r}, which is user {told.st_uid}'s with mode "
-                f"{stat.S_IMODE(told.st_mode):04o}: it must be this user's alone (0700). Remove it, or give another"
-            )
-        return folder
 
-    def _file(self, name: str, folder: int, *, writes: bool) -> int:
+    def _file(self, name: str, folder: int) -> int:
         if os.path.basename(name) != name or not name.endswith(_SUFFIX):
             raise ArenaError(f"{name!r} is not the name of an arena")
-        # Also to read, it is opened to be written to: a lock for oneself needs that.
+        # Also to read, it is opened to be written to: an exclusive lock needs that.
         try:
             descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
         except FileNotFoundError:
@@ -175,84 +169,59 @@ class ArenaFolder:
         except OSError as error:
             kind = ArenaError if error.errno in _SHORT else ArenaDamaged
             raise kind(f"the arena {name!r} in {self.path!r} cannot be opened: {error.strerror}") from error
-        told = os.fstat(descriptor)
-        if not stat.S_ISREG(told.st_mode) or told.st_uid != os.geteuid() or stat.S_IMODE(told.st_mode) & 0o077:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             os.close(descriptor)
             raise ArenaDamaged(f"the arena {name!r} in {self.path!r} is not a file of this user's alone: remove it")
         return descriptor
 
-    def _told(self, name: str, folder: int) -> ArenaInfo | None:
+    def _info(self, name: str, folder: int) -> ArenaInfo | None:
         try:
             size_bytes = os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
-            with Arena(self._file(name, folder, writes=False), name, writes=False) as arena:
-                steps = tuple(record.step for record in arena.complete())
+            with Arena(self._file(name, folder), name, writes=False) as arena:
                 return ArenaInfo(
                     name=name,
                     size_bytes=size_bytes,
                     identity=arena.layout.identity,
                     is_filled=arena.is_filled,
-                    steps=steps,
+                    steps=tuple(record.step for record in arena.complete()),
                 )
         except FileNotFoundError:
             return None
         except ArenaDamaged as error:
-            if self._is_being_made(name, folder):
-                return None
             return ArenaInfo(name=name, size_bytes=size_bytes, problem=str(error))
 
-    def _is_being_made(self, name: str, folder: int) -> bool:
-        try:
-            descriptor = self._file(name, folder, writes=False)
-        except (ArenaError, FileNotFoundError):
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+    # --- making an arena
 
-    # --- making one
-
-    def _check_room(self, folder: int, layout: ArenaLayout, *, freed_bytes: int = 0) -> None:
-        told = os.fstatvfs(folder)
-        free = told.f_bavail * told.f_frsize - int(_SPARED * told.f_blocks * told.f_frsize)
+    def _check_room(self, folder: int, layout: ArenaLayout) -> None:
+        status = os.fstatvfs(folder)
+        free = status.f_bavail * status.f_frsize - int(_SPARED * status.f_blocks * status.f_frsize)
         if self.path.startswith(_SHM + "/"):
             free = min(free, available_bytes())
-        if layout.size_bytes > free + freed_bytes:
+        if layout.size_bytes > free:
             raise ArenaTooLarge(
                 f"an arena of {layout.generations} generations of {layout.data_bytes / 2**30:.2f} GiB takes "
                 f"{layout.size_bytes / 2**30:.2f} GiB, and {max(free, 0) / 2**30:.2f} GiB are free in {self.path!r}: "
                 "give a folder on a disk, capture less, or make room"
             )
 
-    def _made_nameless(self, folder: int, name: str, layout: ArenaLayout) -> Arena | None:
-        """An arena that is given its name when it is one, and its trainer fills it; None where that cannot be."""
-        descriptor = _nameless(folder)
-        if descriptor is None:
-            return None
+    def _nameless(self, folder: int) -> int:
+        """Open a new file without a name in the folder: it is gone when it is closed, unless it gets a name."""
         try:
-            self._fill(descriptor, layout)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        arena = Arena(descriptor, name, writes=True)
-        try:
-            os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=folder, follow_symlinks=True)
-        except OSError:
-            arena.close()
-            return None
-        except BaseException:
-            arena.close()
-            raise
-        return arena
+            return os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in _NO_NAMELESS:
+                raise
+            raise ArenaError(
+                f"arenas cannot lie in {self.path!r}: its file system has no files without a name (O_TMPFILE). Give a "
+                "folder in memory (tmpfs) or on a local disk (ext4, xfs, btrfs)"
+            ) from error
 
     def _fill(self, descriptor: int, layout: ArenaLayout) -> None:
         try:
             os.posix_fallocate(descriptor, 0, layout.size_bytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG):
+            if error.errno not in _NO_ROOM:
                 raise
             raise ArenaTooLarge(
                 f"an arena of {layout.size_bytes / 2**30:.2f} GiB does not fit into {self.path!r}: {error.strerror}"
@@ -260,13 +229,3 @@ class ArenaFolder:
         block = layout.to_bytes()
         written = os.pwrite(descriptor, block, 0)
         assert written == len(block), "a few bytes into allocated memory"
-
-
-def _nameless(folder: int) -> int | None:
-    """A new file in ``folder`` that goes when it is closed, unless it is given a name; None where there are none."""
-    try:
-        return os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=folder)
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
-            return None
-        raise

@@ -1,4 +1,4 @@
-"""How do the bytes of an arena lie, and what do its records say?
+"""This module defines where the bytes of an arena lie, and the records that describe them.
 
 ::
 
@@ -9,11 +9,11 @@
       documents     what is no tensor (trees, reader state), as one run of bytes
       data          the tensors, as `SlicePlan` lays them out
 
-All parts begin at multiples of 4096 bytes. Superblock and record are documents of our own (``wire``), each behind its
-length in 8 bytes. A record names the sequence number under which it is valid: one that was left by an older
-generation, or torn, is none.
+All parts begin at multiples of 4096 bytes. Superblock and record are documents of ``wire``, each behind its length in 8
+bytes. A record names the sequence number under which it is valid: a record that an older generation left, or a torn
+one, is not valid.
 
-Pure: it computes places and reads and writes records; mapping, locks and copies are ``arena``'s.
+The module is pure: it computes places, and reads and writes records. ``arena`` maps, locks and copies.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, LEAF_BYTES
-from lakeckpt.checkpoint.format.fields import fields_of, number, taken
+from lakeckpt.checkpoint.format.fields import Digest
 from lakeckpt.errors import WireDamaged
+from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = ["CHECKSUM_BYTES", "ArenaIdentity", "ArenaLayout", "GenerationRecord"]
@@ -30,8 +31,8 @@ __all__ = ["CHECKSUM_BYTES", "ArenaIdentity", "ArenaLayout", "GenerationRecord"]
 CHECKSUM_BYTES = DIGEST_BYTES
 PAGE = 4096
 SUPERBLOCK_BYTES = 4 * PAGE
-_KIND, _VERSION = "arena", (2, 0)  # 2.0: checksums of leaves
-_RECORD_KIND, _RECORD_VERSION = "arena-generation", (2, 0)
+_KIND, _VERSION = "arena", (1, 0)
+_RECORD_KIND, _RECORD_VERSION = "arena-generation", (1, 0)
 _LENGTH_BYTES = 8
 _RECORD_ROOM = 2048
 """What a record takes beside its checksums."""
@@ -41,12 +42,12 @@ _RECORD_ROOM = 2048
 class ArenaIdentity:
     """Whose cuts these are: the run (16 bytes), and which rank of how many."""
 
-    run: bytes
-    rank: int
-    world: int
+    run: Digest
+    rank: Count
+    world: Positive
 
     def __post_init__(self) -> None:
-        if len(self.run) != 16 or not 0 <= self.rank < self.world:
+        if len(self.run) != DIGEST_BYTES or not 0 <= self.rank < self.world:
             raise ValueError(f"no arena of rank {self.rank} of {self.world} of the run {self.run!r}")
 
 
@@ -55,17 +56,17 @@ class ArenaLayout:
     """Where the parts of an arena lie; all sizes in bytes. ``plan`` is the digest of the `SlicePlan`."""
 
     identity: ArenaIdentity
-    plan: bytes
-    data_bytes: int
-    slice_bytes: int
-    documents_bytes: int
-    generations: int = 3
+    plan: Digest
+    data_bytes: Count
+    slice_bytes: Positive
+    documents_bytes: Count
+    generations: Positive = 3
 
     def __post_init__(self) -> None:
         if self.data_bytes < 0 or self.slice_bytes < 1 or self.documents_bytes < 0 or self.generations < 2:
             raise ValueError(f"no layout of an arena: {self}")
-        if len(self.plan) != 16:
-            raise ValueError(f"the digest of a plan has 16 bytes, got {self.plan!r}")
+        if len(self.plan) != DIGEST_BYTES:
+            raise ValueError(f"the digest of a plan has {DIGEST_BYTES} bytes, got {self.plan!r}")
 
     @property
     def num_slices(self) -> int:
@@ -74,7 +75,7 @@ class ArenaLayout:
 
     @property
     def leaf_bytes(self) -> int:
-        """Of how many bytes there is a checksum each: whole leaves make up a slice (but for the last one)."""
+        """How many bytes have one checksum: whole leaves make up a slice (but for the last slice)."""
         return LEAF_BYTES if self.slice_bytes % LEAF_BYTES == 0 else self.slice_bytes
 
     @property
@@ -83,7 +84,7 @@ class ArenaLayout:
         return -(-self.data_bytes // self.leaf_bytes)
 
     def checksums_of(self, number: int) -> slice:
-        """Which bytes of ``GenerationRecord.checksums`` are those of slice ``number``."""
+        """Return which bytes of ``GenerationRecord.checksums`` are those of slice ``number``."""
         leaves = self.slice_bytes // self.leaf_bytes
         return slice(CHECKSUM_BYTES * leaves * number, CHECKSUM_BYTES * min(leaves * (number + 1), self.num_leaves))
 
@@ -102,87 +103,56 @@ class ArenaLayout:
         return PAGE + self.record_room + _pages(self.documents_bytes) + _pages(self.data_bytes)
 
     def sequence_at(self, generation: int) -> int:
-        """Where the sequence number of a generation lies."""
+        """Return where the sequence number of a generation lies."""
         return SUPERBLOCK_BYTES + generation * self._stride
 
     def record_at(self, generation: int) -> int:
-        """Where the record of a generation lies."""
+        """Return where the record of a generation lies."""
         return self.sequence_at(generation) + PAGE
 
     def documents_at(self, generation: int) -> int:
-        """Where the documents of a generation lie."""
+        """Return where the documents of a generation lie."""
         return self.record_at(generation) + self.record_room
 
     def data_at(self, generation: int) -> int:
-        """Where the data of a generation lie."""
+        """Return where the data of a generation lie."""
         return self.documents_at(generation) + _pages(self.documents_bytes)
 
     def to_bytes(self) -> bytes:
-        """The superblock."""
-        value = {
-            "run": self.identity.run,
-            "rank": self.identity.rank,
-            "world": self.identity.world,
-            "plan": self.plan,
-            "data_bytes": self.data_bytes,
-            "slice_bytes": self.slice_bytes,
-            "documents_bytes": self.documents_bytes,
-            "generations": self.generations,
-        }
-        return _framed(dumps(value, kind=_KIND, version=_VERSION))
+        """Return the superblock."""
+        return _framed(dumps(to_plain(self), kind=_KIND, version=_VERSION))
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> ArenaLayout:
-        """The layout that a superblock says. `WireError`."""
-        plain = fields_of(loads(_unframed(data), kind=_KIND, supported=_VERSION).value, "a superblock")
-        try:
-            identity = ArenaIdentity(
-                run=taken(plain, "run", bytes), rank=number(plain, "rank"), world=number(plain, "world", least=1)
-            )
-            return cls(
-                identity=identity,
-                plan=taken(plain, "plan", bytes),
-                data_bytes=number(plain, "data_bytes"),
-                slice_bytes=number(plain, "slice_bytes", least=1),
-                documents_bytes=number(plain, "documents_bytes"),
-                generations=number(plain, "generations", least=2),
-            )
-        except ValueError as error:
-            raise WireDamaged(f"the superblock of an arena does not hold together: {error}") from error
+        """Return the layout that a superblock describes. Raises `WireError`."""
+        plain = loads(_unframed(data), kind=_KIND, supported=_VERSION).value
+        found: ArenaLayout = from_plain(cls, plain, "the superblock of an arena")
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRecord:
     """What makes a generation complete. ``cut`` (16 bytes) is the digest of the cut, the same on every rank."""
 
-    sequence: int
-    step: int
+    sequence: Count
+    step: Count
     attempt: str
     cut: bytes
-    documents_bytes: int
+    documents_bytes: Count
     documents_checksum: bytes
     checksums: bytes
     """16 bytes for each leaf of the data, in their order: `lakeckpt.checkpoint.format.digests.leaf_digests`."""
 
     def to_bytes(self) -> bytes:
-        """The record, behind its length."""
-        value = {name: getattr(self, name) for name in self.__slots__}
-        return _framed(dumps(value, kind=_RECORD_KIND, version=_RECORD_VERSION))
+        """Return the record, behind its length."""
+        return _framed(dumps(to_plain(self), kind=_RECORD_KIND, version=_RECORD_VERSION))
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> GenerationRecord:
-        """What `to_bytes` made ``data`` of; whatever lies behind it is passed over. `WireError`."""
-        document = loads(_unframed(data), kind=_RECORD_KIND, supported=_RECORD_VERSION)
-        plain = fields_of(document.value, "the record of a generation")
-        return cls(
-            sequence=number(plain, "sequence"),
-            step=number(plain, "step"),
-            attempt=taken(plain, "attempt", str),
-            cut=taken(plain, "cut", bytes),
-            documents_bytes=number(plain, "documents_bytes"),
-            documents_checksum=taken(plain, "documents_checksum", bytes),
-            checksums=taken(plain, "checksums", bytes),
-        )
+        """Return the record of which `to_bytes` made ``data``; bytes behind it are ignored. Raises `WireError`."""
+        plain = loads(_unframed(data), kind=_RECORD_KIND, supported=_RECORD_VERSION).value
+        found: GenerationRecord = from_plain(cls, plain, "the record of a generation")
+        return found
 
 
 def _pages(size_bytes: int) -> int:

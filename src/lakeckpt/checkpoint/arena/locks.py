@@ -1,7 +1,7 @@
-"""Who uses which part of an arena?  Locks that the kernel lets go of when their holder dies, however it dies.
+"""This module locks parts of an arena with locks that the kernel releases when their holder dies.
 
-They belong to an opened file (OFD locks of Linux), so that two openings in one process exclude each other as two
-processes do. A forked child holds nothing: it closes what it has of the opened file. Never waits.
+The locks belong to an open file (OFD locks of Linux), so that two openings in one process exclude each other as two
+processes do. A forked child holds no locks: it closes its copy of the open file. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import weakref
 __all__ = ["FileLocks"]
 
 _BASE = 1 << 40
-"""Beyond the end of every arena: locks are of places, and need no bytes there."""
+"""Beyond the end of every arena: places are locked that have no bytes."""
 _FLOCK = "@hhqqi4x"
 
 
@@ -29,21 +29,21 @@ class FileLocks:
         _every.add(self)
 
     def take(self, place: int, *, shared: bool = False) -> bool:
-        """Lock a place, shared or for itself; False where another opening of the file holds it otherwise."""
+        """Lock a place, shared or exclusively. Returns False where another opening of the file excludes that."""
         return self._set(place, fcntl.F_RDLCK if shared else fcntl.F_WRLCK)
 
     def drop(self, place: int) -> None:
-        """Let go of a place."""
+        """Release a place."""
         self._set(place, fcntl.F_UNLCK)
 
     def taken(self, place: int) -> bool:
-        """Whether another opening of the file holds a place for itself or shared."""
+        """Return whether another opening of the file has locked a place."""
         asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _BASE + place, 1, 0)
         found = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, asked)
         return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
 
     def forget(self) -> None:
-        """The file is being closed here: there is nothing left to close in children."""
+        """Leave the file alone in children: it is being closed here."""
         _every.discard(self)
 
     def leave(self) -> None:

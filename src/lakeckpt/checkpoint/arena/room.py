@@ -1,9 +1,8 @@
-"""How much memory can be had?  What Linux estimates for the machine, and what the control groups of this process allow.
+"""This module reads how much memory is available to this process.
 
-A container is ended when it takes more than its group may, however much the machine has free; memory of arenas counts.
-Of what a group has taken, cached files that nobody reads are given back when memory is needed, and count as free.
-
-It reads a few small files and takes nothing.
+That is what Linux estimates for the machine, or less where a control group of this process allows less: a container is
+killed when it takes more than its group may, and the memory of arenas counts. Cached files that nobody reads are freed
+when memory is needed, and count as available. The module reads a few small files and allocates nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from pathlib import Path, PurePosixPath
 __all__ = ["available_bytes"]
 
 _ANY = 1 << 62
-"""More than anybody has: where nothing is known."""
+"""More than any machine has: where nothing is known."""
 _OLD, _NEW = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), ("max", "current", "inactive_file")
 
 
 def available_bytes(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> int:
-    """What can be had without swapping and without leave of a control group."""
+    """Return how many bytes can be allocated without swapping and within the limits of all control groups."""
     found = _number(Path(proc, "meminfo"), "MemAvailable:")
     free = [_ANY if found is None else found * 1024]
     for line in _lines(Path(proc, "self/cgroup")):
@@ -34,7 +33,7 @@ def available_bytes(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> int:
 
 
 def _free_in(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """What the group ``path`` and all above it allow. In a container the path may be that of outside."""
+    """Yield what the group ``path`` and all groups above it allow. In a container the path may be the host's."""
     limit, usage, inactive = names
     inner = PurePosixPath(path.strip())
     for one in (inner, *inner.parents):
@@ -45,7 +44,7 @@ def _free_in(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int
 
 
 def _number(path: Path, name: str | None = None) -> int | None:
-    """The number in the file, or in its line that begins with ``name``; None where there is none ("max", say)."""
+    """Return the number in the file, or in its line that begins with ``name``; None where there is none ("max")."""
     for line in _lines(path):
         words = line.split()
         if name is None or (words and words[0] == name):

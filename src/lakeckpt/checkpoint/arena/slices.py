@@ -1,17 +1,16 @@
-"""Where in an arena does each tensor lie, and in which slices is it copied?  Planned once, reused while sizes hold.
+"""This module plans where each tensor lies in an arena, and in which slices it is copied.
 
-Tensors lie one behind the other, in the order in which they were named, each at a multiple of 64 bytes; large ones at
-whole pages, so that they can be written to a disk from where they lie, and the largest at whole leaves of digests
+Tensors lie one behind the other, in the order in which they were named, each at a multiple of 64 bytes. Large tensors
+lie at whole pages, so that they can be written to a disk from there. The largest lie at whole leaves of digests
 (`lakeckpt.checkpoint.format.digests`), so that the checksums of the memory are those of their contents. The whole is
-cut into slices of one size (the last may be shorter), whatever tensors they hold: many small ones are one slice, a
-large one is many. A slice is what is admitted into a bubble, copied, and has a checksum.
+cut into slices of one size (the last may be shorter), whatever tensors they hold: many small tensors are one slice, a
+large tensor is many. A slice is admitted into a bubble and copied as a whole, and has a checksum.
 
-Pure: no tensors, no memory, no torch.
+The module is pure: it needs no tensors, no memory and no torch.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,7 +22,7 @@ __all__ = ["Piece", "SlicePlan", "aligned", "fitting_slice_bytes", "plan_slices"
 _MOST_SLICE_BYTES = 16 * 2**20
 _FEW = 256
 _LEAST_LINK_BYTES = 4 * 2**20
-"""Less at once, and the way of a device into host memory is not made use of."""
+"""Smaller slices do not use all of the bandwidth from a device into host memory."""
 _MOST_LINK_BYTES = 64 * 2**20
 _FEW_OF_LINK = 64
 _ALIGNMENT = 64
@@ -42,13 +41,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicePlan:
-    """``places``: key → (where its bytes begin, how many they are). ``slices[n]`` holds what lies in slice n."""
+    """``places``: key → (where its bytes begin, how many they are). ``slices[n]``: the pieces of tensors in slice n."""
 
     places: Mapping[str, tuple[int, int]]
     slice_bytes: int
     slices: tuple[tuple[Piece, ...], ...]
     digest: bytes = field(init=False)
-    """Of the places and the size of slices: arenas of equal digest are laid out alike."""
+    """The digest of the places and the size of slices: arenas of equal digest are laid out alike."""
 
     def __post_init__(self) -> None:
         parts = [self.slice_bytes.to_bytes(8, "big")]
@@ -58,21 +57,21 @@ class SlicePlan:
 
     @property
     def data_bytes(self) -> int:
-        """What one generation takes: up to the end of the last tensor."""
+        """The size of one generation: up to the end of the last tensor."""
         return max((at + size for at, size in self.places.values()), default=0)
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """Where slice ``number`` begins and ends."""
+        """Return where slice ``number`` begins and ends."""
         return number * self.slice_bytes, min((number + 1) * self.slice_bytes, self.data_bytes)
 
 
 def fitting_slice_bytes(size_bytes: int, *, linked: bool = False) -> int:
-    """How large slices should be where ``size_bytes`` are to be copied: a power of two that makes 256 of them or more,
-    from a leaf of digests (1 MiB) to 16 MiB; of what comes from a device 64 or more, from 4 MiB to 64 MiB.
+    """Return the size of slices where ``size_bytes`` are to be copied: a power of two that makes 256 slices or more,
+    from a leaf of digests (1 MiB) to 16 MiB; ``linked``, from a device, 64 or more, from 4 MiB to 64 MiB.
 
-    Where a bubble ends, most of a slice lies outside of it. So what counts is not how large slices are, but how many
-    they are: with 256 of them, the ends of five bubbles cost less than two in a hundred bytes. On the link of a GPU
-    64 MiB take a millisecond, and to have them queued costs the thread that trains a tenth of one.
+    Where a bubble ends, most of a slice lies outside of it. So the number of slices counts: with 256 slices, the ends
+    of five bubbles cost less than 2 % of the bytes. On the link of a GPU, 64 MiB take a millisecond, and to queue the
+    copy costs the thread that trains a tenth of that.
 
     >>> [fitting_slice_bytes(size) >> 20 for size in (10**6, 300 * 2**20, 2_400_000_000, 10**11)]
     [1, 1, 8, 16]
@@ -88,7 +87,8 @@ def fitting_slice_bytes(size_bytes: int, *, linked: bool = False) -> int:
 
 
 def plan_slices(sizes: Mapping[str, int], *, slice_bytes: int) -> SlicePlan:
-    """The plan for tensors of ``sizes`` (key → bytes); ``slice_bytes`` is a positive multiple of 64.
+    """Return the plan for tensors of ``sizes`` (key → bytes). Raises ``ValueError`` where ``slice_bytes`` is not a
+    positive multiple of 64.
 
     >>> plan = plan_slices({"weight": 100, "bias": 8}, slice_bytes=64)
     >>> plan.places["bias"], [[piece.key for piece in one] for one in plan.slices]
@@ -108,7 +108,7 @@ def plan_slices(sizes: Mapping[str, int], *, slice_bytes: int) -> SlicePlan:
 
 
 def aligned(end: int, size_bytes: int) -> int:
-    """Where a tensor of ``size_bytes`` begins, behind one that ends at ``end``."""
+    """Return where a tensor of ``size_bytes`` begins, after a tensor that ends at ``end``."""
     alignment = PAGE_BYTES if size_bytes >= STRAIGHT_BYTES else _ALIGNMENT
     if size_bytes >= _LEAVES_FROM_BYTES or (size_bytes % LEAF_BYTES == 0 and 2 * size_bytes >= _LEAVES_FROM_BYTES):
         alignment = LEAF_BYTES  # at most an eighth of it is lost
@@ -116,16 +116,9 @@ def aligned(end: int, size_bytes: int) -> int:
 
 
 def _slices(places: Mapping[str, tuple[int, int]], slice_bytes: int, end: int) -> tuple[tuple[Piece, ...], ...]:
-    filled = [(key, at, size) for key, (at, size) in places.items() if size]
-    ends = [at + size for _, at, size in filled]
-    found = []
-    for low in range(0, end, slice_bytes):
-        high = min(low + slice_bytes, end)
-        pieces = []
-        for key, at, size in filled[bisect.bisect_right(ends, low) :]:
-            if at >= high:
-                break
-            start, stop = max(low, at), min(high, at + size)
-            pieces.append(Piece(key=key, start=start - at, stop=stop - at, at=start))
-        found.append(tuple(pieces))
-    return tuple(found)
+    found: list[list[Piece]] = [[] for _ in range(0, end, slice_bytes)]
+    for key, (at, size) in places.items():
+        for number in range(at // slice_bytes, -(-(at + size) // slice_bytes) if size else 0):
+            start, stop = max(number * slice_bytes, at), min((number + 1) * slice_bytes, at + size)
+            found[number].append(Piece(key=key, start=start - at, stop=stop - at, at=start))
+    return tuple(map(tuple, found))

@@ -4,20 +4,13 @@ There are two kinds of idle windows. In a *bubble* the rank waits: for data, for
 pipeline. In *free* time the rank computes, but the copy engine is idle (on a GPU, the link to the host during the
 forward pass). The policy admits a slice into a bubble if the slice will probably end before the bubble does.
 
-Four rules decide, each from measurements of the last iterations:
+Two rules decide, each from measurements of the last iterations:
 
 * Length. `WindowHistory` keeps the lengths of the windows at each *site* (a place in the iteration that has a name).
   The remaining time of an open bubble is a quantile of the remaining times of earlier bubbles at the same site. There
   are three quantiles (a tenth, the lower quartile, the median). The policy uses the lowest quantile by which the
   bubbles ahead hold the remaining bytes.
-* Pace. A slice that is copied at full speed takes memory bandwidth from ranks that compute. So a slice moves *gently*
-  (slower) while the bubbles hold three times the rest at full speed. Foreseen windows have no gentle pace.
-* Choice. Each bubble in which slices move may end late by a part of a slice, so few long bubbles are better than many.
-  The policy skips a bubble while longer bubbles will follow that hold a quarter more than the remaining bytes.
 * Free time. Bytes that the bubbles ahead of the fence will not hold move in free time. The fence copies the rest.
-
-For pace and choice, only bubbles of both of the last two iterations count: an iteration may contain an evaluation, and
-some jobs alternate between two kinds of iterations.
 
 On a GPU the host does not see the device wait. There the windows of an iteration are foreseen as a whole
 (`BubblePolicy.foresee`), and a slice must lie within one of them.
@@ -37,6 +30,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
+
+from lakeckpt.wire.documents import as_row
 
 __all__ = [
     "BOLD",
@@ -61,19 +56,11 @@ _RATES = 32
 _RATE_QUANTILE = 0.75
 _GUESS_BYTES_PER_S = 1e9
 """The copy rate before anything was measured: slower than any memory or link that is worth scheduling on."""
-_ROOM = 1.25
-"""A bubble is skipped if the longer bubbles hold the remaining bytes so many times."""
-_SPARE = 3.0
-"""A slice moves gently if the bubbles hold the bytes after it so many times, at full speed."""
-_GENTLE = 2.5
-_GENTLE_AT_MOST = 5.0
-"""The time of a gentle slice, relative to a fast one: before the first measurement, and at most."""
-_FEW = 64
-"""`may_hold` checks whether the open bubble is skipped only if at most so many bubbles follow."""
 _JUST = 0.25
 """A window that closes within this part of a slice's time after the slice may have waited for it."""
 
 
+@as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleWindow:
     """An idle window [begin_s, end_s) at ``site``."""
@@ -179,13 +166,11 @@ class BubblePolicy:
     def __init__(self) -> None:
         self.history = WindowHistory()
         self.rate = SliceRate()
-        self._gentle_rate: SliceRate | None = None  # of slices that were copied gently
         self._open: dict[Kind, tuple[str, float]] = {}
         self._seen: dict[str, int] = {}
         self._passed: dict[str, Kind] = {}  # sites of this iteration, in order
         self._previous: dict[str, Kind] = {}
-        self._before: dict[str, Kind] = {}  # sites of the iteration before the previous one
-        self._ahead: dict[tuple[float, bool], dict[str, float]] = {}  # cached lengths of the bubbles yet to come
+        self._ahead: dict[float, dict[str, float]] = {}  # cached lengths of the bubbles yet to come, by quantile
         self._foreseen: tuple[IdleWindow, ...] = ()
         self._left_bytes = 0
         self._moving_since_s: float | None = None
@@ -195,7 +180,7 @@ class BubblePolicy:
 
     def begin_iteration(self) -> None:
         """End an iteration at its cut, and begin the next one. An open window still belongs to the old iteration."""
-        self._before, self._previous, self._passed = self._previous, self._passed, {}
+        self._previous, self._passed = self._passed, {}
         self._foreseen = ()
         self._ahead.clear()
         self._seen.clear()
@@ -249,15 +234,12 @@ class BubblePolicy:
         """Record that an admitted slice begins to move; `moved` follows."""
         self._moving_since_s = at_s
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, *, gently: bool = False) -> None:
+    def moved(self, size_bytes: int, begin_s: float, end_s: float) -> None:
         """Record that a slice was copied. With no bytes, the admission was used for other work."""
         self._moving_since_s = None
         self._last_slice = (begin_s, end_s)
         if size_bytes:
-            rate = self.rate
-            if gently:
-                rate = self._gentle_rate = self._gentle_rate or SliceRate()
-            rate.record(size_bytes, end_s - begin_s)
+            self.rate.record(size_bytes, end_s - begin_s)
             self.fenced(size_bytes)
 
     def fenced(self, size_bytes: int) -> None:
@@ -266,15 +248,12 @@ class BubblePolicy:
 
     # --- decisions
 
-    def admits_at(self, size_bytes: int, at_s: float, *, gently: bool | None = None) -> float | None:
+    def admits_at(self, size_bytes: int, at_s: float) -> float | None:
         """Return the instant, ``at_s`` or later, from which a slice may move if no window opens or closes before.
 
-        None means that no slice may move before another window opens. ``gently`` is the result of `has_time`, if the
-        caller has it.
+        None means that no slice may move before another window opens.
         """
-        gently = self.has_time(size_bytes, at_s) if gently is None else gently
-        need_s = self._gentle_s(size_bytes) if gently else self.rate.seconds(size_bytes)
-        trust = CAUTIOUS if gently else self._trust(size_bytes, at_s)
+        need_s, trust = self.rate.seconds(size_bytes), self._trust(size_bytes, at_s)
         found = [
             begin_s
             for window in self._foreseen
@@ -282,72 +261,23 @@ class BubblePolicy:
             and (window.kind == "bubble" or trust == BOLD)
         ]
         for kind, (site, begin_s) in self._open.items():
-            if kind == "bubble" and self._is_skipped(site, size_bytes, at_s - begin_s):
-                continue
             if kind == "bubble" or trust == BOLD:
                 ready_s = self.history.ready_s(site, max(0.0, at_s - begin_s), need_s, trust)
                 found.append(max(at_s, begin_s + ready_s))
         return min(found, default=None)
 
-    def has_time(self, size_bytes: int, at_s: float) -> bool:
-        """Return whether to move a slice gently.
-
-        This is so if the bubbles hold three times the remaining bytes at full speed. If the slice fits into the open
-        bubble, the bytes and the time after the slice count; if it does not fit, the open bubble does not count.
-        """
-        if "bubble" not in self._open or self._foreseen:
-            return False
-        gentle_s = self._gentle_s(size_bytes)
-        fast_s = max(self.rate.seconds(size_bytes), gentle_s / _GENTLE)  # fast slices may be long ago
-        now_s = self._remaining_s(at_s, CAUTIOUS)
-        fits = now_s >= gentle_s
-        holds_bytes = self._ahead_bytes(size_bytes, at_s, CAUTIOUS, fast_s, surely=True)
-        holds_bytes += int((now_s - gentle_s) / fast_s) * size_bytes if fits else 0
-        rest_bytes = max(self._left_bytes, size_bytes) - (size_bytes if fits else 0)
-        return holds_bytes >= _SPARE * rest_bytes
-
-    def _gentle_s(self, size_bytes: int) -> float:
-        """Return the seconds that a gentle slice will take."""
-        fast_s = self.rate.seconds(size_bytes)
-        if self._gentle_rate is None:
-            return _GENTLE * fast_s
-        return min(max(fast_s, self._gentle_rate.seconds(size_bytes)), _GENTLE_AT_MOST * fast_s)
-
     def may_hold(self, name: str, size_bytes: int) -> bool:
         """Return whether a slice may fit into the window ``name``. If not, the copier need not be woken for it."""
-        if self.history.longest_s(name) < self.rate.seconds(size_bytes):
-            return False
-        # `admits_at` asks again whether the window is skipped. Here the question is asked only where it costs little.
-        return len(self._sites_ahead(CAUTIOUS, surely=True)) > _FEW or not self._is_skipped(name, size_bytes, 0.0)
-
-    def _is_skipped(self, site: str, slice_bytes: int, elapsed_s: float) -> bool:
-        """Return whether longer bubbles will follow that hold all remaining bytes, and more.
-
-        A bubble without a history, or one that outlasts its history, is never skipped.
-        """
-        need_s = self._gentle_s(slice_bytes)
-        if need_s <= 0 or not elapsed_s <= self.history.longest_s(site) < inf:
-            return False
-        length_s = self.history.expected_s(site)
-        ahead = self._sites_ahead(CAUTIOUS, surely=True).values()
-        slices = sum(int(one / need_s) for one in ahead if one > length_s)
-        return slices * slice_bytes >= _ROOM * max(self._left_bytes, slice_bytes)
+        return self.history.longest_s(name) >= self.rate.seconds(size_bytes)
 
     def capacity_bytes(self, slice_bytes: int, at_s: float, trust: float = USUAL) -> int:
         """Return how many bytes, in whole slices, the open bubble and the following ones hold before the next cut."""
         need_s = self.rate.seconds(slice_bytes)
         if need_s <= 0:
             return self._left_bytes
-        now = int(self._remaining_s(at_s, trust) / need_s) * slice_bytes
-        return now + self._ahead_bytes(slice_bytes, at_s, trust, need_s)
-
-    def _ahead_bytes(self, slice_bytes: int, at_s: float, trust: float, need_s: float, *, surely: bool = False) -> int:
-        """Return how many bytes, in whole slices, the bubbles hold that are not open yet."""
-        slices = sum(int(length_s / need_s) for length_s in self._sites_ahead(trust, surely=surely).values())
-        for one in self._foreseen:
-            if one.kind == "bubble" and one.begin_s > at_s:
-                slices += int((one.end_s - one.begin_s) / need_s)
-        return slices * slice_bytes
+        ahead = [one.end_s - one.begin_s for one in self._foreseen if one.kind == "bubble" and one.begin_s > at_s]
+        ahead += [self._remaining_s(at_s, trust), *self._sites_ahead(trust).values()]
+        return sum(int(length_s / need_s) for length_s in ahead) * slice_bytes
 
     def _remaining_s(self, at_s: float, trust: float) -> float:
         """Return for how much longer the open bubble will be open; 0 if none is open."""
@@ -357,15 +287,14 @@ class BubblePolicy:
             found.append(self.history.remaining_s(site, max(0.0, at_s - begin_s), trust))
         return max(found, default=0.0)
 
-    def _sites_ahead(self, trust: float, *, surely: bool) -> dict[str, float]:
-        """Return site → length for the bubbles that follow in this iteration. ``surely``: only for sites that both of
-        the last two iterations had."""
-        lengths = self._ahead.get((trust, surely))
+    def _sites_ahead(self, trust: float) -> dict[str, float]:
+        """Return site → length for the bubbles that follow in this iteration, if it has those of the last one."""
+        lengths = self._ahead.get(trust)
         if lengths is None:
-            lengths = self._ahead[trust, surely] = {
+            lengths = self._ahead[trust] = {
                 site: self.history.expected_s(site, trust)
                 for site, kind in self._previous.items()
-                if kind == "bubble" and site not in self._passed and (site in self._before or not surely)
+                if kind == "bubble" and site not in self._passed
             }
         return lengths
 

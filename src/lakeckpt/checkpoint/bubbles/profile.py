@@ -10,17 +10,17 @@ half-open. A slice that was copied partly inside windows counts by its share of 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lakeckpt.checkpoint.bubbles.policy import IdleWindow, Kind
-from lakeckpt.checkpoint.format.fields import fields_of, number, taken
 from lakeckpt.checkpoint.report import SaveWarning
-from lakeckpt.errors import StorageError, WireDamaged
+from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.base import Storage
+from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
@@ -40,15 +40,15 @@ __all__ = [
 BUBBLES = "bubbles"
 _KIND = "bubbles"
 _VERSION = (1, 0)
-_FIRST_S = 10.0
 _EVERY_S = 60.0
 
 
+@as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedSlice:
     """A slice of ``size_bytes`` that was copied in [begin_s, end_s); ``urgent`` if the fence waited for it."""
 
-    size_bytes: int
+    size_bytes: Count
     begin_s: float
     end_s: float
     urgent: bool = False
@@ -62,93 +62,42 @@ class MovedSlice:
 class IterationRecord:
     """One rank's iteration: from the cut of step ``step`` to the next cut."""
 
-    step: int
+    step: Count
     begin_s: float
     end_s: float
     windows: tuple[IdleWindow, ...]
     slices: tuple[MovedSlice, ...]
 
     def __post_init__(self) -> None:
-        if self.step < 0 or not self.begin_s <= self.end_s:
+        if not self.begin_s <= self.end_s:
             raise ValueError(f"the iteration after step {self.step} from {self.begin_s} to {self.end_s} s")
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the record as lists and numbers."""
-        return {
-            "step": self.step,
-            "begin_s": self.begin_s,
-            "end_s": self.end_s,
-            "windows": [[one.site, one.kind, one.begin_s, one.end_s] for one in self.windows],
-            "slices": [[one.size_bytes, one.begin_s, one.end_s, one.urgent] for one in self.slices],
-        }
-
-    @classmethod
-    def from_plain(cls, plain: object) -> IterationRecord:
-        """Return the record that `to_plain` returned. Raises `WireDamaged` or `ValueError`, which name the problem."""
-        fields = fields_of(plain, "the record of an iteration")
-        windows = _rows(fields, "windows", str, str, float, float)
-        slices = _rows(fields, "slices", int, float, float, bool)
-        return cls(
-            step=number(fields, "step"),
-            begin_s=taken(fields, "begin_s", float),
-            end_s=taken(fields, "end_s", float),
-            windows=tuple(IdleWindow(site=site, kind=kind, begin_s=at, end_s=end) for site, kind, at, end in windows),
-            slices=tuple(
-                MovedSlice(size_bytes=size, begin_s=at, end_s=end, urgent=urgent) for size, at, end, urgent in slices
-            ),
-        )
-
-
-def _rows(plain: Mapping[str, object], name: str, *kinds: type) -> Iterator[Any]:
-    """Yield the rows of the field ``name``, whose values must be of ``kinds``."""
-    for row in taken(plain, name, list):
-        if not isinstance(row, list) or tuple(map(type, row)) != kinds:
-            raise WireDamaged(f"field {name!r} has a row {row!r:.80}")
-        yield row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BubbleProfile:
     """The last iterations of ``rank`` in ``attempt``, the oldest first."""
 
-    attempt: int
-    rank: int
-    world_size: int
+    attempt: Count
+    rank: Count
+    world_size: Positive
     epoch_s: float
     """Seconds since 1970 when the clock of ``records`` was 0."""
     records: tuple[IterationRecord, ...]
 
     def __post_init__(self) -> None:
-        if self.attempt < 0 or not 0 <= self.rank < self.world_size:
+        if self.rank >= self.world_size:
             raise ValueError(f"a profile of rank {self.rank} of {self.world_size} in attempt {self.attempt}")
 
     def to_bytes(self) -> bytes:
         """Return the document."""
-        plain = {
-            "attempt": self.attempt,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "epoch_s": self.epoch_s,
-            "records": [one.to_plain() for one in self.records],
-        }
-        return dumps(plain, kind=_KIND, version=_VERSION)
+        return dumps(to_plain(self), kind=_KIND, version=_VERSION)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BubbleProfile:
         """Return the profile that `to_bytes` returned. `WireError` if ``data`` is no such document."""
-        plain = fields_of(loads(data, kind=_KIND, supported=_VERSION).value, "a profile of bubbles")
-        try:
-            return cls(
-                attempt=number(plain, "attempt"),
-                rank=number(plain, "rank"),
-                world_size=number(plain, "world_size", least=1),
-                epoch_s=taken(plain, "epoch_s", float),
-                records=tuple(map(IterationRecord.from_plain, taken(plain, "records", list))),
-            )
-        except WireDamaged:
-            raise
-        except ValueError as error:
-            raise WireDamaged(f"a profile of bubbles does not hold: {error}") from error
+        plain = loads(data, kind=_KIND, supported=_VERSION).value
+        profile: BubbleProfile = from_plain(cls, plain, "a profile of bubbles")
+        return profile
 
 
 def profile_path(attempt: int, rank: int) -> str:
@@ -175,16 +124,13 @@ def read_profiles(storage: Storage, attempt: int | None = None) -> list[BubblePr
 
 
 class ProfileKeeper:
-    """A thread that calls ``write`` soon after `begin` and then once a minute, so that a crash leaves a profile.
+    """A thread that calls ``write`` once a minute, so that a crash leaves a profile.
 
     ``who`` names the rank in the warning of `end`: a profile that cannot be written does not end a job.
     """
 
-    def __init__(
-        self, write: Callable[[], None], who: str, *, first_s: float = _FIRST_S, every_s: float = _EVERY_S
-    ) -> None:
-        self._write, self._who = write, who
-        self._first_s, self._every_s = first_s, every_s
+    def __init__(self, write: Callable[[], None], who: str, *, every_s: float = _EVERY_S) -> None:
+        self._write, self._who, self._every_s = write, who, every_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lakeckpt-profile", daemon=True)
 
@@ -199,16 +145,12 @@ class ProfileKeeper:
         try:
             self._write()
         except StorageError as error:
-            warnings.warn(f"where {self._who} was idle could not be written: {error}", SaveWarning, stacklevel=5)
+            warnings.warn(f"the idle windows of {self._who} could not be written: {error}", SaveWarning, stacklevel=5)
 
     def _run(self) -> None:
-        wait_s = self._first_s
-        while not self._over.wait(wait_s):
-            wait_s = self._every_s
-            try:
+        while not self._over.wait(self._every_s):
+            with contextlib.suppress(StorageError):  # `end` warns if the last attempt fails, too
                 self._write()
-            except StorageError:
-                continue  # `end` warns if the last attempt fails, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

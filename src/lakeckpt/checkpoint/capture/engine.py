@@ -29,14 +29,13 @@ from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph
-from lakeckpt.checkpoint.capture.filler import Filler
 from lakeckpt.checkpoint.capture.gate import Gate, OpenGate
-from lakeckpt.checkpoint.capture.job import Copier, Facts, Job
+from lakeckpt.checkpoint.capture.job import Copier, Job
 from lakeckpt.checkpoint.capture.links import Link, open_link
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
 from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
-from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
+from lakeckpt.checkpoint.capture.slice_copier import Checksums, SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
 from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.errors import ConfigError, LakeckptError, SaveFailed
@@ -45,6 +44,9 @@ __all__ = ["CaptureEngine"]
 
 _REMEMBERED = 1000
 """The reason why a capture was dropped is kept for so many steps."""
+_MANY_BYTES = 256 * 2**20
+"""The agent takes the checksums from so many bytes of devices on. The copier takes those of fewer bytes in no time."""
+_AGENT_LOST = "{}: the copier takes the checksums until there is another agent, which costs the training thread time"
 
 
 class CaptureEngine:
@@ -58,13 +60,11 @@ class CaptureEngine:
             discarded.
         gate: admits slices.
         slice_bytes: the size of slices; default: a size that fits the size of the state.
-        checksummer: returns who takes the checksums of many bytes from a device; None: threads of the copier.
+        checksummer: returns who takes the checksums where many bytes come from a device; None: the copier.
 
     One thread calls `cut`, `wait` and `close`. Any thread that is about to change the state calls `fence`.
     """
 
-    scratch_bytes = 256 * 2**20
-    """Limit on the device memory for slices that were not copied off the device before the fence."""
     open_link: Callable[[torch.device], Link | None] = staticmethod(open_link)
 
     def __init__(
@@ -87,11 +87,13 @@ class CaptureEngine:
             step=step,
             generations=generations,
             joins=slice_bytes is None and not self._gate.paces,
-            checksummer=checksummer,
         )
         self._planner = Planner(dict(objects), slice_bytes=slice_bytes)
         self._step_fence = StepFence(self.fence, lambda: self._planner.late)
         self._linked: CapturePlan | None = None  # the plan whose devices have links
+        self._linked_bytes = 0
+        self._checksummer = checksummer
+        self._lost: Checksummer | None = None  # does not answer any more
         self._documents_bytes = 0
         self._samples: Samples | None = None
         self._current: Job | None = None  # the newest capture, as long as it is under way
@@ -100,7 +102,7 @@ class CaptureEngine:
         self.completed: int | None = None
         """The step of the newest generation that became complete here; None before the first."""
         self._failures: deque[tuple[int | None, BaseException]] = deque()  # (step of the cut, error), not raised yet
-        self._given_up: dict[int, BaseException | None] = {}  # cuts whose capture was dropped, and what failed
+        self._dropped: dict[int, BaseException | None] = {}  # cuts whose capture was dropped, and what failed
         self._warning: str | None = None
         self._changed = threading.Condition()
         self._copier = Copier()
@@ -116,7 +118,6 @@ class CaptureEngine:
         attempt: str,
         cut: bytes,
         readers: Mapping[str, bytes] | None = None,
-        extra: Mapping[str, bytes] | None = None,
         common: int | None = None,
         must: bool = False,
     ) -> bool:
@@ -146,15 +147,25 @@ class CaptureEngine:
         if filling is None:
             return False
         try:
-            facts = Facts(step=step, attempt=attempt, cut=cut, readers=readers or {}, extra=extra or {})
-            job = self._taken(facts, plan, filling)
+            job = Job(
+                step=step,
+                attempt=attempt,
+                cut=cut,
+                readers=readers or {},
+                plan=plan,
+                filling=filling,
+                trees=self._planner.trees(),
+                samples=self._samples_of(plan),
+                sample=self._samples_of(plan).take(),
+                slices=self._slices_of(plan, filling),
+            )
             self._gate.start(plan.late_bytes)
             self._copier.start()
         except BaseException:
             filling.abandon()
             raise
-        for over in [one for one in list(self._given_up) if one == step or one <= step - _REMEMBERED]:
-            self._given_up.pop(over, None)
+        for over in [one for one in list(self._dropped) if one == step or one <= step - _REMEMBERED]:
+            self._dropped.pop(over, None)
         with self._changed:
             self._current = job
             self._under_way += 1
@@ -162,7 +173,7 @@ class CaptureEngine:
         return True
 
     def fence(self) -> None:
-        """Return when the state may change. Slices that were not copied yet are copied now, or kept on the device.
+        """Return when the state may change. Slices that were not copied yet are copied now, or queued on the device.
 
         The hook of optimizers calls it before each step. Code that changes the state elsewhere between a cut and the
         next optimizer step (weights swapped for an evaluation, ``load_state_dict``) must call it first.
@@ -178,22 +189,22 @@ class CaptureEngine:
         return self.completed
 
     def finish(self) -> None:
-        """Return when no capture is under way. Raises no error of a capture: `wait` and `given_up` report those."""
+        """Return when no capture is under way. Raises no error of a capture: `wait` and `dropped` report those."""
         if os.getpid() == self._process:
             self.fence()
             self._idle()
 
-    def given_up(self, step: int) -> tuple[bool, LakeckptError | None]:
+    def dropped(self, step: int) -> tuple[bool, LakeckptError | None]:
         """Return whether the capture of ``step`` was dropped, and the error, if there was one. The error is returned
         once, and `cut` and `wait` do not raise it any more."""
-        if step not in self._given_up:
+        if step not in self._dropped:
             return False, None
-        failure = self._given_up.pop(step)
+        failure = self._dropped.pop(step)
         if failure is None:
             return True, None
         with suppress(ValueError):
             self._failures.remove((step, failure))
-        return True, _told(step, failure)
+        return True, _error_of(step, failure)
 
     def close(self, *, remove: bool = False) -> None:
         """Finish the capture under way and release everything. ``remove``: also remove the arena: the run is over."""
@@ -214,6 +225,7 @@ class CaptureEngine:
             for device in {one.device for one in (*plan.early.values(), *plan.late.values())} - self._links.keys():
                 if (link := self.open_link(device)) is not None:
                     self._links[device] = link
+            self._linked_bytes = sum(one.nbytes for one in plan.late.values() if one.device in self._links)
             self._linked = plan
         return plan
 
@@ -235,36 +247,24 @@ class CaptureEngine:
         every other cut. A gate that paces knows only one capture."""
         return 2 if self._links and not self._gate.paces else 1
 
-    def _taken(self, facts: Facts, plan: CapturePlan, filling: Filling) -> Job:
-        """Copy the early tensors and the sample at once, and return the job for the rest."""
-        early, late = self._store.moves(plan, filling.number)
+    def _samples_of(self, plan: CapturePlan) -> Samples:
         if self._samples is None or not self._samples.are_of(plan):
             self._samples = Samples(plan, self._links)
-        sample = self._samples.take()
+        return self._samples
+
+    def _slices_of(self, plan: CapturePlan, filling: Filling) -> SliceCopier:
+        """Copy the early tensors at once, and return the copies of the late tensors."""
+        early, late = self._store.moves(plan, filling.number)
         issued = self._issued_early(early)
         for link in self._links.values():
             link.order()
-        slices = SliceCopier(
-            self._filler_of(filling),
+        return SliceCopier(
+            self._checksums_of(filling),
             late,
             self._gate,
             live=list(plan.late.values()),
             early=issued,
-            gently=filling.bring,
-            scratch_bytes=0 if self._under_way else self.scratch_bytes,  # all of it may be in use
         )
-        return Job(
-            facts=facts,
-            plan=plan,
-            filling=filling,
-            trees=self._planner.trees(),
-            slices=slices,
-            samples=self._samples,
-            sample=sample,
-        )
-
-    def _filler_of(self, filling: Filling) -> Filler:
-        return Filler(filling, copier=self._copier, checksummer=self._store.checksummer, lost=self._lose_checksummer)
 
     def _issued_early(self, early: Moves) -> list[Issued]:
         """Copy the early tensors, which may change as soon as training goes on."""
@@ -285,9 +285,9 @@ class CaptureEngine:
             warnings.warn(warning, CaptureWarning, stacklevel=4)
         if not self._failures:
             return
-        first = _told(*self._failures.popleft())
+        first = _error_of(*self._failures.popleft())
         while self._failures:
-            first.add_note(f"and then: {_told(*self._failures.popleft())}")
+            first.add_note(f"and then: {_error_of(*self._failures.popleft())}")
         raise first
 
     # --- the copier
@@ -309,8 +309,8 @@ class CaptureEngine:
         def make() -> None:
             try:
                 size_bytes = sum(len(document()) for document in trees.values()) + len(plan.table.document)
-                self._store.make(plan, max(size_bytes, self._documents_bytes), links)
-                self._warning = self._store.warning() or self._warning
+                warning = self._store.make(plan, max(size_bytes, self._documents_bytes), links)
+                self._warning = warning or self._warning
             except BaseException as error:
                 self._failures.append((None, error))
             with self._changed:
@@ -319,9 +319,18 @@ class CaptureEngine:
 
         self._copier.do(make)
 
-    def _lose_checksummer(self, lost: Checksummer, why: str) -> None:
-        self._store.lose_checksummer(lost, why)
-        self._warning = self._store.warning() or self._warning
+    def _checksums_of(self, filling: Filling) -> Checksums:
+        agent = self._checksummer() if self._linked_bytes >= _MANY_BYTES else None
+        if agent is None or agent is self._lost:
+            return Checksums(filling, None, lambda why: None)
+        assert self._store.arena is not None
+        agent.use(self._store.arena.name, leaf_bytes=self._store.arena.layout.leaf_bytes)
+
+        def lost(why: str) -> None:
+            if self._lost is not agent:  # of two captures the first one reports it
+                self._lost, self._warning = agent, _AGENT_LOST.format(why)
+
+        return Checksums(filling, agent, lost)
 
     def _run(self, job: Job) -> None:
         """Complete a cut. Errors are raised later by `_settle`: the copier goes on with the next job."""
@@ -335,11 +344,11 @@ class CaptureEngine:
                 job.drop()
             except BaseException as error:
                 failure = failure or error
-            self._given_up[job.facts.step] = failure
+            self._dropped[job.step] = failure
         if failure is not None:
-            self._failures.append((job.facts.step, failure))
+            self._failures.append((job.step, failure))
         with self._changed:
-            self.completed = job.facts.step if complete else self.completed
+            self.completed = job.step if complete else self.completed
             self._under_way -= 1
             if self._current is job:
                 self._current = None
@@ -353,15 +362,14 @@ class CaptureEngine:
             self._documents_bytes = len(documents)  # the next cut finds that the arena does not fit
             return False
         job.complete(documents)
-        self._store.completed()
         return True
 
 
-def _told(step: int | None, failure: BaseException) -> LakeckptError:
-    """The error that the training thread raises for what failed in the copier."""
+def _error_of(step: int | None, failure: BaseException) -> LakeckptError:
+    """Return the error that the training thread raises for what failed in the copier."""
     if isinstance(failure, LakeckptError):
         return failure
     what = "memory for captures could not be made" if step is None else f"the capture of step {step} failed"
-    told = SaveFailed(f"{what}: {failure!r}")
-    told.__cause__ = failure
-    return told
+    error = SaveFailed(f"{what}: {failure!r}")
+    error.__cause__ = failure
+    return error

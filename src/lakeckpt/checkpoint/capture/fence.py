@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lakeckpt.checkpoint.capture.identity import address_of
+from lakeckpt.checkpoint.capture.state_watch import address_of
 from lakeckpt.errors import UnannouncedChange
 
 __all__ = ["StepFence", "captures_a_graph", "versions_of"]

@@ -30,16 +30,15 @@ class Gate(Protocol):
         """Begin a capture, which moves ``size_bytes`` before its fence."""
         ...
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
         """Wait until a slice of ``size_bytes`` may move, or until ``urgent`` is set because the state will change.
 
-        Returns whether there is time to copy the slice gently: more slowly than possible, to leave memory bandwidth to
-        other ranks. Must return soon after ``urgent`` is set, and must not raise.
+        Must return soon after ``urgent`` is set, and must not raise.
         """
         ...
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool) -> None:
-        """Record that the slice admitted last was copied between two times of ``time.perf_counter``, ``gently`` or not.
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+        """Record that the slice admitted last was copied between two times of ``time.perf_counter``.
 
         With no bytes, it was not copied: other work took the time, or the fence took the slice.
         """
@@ -64,11 +63,10 @@ class OpenGate:
     def start(self, size_bytes: int, /) -> None:
         """Do nothing."""
 
-    def admit(self, size_bytes: int, urgent: threading.Event, /) -> bool:
-        """Return at once: the slice is copied at full speed."""
-        return False
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
+        """Return at once."""
 
-    def moved(self, size_bytes: int, begin_s: float, end_s: float, /, *, gently: bool) -> None:
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """Do nothing."""
 
     def hurry(self) -> None:

@@ -1,8 +1,7 @@
-"""This module holds the captures that are under way, and the threads of the copier that complete them.
+"""This module holds the captures that are under way, and the thread of the copier that completes them.
 
-A `Job` holds all that the capture of one cut needs. A `Copier` is a thread that does jobs one after the other, with a
-few helpers. The first job starts the thread, and the first call of `beside` starts the helpers; `stop` ends and joins
-all of them. The training thread waits for a job only where it asks to.
+A `Job` holds all that the capture of one cut needs. A `Copier` is a thread that does jobs one after the other. The
+first job starts the thread; `stop` ends and joins it. The training thread waits for a job only where it asks to.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.arena.contents import Documents
@@ -20,28 +18,18 @@ from lakeckpt.checkpoint.capture.samples import Sample, Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.errors import SaveFailed, UnannouncedChange
 
-__all__ = ["Copier", "Facts", "Job"]
-
-_HELPERS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """The values that the caller of a cut gives for it."""
-
-    step: int
-    attempt: str
-    cut: bytes
-    """Its digest (16 bytes), the same on every rank."""
-    readers: Mapping[str, bytes]
-    extra: Mapping[str, bytes]
+__all__ = ["Copier", "Job"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
     """A capture on its way through the copier."""
 
-    facts: Facts
+    step: int
+    attempt: str
+    cut: bytes
+    """The digest of the cut (16 bytes), the same on every rank."""
+    readers: Mapping[str, bytes]
     plan: CapturePlan
     filling: Filling
     slices: SliceCopier
@@ -53,54 +41,43 @@ class Job:
     def copy(self) -> bytes:
         """Copy the rest of the cut, and return the document of the generation. Raises `UnannouncedChange`, which names
         a tensor that changed meanwhile, and `SaveFailed` where an exception interrupted a copy."""
-        made: list[bytes] = []
-        if not self.slices.run(lambda: made.append(self._documents())):
+        if not self.slices.run():
             keys = list(self.plan.late)
             self._refuse([keys[number] for number in sorted(self.slices.changed)])
         self._refuse(sorted(self.samples.changed(self.sample, self.filling.data)))
-        (documents,) = made
-        return documents
+        trees = {name: document() for name, document in self.trees.items()}
+        return Documents(trees=trees, table=self.plan.table, readers=self.readers).to_bytes()
 
     def _refuse(self, changed: list[str]) -> None:
         if changed:
             others = f" and {len(changed) - 1} more tensors" if len(changed) > 1 else ""
             raise UnannouncedChange(
-                f"{changed[0]!r}{others} changed after the cut of step {self.facts.step} and before an optimizer step "
+                f"{changed[0]!r}{others} changed after the cut of step {self.step} and before an optimizer step "
                 "announced it: the capture was dropped. Change the state in optimizer.step() or before manager.step(); "
                 "call manager.fence() before you change it anywhere else (weights swapped for an evaluation, a step "
                 "that is replayed from a CUDA graph)"
             )
         if self.slices.was_interrupted:
-            raise SaveFailed(f"the capture of step {self.facts.step} was interrupted in the midst of a copy")
-
-    def _documents(self) -> bytes:
-        return Documents(
-            trees={name: document() for name, document in self.trees.items()},
-            table=self.plan.table,
-            readers=self.facts.readers,
-            extra=self.facts.extra,
-        ).to_bytes()
+            raise SaveFailed(f"the capture of step {self.step} was interrupted in the midst of a copy")
 
     def complete(self, documents: bytes) -> None:
         """Complete the generation."""
-        facts = self.facts
-        self.filling.complete(step=facts.step, attempt=facts.attempt, cut=facts.cut, documents=documents)
+        self.filling.complete(step=self.step, attempt=self.attempt, cut=self.cut, documents=documents)
 
     def drop(self) -> None:
         """Abort the capture and release its generation. No thread reads or writes for the capture afterwards."""
         try:
-            self.slices.give_up()
+            self.slices.abort()
         finally:
             self.filling.abandon()
 
 
 class Copier:
-    """The copier of an engine. Jobs call `beside`; one thread calls all other methods. Jobs must not raise."""
+    """The copier of an engine. One thread calls all methods. Jobs must not raise."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._helpers: ThreadPoolExecutor | None = None
 
     def start(self) -> None:
         """Start the thread if there is none. `SaveFailed` if the system allows no more threads."""
@@ -120,21 +97,12 @@ class Copier:
         self.start()
         self._work.put(job)
 
-    def beside(self, call: Callable[[], None]) -> Future[None]:
-        """Let a helper run ``call``. The future raises the exception of the call."""
-        if self._helpers is None:
-            self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="lakeckpt-copier-helper")
-        return self._helpers.submit(call)
-
     def stop(self) -> None:
-        """Return when all jobs are done, and the threads have ended."""
+        """Return when all jobs are done, and the thread has ended."""
         if self._thread is not None:
             self._work.put(None)
             self._thread.join()
             self._thread = None
-        if self._helpers is not None:
-            self._helpers.shutdown()
-            self._helpers = None
 
     def _run(self) -> None:
         while (job := self._work.get()) is not None:

@@ -1,10 +1,9 @@
 """This module prepares the copies of each slice once: views of source and target, sorted by how they are copied.
 
-In host memory, numpy copies large pieces (or `Filling.bring` copies them slowly, to leave memory bandwidth to other
-ranks), and one call of torch copies all small pieces. Both release the interpreter's lock, and start no threads that
-would take cores from training. A tensor that is not a contiguous run of bytes is copied as a whole, with the first of
-its slices. Pieces on a device are copied by its `Link`. The caller decides when to copy, and keeps the memory unchanged
-meanwhile. The module starts no threads.
+In host memory, numpy copies large pieces, and one call of torch copies all small pieces. Both release the interpreter's
+lock, and start no threads that would take cores from training. A tensor that is not a contiguous run of bytes is copied
+as a whole, with the first of its slices. Pieces on a device are copied by its `Link`. The caller decides when to copy,
+and keeps the memory unchanged meanwhile. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from lakeckpt.checkpoint.arena.filling import Run
 from lakeckpt.checkpoint.arena.slices import Piece
 from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket
 from lakeckpt.checkpoint.capture.plan import CapturePlan
@@ -26,6 +25,7 @@ __all__ = ["Issued", "Links", "Moves", "early_moves", "flat_bytes", "joined", "l
 Links = Mapping[torch.device, Link]
 """device → its link; devices without a link are not among them."""
 _LARGE_BYTES = 64 * 2**10
+_Bytes = npt.NDArray[np.uint8]
 
 
 def link_of(tensor: torch.Tensor, links: Links) -> Link | None:
@@ -49,11 +49,11 @@ class Moves:
     size_bytes: int = 0
     touches: list[int] = field(default_factory=list)
     """The slices that the copies write to."""
-    runs: list[Run] = field(default_factory=list)
-    """The large pieces in host memory."""
+    _large: list[tuple[_Bytes, _Bytes]] = field(default_factory=list)
+    """(to, from)."""
     _small_to: list[torch.Tensor] = field(default_factory=list)
     _small_from: list[torch.Tensor] = field(default_factory=list)
-    _linked: dict[int, tuple[Link, Batch]] = field(default_factory=dict)
+    _linked: dict[Link, Batch] = field(default_factory=dict)
 
     @property
     def is_linked(self) -> bool:
@@ -65,48 +65,43 @@ class Moves:
         return (
             self.is_linked
             and self._linked.keys() == other._linked.keys()
-            and not (self.runs or other.runs or self._small_to or other._small_to)
+            and not (self._large or other._large or self._small_to or other._small_to)
             and self.size_bytes + other.size_bytes <= most_bytes
         )
 
-    def add(
-        self, to: torch.Tensor, source: torch.Tensor, link: Link | None, *, at: int = 0, is_early: bool = False
-    ) -> None:
-        """Add a copy of equal shapes and dtypes. ``at``: where ``to`` begins in the data of its generation.
+    def add(self, to: torch.Tensor, source: torch.Tensor, link: Link | None, *, is_early: bool = False) -> None:
+        """Add a copy of equal shapes and dtypes.
 
         ``is_early``: the copy is made only at the cut, and ``source`` may be resized at any other time. torch refuses
         to resize tensors that are read beside training.
         """
         self.size_bytes += to.nbytes
         if link is not None:
-            self._linked.setdefault(id(link), (link, Batch([])))[1].pairs.append((to, source))
+            self._linked.setdefault(link, Batch([])).pairs.append((to, source))
         elif _is_run(to) and _is_run(source) and to.nbytes >= _LARGE_BYTES:
-            self.runs.append(Run(at=at, to=to.numpy(), source=lent(source) if is_early else source.numpy()))
+            self._large.append((to.numpy(), lent(source) if is_early else source.numpy()))
         else:
             self._small_to.append(to)
             self._small_from.append(source)
 
-    def make(self, *, runs: bool = True) -> list[Issued]:
-        """Make the copies in host memory and queue the others. ``runs``: also copy the runs."""
-        issued = [Issued(link=link, ticket=link.copy(batch), batch=batch) for link, batch in self._linked.values()]
+    def make(self) -> list[Issued]:
+        """Make the copies in host memory and queue the others."""
+        issued = [Issued(link=link, ticket=link.copy(batch), batch=batch) for link, batch in self._linked.items()]
         if self._small_to:
             with torch.no_grad():
                 torch._foreach_copy_(self._small_to, self._small_from)
-        for run in self.runs if runs else ():
-            np.copyto(run.to, run.source)
+        for large, source in self._large:
+            np.copyto(large, source)
         return issued
 
     def kept(self) -> Moves:
         """Copy now on the devices, and return moves from these copies. Host memory is copied at once."""
         found = Moves(size_bytes=self.size_bytes)
-        for link, batch in self._linked.values():
+        for link, batch in self._linked.items():
             copies = link.kept([source for _, source in batch.pairs])
             link.order()  # moves from the copies come after the copies
-            found._linked[id(link)] = (
-                link,
-                Batch([(to, copy) for (to, _), copy in zip(batch.pairs, copies, strict=True)]),
-            )
-        Moves(runs=self.runs, _small_to=self._small_to, _small_from=self._small_from).make()
+            found._linked[link] = Batch([(to, copy) for (to, _), copy in zip(batch.pairs, copies, strict=True)])
+        Moves(_large=self._large, _small_to=self._small_to, _small_from=self._small_from).make()
         return found
 
 
@@ -122,10 +117,7 @@ def joined(moves: Sequence[Moves], *, most_bytes: int) -> list[Moves]:
             one = Moves(
                 size_bytes=last.size_bytes + one.size_bytes,
                 touches=list(dict.fromkeys([*last.touches, *one.touches])),
-                _linked={
-                    key: (link, Batch([*batch.pairs, *one._linked[key][1].pairs]))
-                    for key, (link, batch) in last._linked.items()
-                },
+                _linked={link: Batch([*batch.pairs, *one._linked[link].pairs]) for link, batch in last._linked.items()},
             )
         found.append(one)
     return found
@@ -163,7 +155,7 @@ def _add(
     flat = flats[piece.key]
     if flat is not None:
         size_bytes = piece.stop - piece.start
-        moves.add(memory[piece.at : piece.at + size_bytes], flat[piece.start : piece.stop], link, at=piece.at)
+        moves.add(memory[piece.at : piece.at + size_bytes], flat[piece.start : piece.stop], link)
     elif not piece.start:
         to = _whole(memory, piece.at, tensor)
         moves.add(to, tensor.detach(), link)

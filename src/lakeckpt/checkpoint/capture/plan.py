@@ -25,7 +25,7 @@ import torch
 
 from lakeckpt.checkpoint.arena.contents import TensorPlace, TensorTable
 from lakeckpt.checkpoint.arena.slices import SlicePlan, aligned, fitting_slice_bytes, plan_slices
-from lakeckpt.checkpoint.capture.sources import Renewed, Source, sources_of
+from lakeckpt.checkpoint.capture.sources import Renewed, Sources
 from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.checkpoint.state.tensors import spec_of
 
@@ -60,7 +60,7 @@ class Planner:
 
     def __init__(self, objects: Mapping[str, Any], *, slice_bytes: int | None) -> None:
         self._objects, self._slice_bytes = objects, slice_bytes
-        self._sources: list[Source] | None = None
+        self._sources: Sources | None = None
         self._plan: CapturePlan | None = None
         self._warned = False
 
@@ -71,19 +71,19 @@ class Planner:
 
     def renewed(self) -> CapturePlan:
         """Return the plan for the state as it is now: the plan before, if it still fits."""
-        before, renewed = self._plan, Renewed.LATE
-        self._plan = None  # after an error here, the next call makes a new plan and misses no change
-        if self._sources is None:
-            self._sources = sources_of(self._objects)
+        before, sources, renewed = self._plan, self._sources, Renewed.LATE
+        self._plan = self._sources = None  # after an error here, the next call takes everything apart again
+        if sources is None:
+            sources = Sources(self._objects)
         else:
-            renewed = max([one.renew() for one in self._sources])
+            renewed = sources.renew()
+        self._sources = sources
         if before is not None and renewed is Renewed.NOTHING:
             self._plan = before
             return before
-        early = {key: tensor for one in self._sources for key, tensor in one.early.items()}
         # The same mapping object means that the copies of late tensors need not be prepared again.
-        late = before.late if before is not None and renewed is Renewed.EARLY else _together(self._sources)
-        self._plan = plan_capture(early, late, before=before, slice_bytes=self._slice_bytes)
+        late = before.late if before is not None and renewed is Renewed.EARLY else _together(sources.late)
+        self._plan = plan_capture(sources.early, late, before=before, slice_bytes=self._slice_bytes)
         self._warn_of_early(self._plan)
         return self._plan
 
@@ -107,12 +107,11 @@ class Planner:
         """Return for each object a function that makes the document of its present tree. Any thread may call the
         functions, at any later time."""
         assert self._sources is not None
-        return {one.name: one.document() for one in self._sources}
+        return self._sources.documents()
 
 
-def _together(sources: list[Source]) -> dict[str, torch.Tensor]:
+def _together(late: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the late tensors, sorted by device, small ones first: tensors that are gathered must be adjacent."""
-    late = {key: tensor for one in sources for key, tensor in one.late.items()}
     return dict(sorted(late.items(), key=lambda one: (str(one[1].device), one[1].nbytes > _SMALL_BYTES)))
 
 

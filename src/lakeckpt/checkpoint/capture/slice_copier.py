@@ -2,88 +2,114 @@
 
 The copier claims a slice when its gate admits the slice. When the state is about to change, the training thread calls
 `fence`. It claims all remaining slices, and returns when no live tensor will be read any more. It copies slices in host
-memory itself, beside the copier. It first copies slices of a device on the device, up to ``scratch_bytes``; they leave
-the device later. It queues the copies of all other slices, for which the device waits, not the host.
+memory itself, beside the copier. It queues the copies of slices of a device: the device waits for them, not the host.
 
 A copy counts only if no tensor changed in place meanwhile, as torch counts changes. The counts are compared when the
 last live slice has been read, or at the fence. A capture is dropped, never completed, if a tensor changed, or if an
-exception interrupted a thread inside a slice. The module starts no threads.
+exception interrupted a thread inside a slice.
+
+The copier takes the checksum of each slice itself. Where many bytes come from a device, the agent takes the checksums
+(`lakeckpt.checkpoint.arena.checksummer`): a checksum takes the interpreter's lock a thousand times for each gigabyte,
+and the training thread may wait for the lock each time. If the agent ends, the copier takes the rest. The module
+starts no threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
-from lakeckpt.checkpoint.arena.filling import Run
+from lakeckpt.checkpoint.arena.checksummer import Checksummer
+from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.capture.fence import versions_of
 from lakeckpt.checkpoint.capture.gate import Gate
 from lakeckpt.checkpoint.capture.moves import Issued, Moves, wait_all
+from lakeckpt.errors import ArenaError
 
-__all__ = ["Fills", "SliceCopier"]
+__all__ = ["Checksums", "SliceCopier"]
 
 
-class Fills(Protocol):
-    """Takes the checksums of slices whose bytes have arrived. The copier calls it."""
+class Checksums:
+    """The checksums of one capture. Only the copier calls it.
 
-    def fill(self, number: int, /) -> None:
-        """Fill a slice whose last bytes came from host memory."""
-        ...
+    ``agent`` takes the checksums of bytes from a device; None: the copier does. ``lost`` is called with the reason
+    when the agent does not answer any more.
+    """
 
-    def fill_beside(self, numbers: Sequence[int], /) -> None:
-        """Let others fill slices whose last bytes came from a device, which is faster than one thread's checksums."""
-        ...
+    def __init__(self, filling: Filling, agent: Checksummer | None, lost: Callable[[str], None]) -> None:
+        self._filling, self._agent, self._lost = filling, agent, lost
+        self._asked: deque[int] = deque()
+
+    def take(self, numbers: Sequence[int], *, from_device: bool) -> None:
+        """Take the checksums of slices that will not change any more. `wait` returns when all of them are there."""
+        if self._agent is None or not from_device:
+            for number in numbers:
+                self._filling.filled(number)
+            return
+        self._asked += numbers
+        with self._or_here():
+            self._agent.ask([self._filling.bounds(number) for number in numbers])
 
     def wait(self) -> None:
-        """Return when all slices are filled."""
-        ...
+        """Return when all checksums are there."""
+        with self._or_here():
+            while self._asked and self._agent is not None:
+                self._filling.summed(self._asked[0], self._agent.take())
+                self._asked.popleft()
 
-    def give_up(self) -> None:
-        """Abort. Return when no thread or process fills slices any more."""
-        ...
+    def abort(self) -> None:
+        """Return when the agent does not read the slices any more. Its answers for the next capture follow these."""
+        with self._or_here():
+            while self._asked and self._agent is not None:
+                self._agent.take()
+                self._asked.popleft()
+
+    @contextlib.contextmanager
+    def _or_here(self) -> Iterator[None]:
+        """If the agent ends inside the block, take the checksums that it was asked for on this thread."""
+        try:
+            yield
+        except ArenaError as error:
+            self._agent = None
+            self._lost(str(error))
+            while self._asked:
+                self._filling.filled(self._asked.popleft())
 
 
 class SliceCopier:
     """The copies of one cut. ``slices[n]`` are the copies of slice n that are still to be made, from ``live``.
 
-    ``fills`` takes the checksums. ``early`` are copies that were queued already. ``gently(n, runs)`` copies the runs of
-    slice n slowly, after all else in it, where the gate says that there is time. The training thread calls `fence`, the
-    copier calls `run` and `give_up`.
+    ``early`` are copies that were queued already. The training thread calls `fence`, the copier calls `run` and
+    `abort`.
     """
 
     def __init__(
         self,
-        fills: Fills,
+        checksums: Checksums,
         slices: Sequence[Moves],
         gate: Gate,
         *,
         live: Sequence[torch.Tensor],
         early: Sequence[Issued] = (),
-        gently: Callable[[int, Sequence[Run]], None] | None = None,
-        scratch_bytes: int = 0,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.changed: frozenset[int] = frozenset()
         """Which of ``live`` changed between the cut and the fence, as far as torch counts changes."""
         self.was_interrupted = False
         """Whether an exception left a thread in the midst of a slice."""
-        self._fills, self._slices, self._early, self._gate = fills, slices, early, gate
+        self._checksums, self._slices, self._early, self._gate = checksums, slices, early, gate
         self._live, self._versions = live, versions_of(live)
-        self._gently = gently
-        self._scratch_bytes, self._clock = scratch_bytes, clock
         self._urgent = threading.Event()
         self._changed = threading.Condition()
         self._open = deque(number for number, moves in enumerate(slices) if moves.size_bytes)
         self._copied = deque(number for number, moves in enumerate(slices) if not moves.size_bytes)
         self._pending = Counter(touched for moves in slices for touched in moves.touches)
-        self._kept: deque[tuple[int, Moves]] = deque()  # to be moved from scratch
         self._claimed: dict[int, int] = {}  # slice → the thread that copies it, and has not issued it yet
         self._issued: dict[int, list[Issued]] = {}  # slice → its queued copies that are not known to be done
         self._sealed = False
@@ -96,19 +122,11 @@ class SliceCopier:
             return
         self._urgent.set()
         self._gate.hurry()
-        scratch_bytes = self._scratch_bytes
         with self._claims():
             while (number := self._claim()) is not None:
-                moves, begin_s = self._slices[number], self._clock()
-                if (kept := self._kept_of(moves, scratch_bytes)) is not None:
-                    scratch_bytes -= moves.size_bytes
-                    with self._changed:
-                        self._kept.append((number, kept))
-                        del self._claimed[number]
-                else:
-                    scratch_bytes = 0
-                    self._now_issued(number, moves.make())
-                self._gate.fenced(moves.size_bytes, begin_s, self._clock())
+                moves, begin_s = self._slices[number], time.perf_counter()
+                self._now_issued(number, moves.make())
+                self._gate.fenced(moves.size_bytes, begin_s, time.perf_counter())
         with self._changed:
             while self._claimed:
                 self._changed.wait()
@@ -117,16 +135,6 @@ class SliceCopier:
                     one.link.hold(one.ticket)
             self._seal()
             self._changed.notify_all()
-
-    @staticmethod
-    def _kept_of(moves: Moves, scratch_bytes: int) -> Moves | None:
-        """Copy the tensors of ``moves`` on their device. None if they are in host memory or exceed the scratch."""
-        if not moves.is_linked or moves.size_bytes > scratch_bytes:
-            return None
-        try:
-            return moves.kept()
-        except torch.OutOfMemoryError:  # training needs the memory; copies straight to the host need none
-            return None
 
     def _seal(self) -> None:
         if not self._sealed:
@@ -171,68 +179,41 @@ class SliceCopier:
 
     # --- the copier
 
-    def run(self, first: Callable[[], None] | None = None) -> bool:
-        """Copy and fill all remaining slices. Returns False if the state changed: the caller then drops the capture.
-
-        ``first`` is other work that takes time. It is done once, when the gate admits the first slice; the gate is then
-        asked again. If the fence comes before, ``first`` is done after all slices were copied.
-        """
+    def run(self) -> bool:
+        """Copy all remaining slices, and take their checksums. Returns False if the state changed: drop the capture."""
         wait_all(self._early)
         self._early = ()
         with self._claims():
             while (size_bytes := self._next_bytes()) is not None:
-                gently = self._gate.admit(size_bytes, self._urgent)
-                begin = self._clock()
-                if first is not None and not self._urgent.is_set():
-                    first()
-                    first = None
-                    self._gate.moved(0, begin, self._clock(), gently=False)
-                    continue
+                self._gate.admit(size_bytes, self._urgent)
+                begin = time.perf_counter()
                 number = self._claim()
                 if number is None:
-                    self._gate.moved(0, begin, begin, gently=False)
+                    self._gate.moved(0, begin, begin)
                     break  # the fence has taken it
-                gently = gently and self._may_be_gentle(number)
-                issued = self._made(number, gently=gently)
+                issued = self._slices[number].make()
                 self._now_issued(number, issued)
                 # The processor takes the checksum and makes copies in host memory: such a slice ends with both. Slices
                 # of a link get their checksums while the next slice is on its way.
-                self._fill_copied()
+                self._sum_copied()
                 wait_all(issued)
-                self._gate.moved(self._slices[number].size_bytes, begin, self._clock(), gently=gently)
+                self._gate.moved(self._slices[number].size_bytes, begin, time.perf_counter())
                 self._came(number)
                 os.sched_yield()  # the thread that ends this bubble may wait for this core
-        if first is not None:
-            first()
         return self._finish()
 
-    def _may_be_gentle(self, number: int) -> bool:
-        """Return whether all bytes of a slice come in this copy: a gentle copy takes the checksum at once."""
-        moves = self._slices[number]  # its own slice comes first in what it touches
-        return self._gently is not None and not moves.is_linked and self._pending[moves.touches[0]] == 1
-
-    def _made(self, number: int, *, gently: bool) -> list[Issued]:
-        """Make the copies of a slice."""
-        moves = self._slices[number]
-        if not gently or self._gently is None:
-            return moves.make()
-        issued = moves.make(runs=False)
-        self._gently(moves.touches[0], moves.runs)
-        return issued
-
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Abort the capture. Return when no thread reads or writes for it any more."""
         self._urgent.set()
         self._gate.hurry()
         with self._changed:
             self._open.clear()
-            self._kept.clear()
             while self._claimed:
                 self._changed.wait()
             issued, self._issued = self._issued, {}
             self._sealed = True
         try:
-            self._fills.give_up()
+            self._checksums.abort()
         finally:
             for one in issued.values():
                 wait_all(one)
@@ -241,8 +222,8 @@ class SliceCopier:
         with self._changed:
             return self._slices[self._open[0]].size_bytes if self._open else None
 
-    def _fill_copied(self) -> None:
-        """Fill the slices that are known to be in host memory."""
+    def _sum_copied(self) -> None:
+        """Take the checksums of the slices that are known to be in host memory."""
         while True:
             with self._changed:
                 if not self._copied:
@@ -250,9 +231,9 @@ class SliceCopier:
                 number = self._copied.popleft()
             self._arrived(number)
 
-    def _fill(self) -> None:
-        """Fill all slices that were copied or issued."""
-        self._fill_copied()
+    def _sum_all(self) -> None:
+        """Take the checksums of all slices that were copied or issued."""
+        self._sum_copied()
         while True:
             with self._changed:
                 if not self._issued:
@@ -260,7 +241,7 @@ class SliceCopier:
                 number, issued = next(iter(self._issued.items()))
             wait_all(issued)
             self._came(number)
-            self._fill_copied()
+            self._sum_copied()
 
     def _came(self, number: int) -> None:
         """Record that the copies that were issued for a slice are done."""
@@ -269,28 +250,20 @@ class SliceCopier:
                 self._copied.append(number)
 
     def _arrived(self, number: int) -> None:
-        """Fill the slices that are whole, now that the copies of slice ``number`` are made."""
+        """Take the checksums of the slices that are whole, now that the copies of slice ``number`` are made."""
         whole = []
         for touched in self._slices[number].touches:
             self._pending[touched] -= 1
             if not self._pending[touched]:
                 whole.append(touched)
-        if self._slices[number].is_linked:
-            self._fills.fill_beside(whole)
-        else:
-            for one in whole:
-                self._fills.fill(one)
+        self._checksums.take(whole, from_device=self._slices[number].is_linked)
 
     def _finish(self) -> bool:
         with self._changed:
             while self._claimed:  # by the fence
                 self._changed.wait()
-        self._fill()
+        self._sum_all()
         with self._changed:
             self._seal()
-        while self._kept:
-            number, moves = self._kept.popleft()
-            wait_all(moves.make())
-            self._arrived(number)
-        self._fills.wait()
+        self._checksums.wait()
         return not self.changed and not self.was_interrupted

@@ -20,7 +20,6 @@ __all__ = [
     "DIGEST_BYTES",
     "LEAF_BYTES",
     "PIECE_BYTES",
-    "LeafDigests",
     "content_digest",
     "digest_of_leaves",
     "leaf_digests",
@@ -56,34 +55,6 @@ def leaf_digests(data: bytes | memoryview, leaf_bytes: int) -> bytes:
     view = memoryview(data)
     starts = range(0, max(len(view), 1), leaf_bytes)
     return b"".join(xxhash.xxh3_128_digest(view[at : at + leaf_bytes], _LEAF_SEED) for at in starts)
-
-
-class LeafDigests:
-    """Computes `leaf_digests` of a content that arrives in runs of any length, with leaves of ``leaf_bytes``."""
-
-    __slots__ = ("_found", "_in_leaf", "_leaf", "_leaf_bytes")
-
-    def __init__(self, leaf_bytes: int) -> None:
-        self._leaf_bytes, self._in_leaf = leaf_bytes, 0
-        self._leaf, self._found = xxhash.xxh3_128(seed=_LEAF_SEED), bytearray()
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Take the next run of bytes."""
-        view = memoryview(data)
-        while len(view):
-            taken = view[: self._leaf_bytes - self._in_leaf]
-            self._leaf.update(taken)
-            self._in_leaf += len(taken)
-            view = view[len(taken) :]
-            if self._in_leaf == self._leaf_bytes:
-                self._found += self._leaf.digest()
-                self._leaf, self._in_leaf = xxhash.xxh3_128(seed=_LEAF_SEED), 0
-
-    def digests(self) -> bytes:
-        """Return the digests of all bytes, after which no more may come. An empty content is one empty leaf."""
-        if self._in_leaf or not self._found:
-            self._found += self._leaf.digest()
-        return bytes(self._found)
 
 
 def digest_of_leaves(leaves: Sequence[bytes]) -> bytes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from lakeckpt.errors import UnsupportedValue, WireDamaged
+from lakeckpt.wire.documents import as_row
 
 __all__ = ["CODE_BYTES", "TensorSpec"]
 
@@ -51,6 +52,7 @@ _MOST_DIMS = 64
 _MOST_BYTES = 2**62
 
 
+@as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """The name, logical dtype (torch's name, without ``torch.``) and logical shape of a tensor."""

@@ -176,4 +176,4 @@ class _InArena:
         return self._contents.held.arena.layout.leaf_bytes
 
     def same(self, one: str, other: str) -> bool:
-        return bool(self._contents.tensor(one) == self._contents.tensor(other))
+        return self._contents.read(one) == self._contents.read(other)

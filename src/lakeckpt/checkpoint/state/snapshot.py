@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.state.random_states import capture_random
 from lakeckpt.checkpoint.state.shards import sharing_of
 from lakeckpt.checkpoint.state.tree import Flat, class_of, flatten, tree_to_bytes
 
-__all__ = ["Snapshot", "snapshot"]
+__all__ = ["Snapshot", "flat_of", "snapshot"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,11 @@ class Snapshot:
     """item → the document of its tree; where ranks share tensors, one more says which (``sharing``)."""
 
 
-def _flat(name: str, one: Any, names: Mapping[int, str]) -> Flat:
+def flat_of(name: str, one: Any, names: Mapping[int, str]) -> Flat:
+    """Take apart the state of ``one``, which is called ``name``. ``names`` are those of `parameter_names`.
+
+    Raises `UnsupportedValue` naming the path of what cannot be saved.
+    """
     if kind := class_of(one):
         return flatten(name, named_state(name, one, names), optimizer=kind)
     return flatten(name, one.state_dict(), of_module=isinstance(one, torch.nn.Module))
@@ -42,7 +46,7 @@ def snapshot(objects: Mapping[str, Any]) -> Snapshot:
     Raises `UnsupportedValue` naming the path of what cannot be saved.
     """
     names = parameter_names(objects)
-    items = [_flat(name, one, names) for name, one in objects.items()]
+    items = [flat_of(name, one, names) for name, one in objects.items()]
     shared = {key: sharing_of(tensor) for flat in items for key, tensor in flat.sharded.items()}
     documents = {flat.item: tree_to_bytes(flat) for flat in items}
     documents |= {SHARING: sharing_to_bytes(shared)} if shared else {}

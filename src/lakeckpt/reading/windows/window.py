@@ -27,7 +27,7 @@ from lakeckpt.core.order import Fragment, Window
 from lakeckpt.errors import DataFileDamaged, NullValueError
 from lakeckpt.reading.columns.convert import Nulls, convert_parts
 from lakeckpt.reading.columns.forms import join, narrowed
-from lakeckpt.reading.columns.gather import Pieces, column_bytes, gather, laid_out
+from lakeckpt.reading.columns.gather import column_bytes, gather, join_rows
 from lakeckpt.reading.columns.ragged import Column
 from lakeckpt.reading.columns.recycled import Recycled
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -43,7 +43,7 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 class DecodedWindow:
     """The rows of a window in the order of positions: as columns, or as an Arrow table."""
 
-    columns: Mapping[str, Column[Array] | Pieces] | None
+    columns: Mapping[str, Column[Array]] | None
     table: pa.Table | None
     size_bytes: int
 
@@ -51,7 +51,7 @@ class DecodedWindow:
 class WindowDecoder:
     """Decodes windows of a table; several threads may at once.
 
-    ``decoder`` is shared by the ``threads``. ``nulls`` as for `convert`; None: windows are Arrow tables.
+    The ``threads`` share ``decoder``. ``nulls`` as for `convert`; None: windows are Arrow tables.
     """
 
     def __init__(self, decoder: RowGroupDecoder, *, nulls: Nulls | None, threads: Threads) -> None:
@@ -67,7 +67,7 @@ class WindowDecoder:
     def decode(self, window: Window) -> DecodedWindow:
         """Return the rows of ``window``, in memory of their own. Raises as `RowGroupDecoder.decode`."""
         self._memory.limit_bytes = int(max(0, min(self._largest, self.room_bytes)))
-        # One row group may keep one thread busy alone; of several, the next window is not to take the threads.
+        # One row group keeps one thread busy. While several are decoded, the next window must not take the threads.
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             tables = self._threads.map(self._fragment, window.fragments) or [self.schema.empty_table()]
         _check_rows(window, tables)
@@ -82,9 +82,9 @@ class WindowDecoder:
         held = sum(int(table.get_total_buffer_size()) for table in tables) if order is None else 0
         tables.clear()
 
-        def whole(name: str) -> Column[Array] | Pieces:
+        def whole(name: str) -> Column[Array]:
             mine = [part for one in parts for part in one.pop(name)]
-            return laid_out(mine) if order is None else gather(mine, order, self._memory.new)
+            return join_rows(mine) if order is None else gather(mine, order, self._memory.new)
 
         names = list(parts[0])
         columns = dict(zip(names, self._threads.map(whole, names), strict=True))
@@ -97,7 +97,7 @@ class WindowDecoder:
 
 
 def _check_rows(window: Window, tables: Sequence[pa.Table]) -> None:
-    """Refuse another number of rows than the window has: rows are gathered without bounds checks."""
+    """Raise `DataFileDamaged` for another number of rows than the window has: gathering checks no bounds."""
     came = sum(table.num_rows for table in tables)
     if came != window.rows:
         groups = ", ".join(str(part.group) for part in window.fragments)

@@ -1,4 +1,4 @@
-"""Tensors that lie where they lay are told from those that were given other memory, or are seen otherwise."""
+"""A watch tells a state in which everything is where it was from a state in which something was replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lakeckpt.checkpoint.capture.identity import Held, Places, are_same, contents_of
+from lakeckpt.checkpoint.capture.state_watch import StateWatch, watch_of
 
 
 class Silent(torch.Tensor):
@@ -49,23 +49,36 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "plain": lambda: torch.arange(16.0).view(4, 4),
     "a parameter": lambda: torch.nn.Parameter(torch.arange(16.0).view(4, 4), requires_grad=False),
     "a view": lambda: torch.arange(40.0)[8:24].view(4, 4),
-    "silent": lambda: torch.arange(16.0).view(4, 4).as_subclass(Silent),
 }
+
+
+def watch_on(*dicts: dict[Any, Any], lists: tuple[list[Any], ...] = ()) -> StateWatch:
+    return StateWatch(lambda: (dicts, lists))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", [elsewhere, transposed, as_integers, reshaped, resized])
 @pytest.mark.parametrize("looks", [0, 1, 3])
-def test_other_memory_or_another_look_at_it_is_noticed(
+def test_a_tensor_with_other_memory_or_another_shape_is_noticed(
     kind: str, change: Callable[[torch.Tensor], None], looks: int
 ) -> None:
     tensor = KINDS[kind]()
-    places = Places({"other": torch.zeros(3), "one": tensor})
+    watch = watch_on({"other": torch.zeros(3), "one": tensor})
     for _ in range(looks):
         tensor.data.add_(1)
-        assert places.hold()
+        assert watch.holds()
     change(tensor)
-    assert not places.hold() and not places.hold()
+    assert not watch.holds() and not watch.holds()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(0, 4), torch.tensor(3.0).expand(5)],
+    ids=["empty", "expanded"],
+)
+def test_odd_tensors_lie_where_they_lay(tensor: torch.Tensor) -> None:
+    watch = watch_on({"one": tensor})
+    assert watch.holds() and watch.holds()
 
 
 @pytest.mark.parametrize(
@@ -73,23 +86,16 @@ def test_other_memory_or_another_look_at_it_is_noticed(
     [
         torch.randn(3, dtype=torch.complex64).conj(),
         torch.imag(torch.randn(3, dtype=torch.complex64).conj()),
-        torch.zeros(0, 4),
-        torch.tensor(3.0).expand(5),
+        torch.arange(16.0).view(4, 4).as_subclass(Silent),
         torch.zeros(2, device="meta"),
     ],
-    ids=["conjugated", "negated", "empty", "expanded", "meta"],
+    ids=["conjugated", "negated", "silent", "meta"],
 )
-def test_odd_tensors_lie_where_they_lie(tensor: torch.Tensor) -> None:
-    places = Places({"one": tensor})
-    assert places.hold() and places.hold() and places.hold()
-
-
-def test_places_are_others_where_keys_or_memory_are() -> None:
-    one, other = torch.zeros(3), torch.zeros(3)
-    places = Places({"a": one, "b": other})
-    assert places.are(Places({"a": one[:], "b": other.view(3)})), "other tensors of the same memory"
-    for others in ({"a": one, "c": other}, {"a": other, "b": one}, {"a": one, "b": other.clone()}, {"a": one}):
-        assert not places.are(Places(others))
+def test_a_module_with_a_tensor_that_torch_cannot_compare_is_not_watched(tensor: torch.Tensor) -> None:
+    module = torch.nn.Linear(2, 2)
+    assert watch_of(module) is not None
+    module.register_buffer("odd", tensor)
+    assert watch_of(module) is None
 
 
 def equal_but_another(of: dict[Any, Any]) -> None:
@@ -115,30 +121,33 @@ def more(of: dict[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [equal_but_another, in_another_order, under_another_name, less, more])
-def test_dicts_in_which_something_else_is_are_told_from_those_in_which_the_same_is(
-    change: Callable[[dict[Any, Any]], None],
-) -> None:
+def test_a_dict_that_holds_something_else_is_noticed(change: Callable[[dict[Any, Any]], None]) -> None:
     same: dict[Any, Any] = {"a": [1], "b": [2]}
     changed = dict(same)
-    empty: dict[Any, Any] = {}
-    held = Held([contents_of(one) for one in (same, empty, changed, {})])
-    assert held.hold() and held.hold()
+    watch = watch_on(same, {}, changed, {})
+    assert watch.holds() and watch.holds()
     change(changed)
-    assert not held.hold() and not held.hold()
+    assert not watch.holds() and not watch.holds()
 
 
-def test_what_was_empty_is_not_the_same_with_something_in_it() -> None:
+def test_a_dict_that_was_empty_and_an_entry_that_moved_to_the_next_dict_are_noticed() -> None:
     empty: dict[Any, Any] = {}
-    held = Held([contents_of(one) for one in ({}, empty, {"a": 1})])
-    assert held.hold()
-    empty["hook"] = None
-    assert not held.hold()
-    empty.clear()
-    assert held.hold()
+    full: dict[Any, Any] = {"a": 1}
+    watch = watch_on({}, empty, full)
+    assert watch.holds()
+    empty["a"] = full.pop("a")
+    assert not watch.holds()
+    full["a"] = empty.pop("a")
+    assert watch.holds()
 
 
-def test_the_same_objects_in_the_same_order_are_the_same() -> None:
+def test_a_list_with_equal_objects_is_not_the_same_list() -> None:
     one, other = [1], [1]
-    assert are_same([one, other], (one, other)) and are_same([], ())
+    held = [one, other]
+    watch = watch_on(lists=(held,))
+    assert watch.holds()
     for others in ([other, one], [one], [one, other, one], [one, one], []):
-        assert not are_same([one, other], others)
+        held[:] = others
+        assert not watch.holds()
+    held[:] = [one, other]
+    assert watch.holds()

@@ -1,0 +1,160 @@
+"""This module watches the state of plain modules and optimizers: a look tells that nothing was replaced since the last.
+
+To take a large state dict apart costs milliseconds, and at almost every cut the result is the same as before. A
+`StateWatch` remembers the containers of a state, the objects in them by identity, and the memory of their tensors. It
+holds references to all of them, because a new object could get the address of an old one. torch compares tensors in C.
+
+A module or an optimizer is *plain* if nothing but its dicts contributes to its state dict: no hook, no method of its
+own, and in an optimizer's state nothing but tensors. `memory_of` finds the memory that optimizer steps change. The
+module copies nothing and starts no threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["StateWatch", "address_of", "memory_of", "watch_of"]
+
+_MOST = 1000
+_NO_HOLDERS = (torch.Tensor, type, str, bytes, int, float, FunctionType, MethodType, ModuleType)
+_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+"""The methods of a module that make its state dict."""
+
+_Containers = tuple[Sequence[dict[Any, Any]], Sequence[Sequence[object]]]
+
+
+class StateWatch:
+    """Watches the dicts and lists that ``containers`` returns. Tensors count if they are values of a dict."""
+
+    __slots__ = ("_addresses", "_aliases", "_containers", "_dtypes", "_lengths", "_objects", "_tensors")
+
+    def __init__(self, containers: Callable[[], _Containers]) -> None:
+        self._containers = containers
+        self._lengths, self._objects, values = self._look()
+        self._tensors = [one for one in values if isinstance(one, torch.Tensor)]
+        self._aliases = [one.detach() for one in self._tensors]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._dtypes = [one.dtype for one in self._tensors]
+
+    def _look(self) -> tuple[list[int], list[object], list[object]]:
+        dicts, lists = self._containers()
+        values = list(chain.from_iterable(map(dict.values, dicts)))
+        every = [*dicts, *lists]
+        return list(map(len, every)), [*chain.from_iterable(every), *values], values
+
+    def holds(self) -> bool:
+        """Return whether all containers hold the same objects, and all tensors lie where they lay."""
+        lengths, objects, _ = self._look()
+        return (
+            lengths == self._lengths
+            and all(map(operator.is_, objects, self._objects))
+            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+            and [one.dtype for one in self._tensors] == self._dtypes
+            and all(map(torch.Tensor.is_set_to, self._tensors, self._aliases))
+        )
+
+
+def watch_of(one: object) -> StateWatch | None:
+    """Return a watch of the state of ``one``; None if ``one`` is no plain module or optimizer, or if torch cannot
+    compare the memory of a tensor in it."""
+    if isinstance(one, torch.nn.Module):
+        containers = _of_module(one)
+    elif isinstance(one, torch.optim.Optimizer):
+        containers = _of_optimizer(one)
+    else:
+        return None
+    if containers is None:
+        return None
+    watch = StateWatch(containers)
+    if any(one.is_conj() or one.is_neg() for one in watch._tensors):
+        return None
+    try:
+        return watch if watch.holds() else None
+    except Exception:  # a tensor of somebody's own class
+        return None
+
+
+def _of_module(module: torch.nn.Module) -> Callable[[], _Containers] | None:
+    """Return the dicts that hold the state of ``module``, and the empty dicts of hooks that could change it; None if
+    the module is not plain."""
+    found: list[dict[Any, Any]] = []
+    for one in module.modules():
+        kind, own = type(one), vars(one)
+        overridden = any(name in own or getattr(kind, name) is not getattr(torch.nn.Module, name) for name in _METHODS)
+        hooks = one._state_dict_hooks, one._state_dict_pre_hooks
+        held = one._modules, one._parameters, one._buffers
+        if overridden or any(hooks) or not all(isinstance(each, dict) for each in held):  # script modules have views
+            return None
+        found += [*held, *hooks]
+    return lambda: (found, ())
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], _Containers] | None:
+    """Return a function that finds the dicts and lists of ``optimizer``; None if the optimizer is not plain."""
+    own = "state_dict" in vars(optimizer) or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    if own or not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+        return None
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    values = chain.from_iterable(one.values() for one in optimizer.state.values() if type(one) is dict)
+    all_dicts = all(type(one) is dict for one in optimizer.state.values())
+    if any(hooks) or not all_dicts or not all(one is None or isinstance(one, torch.Tensor) for one in values):
+        return None
+
+    def containers() -> _Containers:
+        state = optimizer.state
+        return (state, *state.values(), *hooks), [group["params"] for group in optimizer.param_groups]
+
+    return containers
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory (for a DTensor: of this rank's part); 0 if it has no memory."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+
+
+def memory_of(one: object) -> frozenset[int]:
+    """Return the addresses of all parameters of modules and all states of optimizers that ``one`` is or holds.
+
+    It looks into attributes, lists, tuples and dicts, and stops after a thousand objects: wrappers
+    hold the objects that they wrap nearby.
+    """
+    found: set[int] = set()
+    for part in _modules_and_optimizers(one):
+        if isinstance(part, torch.nn.Module):
+            found.update(map(address_of, part.parameters()))
+        else:
+            found.update(address_of(value) for group in part.param_groups for value in group["params"])
+            states = (state for state in part.state.values() if isinstance(state, dict))
+            tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+            found.update(map(address_of, tensors))
+    return frozenset(found - {0})
+
+
+def _modules_and_optimizers(one: object) -> Iterator[torch.nn.Module | torch.optim.Optimizer]:
+    seen: dict[int, object] = {}
+    coming = [one]
+    while coming and len(seen) < _MOST:
+        part = coming.pop()
+        if id(part) in seen or isinstance(part, _NO_HOLDERS):
+            continue
+        seen[id(part)] = part
+        if isinstance(part, torch.nn.Module | torch.optim.Optimizer):
+            yield part
+        if not isinstance(part, torch.nn.Module):
+            coming.extend(itertools.islice(_held_by(part), _MOST))
+
+
+def _held_by(one: object) -> Iterable[object]:
+    if isinstance(one, dict):
+        return one.values()
+    if isinstance(one, list | tuple):
+        return one
+    own = ("state", "param_groups") if isinstance(one, torch.optim.Optimizer) else ()
+    return (value for name, value in getattr(one, "__dict__", {}).items() if name not in own)
