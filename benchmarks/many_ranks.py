@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from lakeckpt.checkpoint.format.manifest import Begin, Manifest
 from lakeckpt.checkpoint.format.parts import PARTS, SHARING, SaveId
 from lakeckpt.checkpoint.format.sharing import Sharing, sharing_to_bytes
 from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.persist.agreement import Merge
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
@@ -38,6 +37,8 @@ from lakeckpt.checkpoint.state.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.state.wholes import part_key
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.tracking.rounds import Rounds, facts_to_bytes
+from lakeckpt.tracking.tally import Tally
 from lakeckpt.tracking.waiting import SystemWaiter
 from lakeckpt.wire.envelope import TensorRef, dumps
 
@@ -47,32 +48,33 @@ TIMEOUT_S = 600.0
 
 
 class Round:
-    """Messages of all ranks, merged by the one that comes last; counts their bytes."""
+    """Facts of all ranks, added up when the last of them has come; counts the bytes of messages."""
 
     def __init__(self, world_size: int) -> None:
         self.sent = [0] * world_size
-        self._messages = [b""] * world_size
-        self._answer = b""
+        self._facts: list[Mapping[str, str]] = [{}] * world_size
+        self._tally = Tally(facts={})
         self._barrier = threading.Barrier(world_size)
 
-    def combine(self, rank: int, data: bytes, merge: Merge) -> bytes:
-        self.sent[rank] += len(data)
-        self._messages[rank] = data
+    def everyone(self, rank: int, facts: Mapping[str, str]) -> Tally:
+        self.sent[rank] += len(facts_to_bytes(facts))
+        self._facts[rank] = facts
         self._barrier.wait(TIMEOUT_S)
         if rank == 0:
-            self._answer = merge(self._messages)
+            self._tally = Tally.of(self._facts)
         self._barrier.wait(TIMEOUT_S)
-        return self._answer
+        return self._tally
 
 
-class Talker:
-    """One rank's end of it: a `lakeckpt.checkpoint.persist.agreement.Talk`."""
+class Talker(Rounds):
+    """The rounds of one rank, in memory."""
 
     def __init__(self, round_: Round, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self._round = rank, world_size, round_
+        super().__init__(rank=rank, world_size=world_size)
+        self._all = round_
 
-    def combine(self, data: bytes, merge: Merge, /) -> bytes:
-        return self._round.combine(self.rank, data, merge)
+    def everyone(self, facts: Mapping[str, str]) -> Tally:
+        return self._all.everyone(self.rank, facts)
 
 
 def names(parameters: int) -> list[str]:

@@ -27,7 +27,6 @@ from benchmarks.measure import show
 from lakeckpt.checkpoint.format.manifest import Begin, Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.persist.agreement import Talk
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import put_entry, read_entry
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
@@ -37,6 +36,7 @@ from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.state.staged import StagedCut
 from lakeckpt.errors import ObjectExists, ObjectMissing
 from lakeckpt.lake.storage.base import Buffer, ObjectInfo
+from lakeckpt.tracking.rounds import Rounds
 from lakeckpt.tracking.waiting import SystemWaiter
 
 KINDS = ("list", "read", "put", "delete")
@@ -56,7 +56,7 @@ class Store:
             if only_new and path in self.objects:
                 raise ObjectExists(path)
             self.objects[path] = data
-            if path.startswith("log/") or "/said-" in path:
+            if path.startswith("log/") or "/answer-" in path:
                 self.changed.notify_all()
 
 
@@ -134,7 +134,7 @@ def measured(world_size: int, parameters: int, *, agents: bool) -> tuple[list[Co
 
             def rank_saves(rank: int, step: int = step, round_: Round = round_, save: SaveId = save) -> Manifest:
                 cut = StagedCut(step=step, staged=staged(rank, world_size, parameters, 1))
-                talk: Talk = Talker(round_, rank, world_size)
+                talk: Rounds = Talker(round_, rank, world_size)
                 if agents:
                     talk = RecordTalk(
                         seen[rank],

@@ -116,7 +116,8 @@ class NginxS3:
 
     def options(self) -> dict[str, Any]:
         """``storage_options`` that open it."""
-        return {"key": "k", "secret": "any", "endpoint_url": self.url, "region": "us-east-1"}
+        place = {"endpoint_url": self.url, "region": "us-east-1"}
+        return {"key": "k", "secret": "any", **place, "disable_bulk_delete": True}
 
     def __enter__(self) -> NginxS3:
         return self

@@ -85,6 +85,7 @@ __all__ = [
     "WorkerDied",
     "WorkerTimeout",
     "error_of",
+    "one_line",
 ]
 
 
@@ -274,3 +275,8 @@ def error_of(kind: str, text: str, *, otherwise: type[LakeckptError]) -> Lakeckp
     """Return the error that another process raised, by its ``kind`` and text; ``otherwise`` for other kinds."""
     every = [one for one in globals().values() if isinstance(one, type) and issubclass(one, LakeckptError)]
     return next((one for one in every if one.kind == kind), otherwise)(text)
+
+
+def one_line(error: object, most: int = 300) -> str:
+    """Return the text of an error of another library on one line, at most ``most`` characters of it."""
+    return " ".join(str(error).split())[:most]

@@ -6,7 +6,7 @@ Ranks wait for one another by events only: `Hub` is their exchange, and `EventWa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.place.progress import Progress
-from lakeckpt.errors import MissingRanksError, ObjectExists, ObjectMissing, TrackingError
+from lakeckpt.errors import MissingRanksError, ObjectExists, ObjectMissing
 from lakeckpt.lake.storage.base import ObjectInfo
+from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.tally import Tally
 from tests.checkpoint.seams import manager_with
 from tests.patience import PATIENCE_S
 
@@ -109,10 +111,8 @@ class Hub:
         self.world_size = world_size
         self.gone: set[int] = set()
         self.changed = threading.Condition()
-        self.rounds: dict[int, dict[int, bytes]] = {}
-        self.results: dict[int, bytes | TrackingError] = {}
+        self.rounds: dict[int, dict[int, Mapping[str, str]]] = {}
         self.notes: dict[str, bytes] = {}
-        self.combined = 0
 
     def leave(self, rank: int) -> None:
         with self.changed:
@@ -123,53 +123,39 @@ class Hub:
         return HubExchange(self, rank)
 
 
-class HubExchange:
+class HubExchange(Exchange):
     """An `Exchange` of one rank."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
+        super().__init__(rank=rank, world_size=hub.world_size)
         self.hub = hub
-        self.rank = rank
-        self.world_size = hub.world_size
-        self.round = 0
         self.fetched: list[str] = []
 
-    def combine(self, data: bytes, merge: Callable[[Sequence[bytes]], bytes]) -> bytes:
-        hub, self.round = self.hub, self.round + 1
+    def everyone(self, facts: Mapping[str, str]) -> Tally:
+        hub, number = self.hub, self._next_round()
         with hub.changed:
-            mine = hub.rounds.setdefault(self.round, {})
-            mine[self.rank] = data
+            stated = hub.rounds.setdefault(number, {})
+            stated[self.rank] = facts
             hub.changed.notify_all()
-            assert hub.changed.wait_for(lambda: len(mine.keys() | hub.gone) == hub.world_size, PATIENCE_S)
-            if len(mine) < hub.world_size:
-                raise MissingRanksError(f"rank {sorted(set(range(hub.world_size)) - set(mine))} is gone")
-            if self.round not in hub.results:
-                hub.combined += 1
-                try:
-                    hub.results[self.round] = merge([mine[rank] for rank in sorted(mine)])
-                except TrackingError as error:
-                    hub.results[self.round] = error
-            result = hub.results[self.round]
-        if isinstance(result, TrackingError):
-            raise type(result)(str(result))
-        return result
+            assert hub.changed.wait_for(lambda: len(stated.keys() | hub.gone) == hub.world_size, PATIENCE_S)
+            if len(stated) < hub.world_size:
+                raise MissingRanksError(f"rank {sorted(set(range(hub.world_size)) - set(stated))} is gone")
+            return Tally.of([stated[rank] for rank in range(hub.world_size)])
 
-    def publish(self, key: str, data: bytes) -> None:
+    def publish(self, key: str, data: bytes, /) -> None:
         with self.hub.changed:
             self.hub.notes[key] = data
             self.hub.changed.notify_all()
 
-    def fetch(self, key: str, *, readers: int | None = None) -> bytes:
+    def fetch(self, key: str, /) -> bytes:
         self.fetched.append(key)
         with self.hub.changed:
             assert self.hub.changed.wait_for(lambda: key in self.hub.notes, PATIENCE_S)
             return self.hub.notes[key]
 
-    def peek(self, key: str) -> bytes | None:
+    def peek(self, key: str, /) -> bytes | None:
         with self.hub.changed:
             return self.hub.notes.get(key)
-
-    def close(self) -> None:
-        pass
 
 
 class Gone(BaseException):
@@ -249,11 +235,11 @@ class Reader:
 
     def mark(self, at: Receipt | None = None) -> None:
         self._settle()
-        self.progress.mark(at)
+        self.progress.runs.mark(at)
 
     def stretches(self, at: Receipt | None = None) -> list[tuple[ReaderState, ReaderState]]:
         self._settle()
-        return self.progress.stretches(at)
+        return self.progress.runs.stretches(at)
 
 
 class Counter:

@@ -293,14 +293,14 @@ def test_a_save_that_is_left_out_for_a_newer_one_is_no_failure(tmp_path: Path) -
         for steps in (1, 2):  # the first is taken before there are others
             train(saver, objects, steps)
             background._engine.wait()
-            saver._take_in(background)  # as the next step does
+            saver._read_results(background)  # as the next step does
             assert begun.wait(PATIENCE_S)
         try:
-            assert len(background._given) == 3
+            assert len(background._pending) == 3
             go_on[0].set()
-            while len(background._given) > 1:  # 1 is committed, 2 left out
+            while len(background._pending) > 1:  # 1 is committed, 2 left out
                 assert background._agent.wait(PATIENCE_S)
-                saver._take_in(background)
+                saver._read_results(background)
         finally:
             for event in go_on:
                 event.set()
@@ -326,7 +326,7 @@ def test_captures_go_on_while_the_store_is_silent_about_a_save_that_waited_for_a
             for _ in (2, 4):
                 train(saver, objects, 2)
                 background._engine.wait()
-                background._give()  # step 4 while nothing was heard of step 2
+                background._order_ready()  # step 4 while nothing was heard of step 2
                 assert begun[2].wait(PATIENCE_S)
             go_on[2].set()
             assert begun[4].wait(PATIENCE_S)  # in the agent's hands, and stays there
@@ -517,11 +517,11 @@ def test_leaving_saves_the_last_cut_where_its_save_was_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage, objects = MemoryStorage(), training()
-    completes, given_up = CaptureEngine._completes, list[int]()
+    completes, dropped = CaptureEngine._completes, list[int]()
 
     def once(self: CaptureEngine, job: Any) -> bool:
-        if job.step == 3 and not given_up:
-            given_up.append(3)
+        if job.step == 3 and not dropped:
+            dropped.append(3)
             return False  # as where the state was changed meanwhile
         return completes(self, job)
 
@@ -531,7 +531,7 @@ def test_leaving_saves_the_last_cut_where_its_save_was_left_out(
         train(saver, objects, 1)
         saver.save()
         made = train(saver, objects, 2)
-    assert given_up and steps_of(storage) == [1, 3] and restored(storage) == (3, made[3])
+    assert dropped and steps_of(storage) == [1, 3] and restored(storage) == (3, made[3])
 
 
 def test_leaving_saves_the_last_cut_again_where_its_save_fails_and_that_is_a_warning(tmp_path: Path) -> None:
@@ -567,7 +567,7 @@ def test_the_warning_of_a_save_that_failed_names_its_step(tmp_path: Path) -> Non
         is_full.set()
         train(saver, objects, 2)
         background._engine.wait()
-        background._give()
+        background._order_ready()
         assert background._agent.wait(PATIENCE_S)
         with pytest.warns(SaveWarning, match=r"without a checkpoint of step 2: .*the disk is full"):
             train(saver, objects, 1)
@@ -597,7 +597,7 @@ def test_a_failure_that_is_heard_of_together_with_a_commit_before_it_is_told(
             train(saver, objects, 1)
             saver.save(sync=False)
             background._engine.wait()
-            background._give()
+            background._order_ready()
     finally:
         go_on.set()
     background.wait()  # both are heard of by the next call
@@ -796,5 +796,5 @@ def test_orders_are_given_one_after_the_other_and_none_is_dropped(second: int, l
     for step in (1, second):
         background.save(step, None, patient=False)
     cast(Any, background._engine).wait()
-    background._give()
+    background._order_ready()
     assert every.got == [(1, 0), (second, 1)]

@@ -136,7 +136,7 @@ def test_a_note_of_failure_ends_the_wait_at_once_and_keeps_its_kind() -> None:
     storage = MemoryStorage()
     waiter = EventWaiter(storage)
     publish_failure(storage, SAVE, 1, OSError("disk full"))
-    with pytest.raises(SaveFailed, match="rank 1 gave the checkpoint up: OSError: disk full"):
+    with pytest.raises(SaveFailed, match="rank 1 dropped the save: OSError: disk full"):
         collect(storage)
     publish_failure(storage, SAVE, 0, SaveFailed("rank 3 is gone"))
     with pytest.raises(SaveFailed, match=r"^rank 3 is gone$"):

@@ -32,6 +32,7 @@ from lakeckpt.errors import (
     TrackingError,
     UnsupportedValue,
 )
+from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, Reader, manager, run_ranks, train_step, training
 from tests.checkpoint.seams import ThreadAgent, manager_with
 from tests.faults.faulty_storage import FaultyStorage
@@ -274,6 +275,38 @@ def test_where_the_save_fails_as_rank_0_leaves_the_others_hear_of_it_before_its_
 
 
 @pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("while_saving", [False, True])
+def test_nobody_waits_for_a_rank_whose_loop_ended_by_an_exception(failing: int, while_saving: bool) -> None:
+    """Also where Ctrl-C stops it in the midst of a save."""
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        waiter = SystemWaiter()
+        mine = Rank(rank, storage)
+
+        def interrupt(method: str, path: str) -> None:
+            if method == "put":
+                raise KeyboardInterrupt("the cause")
+
+        mine.refuse = interrupt
+        with manager(
+            mine.storage, mine.objects, exchange=exchange, waiter=waiter, timeout_s=TIMEOUT_S, on_save_failure="warn"
+        ) as saver:
+            saver.restore()
+            saver.step()
+            if rank == failing and not while_saving:
+                raise KeyboardInterrupt("the cause")
+            if rank == failing:
+                mine.fails.set()
+            saver.save()
+
+    results = run_ranks(2, body)
+    assert isinstance(results[failing], KeyboardInterrupt), results
+    other = results[1 - failing]
+    assert type(other) is CheckpointError and f"rank {failing} has stopped: KeyboardInterrupt: the cause" in str(other)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_say_what_it_reads_is_heard_by_both_and_nobody_waits_for_it(
     monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
@@ -322,7 +355,7 @@ class Whenever:
     def is_due(self, step: int) -> bool:
         return False
 
-    def announce(self, step: int, pace: Any) -> Any:
+    def interval_s(self, costs: Any) -> float:
         raise AssertionError
 
 

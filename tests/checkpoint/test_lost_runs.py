@@ -12,7 +12,7 @@ import torch
 from lakeckpt import CheckpointManager, LakeLoader
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import index_path
-from lakeckpt.checkpoint.persist.indexes import Documents
+from lakeckpt.checkpoint.persist.indexes import write_documents
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import AttemptSuperseded, StorageError
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
@@ -83,7 +83,10 @@ def test_no_rank_fails_where_the_folder_was_removed(lake: Any) -> None:
         batches = iter(live["reader"])
         for _ in range(2):
             train(saver, live, batches)
-        exchange.combine(b"", lambda _: remove(storage) or b"")
+        exchange.everyone({})
+        if rank == 0:
+            remove(storage)
+        exchange.everyone({})
         train(saver, live, batches)
         return saver.steps_done
 
@@ -110,23 +113,15 @@ def test_a_run_that_began_in_its_place_owns_it() -> None:
         new.save()
 
 
-def test_of_all_documents_of_an_attempt_those_of_the_tables_at_hand_are_kept_to_be_written_again() -> None:
-    storage, made = MemoryStorage(), []
-
-    def document(path: str) -> dict[str, Any]:
-        return {path: lambda: made.append(path) or b"x"}
-
-    documents = Documents(storage)
-    for tables in ("a", "b", "c"):
-        documents.write(document(f"index/{tables}.lkc") | document(f"index/{tables}/rows.lkc"))
-        documents.keep([tables, None])
-    documents.write({})
-    documents.keep(["c"])
-    assert len(made) == 6
+def test_a_document_of_a_table_is_written_where_the_run_lacks_it(lake: Path) -> None:
+    storage, reader = MemoryStorage(), dataset_of(lake, batch_size=4)
+    paths = write_documents(storage, [reader, object()])
+    assert paths == set(storage.objects) and paths
+    before, storage.count = dict(storage.objects), 0
+    assert write_documents(storage, [reader]) == paths and storage.count == 0
     remove(storage)
-    documents.forget_written()
-    documents.write({})
-    assert made[6:] == ["index/c.lkc", "index/c/rows.lkc"]
+    assert write_documents(storage, [reader], skip=paths) == paths and not storage.objects
+    assert write_documents(storage, [reader]) == paths and storage.objects == before
 
 
 @pytest.mark.parametrize("times", [1, 100])

@@ -9,7 +9,7 @@ from itertools import chain, pairwise, repeat
 
 import pytest
 
-from lakeckpt.checkpoint.policy import ByFailureRate, EverySeconds, EverySteps, Pace, best_interval_s, policy_of
+from lakeckpt.checkpoint.policy import ByFailureRate, Costs, EverySeconds, EverySteps, best_interval_s, policy_of
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.errors import ConfigError
 from tests.checkpoint.rig import Hub
@@ -181,9 +181,8 @@ def test_saves_by_failure_rate_settle_at_the_interval_that_their_cost_asks_for(c
 
 def test_saves_do_not_fall_faster_than_they_are_committed() -> None:
     policy = ByFailureRate(3600.0)
-    pace = Pace(steps_done=10, elapsed_s=10.0, since_save_s=1.0, saves=1, cost_s=0.01, took_s=90.0)
-    assert policy.interval_s(pace) == 90.0
-    assert policy.interval_s(Pace(steps_done=10, elapsed_s=10.0, since_save_s=1.0, saves=1)) == 600.0
+    assert policy.interval_s(Costs(saves=1, cost_s=0.01, took_s=90.0)) == 90.0
+    assert policy.interval_s(Costs(saves=1)) == 600.0 and policy.interval_s(Costs()) == 0.0
 
 
 def test_schedules_of_two_names_do_not_read_each_others_notes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,8 @@ from lakeckpt.errors import (
     TrackingError,
     UnsupportedValue,
 )
+from lakeckpt.tracking.rounds import facts_to_bytes
+from lakeckpt.tracking.tally import Tally
 from tests.checkpoint.rig import (
     Counter,
     EventWaiter,
@@ -564,17 +567,17 @@ def test_ranks_that_agree_exchange_one_small_message_per_save() -> None:
     messages: list[int] = []
 
     class Counting(HubExchange):
-        def combine(self, data: bytes, merge: Any) -> bytes:
-            messages.append(len(data))
-            return super().combine(data, merge)
+        def everyone(self, facts: Mapping[str, str]) -> Tally:
+            messages.append(len(facts_to_bytes(facts)))
+            return super().everyone(facts)
 
     def body(rank: int, exchange: HubExchange) -> None:
         exchange.__class__ = Counting
         saver = manager(storage, training() | {"n": Counter()}, exchange=exchange, waiter=waiter)
         saver.restore()
-        messages.clear() if rank == 0 else None
         saver.step()
-        exchange.hub.combined = 0
+        messages.clear() if rank == 0 else None
+        exchange.everyone({})
         saver.save()
 
     good(run_ranks(2, body, waiters=[waiter]))

@@ -14,11 +14,12 @@ from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import ranges
 from lakeckpt.checkpoint.format.parts import SHARING, SaveId
 from lakeckpt.checkpoint.format.sharing import Sharing, sharing_to_bytes
-from lakeckpt.checkpoint.persist.agreement import Agreement, Talk, Unit, agree, sum_of
+from lakeckpt.checkpoint.persist.agreement import Agreement, Unit, agree, sum_of
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedTensor, StagedTree
 from lakeckpt.checkpoint.state.wholes import part_key
 from lakeckpt.errors import CheckpointError, MissingRanksError, SaveFailed, TrackingError
+from lakeckpt.tracking.rounds import Rounds
 from tests.checkpoint.rig import EventWaiter, Gone, MemoryStorage, good, run_ranks
 
 SAVE = SaveId(attempt=3, step=7, number=2)
@@ -32,7 +33,9 @@ def units(rank: int, *, differ: bool) -> list[Unit]:
     ]
 
 
-def over_storage(world_size: int, body: Callable[[int, Talk], Any], storage: MemoryStorage | None = None) -> list[Any]:
+def over_storage(
+    world_size: int, body: Callable[[int, Rounds], Any], storage: MemoryStorage | None = None
+) -> list[Any]:
     storage = MemoryStorage() if storage is None else storage
     waiter = EventWaiter(storage)
 
@@ -63,17 +66,19 @@ class Pauses:
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_they_settle_on_what_a_process_group_settles_on(world_size: int, differ: bool) -> None:
     def body(rank: int, talk: Any) -> Agreement:
-        tell = {"slot": "4"} if rank == 0 else {}
-        return agree(talk, facts=FACTS, units=units(rank, differ=differ), tell=tell)
+        announced = {"slot": "4"} if rank == 0 else {}
+        return agree(talk, facts=FACTS, units=units(rank, differ=differ), announce=announced)
 
     through_storage = good(over_storage(world_size, body))
     assert through_storage == good(run_ranks(world_size, body))
-    assert through_storage == [through_storage[0]] * world_size and through_storage[0].told == {"slot": "4"}
+    assert through_storage == [through_storage[0]] * world_size and through_storage[0].announced == {"slot": "4"}
 
 
 def test_replicas_that_agree_say_one_small_thing_each() -> None:
     storage = MemoryStorage()
-    good(over_storage(4, lambda rank, talk: agree(talk, facts=FACTS, units=units(0, differ=False), tell={}), storage))
+    good(
+        over_storage(4, lambda rank, talk: agree(talk, facts=FACTS, units=units(0, differ=False), announce={}), storage)
+    )
     assert len(storage.objects) == 4 and max(map(len, storage.objects.values())) < 400
     assert {path.rpartition("/")[0] for path in storage.objects} == {f"parts/{SAVE.folder}"}
 
@@ -88,7 +93,9 @@ def divided(rank: int, *, group: int = 1, count: int = 500, other: int = 0, kind
 
 def agreed(world_size: int, units_of: Callable[[int], list[Unit]], storage: MemoryStorage | None = None) -> Any:
     return good(
-        over_storage(world_size, lambda rank, talk: agree(talk, facts=FACTS, units=units_of(rank), tell={}), storage)
+        over_storage(
+            world_size, lambda rank, talk: agree(talk, facts=FACTS, units=units_of(rank), announce={}), storage
+        )
     )
 
 
@@ -218,8 +225,8 @@ def test_where_ranks_differ_in_one_unit_they_say_little_of_the_others() -> None:
 
 
 def test_a_disagreement_is_raised_on_every_rank() -> None:
-    def body(rank: int, talk: Talk) -> Agreement:
-        return agree(talk, facts={"optimizer step": str(rank // 2)}, units=[], tell={})
+    def body(rank: int, talk: Rounds) -> Agreement:
+        return agree(talk, facts={"optimizer step": str(rank // 2)}, units=[], announce={})
 
     results = over_storage(3, body)
     assert all(isinstance(one, TrackingError) for one in results)
@@ -228,88 +235,92 @@ def test_a_disagreement_is_raised_on_every_rank() -> None:
 
 @pytest.mark.parametrize("gone", [0, 2])
 def test_a_rank_that_says_nothing_is_named_when_the_time_is_over(gone: int) -> None:
-    def body(rank: int, talk: Talk) -> Agreement:
+    def body(rank: int, talk: Rounds) -> Agreement:
         if rank == gone:
             raise Gone
-        return agree(talk, facts=FACTS, units=[], tell={})
+        return agree(talk, facts=FACTS, units=[], announce={})
 
     results = [one for rank, one in enumerate(over_storage(3, body)) if rank != gone]
     assert all(isinstance(one, MissingRanksError) for one in results)
     assert f"rank {gone} of 3" in str(results[0])
 
 
-def test_what_keeps_rank_0_from_an_answer_is_what_the_others_hear_at_once() -> None:
-    def refuse(messages: object) -> bytes:
-        raise TrackingError("these do not go together")
-
-    for merge, kind in ((refuse, TrackingError), (lambda messages: b"", MissingRanksError)):
-        storage = MemoryStorage()
-        waiter = EventWaiter(storage)
-
-        def talk(rank: int, storage: MemoryStorage = storage, waiter: EventWaiter = waiter) -> RecordTalk:
-            return RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0)
-
-        if kind is TrackingError:
-            talk(1).settle(b"y")
-        waiter.died()
-        with pytest.raises(kind) as told:
-            talk(0).combine(b"x", merge)
-        until_s = waiter.time_s
-        with pytest.raises(kind) as heard:
-            talk(1).combine(b"y", merge)
-        assert str(heard.value) == str(told.value) and waiter.time_s == until_s
+def test_what_keeps_rank_0_from_an_answer_is_raised_on_the_others_at_once() -> None:
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+    waiter.died()
+    first, second = (
+        RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0) for rank in range(2)
+    )
+    with pytest.raises(MissingRanksError) as raised:
+        first.everyone({"a": "x"})
+    until_s = waiter.time_s
+    with pytest.raises(MissingRanksError) as received:
+        second.everyone({"a": "y"})
+    assert str(received.value) == str(raised.value) and waiter.time_s == until_s
 
 
 def test_others_have_as_long_as_rank_0_may_take_and_linger() -> None:
-    for rank, time in ((0, "rank 1 of 2 said nothing .* within 8 s"), (1, "rank 0 of 2 did not say .* within 13 s")):
+    for rank, time in (
+        (0, "rank 1 of 2 wrote nothing .* within 8 s"),
+        (1, "rank 0 of 2 did not answer .* within 13 s"),
+    ):
         storage, waiter = MemoryStorage(), Pauses()
         talk = RecordTalk(
             storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0, linger_s=3.0, pause_s=0.25
         )
         with pytest.raises(MissingRanksError, match=time):
-            talk.combine(b"x", lambda messages: messages[0])
+            talk.everyone({"a": "x"})
         assert max(waiter.pauses) == 0.25 and waiter.now() >= 8 + 5 * rank
 
 
-def test_what_rank_0_settles_is_what_the_others_hear_and_a_note_of_ones_own_keeps_nobody() -> None:
+def test_what_rank_0_states_alone_is_the_answer_and_a_note_of_ones_own_keeps_nobody() -> None:
     storage = MemoryStorage()
     publish_failure(storage, SAVE, 1, SaveFailed("at the first try"))
-    waiter = Pauses(lambda: first.settle(b"z"))
+    waiter = Pauses(lambda: first.state_alone({"a": "z"}))
     first, second = (
         RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0) for rank in range(2)
     )
-    assert second.combine(b"y", lambda messages: messages[0]) == b"z"
+    assert second.everyone({"a": "y"}).value("a") == "z"
 
 
-def test_alone_a_rank_says_nothing() -> None:
+def test_what_another_rank_states_alone_counts_and_it_does_not_wait() -> None:
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+    first, second = (
+        RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0) for rank in range(2)
+    )
+    second.state_alone({"a": "y"})
+    assert list(first.everyone({"a": "x"}).facts["a"]) == ["x", "y"]
+
+
+def test_alone_a_rank_writes_nothing() -> None:
     storage = MemoryStorage()
     talk = RecordTalk(storage, SAVE, rank=0, world_size=1, waiter=EventWaiter(storage), timeout_s=5.0)
-    talk.settle(b"x")
-    assert talk.combine(b"x", lambda messages: messages[0]) == b"x" and storage.objects == {}
+    talk.state_alone({"a": "x"})
+    assert talk.everyone({"a": "x"}).value("a") == "x" and storage.objects == {}
 
 
 def test_a_rank_that_gives_up_is_seen_by_those_who_wait() -> None:
     storage = MemoryStorage()
 
-    def body(rank: int, talk: Talk) -> Agreement | None:
+    def body(rank: int, talk: Rounds) -> Agreement | None:
         if rank == 1:
             publish_failure(storage, SAVE, 1, SaveFailed("the disk is full"))
             return None
-        return agree(talk, facts=FACTS, units=[], tell={})
+        return agree(talk, facts=FACTS, units=[], announce={})
 
     results = over_storage(2, body, storage)
-    assert isinstance(results[0], CheckpointError) and "rank 1 gave the checkpoint up: the disk is full" in str(
-        results[0]
-    )
+    assert isinstance(results[0], CheckpointError) and "rank 1 dropped the save: the disk is full" in str(results[0])
 
 
 def test_a_record_that_does_not_read_back_fails_the_save() -> None:
     storage = MemoryStorage()
-    storage.put(f"parts/{SAVE.folder}/00001.says-0", [b"?"])
+    storage.put(f"parts/{SAVE.folder}/00001.facts-0", [b"?"])
     waiter = EventWaiter(storage)
     talk = RecordTalk(storage, SAVE, rank=0, world_size=2, waiter=waiter, timeout_s=5.0)
-    with pytest.raises(SaveFailed, match=r"00001\.says-0 does not read back"):
-        talk.combine(b"x", lambda messages: messages[0])
+    with pytest.raises(SaveFailed, match=r"00001\.facts-0 does not read back"):
+        talk.everyone({"a": "x"})
 
 
 def test_where_there_is_nobody_to_wait_for_any_more_it_ends_at_once() -> None:
@@ -321,6 +332,6 @@ def test_where_there_is_nobody_to_wait_for_any_more_it_ends_at_once() -> None:
         waiter = EventWaiter(storage)
         talk = RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0, still=over)
         with pytest.raises(SaveFailed, match="before their trainers died"):
-            talk.combine(b"x", lambda messages: messages[0])
+            talk.everyone({"a": "x"})
         assert waiter.time_s == 0.0
         storage = MemoryStorage()

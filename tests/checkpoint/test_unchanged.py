@@ -192,12 +192,12 @@ def test_files_of_an_old_world_stay_while_a_new_one_refers_to_them_and_every_ran
             all_.value = {"still": torch.full((BIG,), 7.0), "live": torch.full((BIG,), float(step))}
             saver.step()
             saver.save()
-            exchange.combine(b"", lambda all_of: b"")  # retention has run
+            exchange.everyone({})  # retention has run
             if rank == 0:
                 statuses = [one.status for one in verify(storage).checkpoints]
                 assert statuses[-kept:] == ["intact"] * min(kept, len(statuses))
                 assert set(statuses[:-kept]) <= {"removed"}
-            exchange.combine(b"", lambda all_of: b"")
+            exchange.everyone({})
         return list(mine.tolist())
 
     world_before, born = 0, {}

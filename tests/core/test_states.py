@@ -215,6 +215,24 @@ def test_differences_name_each_field_with_both_values() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"table": "other"},
+        {"selection": "x"},
+        {"rows": 6},
+        {"tail": "drop"},
+        {"endless": True},
+        {"permutation_version": 2},
+        {"spec": OrderSpec(seed=7, shuffle=True, window=5)},
+    ],
+)
+def test_no_field_of_an_identity_differs_silently(changes: dict[str, Any]) -> None:
+    one = identity_of(5)
+    (line,) = one.differences(replace(one, **changes))
+    assert line.startswith(next(iter(changes)) if "spec" not in changes else "window")
+
+
 # --- receipts
 
 

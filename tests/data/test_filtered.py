@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +20,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions, Table, open_table
 from lakeckpt.data.place import selecting
-from lakeckpt.data.place.selecting import count_together
 from lakeckpt.errors import ConfigError, SchemaError, StateMismatch
 from lakeckpt.reading.filters.count import count_rows
-from lakeckpt.reading.filters.row_filter import row_filter
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.testing import assert_exactly_once
 from tests.data.reading import dataset_of, ids
+from tests.data.test_workers_of_others import show_warnings
 from tests.reading.filters.filtering import expressions, kept_by_pyarrow, tables, with_deletes
 from tests.tracking.processes import run_processes
 
@@ -193,14 +191,24 @@ def test_rows_are_counted_once_and_only_when_they_must_be(lake: Path, counts: Ca
     assert counts() == 1
 
 
-def test_workers_of_another_loader_count_once_among_them(lake: Path, counts: Callable[[], int]) -> None:
+def test_workers_of_another_loader_have_the_counts_that_the_main_process_asked_for(
+    lake: Path, counts: Callable[[], int]
+) -> None:
     dataset = LakeDataset(open_table(lake), batch_size=4, columns=["id"], filters=FILTER)
+    assert dataset.selection is not None
     for _ in range(2):
         rows = ids(DataLoader(dataset, batch_size=None, num_workers=3, multiprocessing_context="fork"))
         assert sorted(row for batch in rows for row in batch) == KEPT
     assert counts() == 1
-    assert len(dataset) == -(-len(KEPT) // 4) or len(dataset) > 0
-    assert counts() == 1, "the main process has it from its workers"
+
+
+def test_workers_that_count_each_for_itself_say_how_to_count_once(
+    lake: Path, capfd: pytest.CaptureFixture[str], counts: Callable[[], int]
+) -> None:
+    dataset = LakeDataset(open_table(lake), batch_size=4, columns=["id"], filters=FILTER)
+    rows = ids(DataLoader(dataset, batch_size=None, num_workers=1, worker_init_fn=show_warnings))
+    assert sorted(row for batch in rows for row in batch) == KEPT
+    assert counts() == 1 and "ask for dataset.selection before you iterate" in capfd.readouterr().err
 
 
 def test_workers_that_get_a_pickled_dataset_have_the_counts(lake: Path) -> None:
@@ -209,7 +217,8 @@ def test_workers_that_get_a_pickled_dataset_have_the_counts(lake: Path) -> None:
     assert sorted(row for batch in ids(started) for row in batch) == KEPT
 
 
-def test_a_stateful_dataloader_goes_on_exactly_under_a_filter(lake: Path, counts: Callable[[], int]) -> None:
+@pytest.mark.filterwarnings("ignore:each worker of this DataLoader counts")
+def test_a_stateful_dataloader_goes_on_exactly_under_a_filter(lake: Path) -> None:
     def loader() -> StatefulDataLoader:
         dataset = LakeDataset(open_table(lake), batch_size=4, columns=["id"], filters=FILTER, shuffle=True)
         return StatefulDataLoader(dataset, batch_size=None, num_workers=2)
@@ -222,7 +231,6 @@ def test_a_stateful_dataloader_goes_on_exactly_under_a_filter(lake: Path, counts
         before = [next(iterator)["id"].tolist() for _ in range(taken)]
         again.load_state_dict(first.state_dict())
         assert before + [batch["id"].tolist() for batch in again] == whole
-    assert counts() == 5, "once for each loader, whichever of its processes needed them first"
 
 
 @pytest.mark.soak
@@ -248,88 +256,15 @@ def test_progress_is_told_while_rows_are_counted(lake: Path) -> None:
     assert said[-1] == (8, 8)
 
 
-# --- ranks that count together
-
-
-class MemoryBoard(dict[str, Any]):
-    """A store that threads share. ``lost``: keys of which nothing is ever seen."""
-
-    lost: frozenset[str] = frozenset()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self and key not in self.lost for key in keys)
-
-    def get(self, key: str) -> bytes:  # type: ignore[override]
-        return str(self[key]).encode()
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value
-
-
-@pytest.fixture(scope="module")
-def many_files(tmp_path_factory: pytest.TempPathFactory) -> Table:
-    folder = tmp_path_factory.mktemp("many")
-    for part in range(20):
-        pq.write_table(pa.table({"a": range(part, part + 10)}), folder / f"{part:02}.parquet")
-    return open_table(folder)
-
-
-@pytest.fixture
-def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many units each piece had that was counted in this process."""
-    done: list[int] = []
-    counted = selecting._counted
-
-    def noted(table: Any, keep: Any, piece: Any, *rest: Any) -> Any:
-        done.append(len(piece))
-        return counted(table, keep, piece, *rest)
-
-    monkeypatch.setattr(selecting, "_counted", noted)
-    return done
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 5, 30])
-def test_ranks_share_the_counting_and_come_to_the_same(many_files: Table, ranks: int, units: list[int]) -> None:
-    keep = row_filter([("a", "in", [3, 12, 25])], many_files.schema)
-    alone, _ = count_rows(many_files, keep)
-    board = MemoryBoard()
-    found = [count_together(many_files, keep, board, rank=rank, ranks=ranks) for rank in range(ranks)]
-    assert {one.digest for one in found} == {alone.digest}
-    assert sum(units) == 20, "each unit once, though every rank has its counts"
-
-
-def test_a_rank_begins_with_its_own_share(many_files: Table) -> None:
-    keep = row_filter([("a", ">", 12)], many_files.schema)
-    board = MemoryBoard()
-    count_together(many_files, keep, board, rank=1, ranks=2)
-    assert list(board) == ["4", "5", "6", "7", "0", "1", "2", "3"]
-
-
-def test_what_a_rank_does_not_publish_is_counted_by_others(many_files: Table, units: list[int]) -> None:
-    keep = row_filter([("a", ">", 12)], many_files.schema)
-    board = MemoryBoard()
-    count_together(many_files, keep, board, rank=1, ranks=2)
-    board.lost = frozenset({"1", "5"})
-    units.clear()
-    said: list[tuple[int, int]] = []
-    found = count_together(many_files, keep, board, rank=0, ranks=2, progress=lambda *now: said.append(now))
-    assert found == count_rows(many_files, keep)[0]
-    assert said[-1] == (20, 20) and len(units) == 2
-
-
-def test_garbage_on_the_board_is_counted_again(many_files: Table) -> None:
-    keep = row_filter([("a", ">", 12)], many_files.schema)
-    board = MemoryBoard({"0": "garbage", "1": b"lakeckpt".hex()})
-    assert count_together(many_files, keep, board, rank=0, ranks=2) == count_rows(many_files, keep)[0]
+# --- ranks that count once
 
 
 def job(rank: int, folder: str) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    mine: list[int] = []
-    counted = selecting._counted
-    selecting._counted = lambda t, k, units, *rest: mine.append(len(units)) or counted(t, k, units, *rest)  # type: ignore[func-returns-value]
+    counted: list[int] = []
+    selecting.count_rows = lambda *of, **how: counted.append(1) or count_rows(*of, **how)  # type: ignore[func-returns-value]
     dataset = LakeDataset(f"{folder}/lake", batch_size=4, columns=["id"], filters=[("id", ">=", 100)])
     if rank == 0:  # alone, as savers ask: nobody answers, and nothing hangs
         assert dataset.state_dict()["identity"]["rows"] == 1500
@@ -337,9 +272,20 @@ def job(rank: int, folder: str) -> None:
     assert dataset.selection is not None and dataset.selection.num_rows == 1500
     rows = [row for batch in LakeLoader(dataset) for row in batch["id"].tolist()]
     Path(folder, f"rows.{rank}").write_text(",".join(map(str, rows)))
-    Path(folder, f"units.{rank}").write_text(str(sum(mine)))
+    Path(folder, f"counted.{rank}").write_text(str(len(counted)))
+    broken = LakeDataset(f"{folder}/lake", batch_size=4, columns=["id"], filters=[("id", ">=", 200)])
+    if rank == 0:  # it fails, and the others count for themselves
+        selecting.count_rows = fails  # type: ignore[assignment]
+        with pytest.raises(OSError, match="no counts here"):
+            _ = broken.selection
+    dist.barrier()
+    assert rank == 0 or (broken.selection is not None and broken.selection.num_rows == 1400)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def fails(*of: Any, **how: Any) -> Any:
+    raise OSError("no counts here")
 
 
 def test_ranks_of_a_job_count_once_and_one_may_need_it_alone(tmp_path: Path) -> None:
@@ -349,14 +295,4 @@ def test_ranks_of_a_job_count_once_and_one_may_need_it_alone(tmp_path: Path) -> 
     run_processes(2, job, str(tmp_path))
     rows = [int(one) for rank in range(2) for one in (tmp_path / f"rows.{rank}").read_text().split(",")]
     assert sorted(rows) == list(range(100, 1600))
-    assert [(tmp_path / f"units.{rank}").read_text() for rank in range(2)] == ["16", "0"]
-
-
-def test_threads_that_need_the_counts_at_once_count_once(lake: Path, counts: Callable[[], int]) -> None:
-    dataset = LakeDataset(open_table(lake), batch_size=4, filters=FILTER)
-    threads = [threading.Thread(target=lambda: dataset.selection) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert counts() == 1
+    assert [(tmp_path / f"counted.{rank}").read_text() for rank in range(2)] == ["1", "0"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import pickle
 from collections import OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 
 from lakeckpt import Batch, Ragged
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.data.workers.packing import Layout, Packed, pack
+from lakeckpt.data.workers.packing import pack, unpack
 from tests.data.reading import same
 
 RECEIPT = Receipt(
@@ -26,21 +24,10 @@ Pair = namedtuple("Pair", ["left", "right"])
 
 def crossed(value: Any, *, pinned: bool = False) -> Any:
     """``value`` as another process gets it; ``pinned``: as it does with memory that would be."""
-    return arrived(pack(value, RECEIPT), RECEIPT, pinned=pinned)
-
-
-def arrived(packed: Packed, receipt: Receipt, *, pinned: bool = False) -> Any:
-    """What another process makes of ``packed``."""
+    packed = pack(value, RECEIPT)
     slab = np.zeros(packed.size_bytes, np.uint8)
-    place = 0
-    for address, size in packed.leaves:
-        source = (ctypes.c_uint8 * size).from_address(address) if size else b""
-        slab[place : place + size] = np.frombuffer(source, np.uint8)
-        place += -(-size // 64) * 64
-    layout = Layout(pickle.loads(pickle.dumps(packed.form)))
-    if pinned:
-        return layout.build_pinned(torch.from_numpy(slab), packed.sizes, receipt)
-    return layout.build(slab, packed.sizes, receipt)
+    packed.copy_to(slab.__array_interface__["data"][0])
+    return unpack(torch.from_numpy(slab) if pinned else slab, packed.pickle_at, RECEIPT)
 
 
 NUMBERS = torch.arange(24, dtype=torch.int32)
@@ -123,11 +110,3 @@ def test_what_holds_itself_crosses_as_one_object() -> None:
     value[1]["whole"] = value
     found = crossed(value)
     assert found[1]["whole"] is found and torch.equal(found[0], NUMBERS)
-
-
-def test_a_form_is_the_same_from_one_micro_batch_to_the_next() -> None:
-    def form(rows: int) -> Any:
-        ragged = Ragged(values=torch.zeros(rows * 3), offsets=torch.arange(rows + 1))
-        return pack(Batch({"x": torch.zeros(rows, 2), "r": ragged, "text": ["a"] * rows}, RECEIPT), RECEIPT).form
-
-    assert form(3) == form(5)

@@ -20,9 +20,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors
 from lakeckpt.core.order import Window
-from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.source import BatchSource
 from lakeckpt.reading.windows.cache import WindowCache
+from lakeckpt.reading.windows.positions import PositionReader
 from lakeckpt.reading.windows.window import DecodedWindow, WindowDecoder
 from tests.data.reading import as_json, flat, ids, loader_of, some, until_error
 from tests.lakes import LakeSpec
@@ -89,13 +89,14 @@ def test_a_place_that_changes_after_the_start_is_read_as_it_is_then(folder: Path
         assert ids(loader) == whole[0][9:]
 
 
-def test_restoring_begins_to_read_before_models_are_loaded(folder: Path, tmp_path: Path) -> None:
+def test_restoring_begins_to_read_before_models_are_loaded(
+    folder: Path, tmp_path: Path, decoded: list[tuple[int, int]]
+) -> None:
     begun: list[bool] = []
 
     class Model(torch.nn.Module):
         def load_state_dict(self, *args: Any, **options: Any) -> Any:
-            reader = again.dataset._source._reader
-            begun.append(reader is not None and reader.windows_held > 0)
+            begun.append(bool(decoded))
             return super().load_state_dict(*args, **options)
 
     first = loader_of(folder)
@@ -108,6 +109,7 @@ def test_restoring_begins_to_read_before_models_are_loaded(folder: Path, tmp_pat
             if len(seen) == 20:
                 break
     again = loader_of(folder)
+    decoded.clear()
     with CheckpointManager(str(tmp_path / "run"), {"model": Model(), "reader": again}) as manager:
         assert manager.restore() == 20
         assert begun == [True]
@@ -146,36 +148,31 @@ def test_threads_end_with_the_iteration(folder: Path, how: str) -> None:
     assert ended(begun)
 
 
-def test_an_iteration_that_another_thread_lets_go_of_takes_nothing_from_the_one_that_begins(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_iteration_that_another_thread_drops_takes_nothing_from_the_one_that_begins(folder: Path) -> None:
     """As the garbage collector may, in any thread, at any moment."""
     expected = ids(loader_of(folder))
     loader = loader_of(folder)
-    source = loader.dataset._source
-    old = Ahead(source, iter(()))
-    clears, may_clear = threading.Event(), threading.Event()
-    inner = type(source).clear
+    olds = [iter(loader)]
+    found = [next(olds[0])]
+    iterator = iter(loader)
+    found.append(next(iterator))
+    dropping = threading.Thread(target=olds.clear)
+    dropping.start()
+    found.append(next(iterator))
+    dropping.join(PATIENCE_S)
+    assert ids([*found, *iterator]) == expected
 
-    def clear(self: BatchSource) -> None:
-        if threading.current_thread() is closer:
-            clears.set()
-            may_clear.wait(PATIENCE_S)
-        inner(self)
 
-    monkeypatch.setattr(BatchSource, "clear", clear)
-    closer = threading.Thread(target=old.close)
-    closer.start()
-    assert clears.wait(PATIENCE_S)
-    found: list[Any] = []
-    beginner = threading.Thread(target=lambda: found.append(some(loader, 1)))
-    beginner.start()
-    beginner.join(0.3)
-    assert not found, "it begins while what was before is being cleared"
-    may_clear.set()
-    closer.join(PATIENCE_S)
-    beginner.join(PATIENCE_S)
-    assert ids(found[0]) == expected[:1] and ids(loader) == expected[1:]
+def test_an_iterator_that_is_kept_holds_no_windows_once_another_one_has_begun(folder: Path) -> None:
+    loader = loader_of(folder)
+    old = iter(loader)
+    next(old)
+    begun = threads()
+    new = iter(loader)
+    assert ended(begun)
+    with pytest.raises(errors.StateUnavailable, match="out of date"):
+        next(old)
+    assert len(flat(new)) == 236
 
 
 def test_a_forked_process_waits_for_no_thread_of_its_parent(folder: Path) -> None:
@@ -203,18 +200,19 @@ def _forked(loader: LakeLoader, iterator: Any, answers: Any) -> None:
 @pytest.fixture
 def waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LakeLoader]:
     """A loader that has begun to read, of which windows wait for threads in this process, and in no fork of it."""
-    here, may_decode = os.getpid(), threading.Event()
+    here, may_decode, waits = os.getpid(), threading.Event(), threading.Event()
     inner = WindowDecoder.decode
 
     def decode(self: WindowDecoder, window: Window) -> DecodedWindow:
         if os.getpid() == here:
+            waits.set()
             may_decode.wait(PATIENCE_S)
         return inner(self, window)
 
     monkeypatch.setattr(WindowDecoder, "decode", decode)
     loader = loader_of(folder, num_lanes=12, shuffle_window=1)
     loader._reader.start()
-    assert not loader.dataset._source.has_room
+    assert waits.wait(PATIENCE_S)
     yield loader
     may_decode.set()
 
@@ -230,26 +228,41 @@ def test_workers_forked_while_windows_wait_for_threads_read_all_rows(waiting: La
 
 def test_a_fork_made_while_windows_wait_for_threads_reads_all_rows_itself(waiting: LakeLoader) -> None:
     def read() -> None:
-        source = waiting.dataset._source
-        source.clear()
-        has_room = source.has_room
         found, error = until_error(waiting)
-        answers.put((has_room, repr(error), flat(found)))
+        answers.put((repr(error), flat(found)))
 
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     forked = context.Process(target=read)
     forked.start()
-    has_room, error, found = answers.get()
-    assert (has_room, error, sorted(found)) == (True, "None", list(range(240)))
+    error, found = answers.get()
+    assert (error, sorted(found)) == ("None", list(range(240)))
     forked.join(timeout=PATIENCE_S)
     assert forked.exitcode == 0
 
 
 def test_a_source_without_room_is_still_asked_for_all_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ids(loader_of(folder))
-    monkeypatch.setattr(BatchSource, "has_room", False)
+    monkeypatch.setattr(PositionReader, "has_room", False)
     assert ids(loader_of(folder)) == expected
+
+
+def test_what_fails_while_it_is_announced_is_tried_again_when_it_is_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ids(loader_of(folder))
+    inner, failures = BatchSource.new_reader, [errors.StorageError("not now")]
+
+    def new_reader(self: BatchSource, lanes: int) -> PositionReader:
+        if failures:
+            raise failures.pop()
+        return inner(self, lanes)
+
+    monkeypatch.setattr(BatchSource, "new_reader", new_reader)
+    assert ids(loader_of(folder)) == expected and not failures
+    failures += [errors.StorageError("never")] * 9
+    found, error = until_error(loader_of(folder))
+    assert found == [] and isinstance(error, errors.StorageError)
 
 
 def test_a_program_that_ends_in_the_midst_of_an_iteration_ends(folder: Path) -> None:

@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 
-from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt import LakeDataset, LakeLoader, open_table
 from lakeckpt.errors import ConfigError
 from tests.data.reading import dataset_of, flat
 
@@ -103,3 +104,10 @@ def test_a_transform_that_fails_says_at_which_micro_batch(
         list(loader)
     # From a worker, torch brings the text of the whole traceback.
     assert where in "\n".join([str(caught.value.args[0]), *getattr(caught.value, "__notes__", [])])
+
+
+def test_a_filesystem_of_fsspec_is_read_and_belongs_to_what_opens_the_table(lake: Path) -> None:
+    files = fsspec.filesystem("file")
+    assert flat(LakeLoader(LakeDataset(str(lake), batch_size=4, filesystem=files))) == flat(LakeLoader(made(lake)))
+    with pytest.raises(ConfigError, match="go to open_table"):
+        LakeDataset(open_table(lake), batch_size=4, filesystem=files)

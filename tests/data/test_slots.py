@@ -48,26 +48,6 @@ def test_free_slots_are_used_again_and_most_give_their_memory_back() -> None:
     assert taken() < size
 
 
-def test_a_slot_that_a_forked_process_may_see_is_never_written_again() -> None:
-    memory = SlotMemory.make()
-    slots = Slots(memory, spare_bytes=1 << 20)
-    offset = slots.take(10)
-    lease = memory.lease(offset, 10)
-    lease[:] = 3
-    asks, told = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.read(asks, 1)
-        os._exit(int((lease == 3).all()))
-    del lease
-    assert memory.ended() == []
-    memory.close()
-    os.write(told, b"x")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    for one in (asks, told):
-        os.close(one)
-
-
 def test_a_forked_process_that_closes_its_copy_takes_nothing_from_the_parent() -> None:
     memory = SlotMemory.make()
     slots = Slots(memory, spare_bytes=1 << 20)

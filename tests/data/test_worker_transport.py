@@ -238,18 +238,18 @@ def pinning(expected: int = 0) -> int:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_thread_pins_and_frees_slots_at_once(lake: Path, accelerator: None, persistent: bool) -> None:
+def test_threads_pin_and_free_slots_at_once(lake: Path, accelerator: None, persistent: bool) -> None:
     options = {"pin_memory": True, "persistent_workers": persistent}
     loader = loader_of(lake, num_workers=2, num_lanes=4, columns=["id", "string"], loader=options)
     expected = ids(loader_of(lake, num_lanes=4, columns=["id"]))
     started = iter(loader)
     kept = [next(started)]
-    assert pinning(1) == 1
+    assert pinning(2) == 2, "one for each worker"
     kept += list(started)
     del started
     assert ids(kept) == expected and kept[0]["string"]
     assert kept[0]["id"].untyped_storage().nbytes() > kept[0]["id"].nbytes, "a view of one pinned slab"
-    lasting = int(persistent)  # torch's thread lives as long as its workers
+    lasting = 2 * persistent  # torch's threads live as long as its workers
     assert pinning(lasting) == lasting
     first = some(loader, 3)
     assert sorted(flat(first) + flat(loader)) == list(range(ROWS))

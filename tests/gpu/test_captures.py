@@ -16,7 +16,7 @@ from torch import nn
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.links import Batch, CudaLink, Ticket
+from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.errors import UnannouncedChange
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, State, assert_same, kept_state, state_of
@@ -28,13 +28,13 @@ pytestmark = [
 LONG_CYCLES = 6 * 10**8  # a third of a second: what is queued behind it has not begun when the host goes on
 
 
-class Unordered(CudaLink):
+class Unordered(Link):
     """A link whose copies wait for nothing."""
 
     def order(self) -> None: ...
 
 
-class Late(CudaLink):
+class Late(Link):
     """A link whose copies come long after they were queued."""
 
     def copy(self, batch: Batch, /) -> Ticket:
@@ -91,7 +91,7 @@ def folder() -> Iterator[ArenaFolder]:
 def made(folder: ArenaFolder) -> Iterator[Callable[..., CaptureEngine]]:
     every: list[CaptureEngine] = []
 
-    def make(objects: dict[str, Any], *, link: CudaLink | None = None, **options: Any) -> CaptureEngine:
+    def make(objects: dict[str, Any], *, link: Link | None = None, **options: Any) -> CaptureEngine:
         engine = CaptureEngine(objects, IDENTITY, **{"folder": folder, "slice_bytes": 2**20, **options})
         if link is not None:
             engine.open_link = lambda device: link if device.type == "cuda" else None
@@ -153,7 +153,7 @@ def test_copies_that_come_late_are_held_for(made: Callable[..., CaptureEngine], 
 
 @pytest.mark.parametrize("link", [Unordered, Unheld])
 def test_without_either_event_captures_are_wrong(
-    made: Callable[..., CaptureEngine], folder: ArenaFolder, link: type[CudaLink], monkeypatch: pytest.MonkeyPatch
+    made: Callable[..., CaptureEngine], folder: ArenaFolder, link: type[Link], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training()
     device = torch.device("cuda", torch.cuda.current_device())

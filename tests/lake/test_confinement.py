@@ -49,7 +49,9 @@ def test_a_linked_folder_is_refused_by_every_method(root: Path, outside: Path, f
         lambda: storage.delete("link/secret"),
         lambda: storage.local_path("link/secret"),
     ):
-        with pytest.raises(StorageError, match=r"'link(/secret)?' in .* is a symbolic link, which could lead out"):
+        with pytest.raises(
+            StorageError, match=r"'link(/secret|/a)?' in .* is a symbolic link or lies behind one, which could lead out"
+        ):
             call()
     assert sorted(os.listdir(outside)) == [".lakeckpt-0.tmp", "secret"]
 

@@ -21,6 +21,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+import lakeckpt
 from tests.lake.one_object import SERVER_STARTS
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +151,7 @@ def test_forks_beside_reads_hang_neither_side(tmp_path: Path, tls: bool, forks: 
     (tmp_path / "reader.py").write_text(READER)
     with serving(tmp_path, tls=tls) as (url, certificate):
         told = [sys.executable, "-W", "ignore", str(tmp_path / "reader.py"), url, certificate, str(forks)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # of a script, its own folder alone is on the path
+        source = Path(lakeckpt.__file__).parents[1]  # Python looks for modules of a script in its own folder alone
+        environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{ROOT}"}
         ran = subprocess.run(told, capture_output=True, text=True, timeout=120 + 2 * forks, env=environment)
     assert ran.returncode == 0 and f"forked {forks}" in ran.stdout, ran.stdout + ran.stderr[-4000:]

@@ -186,7 +186,7 @@ def test_listings_are_never_from_a_cache_and_have_sizes(odd: FsspecStorage) -> N
     odd._filesystem.rm_file("/run/z")
     assert paths(odd) == ["a/deep/y", "a/x"]
     odd._filesystem.pipe_file("/run/endless", b"123")
-    with pytest.raises(StorageError, match=r"does not say how large .*endless"):
+    with pytest.raises(StorageError, match=r"does not know how large .*endless"):
         odd.list()
 
 

@@ -1,11 +1,11 @@
-"""Pieces of a file come whole, close ones together, several at once; what is not as it was pinned is told."""
+"""Pieces of an object are read whole, close ones together, several at once. Another object is refused."""
 
 from __future__ import annotations
 
 import multiprocessing
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lakeckpt.errors import DataFileChanged, ObjectChanged, ObjectMissing, StorageError, TableVersionGone
 from lakeckpt.lake.parquet import ranges
-from lakeckpt.lake.parquet.ranges import LocalBytes, Range, StoredBytes, coalesced
+from lakeckpt.lake.parquet.ranges import Fetch, Range, coalesced, read_pinned
 from lakeckpt.lake.storage.base import ObjectInfo
 
 CONTENT = bytes(np.random.default_rng(0).integers(0, 256, 1000, np.uint8))
@@ -55,8 +55,22 @@ class Store:
         raise AssertionError("nothing deletes")
 
 
+def fetch(store: Store, asked: Sequence[Range]) -> Fetch:
+    return Fetch(partial(read_pinned, store, "uri", FILE), asked)
+
+
+def at(file: pa.NativeFile, start: int, stop: int) -> bytes:
+    file.seek(start)
+    return bytes(file.read_buffer(stop - start))
+
+
+def held(fetched: Fetch, asked: Sequence[Range]) -> list[bytes]:
+    file = fetched.wait()
+    return [at(file, start, stop) for start, stop in asked]
+
+
 def read(store: Store, asked: Sequence[Range]) -> list[bytes]:
-    return [bytes(part) for part in StoredBytes(store, "uri", FILE).begin(asked).wait()]
+    return held(fetch(store, asked), asked)
 
 
 @given(pieces=PIECES, hole=st.integers(0, 80), most=st.integers(1, 200))
@@ -109,7 +123,7 @@ def test_no_more_requests_are_under_way_than_there_are_threads() -> None:
             finally:
                 counted.release()
 
-    asked = [(at, at + 10) for at in range(0, 960, 10)]
+    asked = [(n, n + 10) for n in range(0, 960, 10)]
     assert read(Counting(together=ranges.THREADS), asked) == [CONTENT[start:stop] for start, stop in asked]
 
 
@@ -122,12 +136,12 @@ def test_no_more_requests_are_under_way_than_there_are_threads() -> None:
         (Store(failure=StorageError("the store is down")), StorageError, "the store is down"),
     ],
 )
-def test_an_object_that_is_not_as_it_was_pinned_is_told(store: Store, kind: type[Exception], text: str) -> None:
+def test_an_object_that_is_not_the_pinned_one_is_refused(store: Store, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         read(store, [(0, 10), (500, 600)])
 
 
-def test_what_is_abandoned_is_not_asked_for_any_more() -> None:
+def test_a_cancelled_fetch_begins_no_more_requests() -> None:
     entered, go_on = threading.Barrier(ranges.THREADS + 1), threading.Event()
 
     class Held(Store):
@@ -137,15 +151,39 @@ def test_what_is_abandoned_is_not_asked_for_any_more() -> None:
                 assert go_on.wait(BOUND_S)
             return super().read(path, start, stop, etag=etag)
 
-    store = Held()
-    opened = StoredBytes(store, "uri", FILE)
-    first = opened.begin([(at, at + 1) for at in range(ranges.THREADS)])
+    store, waited = Held(), [(n, n + 1) for n in range(ranges.THREADS)]
+    first = fetch(store, waited)
     entered.wait(BOUND_S)
-    opened.begin([(at, at + 1) for at in range(600, 650)]).abandon()
+    fetch(store, [(n, n + 1) for n in range(600, 650)]).cancel()
     go_on.set()
-    assert [bytes(part) for part in first.wait()] == [CONTENT[at : at + 1] for at in range(ranges.THREADS)]
+    assert held(first, waited) == [CONTENT[start:stop] for start, stop in waited]
     assert read(store, [(700, 710)]) == [CONTENT[700:710]]  # behind all that was asked for
     assert {start for start, _ in store.asked} == {*range(ranges.THREADS), 700}
+
+
+def test_a_file_of_parts_has_nothing_beside_them() -> None:
+    file = fetch(Store(), [(10, 20), (900, 1000)]).wait()
+    assert at(file, 12, 17) == CONTENT[12:17]
+    for start, stop in ((5, 15), (15, 25), (500, 501), (990, 1010)):
+        assert at(file, start, stop) == b""
+
+
+def test_a_file_is_closed_when_pyarrow_has_released_what_it_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    lent: list[pa.Buffer] = []
+    waits: list[float] = []
+
+    def releases(seconds: float) -> None:
+        waits.append(seconds)
+        lent.clear()
+
+    monkeypatch.setattr(ranges.time, "sleep", releases)
+    file = fetch(Store(), [(10, 20)]).wait()
+    file.seek(10)
+    lent.append(file.read_buffer(5))
+    file.close()
+    assert len(waits) == 1 and not lent
+    fetch(Store(), [(10, 20)]).wait().close()
+    assert len(waits) == 1, "nothing was read, and nothing has to be released"
 
 
 def _in_child(told: multiprocessing.SimpleQueue[bytes]) -> None:
@@ -161,14 +199,3 @@ def test_a_forked_process_reads_with_threads_of_its_own() -> None:
     child.join(BOUND_S)
     assert child.exitcode == 0
     assert told.get() == CONTENT[20:30]
-
-
-def test_a_local_file_is_read_by_place(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(CONTENT)
-    opened = pa.OSFile(str(tmp_path / "a"))
-    local = LocalBytes(opened)
-    first, second = local.begin([(10, 20), (990, 1010)]), local.begin([(0, 5)])
-    assert [bytes(part) for part in second.wait()] == [CONTENT[:5]]
-    assert [bytes(part) for part in first.wait()] == [CONTENT[10:20], CONTENT[990:]]
-    local.close()
-    assert opened.closed

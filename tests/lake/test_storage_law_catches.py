@@ -71,7 +71,7 @@ CAUGHT = {
     "nothing": None,
     "lists the past": "test_a_listing_is_never_of_the_past",
     "reads one too many": "test_a_read_gives_the_bytes_of_its_range_that_exist",
-    "shows what was torn": "test_what_the_callers_chunks_raise_goes_through_and_nothing_becomes_visible",
+    "shows what was torn": "test_nothing_is_visible_before_a_put_returns",
     "overwrites": "test_exactly_one_of_racing_conditional_puts_wins",
     "misses": "test_an_empty_place_lists_nothing_and_misses_everything",
 }

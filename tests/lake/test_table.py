@@ -17,6 +17,8 @@ import pytest
 import lakeckpt
 from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, SchemaError, TableNotFound, TableVersionGone
 from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.lake.parquet.ranges import read_pinned
+from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.lake.table.table import Table
 from tests.lake.conftest import CANARY, S3
@@ -35,11 +37,10 @@ def lake(folder: Path) -> Path:
 
 def content(table: Table, ordinal: int) -> bytes:
     """A file of the table as readers get its bytes."""
-    opened = table.open_bytes(ordinal)
-    try:
-        return b"".join(opened.begin([(0, table.index.file(ordinal).size_bytes)]).wait())
-    finally:
-        opened.close()
+    file = table.index.file(ordinal)
+    if isinstance(table.storage, LocalStorage):
+        return bytes(table.open_file(ordinal).read())
+    return read_pinned(table.storage, table.uri, file, 0, file.size_bytes)
 
 
 def rows(table: Table) -> list[int]:

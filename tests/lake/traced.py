@@ -3,26 +3,59 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
-from lakeckpt.lake.storage.oscalls import OsCalls
+import pytest
 
-CHANGES = ("mkdir_path", "mkdir", "create", "write", "fsync", "rename", "link", "unlink", "rmdir")
+from lakeckpt.lake.storage import direct, local
+from lakeckpt.lake.storage.local import LocalStorage
+
+CHANGES = ("mkdir", "create", "write", "fsync", "rename", "link", "unlink", "rmdir")
+
+
+@contextmanager
+def os_of_the_storage(module: Any) -> Iterator[None]:
+    """Let the local storage make the calls of ``module`` in place of those of `os`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "os", module)
+        patch.setattr(direct, "os", module)
+        if hasattr(module, "token_hex"):
+            patch.setattr(local, "secrets", module)
+        yield
+
+
+class _OverCalls:
+    def __init__(self, inner: LocalStorage, module: Any) -> None:
+        self._inner, self._module = inner, module
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            with os_of_the_storage(self._module):
+                return method(*given, **named)
+
+        return call
+
+
+def storage_over(root: str | os.PathLike[str], module: Any) -> LocalStorage:
+    """A local storage each of whose methods makes the calls of ``module`` in place of those of `os`."""
+    return cast(LocalStorage, _OverCalls(LocalStorage(root), module))
 
 
 class Crash(BaseException):
     """The process is gone: nothing after this happens."""
 
 
-class TracedCalls(OsCalls):
-    """The real calls, by path: ``events`` lists what was done as (call, path[, new path]).
+class TracedOs:
+    """The module `os` for a `storage_over`: ``events`` lists what was done as (call, path[, path]).
 
-    ``fail`` maps (call, n) to what the n-th such call (from 1) raises instead of being done. ``crash_at``: the number
-    of the call (of those that change something) that is not done, nor any after it. ``short_writes``: at most 3 bytes
-    are written at a time.
+    ``fail`` maps (call, n) to what the n-th such call (from 1; 0: each) raises instead of being done. ``crash_at``: the
+    number of the call (of those that change something) that is not done, nor any after it. ``short_writes``: at most 3
+    bytes are written at a time. ``before(call, path)`` runs ahead of each call.
     """
-
-    __slots__ = ("_changes", "_counts", "_open", "_tokens", "crash_at", "events", "fail", "short_writes")
 
     def __init__(
         self,
@@ -40,8 +73,18 @@ class TracedCalls(OsCalls):
         self._changes = 0
         self._tokens = 0
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
     def of(self, *calls: str) -> list[tuple[str, ...]]:
         return [event for event in self.events if event[0] in calls]
+
+    def before(self, call: str, path: str) -> None:
+        """Do nothing; for tests that let something happen here."""
+
+    def token_hex(self, size: int) -> str:
+        self._tokens += 1
+        return f"t{self._tokens}"
 
     def _enter(self, call: str, *paths: str) -> None:
         self._counts[call] = self._counts.get(call, 0) + 1
@@ -53,67 +96,49 @@ class TracedCalls(OsCalls):
         if error is not None:
             self.events.append((f"failed {call}", *paths))
             raise error
+        self.before(call, paths[-1])
         self.events.append((call, *paths))
 
-    def _at(self, folder: int, name: str) -> str:
-        return f"{self._open[folder]}/{name}"
-
-    def _opened(self, descriptor: int, path: str) -> int:
+    def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT:
+            self._enter("create", path)
+        descriptor = os.open(path, flags, mode)
         self._open[descriptor] = path
         return descriptor
 
-    def token(self) -> str:
-        self._tokens += 1
-        return f"t{self._tokens}"
-
-    def open_root(self, path: str) -> int:
-        return self._opened(super().open_root(path), path)
-
-    def open_folder(self, name: str, folder: int) -> int:
-        return self._opened(super().open_folder(name, folder), self._at(folder, name))
-
-    def open_file(self, name: str, folder: int, follow: bool) -> int:
-        return self._opened(super().open_file(name, folder, follow), self._at(folder, name))
-
-    def create(self, name: str, folder: int) -> int:
-        self._enter("create", self._at(folder, name))
-        return self._opened(super().create(name, folder), self._at(folder, name))
-
-    def mkdir_path(self, path: str) -> None:
-        self._enter("mkdir_path", path)
-        super().mkdir_path(path)
-
-    def mkdir(self, name: str, folder: int) -> None:
-        self._enter("mkdir", self._at(folder, name))
-        super().mkdir(name, folder)
+    def mkdir(self, path: str) -> None:
+        if os.path.isdir(path):
+            raise FileExistsError(path)
+        self._enter("mkdir", path)
+        os.mkdir(path)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         self._enter("write", self._open[descriptor])
-        return super().write(descriptor, data[:3] if self.short_writes else data)
+        return os.write(descriptor, data[:3] if self.short_writes else data)
 
     def fsync(self, descriptor: int) -> None:
         self._enter("fsync", self._open[descriptor])
-        super().fsync(descriptor)
+        os.fsync(descriptor)
 
-    def rename(self, old: str, new: str, folder: int) -> None:
-        self._enter("rename", self._at(folder, old), self._at(folder, new))
-        super().rename(old, new, folder)
+    def rename(self, old: str, new: str) -> None:
+        self._enter("rename", old, new)
+        os.rename(old, new)
 
-    def link(self, old: str, new: str, folder: int) -> None:
-        self._enter("link", self._at(folder, old), self._at(folder, new))
-        super().link(old, new, folder)
+    def link(self, old: str, new: str) -> None:
+        self._enter("link", old, new)
+        os.link(old, new)
 
-    def unlink(self, name: str, folder: int) -> None:
-        self._enter("unlink", self._at(folder, name))
-        super().unlink(name, folder)
+    def unlink(self, path: str) -> None:
+        self._enter("unlink", path)
+        os.unlink(path)
 
-    def rmdir(self, name: str, folder: int) -> None:
-        self._enter("rmdir", self._at(folder, name))
-        super().rmdir(name, folder)
+    def rmdir(self, path: str) -> None:
+        self._enter("rmdir", path)
+        os.rmdir(path)
 
     def close(self, descriptor: int) -> None:
         self._open.pop(descriptor)
-        super().close(descriptor)
+        os.close(descriptor)
 
     @property
     def changes(self) -> int:
@@ -135,7 +160,7 @@ def assert_durable(events: list[tuple[str, ...]], target: str, root: str) -> Non
             written[paths[0]] = True
         if call in ("rename", "link") and paths[1] == target:
             assert written[paths[0]], f"{paths[0]} became {target} before it was synced"
-        if call in ("mkdir", "mkdir_path"):
+        if call == "mkdir":
             entries[paths[0]] = False
         if call in ("rename", "link"):
             entries[paths[1]] = False

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, SchemaError, StorageError
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.storage.base import Storage
-from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import convert
 from lakeckpt.reading.columns.ragged import to_pylist
 from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
@@ -184,12 +183,14 @@ def test_every_decode_has_memory_of_its_own(tmp_path: Path) -> None:
     assert decoder.decode(0, 0, 4).column("id").to_pylist() == [0, 1, 2, 3]
 
 
-class WatchedTable(Table):
-    opened: list[pa.NativeFile] = []  # noqa: RUF012
+def files_open_below(folder: Path) -> int:
+    """Return how many files below ``folder`` this process has open."""
+    found = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_open(number)]
+    return sum(name.startswith(f"{folder}/") for name in found)
 
-    def open_file(self, ordinal: int) -> pa.NativeFile:
-        self.opened.append(super().open_file(ordinal))
-        return self.opened[-1]
+
+def _is_open(number: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{number}")
 
 
 def is_leased(path: Path) -> bool:
@@ -230,16 +231,15 @@ def test_a_file_that_could_not_be_decoded_can_be_written_again_at_once(tmp_path:
 
 
 def test_few_files_stay_open_and_those_used_last(tmp_path: Path) -> None:
-    plain = write_ids(tmp_path, [[1, 1], [1], [1], [1]])
-    table = WatchedTable(uri=plain.uri, storage=plain.storage, index=plain.index)
-    table.opened.clear()
+    table = write_ids(tmp_path, [[1, 1], [1], [1], [1]])
     decoder = RowGroupDecoder(table, open_files=2)
+    opened = []
     for group in (0, 2, 1, 3, 0):  # row groups 0 and 1 are of one file
         decoder.decode(group, 0, 1)
-        assert sum(not file.closed for file in table.opened) <= 2
-    assert len(table.opened) == 3
+        opened.append(files_open_below(tmp_path))
+    assert opened == [1, 2, 2, 2, 2]
     decoder.close()
-    assert all(file.closed for file in table.opened)
+    assert files_open_below(tmp_path) == 0
     assert decoder.decode(0, 0, 1).num_rows == 1
     decoder.close()
     with pytest.raises(ConfigError, match="open_files must be at least 1, got 0"):
@@ -297,7 +297,7 @@ def test_a_file_cut_while_it_is_open_has_changed(tmp_path: Path) -> None:
     decoder = RowGroupDecoder(open_table(tmp_path))
     decoder.decode(0, 0, 1)
     os.truncate(path, pages(path, 1, 0)[0] + 10)
-    with pytest.raises(DataFileChanged, match=r"'a\.parquet' ends at byte"):
+    with pytest.raises(DataFileChanged, match=r"'a\.parquet' no longer ends as it did: it was cut"):
         decoder.decode(1, 0, 1)
 
 
@@ -361,9 +361,6 @@ def test_a_store_that_fails_is_no_damaged_file(tmp_path: Path) -> None:
     decoder.decode(0, 0, 1)
     storage.fail = StorageError("the store is away")
     with pytest.raises(StorageError, match="the store is away"):
-        decoder.decode(1, 0, 1)
-    storage.fail = TimeoutError(110, "timed out")
-    with pytest.raises(StorageError, match=r"row group 1 of 'a\.parquet' could not be read.*timed out"):
         decoder.decode(1, 0, 1)
     storage.fail = None
     assert decoder.decode(1, 0, 1).num_rows == 1

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from typing import Any
 
-from lakeckpt.lake.storage.oscalls import OsCalls
 from tests.system.disks import Disk
 
-_COUNTED = [
-    name for name in vars(OsCalls) if not name.startswith("_") and name not in ("token", "close", "lock", "fstat")
-]
+_COUNTED = frozenset(
+    ("open", "mkdir", "write", "pread", "preadv", "lstat", "stat", "listdir", "rename", "link", "unlink", "rmdir")
+)
 
 
 class PowerCut(OSError):
     """The process died with its machine."""
 
 
-class CuttingCalls(OsCalls):
-    """The real calls, until the n-th cuts the power; ``leave_out`` says of a descriptor that its fsync is not made."""
+class CuttingCalls:
+    """The module `os` for a storage, until the n-th call cuts the power.
+
+    ``leave_out`` says of a descriptor that its fsync is not made.
+    """
 
     def __init__(self, disk: Disk, cut_at: int, leave_out: Callable[[int], bool] = lambda descriptor: False) -> None:
         self.disk, self.cut_at, self.leave_out = disk, cut_at, leave_out
         self.made = 0
         self.dark = False
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in _COUNTED:
+            return real
+
+        def call(*given: Any, **named: Any) -> Any:
+            self.count()
+            return real(*given, **named)
+
+        return call
 
     def count(self) -> None:
         if self.dark:
@@ -41,17 +55,4 @@ class CuttingCalls(OsCalls):
     def fsync(self, descriptor: int) -> None:
         self.count()
         if not self.leave_out(descriptor):
-            super().fsync(descriptor)
-
-
-def _counting(name: str) -> Callable[..., Any]:
-    def call(self: CuttingCalls, *args: Any) -> Any:
-        self.count()
-        return getattr(OsCalls, name)(self, *args)
-
-    return call
-
-
-for _name in _COUNTED:
-    if _name != "fsync":
-        setattr(CuttingCalls, _name, _counting(_name))
+            os.fsync(descriptor)

@@ -25,7 +25,7 @@ from tests.patience import PATIENCE_S
 from tests.system.persist_cuts import STEPS
 
 REPOSITORY = Path(__file__).parents[2]
-CALLS = ["fsync", "renameat", "linkat", "mkdirat", "write", "unlinkat"]
+CALLS = ["fsync", "rename", "link", "mkdir", "write", "unlink"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from lakeckpt import CheckpointManager
 from lakeckpt.errors import LakeckptError
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.seams import manager_with
+from tests.lake.traced import os_of_the_storage
 from tests.patience import PATIENCE_S
 from tests.system.cutting import CuttingCalls, PowerCut
 from tests.system.disks import Disk
@@ -93,8 +94,9 @@ def cut_and_restore(disk: Disk, cut_at: int, *, arenas: Path | None = None, **ca
     root = disk.path / f"run-{disk.cuts}"
     cutting = CuttingCalls(disk, cut_at, **calls)
     made: dict[int, bytes] = {}
-    storage = LocalStorage(root, calls=cutting)
-    saved = train(storage, made) if arenas is None else train_behind(storage, made, arenas)
+    with os_of_the_storage(cutting):
+        storage = LocalStorage(root)
+        saved = train(storage, made) if arenas is None else train_behind(storage, made, arenas)
     if not cutting.dark:
         with contextlib.suppress(PowerCut):
             cutting.cut()
@@ -122,7 +124,8 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
 @pytest.mark.filterwarnings("ignore:checkpoints that are not to be kept")  # the store fails then, too
 def test_a_cut_at_every_system_call_leaves_a_whole_checkpoint_and_none_committed_is_lost(disk: Disk) -> None:
     counting = CuttingCalls(disk, cut_at=0)
-    assert train(LocalStorage(disk.path / "counted", calls=counting), {}) == STEPS
+    with os_of_the_storage(counting):
+        assert train(LocalStorage(disk.path / "counted"), {}) == STEPS
     outcomes = [cut_and_restore(disk, cut_at) for cut_at in range(1, counting.made + 2)]
     assert [wrong for wrong, _ in outcomes if wrong] == []
     assert {saved for _, saved in outcomes} == set(range(STEPS + 1))

@@ -1,21 +1,21 @@
-"""How are cuts saved without training waiting?  Captured into the arena beside training, persisted by the agent.
+"""This module saves cuts without making training wait: captures go into the arena, and the agent persists them.
 
-capture (this process, beside training) → stage (the arena) → persist and commit (the agent). At every cut that falls
-due a capture begins; where a save falls due, too, the agent is told as soon as the capture is complete, and what came
-of it is heard at a later cut. All ranks do this alike, and none talks to another: but for the first save, when they
-settle whether all of them have an arena at all. Where one has not, all save as without one.
+At every cut that falls due a capture begins, in this process, beside training. If a save falls due, too, the agent gets
+an order as soon as the capture is complete; its outcome is read at a later cut. All ranks do this alike. They compare
+facts once, at the first save, when they settle whether all of them have an arena. If one rank has none, all ranks save
+synchronously.
 
 A rank whose save fails tells the other ranks why: its order says so to its agent, which tells the other agents through
-storage; and a note in the exchange says so to the other trainers, which hand it to their agents. So does a rank that
-stops by an exception, of the saves in which it takes no part any more.
+storage, and a note in the exchange says so to the other trainers, which tell their agents. A rank that stops by an
+exception leaves such a note for the saves in which it does not take part.
 
-Called by the training thread alone. Its threads are those of the capture engine and of the agent.
+The training thread alone calls this module. Its threads are those of the capture engine and of the agent.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,13 +26,12 @@ from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
-from lakeckpt.checkpoint.failures import error_said, failure_noted, leave_note, leave_word, said_of, word_left
+from lakeckpt.checkpoint.failures import leave_note, note_stop, noted_failure, noted_stop, save_error
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import checked_metric
-from lakeckpt.checkpoint.persist.agreement import everyone
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.indexes import documents_of
+from lakeckpt.checkpoint.persist.indexes import write_documents
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks
 from lakeckpt.errors import (
     ArenaError,
@@ -40,28 +39,28 @@ from lakeckpt.errors import (
     MissingRanksError,
     SaveFailed,
     SaveSkipped,
-    StorageError,
     UnannouncedChange,
 )
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 from lakeckpt.wire.envelope import dumps
 
 __all__ = ["Background", "Saved"]
 
 _NOTHING_SPARE_S = 0.01
-_LISTEN_S = 0.5
-"""How often a trainer looks whether another rank has given up a save that is under way."""
-_ROUNDS = 8
+_LOOK_S = 0.5
+"""How often a trainer looks for notes of other ranks on the saves that are under way."""
+_LOOKS = 8
 """How often the others can look before rank 0 ends whose last save failed: they may be a step and a save behind."""
 _PATIENCE = 3
-"""How many saves in a row may be left out, with nothing under way, before that is a failure."""
+"""How many saves in a row may be skipped, with nothing under way, before that is a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What came of a save: what was committed, or why nothing was."""
+    """The result of a save: the checkpoint, or the error."""
 
     step: int
     info: CheckpointInfo | None
@@ -69,6 +68,21 @@ class Saved:
     took_s: float
     remarks: Remarks = field(default_factory=Remarks)
     """On the commit."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A save whose result is not known."""
+
+    order: Order
+    is_ordered: bool = False
+    """The agent has the order; before, the capture is not complete."""
+    lock: ExitStack = field(default_factory=ExitStack)
+    """Keeps the generation in the arena."""
+    was_raised: bool = False
+    """This rank has raised its failure already."""
+    was_dropped: bool = False
+    """The agent knows that another rank has dropped the save."""
 
 
 class Background:
@@ -98,18 +112,14 @@ class Background:
         self._journal = journal
         self._waiter = waiter
         self._timeout_s = timeout_s
-        self._ready: dict[tuple[int, int], Order] = {}  # to be given when its capture is complete
-        self._given: dict[tuple[int, int], Order] = {}
-        self._held: dict[tuple[int, int], ExitStack] = {}
-        self._saved: list[Saved] = []
+        self._pending: dict[int, _Pending] = {}  # by the number of the save
+        self._results: list[Saved] = []
         self._written: set[str] = set()  # documents of tables that are in storage
-        self._captured: int | None = None  # the last cut of which a capture began, if it was not handed over
+        self._captured: int | None = None  # the last cut of which a capture began, if no save has used it
         self._settled = False
         self._no_arena: ArenaError | None = None
-        self._has_told = False  # that there is none any more
-        self._told_here: set[tuple[int, int]] = set()  # saves whose failure this rank has raised already
-        self._passed_on: set[tuple[int, int]] = set()  # saves that another rank gave up, as the agent knows
-        self._listens_s = float("-inf")  # when to look for such saves again
+        self._has_reported = False  # that there is no arena any more
+        self._next_look_s = float("-inf")
         self._missed = 0  # saves in a row without a capture, with nothing under way that would explain it
 
     # --- cuts
@@ -117,41 +127,41 @@ class Background:
     def cut(self, step: int) -> None:
         """Begin to capture the cut of ``step``, if that can be done now.
 
-        Raises what goes wrong on this rank. `SaveFailed` where there is no arena any more: once, until there is one
-        again. The other ranks hear of it at the next save, if it is still wrong then, or this rank has stopped.
+        Raises what goes wrong on this rank. `SaveFailed` if there is no arena any more: once, until there is one again.
+        The other ranks learn of it at the next save, if it is still wrong then, or when this rank stops.
         """
         failure: SaveFailed | None = None
-        self._give()  # what failed of a save is told with its order
+        self._order_ready()  # the failure of a save goes with its order
         if self._no_arena is None:
             try:
                 if self._capture(step, self._journal.pending(step), must=False):
-                    self._has_told = False
+                    self._has_reported = False
                     with suppress(SaveFailed):  # the next cut or save tries again
-                        self._write_documents()  # this cut may be that of a final save
+                        self._write_documents(skip=self._written)  # this cut may be that of a final save
             except ArenaError as error:
                 if not self._settled:
                     self._no_arena = error
-                elif not self._has_told:
-                    self._has_told, failure = True, _no_arena_any_more(step, error)
-        self._give()
+                elif not self._has_reported:
+                    self._has_reported, failure = True, _no_arena_any_more(step, error)
+        self._order_ready()
         if failure is not None:
             raise failure
 
     def save(self, step: int, metric: Any, *, patient: bool) -> bool:
-        """Capture the cut of ``step``, which is as good as ``metric`` (`held_metric`), and have it persisted. False
-        where some rank has no arena: nothing was begun, and nothing will be; the first call settles that with all
-        ranks.
+        """Capture the cut of ``step``, which is as good as ``metric`` (`held_metric`), and have it persisted. Return
+        False if some rank has no arena, and so no rank can capture; the first call settles that with all ranks.
 
-        ``patient``: wait where all memory of the arena is still being persisted, instead of giving this save up.
-        Whatever is raised here, the agents of all ranks give the save up together.
+        ``patient``: wait if all memory of the arena is still being persisted, instead of skipping this save. Whatever
+        is raised here, the agents of all ranks drop the save together.
         """
-        failure: Exception | None = None
         pending: Pending = {}
-        captured, good = False, None
+        good: float | None = None
+        captured = False
+        failure: Exception | None = None
         try:
-            if self._ready:  # an order of this very step, perhaps: all ranks give it before they give the next one
-                self._engine.finish()
-                self._give()
+            if any(not one.is_ordered for one in self._pending.values()):
+                self._engine.finish()  # all ranks order a save before the next one
+                self._order_ready()
             pending = self._journal.pending(step)
             self._write_documents()
             good = checked_metric(metric)
@@ -165,46 +175,51 @@ class Background:
             failure = error
         if not self._settled and not self._all_have_arenas():
             return False
-        self._missed = 0 if captured or failure or self._given else self._missed + 1
-        if self._missed and not self._missed % _PATIENCE:
-            failure = SaveFailed(
-                f"step {step} was not captured, nor were the {self._missed - 1} saves before it: no memory of the "
-                "arena was to spare, though nothing is being persisted. `lakeckpt doctor` lists what lies in memory"
-            )
-        if failure is None:
-            try:
+        try:
+            if failure is None:
+                self._count_missed(step, captured)
                 self._journal.handed_over(pending, step)
-            except Exception as error:
-                failure = error
+        except Exception as error:
+            failure = error
         self._captured = None
         order = Order(
             step=step,
             number=self.attempt.saves,
             metric=good,
-            failure="" if failure is None else said_of(failure),
+            failure="" if failure is None else error_to_text(failure),
         )
         self.attempt.saves += 1
+        one = _Pending(order=order, was_raised=failure is not None)
         if captured and failure is None:
-            self._ready[step, order.number] = order
-            self._give()
+            self._pending[order.number] = one
+            self._order_ready()
             return True
         if failure is not None:
-            self._told_here.add((step, order.number))
             self._note(order, failure)
-        self._give()  # in the order of saves, on all ranks
-        self._give_now(order)  # so that the agents of all ranks hear that this one has not got it
+        self._order_ready()  # all ranks order their saves in one order
+        self._pending[order.number] = one
+        self._send(one)  # the agents of all ranks must learn that this rank has not captured it
         if failure is not None:
             raise failure
         return True
 
+    def _count_missed(self, step: int, captured: bool) -> None:
+        """Raise `SaveFailed` if no save was captured for a while, though nothing is being persisted."""
+        self._missed = 0 if captured or self._pending else self._missed + 1
+        if self._missed and not self._missed % _PATIENCE:
+            raise SaveFailed(
+                f"step {step} was not captured, nor were the {self._missed - 1} saves before it: no memory of the "
+                "arena was to spare, though nothing is being persisted. `lakeckpt doctor` lists what lies in memory"
+            )
+
     def _all_have_arenas(self) -> bool:
         facts = {} if self._no_arena is None else {"no arena": str(self._no_arena)}
         try:
-            without = everyone(self._exchange, facts).facts.get("no arena")
+            without = self._exchange.everyone(facts).facts.get("no arena")
         except MissingRanksError as error:
-            if (stopped := word_left(self._exchange, self.attempt.number)) is not None:
-                raise stopped[1] from error
-            raise SaveFailed(f"whether all ranks have an arena is not known: {error}") from error
+            if (stop := noted_stop(self._exchange)) is not None:
+                raise stop[1] from error
+            raise SaveFailed(f"it is not known if all ranks have an arena: {error}") from error
         if without:
             self._no_arena = self._no_arena or ArenaError("; ".join(sorted(without)))
             return False
@@ -221,7 +236,7 @@ class Background:
         return str(self._no_arena)
 
     def _has_captured(self, step: int) -> bool:
-        """Whether the cut of ``step`` was captured as it was called, and nothing was handed over since."""
+        """Return whether `cut` has captured the cut of ``step``, and no save has used it since."""
         return self._captured == step and self._engine.wait() == step
 
     def _capture(self, step: int, pending: Pending, *, must: bool, patient: bool = False) -> bool:
@@ -231,157 +246,141 @@ class Background:
         deadline_s = self._waiter.now() + self._timeout_s
         while True:
             if must:
-                self._engine.wait()  # what is complete then makes room
-            # Of several ranks, nobody knows what the others have complete.
+                self._engine.wait()  # a complete capture then makes room
+            # With several ranks, no rank knows what the others have complete.
             common = self._engine.completed if self._exchange.world_size == 1 else None
             attempt = str(self.attempt.number)
             if self._engine.cut(step, attempt=attempt, cut=digest, readers=readers, common=common, must=must):
                 self._captured = step
                 return True
-            if not patient or not self._given or self._waiter.now() > deadline_s:
+            if not patient or not self._pending or self._waiter.now() > deadline_s:
                 return False
             self._agent.wait(_NOTHING_SPARE_S)
-            self._hear()
+            self._read_outcomes()
 
-    def _write_documents(self) -> None:
-        """Write what the run keeps of its tables, where it is new: a commit refers to it. Raises `SaveFailed`."""
-        if self._exchange.rank:
-            return
-        every = {path: one for track in self._tracks.values() for path, one in documents_of(track.reader).items()}
-        try:
-            for path in every.keys() - self._written:
-                if not self._storage.list(path):
-                    self._storage.put(path, [every[path].dumps()])
-                self._written.add(path)
-        except StorageError as error:
-            raise SaveFailed(f"the index of a table, which a checkpoint refers to, was not written: {error}") from error
+    def _write_documents(self, *, skip: Collection[str] = ()) -> None:
+        if self._exchange.rank == 0:
+            readers = [track.reader for track in self._tracks.values()]
+            self._written = write_documents(self._storage, readers, skip=skip)
 
     # --- orders
 
-    def _give(self) -> None:
-        """Give the orders whose captures are complete, and those whose captures were given up."""
-        for step, number in sorted(self._ready):
+    def _order_ready(self) -> None:
+        """Send the orders whose captures are complete, and those whose captures were dropped."""
+        for one in [one for one in self._pending.values() if not one.is_ordered]:
             completed = self._engine.completed
-            over = completed is not None and step <= completed
-            if over:
-                self._give_now(self._ready.pop((step, number)))
+            if completed is not None and one.order.step <= completed:
+                self._send(one)
                 continue
-            over, failure = self._engine.dropped(step)
-            if over:
-                said = "" if failure is None else said_of(failure)
-                self._give_now(replace(self._ready.pop((step, number)), failure=said))
+            is_over, failure = self._engine.dropped(one.order.step)
+            if is_over:
+                one.order = replace(one.order, failure="" if failure is None else error_to_text(failure))
+                self._send(one)
 
-    def _give_now(self, order: Order) -> None:
-        self._given[order.step, order.number] = order
-        self._hold(order)
-        self._agent.order(order)
+    def _send(self, one: _Pending) -> None:
+        if one.is_ordered:
+            return
+        is_alone = not any(other.is_ordered for other in self._pending.values())
+        one.is_ordered = True
+        if is_alone:
+            self._lock(one)
+        self._agent.order(one.order)
 
-    def _hold(self, order: Order) -> None:
-        """Keep the generation until it is persisted, if no other order is out: the agent may keep that one's where this
-        does not, and captures need the others. Where it cannot be opened now, the agent alone keeps it."""
-        if len(self._given) == 1:
-            with ExitStack() as stack, suppress(ArenaError):
-                stack.enter_context(self._generations.hold(order.step, str(self.attempt.number)))
-                self._held[order.step, order.number] = stack.pop_all()
+    def _lock(self, one: _Pending) -> None:
+        """Lock the generation, so that no capture overwrites it before the agent has persisted it. Only one order holds
+        a lock: locking more would leave captures without a free generation. If the generation cannot be opened now,
+        the agent alone locks it."""
+        with suppress(ArenaError):
+            one.lock.enter_context(self._generations.hold(one.order.step, str(self.attempt.number)))
 
-    def heard(self) -> list[Saved]:
-        """What came of saves since the last call; never waits."""
-        self._hear()
-        found, self._saved = self._saved, []
+    def results(self) -> list[Saved]:
+        """Return the results of saves since the last call; never waits."""
+        self._read_outcomes()
+        found, self._results = self._results, []
         return found
 
-    def _hear(self) -> None:
-        self._give()
-        self._listen()
+    def _read_outcomes(self) -> None:
+        self._order_ready()
+        self._look_for_notes()
         for outcome in self._agent.outcomes():
-            if (outcome.step, outcome.number) in self._given:
-                self._over(outcome.step, outcome.number, self._of(outcome))
+            if outcome.number in self._pending:
+                self._settle(self._pending.pop(outcome.number), self._result_of(outcome))
 
-    def _over(self, step: int, number: int, saved: Saved) -> None:
-        """Something came of an order."""
-        order = self._given.pop((step, number))
-        if (held := self._held.pop((step, number), None)) is not None:
-            held.close()
-        self._passed_on.discard((step, number))
-        if saved.info is not None:
-            self.attempt.last = self.attempt.parent = saved.info.slot
-            self.attempt.recorded = step
-            self._journal.committed(step)
-            if saved.remarks.lost:
-                self._written.clear()
-            self._saved.append(saved)
-            return
-        if (step, number) in self._told_here:
-            self._told_here.remove((step, number))
-            return
-        assert saved.error is not None
-        self._note(order, saved.error)
-        self._saved.append(saved)
+    def _settle(self, one: _Pending, result: Saved) -> None:
+        one.lock.close()
+        if result.info is not None:
+            self.attempt.last = self.attempt.parent = result.info.slot
+            self.attempt.recorded = result.step
+            self._journal.committed(result.step)
+        else:
+            if one.was_raised:
+                return
+            assert result.error is not None
+            self._note(one.order, result.error)
+        self._results.append(result)
 
     def _note(self, order: Order, failure: Exception) -> None:
-        """Tell the other trainers of a save that failed. One that is left out for another is none."""
+        """Tell the other trainers of a save that failed. A save that was skipped for another has not failed."""
         if self._exchange.world_size > 1 and not isinstance(failure, SaveSkipped):
-            leave_note(self._exchange, self._save_of(order), self._exchange.rank, failure)
+            leave_note(self._exchange, self._save_of(order), failure)
 
-    def _listen(self, *, now: bool = False) -> None:
-        """Hand to the agent which saves other ranks gave up: it stops waiting for them, and its outcome says why."""
-        is_due = now or self._waiter.now() >= self._listens_s
-        if self._exchange.world_size == 1 or not is_due or not (self._given or self._ready):
+    def _look_for_notes(self, *, now: bool = False) -> None:
+        """Tell the agent which saves other ranks have dropped: it stops waiting for them, and its outcome says why."""
+        is_due = now or self._waiter.now() >= self._next_look_s
+        if self._exchange.world_size == 1 or not is_due or not self._pending:
             return
-        self._listens_s = self._waiter.now() + _LISTEN_S
-        stopped = word_left(self._exchange, self.attempt.number)
-        for order in [*self._given.values(), *self._ready.values()]:
-            key = order.step, order.number
-            if key in self._passed_on or key in self._told_here:
+        self._next_look_s = self._waiter.now() + _LOOK_S
+        stop = noted_stop(self._exchange)
+        for number, one in self._pending.items():
+            if one.was_raised or one.was_dropped:
                 continue
-            failure = failure_noted(self._exchange, self._save_of(order))
-            if failure is None and stopped is not None and order.number >= stopped[0]:
-                failure = stopped[1]
+            failure = noted_failure(self._exchange, self._save_of(one.order))
+            if failure is None and stop is not None and number >= stop[0]:
+                failure = stop[1]
             if failure is not None:
-                self._passed_on.add(key)
-                self._agent.drop(Dropped(step=order.step, number=order.number, failure=said_of(failure)))
+                one.was_dropped = True
+                self._agent.drop(Dropped(step=one.order.step, number=number, failure=error_to_text(failure)))
 
     def _save_of(self, order: Order) -> SaveId:
         return SaveId(attempt=self.attempt.number, step=order.step, number=order.number)
 
-    def _of(self, outcome: Outcome) -> Saved:
-        info, error = None, None
-        if outcome.slot is not None:
-            info = CheckpointInfo(
-                slot=outcome.slot,
-                step=outcome.step,
-                attempt=self.attempt.number,
-                world_size=self._exchange.world_size,
-                created_s=outcome.created_s,
-            )
-        else:
-            error = error_said(f"{outcome.kind}\n{outcome.text}")
-        remarks = Remarks() if info is None else Remarks(lost=outcome.lost, unpruned=outcome.text)
-        return Saved(step=outcome.step, info=info, error=error, took_s=outcome.took_s, remarks=remarks)
+    def _result_of(self, outcome: Outcome) -> Saved:
+        if outcome.slot is None:
+            error = save_error(f"{outcome.kind}: {outcome.text}")
+            return Saved(step=outcome.step, info=None, error=error, took_s=outcome.took_s)
+        info = CheckpointInfo(
+            slot=outcome.slot,
+            step=outcome.step,
+            attempt=self.attempt.number,
+            world_size=self._exchange.world_size,
+            created_s=outcome.created_s,
+        )
+        remarks = Remarks(lost=outcome.lost, unpruned=outcome.text)
+        return Saved(step=outcome.step, info=info, error=None, took_s=outcome.took_s, remarks=remarks)
 
     def wait(self) -> None:
-        """Return when something came of every save, or raise `SaveFailed` where the agent is silent."""
+        """Return when the results of all saves are known. Raises `SaveFailed` if the agent is silent."""
         self._engine.finish()
-        self._give()
-        for order in [self._ready.pop(one) for one in sorted(self._ready)]:
-            self._give_now(order)  # its capture was given up, too long ago to say why
+        self._order_ready()
+        for one in list(self._pending.values()):
+            self._send(one)  # a capture that is still not complete was dropped, too long ago to say why
         deadline_s = self._waiter.now() + 4 * self._timeout_s  # the agent reports what takes longer
-        self._hear()
-        while self._given:
+        self._read_outcomes()
+        while self._pending:
             if self._waiter.now() > deadline_s:
-                steps = sorted(step for step, _ in self._given)
-                raise SaveFailed(f"nothing was heard of the saves of the steps {steps} for a long time")
-            self._agent.wait(self._timeout_s if self._exchange.world_size == 1 else _LISTEN_S)
-            self._listen(now=True)
-            self._hear()
-        self._tell_captures(raises=True)
+                steps = sorted(one.order.step for one in self._pending.values())
+                raise SaveFailed(f"the agent has reported nothing of the saves of the steps {steps}")
+            self._agent.wait(self._timeout_s if self._exchange.world_size == 1 else _LOOK_S)
+            self._look_for_notes(now=True)
+            self._read_outcomes()
+        self._report_captures(raises=True)
 
-    def _tell_captures(self, *, raises: bool = False) -> None:
-        """Warn of what else went wrong in captures that are over. ``raises``: an `UnannouncedChange` is raised."""
+    def _report_captures(self, *, raises: bool = False) -> None:
+        """Warn of captures that failed otherwise. ``raises``: an `UnannouncedChange` is raised."""
         try:
             self._engine.wait()
         except ArenaError:
-            pass  # a save has said so, or the next one will
+            pass  # a save has raised it, or the next save will
         except LakeckptError as error:
             if raises and isinstance(error, UnannouncedChange):
                 raise
@@ -389,29 +388,29 @@ class Background:
             warnings.warn(text, CaptureWarning, stacklevel=4)
 
     def is_saving(self, step: int) -> bool:
-        """Whether a save of the cut of ``step`` is under way."""
-        return any(step == one for one, _ in (*self._ready, *self._given))
+        """Return whether a save of the cut of ``step`` is under way."""
+        return any(one.order.step == step for one in self._pending.values())
 
     def stop(self, error: BaseException, *, at_exit: bool = False) -> None:
-        """This rank stops for ``error``: the other ranks are not to wait for it in saves that it has not begun.
+        """This rank stops for ``error``: the other ranks must not wait for it in saves that it has not ordered.
 
-        ``at_exit``: the last save has failed. Where one that failed before it was a warning, the other ranks have to
-        hear of two saves, one after the other."""
+        ``at_exit``: the last save has failed. If the failure before was a warning, the other ranks have to learn of two
+        saves, one after the other."""
         if self._exchange.world_size > 1:
-            first = min((number for _, number in self._ready), default=self.attempt.saves)
-            leave_word(self._exchange, self.attempt.number, self._exchange.rank, error, first=first)
-            if self._exchange.rank == 0:  # the store that has the word may end with this process
-                SystemWaiter().wait((_ROUNDS if at_exit else 2) * _LISTEN_S)
+            unordered = [number for number, one in self._pending.items() if not one.is_ordered]
+            note_stop(self._exchange, error, first=min(unordered, default=self.attempt.saves))
+            if self._exchange.rank == 0:  # the store that has the note may end with this process
+                SystemWaiter().wait((_LOOKS if at_exit else 2) * _LOOK_S)
 
     def close(self, *, well: bool) -> None:
-        """Let go. ``well``: what was saved is persisted, and the arenas are removed; else the agent makes the final
-        save of a trainer that died."""
+        """Close the engine and the link to the agent. ``well``: what was saved is persisted, and the arenas are
+        removed; else the agent makes the final save, as for a trainer that died."""
         if well:
             self._engine.finish()
-            self._give()
-            self._tell_captures()
-        for held in self._held.values():
-            held.close()
+            self._order_ready()
+            self._report_captures()
+        for one in self._pending.values():
+            one.lock.close()
         self._generations.close()
         self._engine.close()
         self._agent.close(well=well)

@@ -1,15 +1,14 @@
 """This module defines `CheckpointManager`, which a training loop calls: restore, step, save, wait, latest, close.
 
-All ranks make one and call it alike. Nothing but a save or a restore talks to other ranks, except for the few notes by
-which rank 0 announces saves that fall by the clock. Without ``capture_every``, saves are synchronous: when `step` or
-`save` returns, the checkpoint is committed, and no thread outlives a call. With it, cuts are captured beside training
-and persisted by an agent, and `step` only begins them (`lakeckpt.checkpoint.async_save`). What came of such a save is
-taken in by the next call of `step`, `save` or `wait`, on the thread that calls.
+All ranks make one and call it alike. Only saves and restores communicate with other ranks, and the few notes by which
+rank 0 announces saves that fall by the clock. Without ``capture_every``, saves are synchronous: when `step` or `save`
+returns, the checkpoint is committed, and no thread outlives a call. With ``capture_every``, cuts are captured beside
+training and persisted by an agent, and `step` only begins them (`lakeckpt.checkpoint.async_save`). The results of such
+saves are read by the next call of `step`, `save` or `wait`, on the thread that calls.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
@@ -21,6 +20,8 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack, by_reader, cut_all
+from lakeckpt.checkpoint.consumed.watch import Watch
+from lakeckpt.checkpoint.failures import note_stop
 from lakeckpt.checkpoint.keep import Keep, held_metric
 from lakeckpt.checkpoint.opening import open_background, place_of
 from lakeckpt.checkpoint.persist.attempt import Attempt
@@ -29,18 +30,17 @@ from lakeckpt.checkpoint.persist.history import not_rolled_back
 from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.policy import Policy, policy_of
-from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, said_of_policy
+from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, text_of_policy
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, RestoreReport, SaveHandle, SaveWarning
 from lakeckpt.checkpoint.restore.restorer import Restorer
 from lakeckpt.checkpoint.restore.votes import Together
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.sync_save import Saver
-from lakeckpt.data.place.deliveries import ConsumptionWarning, Deliveries, ReadAheadWarning, unsaved
 from lakeckpt.errors import ConfigError, LakeckptError, SaveFailed, SaveSkipped
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
-from lakeckpt.tracking.readers import DeliveringReader, TrackedReader
+from lakeckpt.tracking.readers import TrackedReader
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
 if TYPE_CHECKING:
@@ -49,25 +49,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointManager"]
 
-_READS_AHEAD = (
-    "something reads ahead between reader {!r} and the training loop ({}), and step() counts what it holds as used: "
-    "after a crash those rows are lost. Call manager.step(batch) with the last batch that the step used, or its number "
-    "(LakeLoader(receipt_column=…)); or read ahead by lakeckpt.prefetch(loader), which counts what the loop gets"
-)
-_UNSAVED = (
-    "a LakeLoader or LakeDataset of this process delivers rows, and no reader is in this manager's state: where it is "
-    "in the data is not saved, and a resumed run begins the epoch again. Put the loader into it: "
-    'CheckpointManager(…, {"reader": loader, …}). If it is one for validation, ignore this'
-)
-_SILENT_STEPS = 3
-_DELIVERED_NOTHING = (
-    "{} in this manager's state delivered nothing in the first {} steps: the loop reads its rows elsewhere, and where "
-    "it is in them is not saved. Iterate the loader that is in the state, in this process"
-)
-
 
 class CheckpointManager:
-    """Checkpoints of a run at ``uri``: a local folder or any URL that fsspec knows, or a `Storage`.
+    """Checkpoints of a run at ``uri``: a local folder, the URL of an object store, or a `Storage`.
 
     Args:
         uri: where the run lies. One run, one place; every attempt at it uses the same.
@@ -82,16 +66,16 @@ class CheckpointManager:
             several ranks) of memory. ``uri`` is then a path or URL, not a `Storage`, and ``storage_options`` are plain
             values: the process opens both again. None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
-        bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. What the last
-            iterations were like is written beside the checkpoints once a minute, for ``lakeckpt report``.
+        bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. A profile of
+            the last iterations is written beside the checkpoints once a minute, for ``lakeckpt report``.
         policy: instead of both, an object that says when to save (`lakeckpt.checkpoint.policy.Policy`).
-        keep: which checkpoints keep their data: so many of the newest (int), or what a `lakeckpt.Keep` says. The record
-            of all of them stays.
+        keep: which checkpoints keep their data: so many of the newest (int), or a `lakeckpt.Keep` rule. The record of
+            all checkpoints stays.
         group: the torch process group (or one-dimensional DeviceMesh) whose ranks hold replicas; default: all ranks.
         rank, world_size: checked against the group's, where given.
-        storage_options: for fsspec.
-        verify: what rank 0 looks at before it commits: that all objects are there with their ``"sizes"``, or all
-            their ``"bytes"``, read again.
+        storage_options: options of the object store, such as credentials.
+        verify: what rank 0 compares before it commits: the ``"sizes"`` of all objects, or all their ``"bytes"``, read
+            again.
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
         on_save: called with the `CheckpointInfo` of each checkpoint that this manager commits, on the training thread.
         on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails. A superseded attempt, a
@@ -143,8 +127,8 @@ class CheckpointManager:
         self._on_save = on_save
         self._warn_only = on_save_failure == "warn"
         self._shared = {
-            "when to save": said_of_policy(chosen),
-            "capture_every": "None" if capture_every is None else said_of_policy(policy_of(capture_every)),
+            "when to save": text_of_policy(chosen),
+            "capture_every": "None" if capture_every is None else text_of_policy(policy_of(capture_every)),
             "keep": repr(rule),
             "verify": verify,
             "on_save_failure": on_save_failure,
@@ -160,12 +144,11 @@ class CheckpointManager:
         self._metric: Any = None
         self._report: RestoreReport | None = None
         self._closed = False
-        self._silent_steps = 0  # steps since the restore
-        self._unsaved = 0  # what other loaders had delivered when the run was restored
+        self._watch = Watch({}, {})
 
     @staticmethod
     def _talk(group: Any, timeout_s: float, *, alone: bool) -> tuple[Exchange, Waiter]:
-        """Return how this rank talks to the others, and the clock that it waits by."""
+        """Return the exchange with the other ranks, and the clock."""
         return exchange_of(group, timeout_s, alone=alone), SystemWaiter()
 
     # --- what is asked
@@ -177,7 +160,7 @@ class CheckpointManager:
 
     @property
     def restore_report(self) -> RestoreReport | None:
-        """What `restore` found; None before it."""
+        """The result of `restore`; None before it."""
         return self._report
 
     def latest(self) -> CheckpointInfo | None:
@@ -198,17 +181,17 @@ class CheckpointManager:
         history descends from this roll-back already. To go back to the same step again: ``lakeckpt rollback``. Rank 0's
         ``step`` counts.
 
-        Returns the optimizer steps done so far: 0 on a fresh place. Damaged checkpoints are passed over with a
-        `DamageWarning` and told in `restore_report`. A job that still runs on this run is superseded: its next save
+        Returns the optimizer steps done so far: 0 in an empty place. Damaged checkpoints are skipped with a
+        `DamageWarning` and listed in `restore_report`. A job that still trains this run is superseded: its next save
         raises `AttemptSuperseded`, which names this process.
 
-        Raises, on every rank, `TrackingError` where they were given other settings, such as ``persist_every``;
-        `CheckpointMismatch` listing all that does not fit and `StateError` where a reader refuses its state, with
-        nothing changed on any, and with nothing written: a job that is alive goes on. `CheckpointDamaged` where there
-        are checkpoints and none is whole; `CheckpointNotFound` naming the steps that can be had where ``step`` is none
-        of them. Tensors of modules and optimizers are read in place, and then each loads its state. Where that fails
-        for good, as by a hook or a ``load_state_dict`` that refuses what fits otherwise, they hold a mixture of states,
-        and the error says so.
+        Raises, on every rank: `TrackingError` if the ranks have different settings, such as ``persist_every``;
+        `CheckpointMismatch` listing all differences, and `StateError` if a reader refuses its state. In these cases
+        nothing is changed on any rank and nothing is written, so that a job that is alive goes on. `CheckpointDamaged`
+        if there are checkpoints and none is whole; `CheckpointNotFound` naming the steps that can be restored, if
+        ``step`` is none of them. Tensors of modules and optimizers are read in place, and then each object loads its
+        state. If that fails for good, as by a hook or a ``load_state_dict`` of your own that raises, they hold a
+        mixture of states, and the error says so.
         """
         self._refuse_closed()
         if self._saver is not None:
@@ -221,7 +204,7 @@ class CheckpointManager:
             self._storage, self._exchange, self._objects, step=step, arenas=self._arenas, allow_missing=missing
         )
         done, attempt, self._report = restorer.restore()
-        # Where one rank cannot begin, none does: the others would wait for it at the first save.
+        # If one rank cannot begin, none does: the others would wait for it at the first save.
         Together(self._exchange).do(lambda: self._begin(done, attempt))
         return done
 
@@ -234,11 +217,7 @@ class CheckpointManager:
             if isinstance(one, TrackedReader)
         )
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
-        for one in objects.values():  # a dataset, or somebody else's loader of one, says where it is by its state alone
-            counted = getattr(getattr(getattr(one, "dataset", one), "_progress", None), "deliveries", None)
-            if isinstance(counted, Deliveries):
-                counted.saved()
-        self._unsaved = unsaved()
+        self._watch = Watch(self._tracks, objects)
         journal = Journal(self._tracks, done, pending=attempt.pending, recorded=attempt.recorded)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         publisher = Publisher(
@@ -248,9 +227,11 @@ class CheckpointManager:
             world_size=world_size,
             settings=self._settings,
             waiter=self._waiter,
-            notes=self._exchange if world_size > 1 else None,
+            exchange=self._exchange if world_size > 1 else None,
         )
-        self._saver = Saver(publisher, self._exchange, objects=objects, tracks=self._tracks, journal=journal)
+        self._saver = Saver(
+            publisher, self._storage, self._exchange, objects=objects, tracks=self._tracks, journal=journal
+        )
         if self._arenas is not None and self._place is not None:
             self._background = open_background(
                 objects,
@@ -281,7 +262,7 @@ class CheckpointManager:
         that reads ahead: a `ReadAheadWarning` says so where it shows, and ``lakeckpt audit`` then says NOT PROVED.
 
         ``metric`` says how good this state is, for ``keep=Keep(best=…)``, whenever this cut is saved; rank 0's counts.
-        With ``capture_every`` a save only begins here; what came of it, ``on_save`` and a later call say.
+        With ``capture_every`` a save only begins here; ``on_save`` and later calls report its result.
 
         Errors as for `save`. `ConfigError` where ``batch`` names no batch, or one from before what an earlier step has
         used, or the metric is no number; `StateUnavailable` where the reader has not delivered it since the last save:
@@ -291,9 +272,7 @@ class CheckpointManager:
         receipts = by_reader(batch, self._tracks)
         self._metric = held_metric(metric)
         self._step += 1
-        for name, reason in cut_all(self._tracks, self._step, receipts).items():
-            warnings.warn(_READS_AHEAD.format(name, reason), ReadAheadWarning, stacklevel=2)
-        self._warn_of_silence()
+        self._watch.stepped(cut_all(self._tracks, self._step, receipts))
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
         due = self._schedule.is_due(self._step)
@@ -326,7 +305,7 @@ class CheckpointManager:
         as a ``state_dict`` may, and `ConfigError` for a metric that is no number, as `step` does.
         """
         saver = self._ready()
-        self._check_stepped()
+        self._watch.check_stepped()
         if metric is not None:
             self._metric = held_metric(metric)
         self._schedule.begins()
@@ -344,7 +323,7 @@ class CheckpointManager:
         self._refuse_closed()
         if self._background is not None:
             self._background.wait()
-            self._take_in(self._background)
+            self._read_results(self._background)
         return self._newest
 
     def fence(self) -> None:
@@ -360,8 +339,8 @@ class CheckpointManager:
             self._background.fence()
 
     def close(self) -> None:
-        """Let go of what the manager holds; saves nothing, may be called again. What an agent has begun to persist, it
-        goes on with."""
+        """Close what the manager has opened; save nothing. It may be called again. An agent goes on with what it has
+        begun to persist."""
         self._close(well=True)
 
     def _close(self, *, well: bool) -> None:
@@ -369,7 +348,7 @@ class CheckpointManager:
             self._closed = True
             try:
                 if well:
-                    self._check_stepped()
+                    self._watch.check_stepped()
                 if self._background is not None:
                     self._background.close(well=well)
                 if self._keeper is not None:
@@ -399,14 +378,21 @@ class CheckpointManager:
             failure = own
             raise
         finally:
-            if failure is not None and self._background is not None and not self._closed:
-                self._background.stop(failure, at_exit=error is None)
+            if failure is not None and not self._closed:
+                self._stop(failure, at_exit=error is None)
             self._close(well=well)
 
     # --- inside
 
+    def _stop(self, failure: BaseException, *, at_exit: bool) -> None:
+        """Tell the other ranks that this one stops, so that none waits for it until its time is over."""
+        if self._background is not None:
+            self._background.stop(failure, at_exit=at_exit)
+        elif self._exchange.world_size > 1:
+            note_stop(self._exchange, failure)
+
     def _wait_or_warn(self) -> None:
-        """Wait for what is being saved; what fails is a warning where a save by policy is allowed to fail."""
+        """Wait for the saves under way; a failure is a warning if a save by policy is allowed to fail."""
         try:
             self.wait()
         except SaveFailed as error:
@@ -414,23 +400,6 @@ class CheckpointManager:
                 raise
             text = f"a checkpoint of step {self._failed_step} was not saved: {error}"
             warnings.warn(text, SaveWarning, stacklevel=3)
-
-    def _check_stepped(self) -> None:
-        """Warn where readers have delivered batches, and no step was taken."""
-        for track in self._tracks.values():
-            if isinstance(track.reader, DeliveringReader):
-                track.reader.deliveries.check_stepped()
-
-    def _warn_of_silence(self) -> None:
-        """Warn, once, of a loop that trains on rows of which the manager knows nothing."""
-        if not self._tracks and unsaved() > self._unsaved:
-            self._unsaved = sys.maxsize
-            warnings.warn(_UNSAVED, ConsumptionWarning, stacklevel=3)
-        counting = [track for track in self._tracks.values() if isinstance(track.reader, DeliveringReader)]
-        self._silent_steps += 1
-        if counting and self._silent_steps == _SILENT_STEPS and not any(track.delivered for track in counting):
-            text = _DELIVERED_NOTHING.format(", ".join(sorted(track.name for track in counting)), _SILENT_STEPS)
-            warnings.warn(text, ConsumptionWarning, stacklevel=3)
 
     def _save(self, saver: Saver) -> None:
         begun_s = self._waiter.now()
@@ -462,7 +431,7 @@ class CheckpointManager:
             return
         if captured:
             background.cut(self._step)
-        self._take_in(background)
+        self._read_results(background)
 
     def _save_behind(self, background: Background, *, sync: bool) -> None:
         begun_s = self._waiter.now()
@@ -476,13 +445,13 @@ class CheckpointManager:
         self._schedule.saved(cost_s=self._waiter.now() - begun_s)
         if sync:
             background.wait()
-        self._take_in(background, wanted=self._step if sync else None)
+        self._read_results(background, wanted=self._step if sync else None)
 
-    def _take_in(self, background: Background, *, wanted: int | None = None) -> None:
-        """Take in what came of saves beside training. A failure after the newest commit is raised; one of a save that
-        was skipped for another only where the save of step ``wanted`` was."""
+    def _read_results(self, background: Background, *, wanted: int | None = None) -> None:
+        """Read the results of saves beside training. A failure after the newest commit is raised; the failure of a save
+        that was skipped for another save is raised only if it is the save of step ``wanted``."""
         failure, remarks = None, Remarks()
-        outcomes = list(background.heard())
+        outcomes = list(background.results())
         committed = {one.info.step for one in outcomes if one.info is not None} | {self._saved_step}
         for one in outcomes:
             if one.info is not None:

@@ -1,20 +1,11 @@
-"""This module decides when checkpoints are due: by steps, by time, or by the rate of failures.
+"""This module defines when checkpoints are due: by steps, by time, or by the rate of failures.
 
-A policy by steps is a pure function that every rank computes. For all other policies rank 0 alone looks at its clock.
-At a *check*, rank 0 announces two steps: the next save (or none), and the next check. So the other ranks read a few
-announcements for each save instead of one for each step. They read the announcement of cut c at the next cut, so a save
-is always announced one step ahead.
+A policy by steps is a pure function that every rank computes. Any other policy states an interval in seconds, and rank
+0 alone looks at its clock (`lakeckpt.checkpoint.schedule`). The best time between saves follows from the cost of a save
+and the time between failures (`best_interval_s`): rare saves lose more work to a failure, and frequent saves cost more
+without a failure.
 
-The next check lies halfway to the time of the next save, but at most an eighth of the interval ahead. Time is converted
-into steps by the slower of two paces: the pace since the start, and the pace since the check before. The next check is
-also no more steps ahead than were measured, because the first steps may be quick only while they fill a GPU's queue. So
-a save is late only by the time by which the steps in an eighth of the interval become slower. A single rank checks at
-every step.
-
-The best time between saves follows from the cost of a save and the time between failures (`best_interval_s`): rare
-saves lose more work to a failure, and frequent saves cost more without a failure.
-
-The module reads no clock: times are arguments. It starts no threads.
+The module reads no clock and starts no threads.
 """
 
 from __future__ import annotations
@@ -26,57 +17,26 @@ from typing import Protocol
 
 from lakeckpt.errors import ConfigError
 
-__all__ = [
-    "Announcement",
-    "ByFailureRate",
-    "EverySeconds",
-    "EverySteps",
-    "Pace",
-    "Policy",
-    "best_interval_s",
-    "policy_of",
-]
+__all__ = ["ByFailureRate", "Costs", "EverySeconds", "EverySteps", "Policy", "best_interval_s", "policy_of"]
 
-_MOST_STEPS_BETWEEN_CHECKS = 10_000
-_CHECKS = 8
-"""At least so many checks fall into the interval between two saves."""
 _DEFAULT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Announcement:
-    """The announcement of rank 0 at a check: the next save falls at step ``save`` (None: no save before the next
-    check), and the next check at step ``check``. Both steps come after the step of this check."""
+class Costs:
+    """What the latest saves have cost on rank 0."""
 
-    save: int | None
-    check: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """The measurements of rank 0 at a check."""
-
-    steps_done: int
-    """Optimizer steps since the start of this process's training, which took `elapsed_s`."""
-    elapsed_s: float
-    since_save_s: float
-    """Seconds since the last save began; before the first save, since the start."""
     saves: int = 0
     """How many saves have begun."""
     cost_s: float | None = None
     """Seconds for which a save blocks the training loop: the median of the latest saves; None before the first."""
     took_s: float | None = None
     """Seconds from the start of a save to its commit: the median of the latest saves; None before the first."""
-    steps_lately: int = 0
-    """Steps since the check before, which took `lately_s`; 0 at the first check."""
-    lately_s: float = 0.0
-    is_alone: bool = False
-    """Whether there is no other rank, so that a check costs almost nothing."""
 
 
 class Policy(Protocol):
-    """Decides when saves fall. Every rank asks a ``by_steps`` policy at every step. Rank 0 alone asks any other policy,
-    and only at checks."""
+    """Decides when saves fall. Every rank asks a ``by_steps`` policy `is_due` at every step. Rank 0 alone asks any
+    other policy for its `interval_s`, and only at some steps."""
 
     by_steps: bool
 
@@ -84,8 +44,8 @@ class Policy(Protocol):
         """Return whether a save falls at ``step``, for a policy by steps: the same answer on every rank."""
         ...
 
-    def announce(self, step: int, pace: Pace) -> Announcement:
-        """Return the announcement at the cut of ``step``."""
+    def interval_s(self, costs: Costs) -> float:
+        """Return how many seconds lie between the begin of the last save and the begin of the next save."""
         ...
 
 
@@ -104,10 +64,9 @@ class EverySteps:
         """See `Policy`."""
         return step % self.steps == 0
 
-    def announce(self, step: int, pace: Pace) -> Announcement:
-        """See `Policy`."""
-        due = (step // self.steps + 1) * self.steps
-        return Announcement(save=due, check=due)
+    def interval_s(self, costs: Costs) -> float:
+        """Never by the time."""
+        raise AssertionError("a policy by steps has no interval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +84,9 @@ class EverySeconds:
         """Never by the step alone."""
         return False
 
-    def announce(self, step: int, pace: Pace) -> Announcement:
+    def interval_s(self, costs: Costs) -> float:
         """See `Policy`."""
-        return _at_interval(step, pace, self.seconds)
+        return self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,18 +111,11 @@ class ByFailureRate:
         """Never by the step alone."""
         return False
 
-    def announce(self, step: int, pace: Pace) -> Announcement:
+    def interval_s(self, costs: Costs) -> float:
         """See `Policy`."""
-        found = _at_interval(step, pace, self.interval_s(pace))
-        if found.save is None or pace.saves:
-            return found
-        return Announcement(save=found.save, check=found.save + 1)  # the cost of the first save is known then
-
-    def interval_s(self, pace: Pace) -> float:
-        """Return the seconds between saves that follow from the measurements; 0 before the first save."""
-        if pace.cost_s is None:
-            return _DEFAULT_S if pace.saves else 0.0
-        return max(best_interval_s(pace.cost_s, self.seconds_between_failures), pace.took_s or 0.0)
+        if costs.cost_s is None:
+            return _DEFAULT_S if costs.saves else 0.0
+        return max(best_interval_s(costs.cost_s, self.seconds_between_failures), costs.took_s or 0.0)
 
 
 def best_interval_s(cost_s: float, between_failures_s: float) -> float:
@@ -183,26 +135,6 @@ def best_interval_s(cost_s: float, between_failures_s: float) -> float:
     return sqrt(2 * cost_s * between_failures_s) * (1 + sqrt(part) / 3 + part / 9) - cost_s
 
 
-def _at_interval(step: int, pace: Pace, interval_s: float) -> Announcement:
-    """Return the announcement for a save ``interval_s`` after the last save."""
-    if not pace.steps_done:  # no pace yet
-        return Announcement(save=None, check=step + 1)
-    left_s, step_s = interval_s - pace.since_save_s, _paces_s(pace)
-    if left_s <= min(step_s):
-        return Announcement(save=step + 1, check=step + 1)
-    if pace.is_alone:
-        return Announcement(save=None, check=step + 1)
-    most, ahead_s = min(pace.steps_done, _MOST_STEPS_BETWEEN_CHECKS), min(left_s / 2, interval_s / _CHECKS)
-    ahead = min(ahead_s / max(step_s), most) if max(step_s) > 0 else most
-    return Announcement(save=None, check=step + max(int(ahead), 1))
-
-
-def _paces_s(pace: Pace) -> tuple[float, float]:
-    """Return the seconds that a step took since the start, and since the check before."""
-    whole_s = pace.elapsed_s / pace.steps_done
-    return whole_s, pace.lately_s / pace.steps_lately if pace.steps_lately else whole_s
-
-
 def policy_of(
     every: int | timedelta | None, policy: Policy | None = None, *, between_failures: timedelta | None = None
 ) -> Policy:
@@ -212,8 +144,8 @@ def policy_of(
     if (every is not None) + (policy is not None) + (between_failures is not None) > 1:
         raise ConfigError("give one of persist_every=, mean_time_between_failures= and policy=, not two")
     if policy is not None:
-        if not (callable(getattr(policy, "is_due", None)) and callable(getattr(policy, "announce", None))):
-            raise ConfigError(f"policy is an object with by_steps, is_due and announce, got {policy!r}")
+        if not (callable(getattr(policy, "is_due", None)) and callable(getattr(policy, "interval_s", None))):
+            raise ConfigError(f"policy is an object with by_steps, is_due and interval_s, got {policy!r}")
         return policy
     if between_failures is not None:
         if not isinstance(between_failures, timedelta):

@@ -1,4 +1,7 @@
-"""Which ranks save together, and which of them is this?  As torch.distributed says, or a process alone."""
+"""This module finds which ranks save together, and which of them this process is, and compares their settings.
+
+torch.distributed says so, or the process is alone. The module starts no threads.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lakeckpt.checkpoint.persist.agreement import everyone
 from lakeckpt.checkpoint.policy import Policy
 from lakeckpt.errors import ConfigError, TrackingError
-from lakeckpt.tracking.exchange import Exchange, GlooExchange, Solo
+from lakeckpt.tracking.exchange import Exchange, exchange_of_group
 
-__all__ = ["check_shared", "check_topology", "exchange_of", "said_of_policy"]
+__all__ = ["check_shared", "check_topology", "exchange_of", "text_of_policy"]
 
 
 def exchange_of(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
-    """How the ranks of ``group`` (a process group or one-dimensional DeviceMesh; None: all) talk to each other.
+    """Return the exchange of the ranks of ``group`` (a process group or one-dimensional DeviceMesh; None: all ranks).
 
-    ``alone``: this process keeps a run of its own, whatever its environment says. `ConfigError` where it cannot be
+    ``alone``: this process keeps a run of its own, whatever its environment says. Raises `ConfigError` if it cannot be
     known which ranks save together.
     """
     if dist.is_available() and dist.is_initialized():
@@ -27,7 +29,7 @@ def exchange_of(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
         size = dist.get_world_size(group)
         if size < 1:
             raise ConfigError("this process is not in the group= that was given: give one whose ranks save together")
-        return Solo() if size == 1 else GlooExchange(group, timeout_s=timeout_s)
+        return exchange_of_group(group, timeout_s=timeout_s)
     if group is None and not alone and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise ConfigError(
             f"this job has WORLD_SIZE={os.environ['WORLD_SIZE']} processes, but torch.distributed is not initialized: "
@@ -36,11 +38,11 @@ def exchange_of(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
         )
     if group is not None:
         raise ConfigError("a group was given and torch.distributed is not initialized: call init_process_group first")
-    return Solo()
+    return Exchange()
 
 
 def check_topology(exchange: Exchange, rank: int | None, world_size: int | None) -> None:
-    """`ConfigError` where ``rank`` or ``world_size`` was asked for, and is not this process's."""
+    """Raise `ConfigError` if ``rank`` or ``world_size`` is given, and is another one than this process has."""
     found = (exchange.rank, exchange.world_size)
     asked = (found[0] if rank is None else rank, found[1] if world_size is None else world_size)
     if asked != found:
@@ -55,7 +57,7 @@ def check_shared(exchange: Exchange, settings: Mapping[str, str]) -> None:
 
     Collective. Ranks that save at different steps would wait for each other until their time is over.
     """
-    tally = everyone(exchange, settings)
+    tally = exchange.everyone(settings)
     differ = [name for name in settings if len(tally.facts[name]) > 1]
     if differ:
         raise TrackingError(
@@ -64,7 +66,7 @@ def check_shared(exchange: Exchange, settings: Mapping[str, str]) -> None:
         )
 
 
-def said_of_policy(policy: Policy) -> str:
-    """What ranks compare of a policy: of one of lakeckpt's all that it says, of a user's own its class."""
+def text_of_policy(policy: Policy) -> str:
+    """Return what ranks compare of a policy: all values of one of lakeckpt's, the class of a user's own."""
     kind = type(policy)
     return repr(policy) if kind.__module__.startswith("lakeckpt.") else f"{kind.__module__}.{kind.__qualname__}"

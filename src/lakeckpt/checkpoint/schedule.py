@@ -1,7 +1,14 @@
 """This module decides on every rank whether a save falls at a step, without a message at most steps.
 
-A policy by steps is asked directly. For any other policy, rank 0 publishes an announcement at each check (see
-``policy``), and the other ranks fetch the announcement at the cut after the check. Rank 0 measures the cost of saves.
+A policy by steps is asked directly. For any other policy rank 0 alone looks at its clock, at *checks*. At a check it
+announces two steps: the next save (or none), and the next check. The other ranks read the announcement of cut c at the
+next cut, so that a save is always announced one step ahead, and a few announcements suffice for each save.
+
+The next check lies halfway to the time of the next save, but at most an eighth of the interval ahead. Time is converted
+into steps by the slower of two paces: the pace since the start, and the pace since the check before. The next check is
+also no more steps ahead than were measured, because the first steps may be quick only while they fill a GPU's queue. So
+a save is late only by the time by which the steps in an eighth of the interval become slower. A single rank checks at
+every step.
 
 The module starts no threads. All calls come from the training thread.
 """
@@ -12,7 +19,7 @@ import json
 from collections import deque
 from statistics import median
 
-from lakeckpt.checkpoint.policy import Announcement, Pace, Policy
+from lakeckpt.checkpoint.policy import Costs, Policy
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import Waiter
 
@@ -20,6 +27,9 @@ __all__ = ["Schedule"]
 
 _COSTS = 5
 """The cost of a save is the median of so many of the latest saves."""
+_CHECKS = 8
+"""At least so many checks fall into the interval between two saves."""
+_MOST_STEPS_BETWEEN_CHECKS = 10_000
 
 
 class Schedule:
@@ -28,54 +38,38 @@ class Schedule:
     ``name`` keeps the announcements of several schedules apart.
     """
 
-    __slots__ = (
-        "_ahead",
-        "_begun_s",
-        "_checked",
-        "_costs",
-        "_exchange",
-        "_first",
-        "_looked",
-        "_name",
-        "_policy",
-        "_saved_s",
-        "_saves",
-        "_took",
-        "_waiter",
-    )
-
     def __init__(self, policy: Policy, exchange: Exchange, waiter: Waiter, *, name: str = "persist") -> None:
         self._policy = policy
         self._exchange = exchange
         self._waiter = waiter
         self._name = name
-        self._first = self._saves = 0
-        self._checked: int | None = None
-        self._ahead = Announcement(save=None, check=0)
-        self._begun_s = self._saved_s = 0.0
-        self._looked = (0, 0.0)
+        self._saves = 0
+        self._checked: int | None = None  # the step of a check whose announcement this rank has not read
+        self._save: int | None = None  # as announced last
+        self._check = 0
+        self._saved_s = 0.0
+        self._begun = self._looked = (0, 0.0)  # (step, time) of the start, and of the check before
         self._costs: deque[float] = deque(maxlen=_COSTS)
         self._took: deque[float] = deque(maxlen=_COSTS)
 
     def start(self, step: int) -> None:
         """Begin the schedule of a run that goes on after ``step``."""
-        self._first = step
-        self._begun_s = self._saved_s = self._waiter.now()
-        self._looked = (step, self._begun_s)
-        self._check(step)
+        self._saved_s = self._waiter.now()
+        self._begun = self._looked = (step, self._saved_s)
+        self._announce(step)
 
     def is_due(self, step: int) -> bool:
         """Return whether a save falls at ``step``: the same answer on every rank."""
         if self._policy.by_steps:
             return self._policy.is_due(step)
         if self._checked is not None:
-            plain = json.loads(self._exchange.fetch(self._note(self._checked), readers=self._exchange.world_size - 1))
-            self._ahead, self._checked = Announcement(save=plain["save"], check=plain["check"]), None
-        due = self._ahead.save == step
+            self._save, self._check = json.loads(self._exchange.fetch(self._note(self._checked)))
+            self._checked = None
+        due = self._save == step
         if due:
             self.begins()
-        if self._ahead.check == step:
-            self._check(step)
+        if self._check == step:
+            self._announce(step)
         return due
 
     def begins(self) -> None:
@@ -90,32 +84,40 @@ class Schedule:
         if took_s is not None:
             self._took.append(took_s)
 
-    def _check(self, step: int) -> None:
+    def _announce(self, step: int) -> None:
         if self._policy.by_steps:
             return
-        if self._exchange.rank == 0:
-            self._ahead = self._policy.announce(step, self._pace(step))
-            if self._exchange.world_size == 1:
-                return
-            text = json.dumps({"save": self._ahead.save, "check": self._ahead.check})
-            self._exchange.publish(self._note(step), text.encode())
-        else:
+        if self._exchange.rank:
             self._checked = step
+            return
+        self._save, self._check = self._next(step)
+        if self._exchange.world_size > 1:
+            self._exchange.publish(self._note(step), json.dumps([self._save, self._check]).encode())
 
-    def _pace(self, step: int) -> Pace:
+    def _next(self, step: int) -> tuple[int | None, int]:
+        """Return the steps of the next save and of the next check, on rank 0 at the cut of ``step``."""
         now_s = self._waiter.now()
-        (before, before_s), self._looked = self._looked, (step, now_s)
-        return Pace(
-            steps_done=step - self._first,
-            elapsed_s=now_s - self._begun_s,
-            since_save_s=now_s - self._saved_s,
-            saves=self._saves,
-            cost_s=median(self._costs) if self._costs else None,
-            took_s=median(self._took) if self._took else None,
-            steps_lately=step - before,
-            lately_s=now_s - before_s,
-            is_alone=self._exchange.world_size == 1,
+        (first, first_s), (before, before_s) = self._begun, self._looked
+        self._looked = (step, now_s)
+        if step == first:  # no pace yet
+            return None, step + 1
+        since_start_s, lately_s = (now_s - first_s) / (step - first), (now_s - before_s) / (step - before)
+        interval_s = self._policy.interval_s(
+            Costs(
+                saves=self._saves,
+                cost_s=median(self._costs) if self._costs else None,
+                took_s=median(self._took) if self._took else None,
+            )
         )
+        left_s = interval_s - (now_s - self._saved_s)
+        if left_s <= min(since_start_s, lately_s):
+            return step + 1, step + 1
+        if self._exchange.world_size == 1:
+            return None, step + 1
+        most, ahead_s = min(step - first, _MOST_STEPS_BETWEEN_CHECKS), min(left_s / 2, interval_s / _CHECKS)
+        step_s = max(since_start_s, lately_s)
+        ahead = min(ahead_s / step_s, most) if step_s > 0 else most
+        return None, step + max(int(ahead), 1)
 
     def _note(self, step: int) -> str:
         return f"check/{self._name}/{step}"

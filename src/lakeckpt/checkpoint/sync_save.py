@@ -23,12 +23,13 @@ from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, leaves_
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import checked_metric
-from lakeckpt.checkpoint.persist.indexes import documents_of
+from lakeckpt.checkpoint.persist.indexes import write_documents
 from lakeckpt.checkpoint.persist.publish import Publisher
 from lakeckpt.checkpoint.report import Remarks
 from lakeckpt.checkpoint.state.snapshot import Snapshot, snapshot
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.state.tensors import host_bytes, on_host, spec_of
+from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
 
 __all__ = ["Saver", "stage"]
@@ -43,11 +44,12 @@ _Content = tuple[memoryview, bytes]
 
 
 class Saver:
-    """Saves cuts for one attempt. ``objects`` are all but the tracked readers, ``tracks`` those."""
+    """Saves cuts for one attempt. ``tracks`` are the tracked readers, and ``objects`` all other objects."""
 
     def __init__(
         self,
         publisher: Publisher,
+        storage: Storage,
         exchange: Exchange,
         *,
         objects: Mapping[str, Any],
@@ -55,6 +57,7 @@ class Saver:
         journal: Journal,
     ) -> None:
         self._publisher = publisher
+        self._storage = storage
         self._exchange = exchange
         self._objects = objects
         self._tracks = tracks
@@ -84,18 +87,12 @@ class Saver:
             number = checked_metric(metric)
             pending = self._journal.pending(step)
             staged = stage(snapshot(self._objects))
-            documents = self._documents() if self._exchange.rank == 0 else {}
+            if self._exchange.rank == 0:
+                write_documents(self._storage, [track.reader for track in self._tracks.values()])
             self._journal.handed_over(pending, step)
         except Exception as error:
             return error
-        return StagedCut(step=step, staged=staged, readers=pending, metric=number, documents=documents)
-
-    def _documents(self) -> dict[str, Any]:
-        return {
-            path: document.dumps
-            for track in self._tracks.values()
-            for path, document in documents_of(track.reader).items()
-        }
+        return StagedCut(step=step, staged=staged, readers=pending, metric=number)
 
 
 def stage(taken: Snapshot) -> Staged:

@@ -10,7 +10,7 @@ import argparse
 from lakeckpt.checkpoint.ledger.audit import NAMED_GROUPS, audit
 from lakeckpt.checkpoint.ledger.report import AuditReport, EpochAudit, Finding, ReaderAudit
 from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json, progress_bar
-from lakeckpt.cli.run_place import add_run_arguments, open_run
+from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
 

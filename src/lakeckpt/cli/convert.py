@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from lakeckpt.cli.output import format_bytes, format_count, print_json
-from lakeckpt.cli.run_place import options_of
+from lakeckpt.cli.run_arguments import options_of
 
 __all__ = ["add_arguments", "run"]
 

@@ -16,7 +16,7 @@ from lakeckpt.checkpoint.agent.leftovers import KeptRun, kept_in, reclaim
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json
-from lakeckpt.cli.run_place import options_of
+from lakeckpt.cli.run_arguments import options_of
 from lakeckpt.errors import CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.base import describe
 from lakeckpt.lake.storage.open import open_storage

@@ -6,7 +6,7 @@ import argparse
 
 from lakeckpt.checkpoint.ledger.explain import MicroBatch, RankRows, ReaderStep, StepExplained, explain
 from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json
-from lakeckpt.cli.run_place import add_run_arguments, open_run
+from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
 

@@ -17,7 +17,7 @@ from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
-from lakeckpt.cli.run_place import add_run_arguments, open_run
+from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.core.plan import consumed
 from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import StateError

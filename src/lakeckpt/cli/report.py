@@ -9,7 +9,7 @@ from typing import Any
 from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, read_profiles, shares, windows_by_site
 from lakeckpt.checkpoint.persist.log import list_slots
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json
-from lakeckpt.cli.run_place import add_run_arguments, open_run
+from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.errors import CheckpointNotFound
 
 __all__ = ["add_arguments", "run"]

@@ -9,7 +9,7 @@ import argparse
 
 from lakeckpt.checkpoint.restore.rollback import roll_back
 from lakeckpt.cli.output import print_json
-from lakeckpt.cli.run_place import add_run_arguments, open_run
+from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
 

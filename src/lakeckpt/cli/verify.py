@@ -9,7 +9,7 @@ import argparse
 
 from lakeckpt.checkpoint.ledger.verify import CheckedCheckpoint, VerifyReport, verify
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json, progress_bar
-from lakeckpt.cli.run_place import add_run_arguments, open_run
+from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
 

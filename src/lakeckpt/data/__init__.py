@@ -1,1 +1,1 @@
-"""The torch side of reading: `LakeDataset`, `LakeLoader` and what they yield."""
+"""This package holds the torch side of reading: `LakeDataset`, `LakeLoader` and the batches that they yield."""

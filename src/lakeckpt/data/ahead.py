@@ -1,10 +1,11 @@
-"""What comes next, and what after that?  Announces assignments to a source ahead of the loop, and takes them in order.
+"""This module reads assignments ahead of the loop that takes them, in their order.
 
-As many are announced as the source has room for, and one at least: where none is, none is left. A few more at a time
-than are taken: so the first batch does not wait until a window's worth of them has been dealt, and the source soon
-knows of windows well before they are needed. While a batch has to be waited for, there is time to announce more.
+`Ahead` announces assignments to a reader: as many as the reader has room for, and one at least. It announces a few more
+at a time than are taken. So the first batch does not wait until a window's worth of them has been dealt, and the reader
+soon knows of windows well before they are needed. While a batch has to be waited for, there is time to announce more.
 
-It starts no threads (the source does), and ends them: `close`, which letting go of it does, too.
+The reader, and the threads that it starts, are those of one iteration. `Ahead.close` ends them; the garbage collector
+may call it in any thread.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.data.source import BatchSource
+from lakeckpt.errors import LakeckptError
+from lakeckpt.reading.windows.positions import Announced, PositionReader
 
 __all__ = ["Ahead"]
 
@@ -26,46 +29,58 @@ _MOST = 4096
 
 
 class Ahead(Iterator[tuple[Receipt, Any]]):
-    """Yields what the loop gets for each of ``assignments``. The source is its own, until another one is begun with it.
-
-    It begins to read at once.
-    """
+    """Yields (receipt, what the loop gets) for each of ``assignments``, which are of one plan. It begins to read at
+    once. Raises what reading raises."""
 
     def __init__(self, source: BatchSource, assignments: Iterator[Assignment]) -> None:
-        self._source, self._turn = source, source.begin_turn()
+        self._source = source
+        self._reader: PositionReader | None = None
         self._assignments: Iterator[Assignment] | None = assignments
-        self._announced: deque[Assignment] = deque()
+        self._announced: deque[tuple[Assignment, Announced | None]] = deque()
+        """Assignments, with their rows; None: announcing them failed, and they are announced again when taken."""
+        source.begin(self)
         self._announce(_EACH_TIME)
 
     def __next__(self) -> tuple[Receipt, Any]:
-        source, announced = self._source, self._announced
         self._announce(_EACH_TIME)
-        if not announced:
+        if not self._announced:
             self.close()
             raise StopIteration
-        while not source.is_ready and self._announce(1):
+        while not self.is_ready and self._announce(1):
             pass
-        return self._take(announced.popleft())
-
-    def _take(self, assignment: Assignment) -> tuple[Receipt, Any]:
-        """Return what this yields for ``assignment``; workers of a loader pack it."""
-        return self._source.take(assignment)
+        assignment, rows = self._announced.popleft()
+        reader = self._reader_of(assignment)
+        if rows is None:
+            rows = self._source.announce(reader, assignment)
+        return assignment.receipt, self._source.take(reader, rows, assignment.receipt)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # When the interpreter ends, its threads have, and modules may have been emptied: nothing is left to do or use.
         if not is_finalizing() and hasattr(self, "_announced"):
             self.close()
 
+    @property
+    def is_ready(self) -> bool:
+        """True where the next batch would come without a wait."""
+        rows = self._announced[0][1] if self._announced else None
+        return rows is None or PositionReader.is_ready(rows)
+
     def close(self) -> None:
-        """Forget what was announced and decoded; end the source's threads."""
+        """Drop what was announced and decoded, and end the threads."""
         self._assignments = None
         self._announced.clear()
-        self._source.end_turn(self._turn)
+        if self._reader is not None:
+            self._reader.clear()
+
+    def _reader_of(self, assignment: Assignment) -> PositionReader:
+        if self._reader is None:
+            self._reader = self._source.new_reader(assignment.lanes)
+        return self._reader
 
     def _announce(self, count: int) -> bool:
-        """Announce up to ``count`` more; tell whether there may be still more to announce."""
-        assignments, announced, source = self._assignments, self._announced, self._source
-        if assignments is None or (announced and not source.has_room):
+        """Announce up to ``count`` more; return whether more may be announced now."""
+        assignments, announced = self._assignments, self._announced
+        if assignments is None or (announced and not self._has_room):
             return False
         for _ in range(count):
             if len(announced) >= _MOST:
@@ -74,7 +89,16 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
             if assignment is None:
                 self._assignments = None
                 return False
-            announced.append(assignment)
-            if not source.announce(assignment):
+            try:
+                rows = self._source.announce(self._reader_of(assignment), assignment)
+            except (LakeckptError, OSError):  # raised when the assignment is taken
+                announced.append((assignment, None))
+                return False
+            announced.append((assignment, rows))
+            if not self._has_room:
                 return False
         return True
+
+    @property
+    def _has_room(self) -> bool:
+        return self._reader is None or self._reader.has_room

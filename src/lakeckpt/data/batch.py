@@ -55,7 +55,7 @@ class Batch(dict[str, Any]):
 
 
 def _collated(batches: list[Batch], *, collate_fn_map: Any = None) -> Batch:
-    """What torch's default collate makes of batches. By itself it would fill a copy of the first, receipt and all."""
+    """Collate batches for torch's default collate, which would fill a copy of the first batch, receipt and all."""
     made = collate([dict(batch) for batch in batches], collate_fn_map=collate_fn_map)
     return Batch(made, batches[0].__dict__.get("receipt") if len(batches) == 1 else None)
 
@@ -87,7 +87,7 @@ def pinned(value: Any) -> Any:
 
 
 def is_text(value: Any) -> bool:
-    """Whether ``value`` is a column of texts, by its first row."""
+    """Return whether ``value`` is a column of texts, by its first row."""
     return type(value) is list and bool(value) and type(value[0]) is str
 
 

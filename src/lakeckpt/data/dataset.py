@@ -17,12 +17,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import Identity
+from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.foreign.frameworks import check_dealers
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
 from lakeckpt.data.options import ReadOptions, chosen_columns, flag, one_of, optional, positive, whole
-from lakeckpt.data.place.identity import state_of_job
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Pinning, Versions, check_moves
 from lakeckpt.data.source import BatchSource, Output, gives
@@ -50,10 +49,10 @@ class LakeDataset(IterableDataset[Any]):
         filters: which rows to read: a pyarrow expression, ``[("a", ">", 3), ("b", "in", [...])]`` (all must hold), or a
             list of such lists (one must). Rows stay where it is true, and go where it is false or null. They are
             counted once, row group by row group, before the first iteration; positions count those that stay.
-        shuffle: whether to permute row groups, and rows inside of windows, anew for every epoch.
+        shuffle: permute row groups, and rows inside of windows, anew for every epoch.
         shuffle_window: row groups whose rows are permuted together. All lanes' windows are in memory at once.
         seed: any integer of 64 bits.
-        drop_last: deliver full micro-batches only, and leave out the rows that fill none (row-wise: ranks get equally
+        drop_last: deliver full micro-batches only, and drop the rows that fill none (row-wise: ranks get equally
             many rows). False: every row counts; the last micro-batches of a lane are smaller, and every rank has the
             same number of steps.
         endless: one iteration that never ends, over epoch borders, always full micro-batches.
@@ -65,7 +64,7 @@ class LakeDataset(IterableDataset[Any]):
             ``list[str]``; other columns of varying length are `lakeckpt.Ragged`.
         rank, world_size: the data-parallel rank and size; both or neither.
         dp_group: the data-parallel ProcessGroup or DeviceMesh, if it is not the default group.
-        storage_options: passed to the store, where ``table`` is not a `lakeckpt.Table`.
+        storage_options, filesystem: as for `lakeckpt.open_table`, where ``table`` is not a `lakeckpt.Table`.
         options: a `lakeckpt.ReadOptions`: lanes, nulls, table versions, memory and what else few users need.
 
     Raises ConfigError and SchemaError for arguments that cannot be; nothing is read before the first iteration (or
@@ -90,13 +89,17 @@ class LakeDataset(IterableDataset[Any]):
         world_size: int | None = None,
         dp_group: Any = None,
         storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
         options: ReadOptions | None = None,
     ) -> None:
         super().__init__()
         batch_size, shuffle_window = optional("batch_size", batch_size), positive("shuffle_window", shuffle_window)
         one_of("output", output, ("torch", "numpy", "arrow"))
         self.options = _checked(options, output)
-        table = table if isinstance(table, Table) else open_table(table, storage_options=storage_options)
+        if not isinstance(table, Table):
+            table = open_table(table, storage_options=storage_options, filesystem=filesystem)
+        elif storage_options is not None or filesystem is not None:
+            raise ConfigError("storage_options= and filesystem= go to open_table, and this table is open already")
         check_moves(table, self.options, endless=endless)
         self.batch_size = batch_size
         self.columns = chosen_columns(table.schema, columns)
@@ -155,7 +158,7 @@ class LakeDataset(IterableDataset[Any]):
         self._read_ahead = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker that is spawned can ask neither torch.distributed nor the group, so it is told.
+        # A worker that is spawned can ask neither torch.distributed nor the group: it gets the answer.
         state = dict(self.__dict__)
         if get_worker_info() is None:
             state["_pickled_topology"] = self.topology
@@ -180,12 +183,12 @@ class LakeDataset(IterableDataset[Any]):
 
     @property
     def identity(self) -> Identity:
-        """What the order of rows is a function of."""
+        """The identity of the order of rows: all that the order is a function of."""
         return self._progress.identity
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand; where worker processes of somebody else's DataLoader read, the one that they read."""
+        """The epoch at hand; where worker processes of somebody else's DataLoader read, the epoch that they read."""
         read = self._shared.epoch if self._shared.has_begun else None
         return self._progress.epoch if read is None else read
 
@@ -216,7 +219,7 @@ class LakeDataset(IterableDataset[Any]):
     def selection(self) -> RowSelection | None:
         """The rows that the filter keeps of each row group; None without a filter. Counted now, if not before.
 
-        The ranks of a job share the counting, whichever of them ask and whenever.
+        Of the ranks of a job, the first that asks counts, and the others wait for its counts.
         """
         return self._versions.at_hand.selection
 
@@ -294,7 +297,7 @@ class LakeDataset(IterableDataset[Any]):
         if isinstance(state, Mapping) and state.get("format") == WORKER_FORMAT:
             self._turns.load(state)
             return
-        found = state_of_job(state)
+        found = ReaderState.from_plain(state)
         self._progress.load(found)
         self._read_ahead = ""
         at_end = Plan(found).at_end

@@ -50,7 +50,7 @@ _ELSEWHERE = {
     "pin_memory_device": "pin_memory=True pins for the accelerator at hand",
     "in_order": "the order of rows never depends on workers",
 }
-"""Where the arguments of a DataLoader went that a LakeLoader does not have."""
+"""The arguments of a DataLoader that a LakeLoader does not have, and where they went."""
 
 
 class LakeLoader(Prepared, DataLoader[Any]):
@@ -132,8 +132,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         if restart and dataset.identity.endless:
             raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
         if restart:
-            dataset._progress.deliveries.saved()  # nobody saves its place, and nobody is to warn of that
-        object.__setattr__(self, "sampler", EpochSetter(self._told_epoch))  # torch's own refuses another one
+            dataset._progress.deliveries.saved()  # its place is never saved, and that is no reason to warn
+        object.__setattr__(self, "sampler", EpochSetter(self._framework_epoch))  # torch's own refuses another one
         self._progress = dataset._progress
         self._row_wise = dataset.row_wise
         if receipt_column is not None and (not isinstance(receipt_column, str) or self._row_wise):
@@ -145,13 +145,13 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._own_generator = torch.Generator() if generator is None else None
         self._ahead = prefetch_factor
         self._workers: Workers | None = None
-        self._workers_started = 0, 0
-        """At which version of the table, and by which process."""
+        self._workers_started: tuple[str, int] = "", 0
+        """(digest of the table version that they read, process that started them)."""
         self._early: tuple[Any, Iterator[tuple[Receipt, Any]]] | None = None
         self._waiting: int | None = None
         """The newest iteration."""
         self._follows: int | None = None
-        """An iteration that begins, if nothing was asked of it yet, where a framework said since: at another epoch."""
+        """An iteration that a framework sent to another epoch before anything was asked of it."""
 
     # --- what is asked
 
@@ -172,7 +172,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     @property
     def identity(self) -> Identity:
-        """What the order of rows is a function of."""
+        """The identity of the order of rows: all that the order is a function of."""
         return self._progress.identity
 
     @property
@@ -204,7 +204,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """An iterator over what is left of the epoch; ``stage`` holds batches back on their way to the loop."""
         self._turn()
         started, self._early = self._early, None
-        # Of a persistent worker that has died since, nothing is due yet: others read what it would have.
+        # Where a persistent worker has died since, other workers read what it would have read.
         is_dead = self._workers is not None and self._workers_started[1] == os.getpid() and not self._workers.alive
         if started is None or is_dead or started[0] != self._place():
             del started  # before what it reads ahead is read otherwise
@@ -214,10 +214,10 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return self._as_prepared(items, self._progress.plan.steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_early": None}  # what was begun is this one's
+        return {**self.__dict__, "_early": None}  # a copy begins anew
 
     def _start(self) -> None:
-        """Begin to read what the next iteration will deliver, within the limits of memory that hold for iterating."""
+        """Begin to read what the next iteration will deliver, within the memory limit of iterating."""
         self._settle()
         if self._early is None or self._early[0] != self._place():
             self._early = None
@@ -246,21 +246,21 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def _turn(self) -> None:
         """End an epoch that was received, and go on with the newest version of the table where another one begins."""
         if self._restarts is not None:
-            self._progress.mark(None)
+            self._progress.runs.mark(None)
             self.dataset._go_to(self.epoch)
         self._progress.turn(self.topology[0])
         self.dataset._move()
         self._settle()
 
     def _begun(self) -> tuple[Any, Iterator[tuple[Receipt, Any]]]:
-        """Where the next iteration begins, and what it will deliver, being read from now on."""
+        """Return the place where the next iteration begins, and what it will deliver, which is read from now on."""
         rank = self.topology[0]
         assignments = self._progress.assignments(rank)
         self._seed_workers(rank)
         return self._place(), self._found(assignments, rank)
 
     def _place(self) -> Any:
-        return self._progress.state, self.topology, self.dataset._source.generation, os.getpid()
+        return self._progress.state, self.topology, os.getpid()
 
     def _seed_workers(self, rank: int) -> None:
         """Seed the generator that this iteration's workers get their seeds from, unless it is the user's."""
@@ -270,7 +270,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._own_generator.manual_seed(word >> 1)
 
     def _found(self, assignments: Iterator[Assignment], rank: int) -> Iterator[tuple[Receipt, Any]]:
-        """What is left of the epoch, read ahead from now on."""
+        """Return what is left of the epoch, which is read ahead from now on."""
         if self.num_workers:
             beginning = Beginning(state=self._progress.state, rank=rank)
             return self._started().read(assignments, beginning)
@@ -283,9 +283,9 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def _started(self) -> Workers:
         """Workers for one iteration, or those that live on and read the version of the table at hand."""
-        generation = self.dataset._source.generation
+        started = self.table.index.digest, os.getpid()
         if self._workers is not None:
-            if self._workers_started == (generation, os.getpid()) and self._workers.alive:
+            if self._workers_started == started and self._workers.alive:
                 return self._workers
             self._workers.close()
             self._workers = None
@@ -302,7 +302,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             generator=self._own_generator or self.generator,
         )
         if self.persistent_workers:
-            self._workers, self._workers_started = workers, (generation, os.getpid())
+            self._workers, self._workers_started = workers, started
         return workers
 
     def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]], stage: Stage | None) -> Iterator[Any]:
@@ -352,8 +352,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         if self._restarts is not None:
             self._restarts = epoch
 
-    def _told_epoch(self, epoch: int) -> None:
-        """A framework says which epoch begins. It may have asked for an iterator already."""
+    def _framework_epoch(self, epoch: int) -> None:
+        """Go to the epoch that a framework begins; it may have asked for an iterator already."""
         if epoch == self.epoch:
             return
         is_newest = self._progress.is_newest(self._waiting)
@@ -398,7 +398,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     @property
     def _reader(self) -> LoaderReader:
-        """What a checkpoint manager asks (`lakeckpt.tracking.readers`); ConfigError where there is nothing to save."""
+        """The side that checkpoint managers see (`lakeckpt.tracking.readers`); ConfigError where nothing is to save."""
         if self._restarts is not None:
             raise ConfigError(
                 "a LakeLoader with restart=True begins anew in each iteration: it has no state, so leave it out of the "

@@ -1,4 +1,4 @@
-"""This module says how much memory a dataset may read ahead into, and warns where its windows are too large for that.
+"""This module limits the memory that a dataset may read ahead into, and warns where its windows are larger than that.
 
 The default limit is a quarter of the machine's memory, or of what the control groups of this process allow (versions 1
 and 2), shared by the ranks of the machine (``LOCAL_WORLD_SIZE``) and by the worker processes of a rank. Sizes of

@@ -38,7 +38,7 @@ OVERRIDABLE = frozenset({"table", "selection", "tail"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How a `lakeckpt.LakeDataset` reads, for those who need more than its own arguments.
+    """The arguments of a `lakeckpt.LakeDataset` that few users need.
 
     Raises `ConfigError` for a value that cannot be.
 
@@ -64,7 +64,7 @@ class ReadOptions:
     """``"keep"``: the version of the table that the dataset or its state names is read for ever. ``"next_epoch"``: each
     epoch is of the version that is the newest when it begins, on all ranks."""
     on_version_gone: Literal["raise", "next_epoch"] = "raise"
-    """What restoring does in the midst of an epoch whose version is gone or was written again: ``"raise"``, or
+    """The way to restore in the midst of an epoch whose version is gone or was written again: ``"raise"``, or
     ``"next_epoch"``: drop the rest of it (`lakeckpt audit` says so) and begin the next one."""
     progress: Callable[[int, int], None] | None = None
     """Called as ``progress(row groups done, row groups)`` while the rows that a filter keeps are counted."""
@@ -115,7 +115,7 @@ def positive(name: str, value: Any) -> int:
 
 
 def optional(name: str, value: object) -> int | None:
-    """As `positive`, or None."""
+    """Return ``value`` as `positive` does, or None for None."""
     return None if value is None else positive(name, value)
 
 

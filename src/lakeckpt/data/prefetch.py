@@ -88,7 +88,7 @@ class Prefetched:
 
 
 def _mover(device: torch.device | None) -> Callable[[Any], Callable[[], Any]]:
-    """What begins to move a batch, and returns what gives it when the loop is to have it."""
+    """Return a function that begins to move a batch, and returns a function that waits for the moved batch."""
     if device is None:
         return lambda batch: lambda: batch
     if device.type == "cuda":

@@ -1,7 +1,8 @@
-"""Which data-parallel rank is this, of how many?  Asked once, in the main process, and frozen into workers.
+"""This module resolves the data-parallel rank of this process, and the number of ranks.
 
-It takes the first answer of: the arguments, the group, torch.distributed. It never guesses: in a job of several
-processes with no answer it raises.
+It takes them from the arguments, else from the group, else from torch.distributed. It never guesses: in a job of
+several processes that says nothing, it raises. The main process resolves them once, and workers get them from it. The
+module starts no threads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from lakeckpt.data.options import whole
 from lakeckpt.errors import ConfigError
 
-__all__ = ["check_topology", "resolve_topology"]
+__all__ = ["check_topology", "group_of", "resolve_topology"]
 
 
 def check_topology(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
@@ -51,6 +52,11 @@ def resolve_topology(explicit: tuple[int, int] | None, dp_group: Any) -> tuple[i
     return 0, 1
 
 
+def group_of(dp_group: Any) -> Any:
+    """Return the ProcessGroup of a ProcessGroup or a one-dimensional DeviceMesh; None for None."""
+    return dp_group.get_group() if hasattr(dp_group, "get_group") else dp_group
+
+
 def _of_group(dp_group: Any) -> tuple[int, int]:
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
@@ -58,7 +64,7 @@ def _of_group(dp_group: Any) -> tuple[int, int]:
             "iteration"
         )
     try:
-        group = dp_group.get_group() if hasattr(dp_group, "get_group") else dp_group
+        group = group_of(dp_group)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(

@@ -40,7 +40,7 @@ class TransformContext:
     seed: int
     """The dataset's seed."""
     receipt: Receipt
-    """Of the micro-batch."""
+    """The receipt of the micro-batch."""
 
     def generator(self) -> torch.Generator:
         """Return a new torch generator (CPU), seeded by (seed, epoch, micro-batch)."""
@@ -66,7 +66,7 @@ class TransformContext:
 
 
 def bind_transform(transform: Transform | None) -> Callable[[Any, TransformContext], Any] | None:
-    """Return ``transform`` as a function of (batch, context), whether or not it asks for the context.
+    """Return ``transform`` as a function of (batch, context), also where it takes no context.
 
     It gets the context if it takes a second argument named ``context``, or needs two positional ones.
     """
@@ -74,40 +74,33 @@ def bind_transform(transform: Transform | None) -> Callable[[Any, TransformConte
         return None
     if not callable(transform):
         raise ConfigError(f"transform must be callable, got {type(transform).__name__}")
+    return _Bound(transform, _way_of(transform))
+
+
+def _way_of(transform: Transform) -> str:
+    """Return how the transform takes the context: "named", "second", or "" where it does not."""
     try:
         parameters = list(inspect.signature(transform).parameters.values())
     except (TypeError, ValueError):  # a builtin that does not say: called with the batch alone
-        return _WithoutContext(transform)
+        return ""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     if any(p.name == "context" and p.kind in named for p in parameters[1:]):
-        return _WithNamedContext(transform)
+        return "named"
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    required = [p for p in positional if p.default is p.empty]
-    return _WithContext(transform) if len(required) >= 2 else _WithoutContext(transform)
+    return "second" if len([p for p in positional if p.default is p.empty]) >= 2 else ""
 
 
 @dataclass(frozen=True, slots=True)
-class _WithContext:
+class _Bound:
+    """A function of (batch, context), picklable where ``transform`` is."""
+
     transform: Transform
+    way: str
 
     def __call__(self, batch: Any, context: TransformContext) -> Any:
-        return self.transform(batch, context)
-
-
-@dataclass(frozen=True, slots=True)
-class _WithNamedContext:
-    transform: Transform
-
-    def __call__(self, batch: Any, context: TransformContext) -> Any:
-        return self.transform(batch, context=context)
-
-
-@dataclass(frozen=True, slots=True)
-class _WithoutContext:
-    transform: Transform
-
-    def __call__(self, batch: Any, context: TransformContext) -> Any:
-        return self.transform(batch)
+        if self.way == "named":
+            return self.transform(batch, context=context)
+        return self.transform(batch, context) if self.way else self.transform(batch)
 
 
 class CarriedRows:
@@ -132,7 +125,7 @@ class CarriedRows:
             f"{receipt.step} of rank {receipt.rank}). A transform must keep nothing between calls: rows that it holds "
             "back for a later call count as consumed, no checkpoint has them, and a restored run never sees them. "
             "Pack within one call. If the transform keeps nothing (it drops rows or cuts them up within one call), "
-            "ignore this; filters= is the exact way to leave rows out. This is said once.",
+            "ignore this; filters= is the exact way to drop rows. This warning comes once.",
             UserWarning,
             stacklevel=3,
         )
@@ -142,7 +135,7 @@ def leading_sizes(found: Any) -> set[int]:
     """Return the numbers of rows that ``found`` may have: the sizes of the first dimensions of its columns.
 
     Columns are the values of a mapping and the elements of a tuple. A list is rows, or columns where its elements are
-    tensors or arrays: both are returned. Of other objects nothing can be told: the set is empty.
+    tensors or arrays: both are returned. For other objects the set is empty.
     """
     if isinstance(found, Mapping | tuple):
         columns = found.values() if isinstance(found, Mapping) else found

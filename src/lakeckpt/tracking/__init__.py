@@ -1,1 +1,1 @@
-"""What did the whole job consume, and do its ranks agree?  Tallies, the exchange between ranks, records of steps."""
+"""This package lets the ranks of a job compare facts and leave notes, and records which steps consumed what."""

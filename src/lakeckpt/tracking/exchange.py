@@ -1,393 +1,270 @@
-"""How do the ranks of a job tell each other small things, without pickle and without touching the GPU?
+"""This module lets the ranks of a job compare facts and leave notes, through the job's own key-value store.
 
-`Exchange` is the seam: combine one message of every rank (a tally), and publish a note that others fetch. `Solo` is a
-job of one; `GlooExchange` sends bytes over a gloo group of its own through node leaders: a node's ranks send to their
-leader, leaders to the first of them, and the result goes back the same way. A rank that is gone is named to all the
-others, and so is what a merge refused, so that every rank raises the same error. Where a rank was silent for too long,
-gloo closes the connections of whoever waited: all of them connect again at their next message, also with that rank.
+torch.distributed starts a job through a store: a `TCPStore` of torchrun or of rank 0, or a `FileStore`. In each round a
+rank writes its facts there; rank 0 reads them all, adds them up and writes the answer. A round has one answer, whoever
+writes it: if rank 0 is late, a rank that has waited long enough answers that rank 0 is missing, and rank 0 takes that
+answer as well. A timeout closes nothing: a rank that was late takes part in the next round. Keys are removed when they
+were read.
 
-It knows nothing of checkpoints, and its messages are never larger than a tally.
+The module opens no connection, starts no threads, uses no collective and never touches a GPU. The store is gone when
+its host has ended: no state that must survive a death lies in it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import socket
-import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from typing import TypeVar
 from uuid import uuid4
 
-import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from lakeckpt import errors
-from lakeckpt.core.intervals import Intervals
-from lakeckpt.errors import MissingRanksError, TrackingError
-from lakeckpt.tracking.tally import name_ranks
-from lakeckpt.wire.envelope import dumps, loads
+from lakeckpt.errors import LakeckptError, MissingRanksError
+from lakeckpt.tracking.notes import STOPPED, Note
+from lakeckpt.tracking.rounds import Rounds, answer_to_bytes, facts_from_bytes, tally_from_bytes
+from lakeckpt.tracking.tally import Tally, name_ranks, ranks_of
+from lakeckpt.tracking.waiting import SystemWaiter, Waiter, poll
 
-__all__ = ["Exchange", "GlooExchange", "Merge", "Solo", "this_node"]
+__all__ = ["Exchange", "StoreExchange", "exchange_of_group"]
 
-Merge = Callable[[Sequence[bytes]], bytes]
-_VERSION = (1, 0)
-_LARGEST_BYTES = 2**30
-_NOTE_S = 3.0
-"""How long a rank whose connection was closed waits to hear whether another one did so, as it had waited too long."""
-_KINDS: dict[str, type[TrackingError]] = {
-    one.kind: one
-    for one in (
-        errors.TrackingError,
-        errors.MissingRanksError,
-    )
-}
+_T = TypeVar("_T")
+_PAUSE_S = 0.1
+"""The longest pause between two looks into the store."""
+_FAREWELL_S = 5.0
 
 
-class Exchange(Protocol):
-    """Messages between the ranks of a job. Called by one thread of each rank, in the same order on every rank."""
+class Exchange(Rounds):
+    """Messages between the ranks of a job. One thread of each rank calls it, in the same order on every rank.
 
-    rank: int
-    world_size: int
+    This class serves a job of one rank, which has nobody to leave notes for.
+    """
 
-    def combine(self, data: bytes, merge: Merge) -> bytes:
-        """The ``merge`` of the data of all ranks, on every rank; ``merge`` is associative and commutative.
+    def publish(self, key: str, data: bytes, /) -> None:
+        """Write a note that every rank can read; never waits for another rank."""
 
-        Raises on every rank what ``merge`` raised on one (`TrackingError` only), and `MissingRanksError` naming the
-        ranks that are gone or did not call within the deadline.
+    def peek(self, key: str, /) -> bytes | None:
+        """Return the note of that key; None if there is none, and if the store that held it is gone."""
+        return None
+
+    def fetch(self, key: str, /) -> bytes:
+        """Wait for a note of rank 0 and return it. All other ranks fetch it once; the last of them removes it.
+
+        Raises `MissingRanksError` if the note does not come within the timeout.
         """
-        ...
-
-    def publish(self, key: str, data: bytes) -> None:
-        """Leave a note that every rank can fetch; never waits for anyone."""
-        ...
-
-    def fetch(self, key: str, *, readers: int | None = None) -> bytes:
-        """The note of that key, waiting for it; `MissingRanksError` if it does not come within the deadline.
-
-        With ``readers``, the last of so many removes the note.
-        """
-        ...
-
-    def peek(self, key: str) -> bytes | None:
-        """The note of that key; None where there is none yet, and where the store that held it is gone."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of what the exchange holds; never communicates."""
-        ...
+        """Remove the keys of the last round; no round follows. May be called again, and never raises."""
 
 
-class Solo:
-    """The exchange of a job of one rank."""
+class StoreExchange(Exchange):
+    """Messages between ``world_size`` ranks over ``store``. ``timeout_s`` is how long a rank waits for another one.
 
-    rank = 0
-    world_size = 1
-
-    def __init__(self) -> None:
-        self._notes: dict[str, bytes] = {}
-
-    def combine(self, data: bytes, merge: Merge) -> bytes:
-        """See `Exchange`."""
-        return merge([data])
-
-    def publish(self, key: str, data: bytes) -> None:
-        """See `Exchange`."""
-        self._notes = {key: data}
-
-    def fetch(self, key: str, *, readers: int | None = None) -> bytes:
-        """See `Exchange`."""
-        return self._notes[key]
-
-    def peek(self, key: str) -> bytes | None:
-        """See `Exchange`."""
-        return self._notes.get(key)
-
-    def close(self) -> None:
-        """See `Exchange`."""
-        self._notes = {}
-
-
-def this_node() -> bytes:
-    """16 bytes that tell this machine (since its last start) from others."""
-    boot = ""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read()
-    return blake2b(f"{socket.gethostname()}\0{boot}".encode(), digest_size=16).digest()
-
-
-class GlooExchange:
-    """Messages over a gloo group that has the ranks of ``group`` (None: all), whatever backend that one has.
-
-    Made by all of these ranks together; ``timeout_s`` is how long a rank waits for another one. ``node`` (16 bytes,
-    by default `this_node`) tells which ranks share a node. `TrackingError` where the ranks cannot connect.
+    Collective: all ranks make one. Raises `MissingRanksError` naming the ranks that do not.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0, node: bytes | None = None
+        self, store: Store, *, rank: int, world_size: int, timeout_s: float, waiter: Waiter | None = None
     ) -> None:
-        ranks = None if group is None else dist.get_process_group_ranks(group)
+        super().__init__(rank=rank, world_size=world_size)
         self._timeout_s = timeout_s
-        self._stays = ranks is not None
-        self._group = _connected(ranks, timedelta(seconds=4 * timeout_s))
-        self.rank = dist.get_rank(self._group)
-        self.world_size = dist.get_world_size(self._group)
-        facts = self._of_every_rank((this_node() if node is None else node) + uuid4().bytes)
-        self._nodes = _by_node([fact[:16] for fact in facts])
-        self._mine = next(members for members in self._nodes if self.rank in members)
-        # The store may hold notes of ranks that are dead: torchrun keeps its own while it starts ranks again.
-        name = f"lakeckpt/{facts[0][16:].hex()}"
-        self._store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        self._store_is_gone = False
-        self._connection = 0  # how often the ranks connected again
-        self._is_closed = False
-        self._waited = False  # in vain, at this message
+        self._waiter = SystemWaiter() if waiter is None else waiter
+        self._entrance = store
+        self._callers: dict[int, bytes] = {}
+        self._name = uuid4().hex
+        self._answers: list[str] = []  # keys of answers that are still in the store
+        self._is_gone = False
+        if rank:
+            self._name = self._ask_for_the_name()
+        self._store = PrefixStore(self._name, store)
+        self.everyone({})
 
-    def _of_every_rank(self, data: bytes) -> list[bytes]:
-        """The ``data`` of each rank, which are of one size."""
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        every = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(every, mine, group=self._group)
-        return [bytes(found.tolist()) for found in every]
+    # --- meeting: the store may hold keys of ranks that have died, as torchrun keeps it while it starts ranks again
 
-    def combine(self, data: bytes, merge: Merge) -> bytes:
-        """See `Exchange`. A leader waits for its node once the deadline, the first leader twice, and so on down."""
-        if self._is_closed:
-            self._connect_again()
-        self._waited = False
-        message = self._combined(data, merge)
-        self._is_closed = self._waited or bool(message.missing)
-        return message.result(self._timeout_s)
+    def _ask_for_the_name(self) -> str:
+        """Return the name under which rank 0 keeps the keys of this exchange. The answer is to this process alone."""
+        welcome = f"welcome/{self._name}"
+        with _reaching_the_store():
+            self._entrance.set(f"hello/{self.rank}", self._name)
+            if self._poll(lambda: self._entrance.check([welcome]) or None, 2) is None:
+                raise self._missing([0])
+            name: str = self._entrance.get(welcome).decode("ascii")
+            self._entrance.delete_key(welcome)
+            return name
 
-    def _combined(self, data: bytes, merge: Merge) -> _Message:
-        if self.rank != self._mine[0]:
-            self._send(self._mine[0], _Message(data=data).pack(), 4)
-            return self._answer(self._mine[0], 4, [self._mine[0]])
-        message = self._gather([[rank] for rank in self._mine], data, merge, 1)
-        message = self._across_nodes(message, merge)
-        for rank in self._mine[1:]:
-            self._send(rank, message.pack(), 1)
-        return message
+    def _welcome(self) -> None:
+        """Answer each rank that asks for the name. A caller that has died is answered in vain."""
+        for rank in range(1, self.world_size):
+            key = f"hello/{rank}"
+            if self._entrance.check([key]) and (caller := self._entrance.get(key)) != self._callers.get(rank):
+                self._callers[rank] = caller
+                self._entrance.set(f"welcome/{caller.decode('ascii')}", self._name)
 
-    def _across_nodes(self, message: _Message, merge: Merge) -> _Message:
-        first = self._nodes[0][0]
-        if self.rank != first:
-            self._send(first, message.pack(), 3)
-            return self._answer(first, 3, self._nodes[0])
-        message = self._gather(self._nodes, message.data, merge, 2, mine=message)
-        for members in self._nodes[1:]:
-            self._send(members[0], message.pack(), 1)
-        return message
+    # --- rounds
 
-    def _gather(
-        self, groups: list[list[int]], data: bytes, merge: Merge, patience: int, mine: _Message | None = None
-    ) -> _Message:
-        """Merge my message with one of the first rank of each of the other ``groups``."""
-        messages = [_Message(data=data) if mine is None else mine]
-        whole = {members[0]: members for members in groups[1:]}
-        heard, silent = self._receive(list(whole), patience)
-        messages += [_Message.unpack(one) for one in heard]
-        if silent:
-            missing = [rank for leader in silent for rank in whole[leader]]
-            messages.append(_Message(missing=self._silent(missing)))
-        return _merged(messages, merge)
+    def _send(self, number: int, data: bytes) -> None:
+        with _reaching_the_store():
+            _set(self._store, _message(number, self.rank), data)
+            if number:  # it is there where this rank has waited for rank 0 in vain
+                self._store.delete_key(_message(number - 1, self.rank))
 
-    def _answer(self, rank: int, patience: int, stands_for: list[int]) -> _Message:
-        """What ``rank`` says; or that those are missing for whom it stands."""
-        heard, silent = self._receive([rank], patience)
-        if silent:
-            return _Message(missing=self._silent(stands_for))
-        return _Message.unpack(heard[0])
+    def _collect(self, number: int) -> Sequence[Mapping[str, str]]:
+        keys = {rank: _message(number, rank) for rank in range(1, self.world_size)}
 
-    def _silent(self, ranks: list[int]) -> tuple[int, ...]:
-        """Who is missing where ``ranks`` were not heard of: they, or those for whom another rank had waited too long,
-        whose connections were closed thereby. Whoever waited tells the others."""
-        note, patience = f"silent/{self._connection}", timedelta(seconds=min(_NOTE_S, self._timeout_s))
-        try:
-            if self._waited and not self._store.check([note]):  # what is in vain after the first follows from that
-                self._store.set(note, " ".join(map(str, ranks)))
-            self._store.wait([note], patience)
-            return tuple(map(int, self._store.get(note).split()))
-        except RuntimeError:
-            return tuple(ranks)
-
-    def _send(self, rank: int, data: bytes, patience: int) -> None:
-        """Send, which waits for ``rank`` to receive; one that is gone is noticed by who waits for its answer."""
-        size = torch.tensor([len(data)], dtype=torch.int64)
-        for tensor in (size, torch.frombuffer(bytearray(data), dtype=torch.uint8)):
-            if not self._is_done(self._begun("send", tensor, rank), patience):
-                return
-
-    def _receive(self, ranks: list[int], patience: int) -> tuple[list[bytes], list[int]]:
-        """The messages of ``ranks``; and those of them that are gone, or silent for ``patience`` deadlines. All are
-        waited for at once: after a wait in vain, nothing more comes."""
-        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in ranks}
-        asked = {rank: self._begun("recv", size, rank) for rank, size in sizes.items()}
-        here = [rank for rank, work in asked.items() if self._is_done(work, patience)]
-        heard = {rank: self._data(rank, int(sizes[rank])) for rank in here}
-        silent = [rank for rank in ranks if rank not in heard] or [rank for rank in ranks if heard[rank] is None]
-        return [data for data in heard.values() if data is not None], silent
-
-    def _data(self, rank: int, size: int) -> bytes | None:
-        if not 0 <= size <= _LARGEST_BYTES:
-            raise TrackingError(f"rank {rank} announces a message of {size} bytes: that is no lakeckpt message")
-        data = torch.empty(size, dtype=torch.uint8)
-        return data.numpy().tobytes() if self._is_done(self._begun("recv", data, rank), 1) else None
-
-    def _begun(self, what: Literal["send", "recv"], tensor: torch.Tensor, rank: int) -> dist.Work | None:
-        try:
-            work: dist.Work = getattr(self._group, what)([tensor], rank, 0)
-        except RuntimeError:
+        def look() -> bool | None:
+            if number == 0:
+                self._welcome()
+            if self._store.check(list(keys.values())) or self._store.check([_answer(number)]):
+                return True
+            self._refuse_stopped(absent)
             return None
-        return work
 
-    def _is_done(self, work: dist.Work | None, patience: int) -> bool:
-        """Wait for ``work``; False where that is in vain."""
-        begun_s, longest_s = time.monotonic(), patience * self._timeout_s
+        def absent() -> list[int]:
+            return [rank for rank, key in keys.items() if not self._store.check([key])]
+
+        with _reaching_the_store():
+            if self._poll(look, 1) is None:
+                raise self._missing(absent())
+            if self._store.check([_answer(number)]):
+                raise self._missing([0])  # as a rank that has waited for this one has answered
+            found = list(map(facts_from_bytes, self._store.multi_get(list(keys.values()))))
+            self._remove_answers()  # as every rank is past the rounds before
+            for rank in self._callers:
+                self._entrance.delete_key(f"hello/{rank}")
+            self._callers.clear()
+        return found
+
+    def _answer(self, number: int, data: bytes) -> bytes:
+        self._answers.append(_answer(number))
+        with _reaching_the_store():
+            return _put_once(self._store, _answer(number), data)
+
+    def _await_answer(self, number: int) -> Tally:
+        def look() -> bytes | None:
+            if self._store.check([_answer(number)]):
+                found: bytes = self._store.get(_answer(number))
+                return found
+            self._refuse_stopped(lambda: [0])
+            return None
+
+        with _reaching_the_store():
+            answer = self._poll(look, 2)  # rank 0 may come late, and then waits for the others
+            if answer is None:
+                answer = _put_once(self._store, _answer(number), answer_to_bytes(self._missing([0])))
+            else:
+                self._store.delete_key(_message(number, self.rank))  # rank 0 sees by this that the answer was read
+        return tally_from_bytes(answer)
+
+    def _poll(self, look: Callable[[], _T | None], patience: int) -> _T | None:
+        return poll(look, waiter=self._waiter, timeout_s=patience * self._timeout_s, longest_s=_PAUSE_S)
+
+    def _refuse_stopped(self, absent: Callable[[], list[int]]) -> None:
+        """Raise if one of the ranks that are waited for has stopped."""
+        if self._store.check([STOPPED]):
+            note = Note.from_bytes(self._store.get(STOPPED))
+            if note.rank in absent():
+                raise MissingRanksError(f"rank {note.rank} has stopped: {note.cause}")
+
+    def _missing(self, ranks: Sequence[int]) -> MissingRanksError:
+        return MissingRanksError(
+            f"{name_ranks(ranks_of(ranks))} of {self.world_size} did not answer within {self._timeout_s:g} s, and may "
+            "be gone: see their logs; nothing was committed"
+        )
+
+    def _remove_answers(self) -> None:
+        for key in self._answers:
+            self._store.delete_key(key)
+        self._answers.clear()
+
+    # --- notes
+
+    def publish(self, key: str, data: bytes, /) -> None:
+        """See `Exchange`."""
+        with _reaching_the_store():
+            _set(self._store, key, data)
+
+    def peek(self, key: str, /) -> bytes | None:
+        """See `Exchange`. A store that is gone is not asked again, because torch then prints a page each time."""
+        if self._is_gone:
+            return None
         try:
-            return work is not None and bool(work.wait(timedelta(seconds=longest_s)))
+            return self._store.get(key) if self._store.check([key]) else None
         except RuntimeError:
-            self._waited |= time.monotonic() - begun_s >= 0.9 * longest_s
-            return False
+            self._is_gone = True
+            return None
 
-    # --- after a silence
-
-    def _connect_again(self) -> None:
-        """A new connection of all ranks. Rank 0 says which it is: one that was silent may have missed some."""
-        timeout, missing = timedelta(seconds=self._timeout_s), [0]
-        try:
-            self._agree_on_a_connection(timeout)
-            place = dist.distributed_c10d.PrefixStore(f"connection {self._connection}", self._store)
-            place.set(f"here/{self.rank}", "")
-            missing = []
-            group = dist.ProcessGroupGloo(place, self.rank, self.world_size, timeout)
-        except RuntimeError as error:
-            with contextlib.suppress(RuntimeError):
-                missing = missing or [one for one in range(self.world_size) if not place.check([f"here/{one}"])]
-            if missing:
-                raise MissingRanksError(_gone(_intervals(missing), self._timeout_s)) from error
-            raise MissingRanksError(f"the ranks cannot connect again after one was silent: {error}") from error
-        self._let_go()
-        self._group, self._is_closed, self._stays = group, False, True
-
-    def _agree_on_a_connection(self, timeout: timedelta) -> None:
-        if self.rank == 0:
-            self._connection += 1
-            self._store.set(f"connection/{self._connection}", "")
-            return
-        self._store.wait([f"connection/{self._connection + 1}"], timeout)
-        while self._store.check([f"connection/{self._connection + 1}"]):
-            self._connection += 1
-
-    def publish(self, key: str, data: bytes) -> None:
+    def fetch(self, key: str, /) -> bytes:
         """See `Exchange`."""
-        self._store.set(key, data.hex())
-
-    def fetch(self, key: str, *, readers: int | None = None) -> bytes:
-        """See `Exchange`."""
-        try:
-            self._store.wait([key], timedelta(seconds=self._timeout_s))
-            data = bytes.fromhex(self._store.get(key).decode("ascii"))
-            if readers is not None and self._store.add(f"{key}/read", 1) == readers:
-                for used in (key, f"{key}/read"):
+        with _reaching_the_store():
+            if self._poll(lambda: self._store.check([key]) or None, 1) is None:
+                raise MissingRanksError(f"rank 0 did not announce {key!r} within {self._timeout_s:g} s: see its log")
+            data: bytes = self._store.get(key)
+            if self._store.add(f"{key}/readers", 1) == self.world_size - 1:
+                for used in (key, f"{key}/readers"):
                     self._store.delete_key(used)
             return data
-        except RuntimeError as error:
-            raise MissingRanksError(
-                f"rank 0 did not announce {key!r} within {self._timeout_s:g} s: see its log ({error})"
-            ) from error
-
-    def peek(self, key: str) -> bytes | None:
-        """See `Exchange`. A store that is gone is not asked again: torch prints a page each time."""
-        if self._store_is_gone:
-            return None
-        try:
-            return bytes.fromhex(self._store.get(key).decode("ascii")) if self._store.check([key]) else None
-        except RuntimeError:
-            self._store_is_gone = True
-            return None
 
     def close(self) -> None:
-        """See `Exchange`. A group of some of the ranks stays until all groups go: torch would give the next one of
-        these ranks its name, and the new group would look for the old one's addresses."""
-        self._let_go()
-
-    def _let_go(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and not self._stays and dist.is_initialized():
-            with contextlib.suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(group)
-
-
-def _connected(ranks: list[int] | None, timeout: timedelta) -> Any:
-    """A new gloo group of ``ranks`` (None: all)."""
-    try:
-        return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=ranks is not None)
-    except RuntimeError as error:
-        raise TrackingError(
-            f"rank {dist.get_rank()} could not connect to the others, for what they tell each other at a cut: {error}. "
-            "Where torchrun has started the ranks again, its store may still have the addresses of those that died: "
-            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
-        ) from error
+        """See `Exchange`. Rank 0, whose process may host the store, waits a moment for ranks that have not read the
+        last answer yet."""
+        if self.rank or not self._answers:
+            return
+        last = [_message(self._round - 1, rank) for rank in range(1, self.world_size)]
+        with contextlib.suppress(RuntimeError):
+            poll(
+                lambda: not any(self._store.check([key]) for key in last) or None,
+                waiter=self._waiter,
+                timeout_s=min(_FAREWELL_S, self._timeout_s),
+                longest_s=_PAUSE_S,
+            )
+            self._remove_answers()
+        self._answers.clear()
 
 
-def _by_node(nodes: Sequence[bytes]) -> list[list[int]]:
-    """The ranks of each node, in order, by what each rank calls its own; the first of each leads it."""
-    found: dict[bytes, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        found.setdefault(node, []).append(rank)
-    return list(found.values())
-
-
-class _Message:
-    """What goes up and down: merged data, or why there is none."""
-
-    __slots__ = ("data", "error", "missing")
-
-    def __init__(
-        self, *, data: bytes = b"", missing: tuple[int, ...] = (), error: tuple[str, str] | None = None
-    ) -> None:
-        self.data = data
-        self.missing = missing
-        self.error = error
-
-    def pack(self) -> bytes:
-        plain = {"data": self.data, "missing": list(self.missing), "error": list(self.error) if self.error else None}
-        return dumps(plain, kind="message", version=_VERSION)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> _Message:
-        plain: dict[str, Any] = loads(data, kind="message", supported=_VERSION).value
-        error = plain["error"]
-        return cls(data=plain["data"], missing=tuple(plain["missing"]), error=tuple(error) if error else None)
-
-    def result(self, timeout_s: float) -> bytes:
-        if self.missing:
-            raise MissingRanksError(_gone(_intervals(self.missing), timeout_s))
-        if self.error is not None:
-            kind, text = self.error
-            raise _KINDS.get(kind, TrackingError)(text)
-        return self.data
-
-
-def _merged(messages: list[_Message], merge: Merge) -> _Message:
-    missing = tuple(sorted({rank for message in messages for rank in message.missing}))
-    failed = next((message.error for message in messages if message.error is not None), None)
-    if missing or failed:
-        return _Message(missing=missing, error=failed)
-    try:
-        return _Message(data=merge([message.data for message in messages]))
-    except TrackingError as error:
-        return _Message(error=(error.kind, str(error)))
-
-
-def _intervals(ranks: Sequence[int]) -> Intervals:
-    return Intervals.of([(rank, rank + 1) for rank in ranks])
-
-
-def _gone(ranks: Intervals, timeout_s: float) -> str:
-    return (
-        f"{name_ranks(ranks)} did not report for this cut (gone, or silent for {timeout_s:g} s): see their logs; "
-        "nothing was committed"
+def exchange_of_group(group: dist.ProcessGroup | None, *, timeout_s: float) -> Exchange:
+    """Return the exchange between the ranks of ``group`` (None: all ranks of the job), whatever its backend is."""
+    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    if len(ranks) == 1:
+        return Exchange()
+    store = _get_default_store()  # torch has no public name for the store of the job
+    name = blake2b(" ".join(map(str, ranks)).encode(), digest_size=8).hexdigest()
+    return StoreExchange(
+        PrefixStore(f"lakeckpt/{name}", store),
+        rank=dist.get_rank(group),
+        world_size=len(ranks),
+        timeout_s=timeout_s,
     )
+
+
+def _message(number: int, rank: int) -> str:
+    return f"{number}/{rank}"
+
+
+def _answer(number: int) -> str:
+    return f"{number}/answer"
+
+
+def _set(store: Store, key: str, data: bytes) -> None:
+    store.set(key, data)  # type: ignore[arg-type]  # torch takes bytes, too
+
+
+def _put_once(store: Store, key: str, data: bytes) -> bytes:
+    """Set a key that has no value, and return its value, which another rank may have set before."""
+    found: bytes = store.compare_set(key, "", data)  # type: ignore[arg-type]
+    return found
+
+
+@contextlib.contextmanager
+def _reaching_the_store() -> Iterator[None]:
+    """Raise `MissingRanksError` if the store fails."""
+    try:
+        yield
+    except LakeckptError:
+        raise
+    except RuntimeError as error:
+        raise MissingRanksError(
+            "the store over which the ranks of this job talk is gone: its host (rank 0, or the launcher) has ended; "
+            f"see its log ({error})"
+        ) from error

@@ -1,7 +1,7 @@
-"""What does a rank say of its reader state, so that all ranks' can be compared field by field, and a difference named?
+"""This module describes the state of a reader in short texts, so that ranks can compare it field by field.
 
-`facts_of` gives a short text for each field, that of nested ones by its path: equal states give equal facts, in
-whatever order their dicts were filled, and states that differ give some fact that does. Never communicates.
+Equal states give equal facts, in whatever order their dicts were filled. States that differ give some fact that
+differs, and the fact names the field. The module never communicates.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ __all__ = ["facts_of"]
 _KIND, _VERSION = "value", (1, 0)
 _MOST_CHARACTERS = 60
 _SHOWN = 25
-_FIELDS = "the fields"
 
 
 def facts_of(state: Mapping[str, object]) -> dict[str, str]:
-    """The facts of a plain state, by the path of each field. `UnsupportedValue` names what no checkpoint can hold.
+    """Return the facts of a plain state, by the path of each field. `UnsupportedValue` names a value that no checkpoint
+    can hold.
 
     >>> facts_of({"step": 3, "identity": {"seed": 7}})
     {"'step'": '3', "'identity'/'seed'": '7', 'the fields': "'identity'/'seed', 'step'"}
     """
     dumps(dict(state), kind=_KIND, version=_VERSION)
-    leaves = dict(_leaves(state))
-    facts = {path: _told(value) for path, value in leaves.items()}
-    return {**facts, _FIELDS: _short(", ".join(sorted(leaves)), sorted(leaves))}
+    facts = {path: _shown(repr(value), value) for path, value in _leaves(state)}
+    return {**facts, "the fields": _shown(", ".join(sorted(facts)), sorted(facts))}
 
 
 def _leaves(state: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
@@ -36,20 +35,15 @@ def _leaves(state: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{path}/")
         else:
-            yield path, value
+            yield path, _ordered(value)
 
 
-def _told(value: object) -> str:
-    value = _ordered(value)
-    return _short(repr(value), value)
-
-
-def _short(shown: str, value: object) -> str:
-    """A text that differs where values do: what is long is named by both its ends and its digest."""
-    if len(shown) <= _MOST_CHARACTERS:
-        return shown
+def _shown(text: str, value: object) -> str:
+    """Return a text that differs where values differ: a long one is named by both its ends and its digest."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
     digest = dumps(value, kind=_KIND, version=_VERSION)[-16:].hex()
-    return f"{shown[:_SHOWN]} … {shown[-_SHOWN:]} (digest {digest})"
+    return f"{text[:_SHOWN]} … {text[-_SHOWN:]} (digest {digest})"
 
 
 def _ordered(value: object) -> object:

@@ -1,10 +1,10 @@
-"""Up to where had the reader been consumed when optimizer step K was done?  A run-length record, one per reader.
+"""This module records up to where a reader was consumed when each optimizer step was done, as a run-length record.
 
-After each optimizer step the manager notes the reader's *frontier*: the epoch, and the steps of the loader that are
+After each optimizer step the manager notes the *frontier* of a reader: the epoch, and the steps of the loader that are
 done in it. What step K consumed lies between the frontiers after K-1 and after K. A job in lockstep advances by the
 same stride every step, so that thousands of steps are one run of five numbers.
 
-Never holds rows or positions: with the reader's state, frontiers are enough to find them.
+The module never holds rows or positions: with the reader's state, frontiers are enough to find them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""How does one rank wait for what another writes?  By looking again, ever less often, until a deadline.
+"""This module waits for what another rank writes: it looks again and again, ever less often, until a deadline.
 
-The clock and the wait are one seam, so that tests wait for events, and nothing else in the package sleeps.
+The clock and the wait are one seam, so that tests wait for events. Nothing else in the package sleeps. The module
+starts no threads.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class SystemWaiter:
 
 
 def poll(look: Callable[[], _T | None], *, waiter: Waiter, timeout_s: float, longest_s: float = LONGEST_S) -> _T | None:
-    """What ``look`` returns, as soon as that is not None; None when ``timeout_s`` have passed.
+    """Return what ``look`` returns, as soon as that is not None; None after ``timeout_s``.
 
-    It looks at least once, and once more after the deadline's last wait; ``longest_s``: the longest pause between.
+    It looks at least once, and once more after the last wait. ``longest_s`` is the longest pause between two looks.
     """
     deadline, pause = waiter.now() + timeout_s, _FIRST_S
     while (found := look()) is None:

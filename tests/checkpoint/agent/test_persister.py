@@ -681,7 +681,7 @@ def test_an_agent_of_several_ranks_killed_at_any_call_is_replaced_and_the_next_s
         failed = faulty.dead and not desks[killed].said()
         if failed:
             other = desks[1 - killed].persister
-            other.take(Dropped(step=5, number=0, failure="save_failed\nthe agent was killed"))
+            other.take(Dropped(step=5, number=0, failure="save_failed: the agent was killed"))
             storage.put("anything", [b""])  # an `EventWaiter` looks again
         desks[killed] = Desk(storage, folder, waiter, rank=killed, world_size=2)
         desks[killed].persister.start()
@@ -746,7 +746,7 @@ def test_a_save_that_another_rank_gave_up_is_waited_for_by_nobody(tmp_path: Path
     desk = Desk(storage, tmp_path, SystemWaiter(), rank=rank, world_size=2, settings=settings)
     with make_arena(tmp_path, rank, 2) as arena:
         fill(arena, 5)
-    save = Dropped(step=5, number=0, failure="save_failed\nrank 7 could not write its part: the disk is full")
+    save = Dropped(step=5, number=0, failure="save_failed: rank 7 could not write its part: the disk is full")
     if early:
         desk.persister.take(save)
     desk.order(5, 0)
@@ -759,7 +759,7 @@ def test_a_save_that_another_rank_gave_up_is_waited_for_by_nobody(tmp_path: Path
     assert desk.persister.join(PATIENCE_S)
     assert [one.kind for one in desk.outcomes] == ["save_failed"] and "the disk is full" in desk.outcomes[0].text
     note = storage.objects[SaveId(attempt=0, step=5, number=0).failure_path(rank)]
-    assert note == b"save_failed\nrank 7 could not write its part: the disk is full"
+    assert note == b"%d 0\nsave_failed: rank 7 could not write its part: the disk is full" % rank
 
 
 def test_an_order_of_what_was_not_captured_says_why_to_the_other_ranks(tmp_path: Path) -> None:
@@ -768,11 +768,11 @@ def test_an_order_of_what_was_not_captured_says_why_to_the_other_ranks(tmp_path:
     desks, _ = ranks(storage, tmp_path, 2)
     for rank, desk in enumerate(desks):
         fill(make_arena(tmp_path, rank, 2), 4)
-        desk.persister.take(Order(step=4, number=0, failure="unsupported_value\nno" if rank == 1 else ""))
+        desk.persister.take(Order(step=4, number=0, failure="unsupported_value: no" if rank == 1 else ""))
         desk.persister.leave()
     finish(desks)
     assert [desk.said() for desk in desks] == [[(4, "unsupported_value")]] * 2
-    assert [desk.outcomes[0].text for desk in desks] == ["rank 1 gave the checkpoint up: no", "no"]
+    assert [desk.outcomes[0].text for desk in desks] == ["rank 1 dropped the save: no", "no"]
     assert committed(storage) == []
 
 
@@ -803,7 +803,7 @@ def test_an_order_that_is_skipped_without_a_note_has_failed_and_the_trainers_tel
         arena = make_arena(tmp_path, rank, 2)
         fill(arena, 4), fill(arena, 5)
         desk.order(4, 0), desk.order(5, 1)
-    desks[1].persister.take(Dropped(step=4, number=0, failure="save_failed\nas the trainer of rank 0 says"))
+    desks[1].persister.take(Dropped(step=4, number=0, failure="save_failed: as the trainer of rank 0 says"))
     for desk in desks:
         desk.persister.leave()
     finish(desks)

@@ -214,30 +214,3 @@ def test_an_error_while_waiting_ends_the_bubble(gate: BubbleGate) -> None:
     with pytest.raises(KeyError), gate.idle("gap"):
         raise KeyError
     assert gate._policy.close("bubble", 0.0) is None
-
-
-def test_slices_that_follow_each_other_closely_are_kept_as_one_but_never_across_the_end_of_a_window(
-    clock: Clock,
-) -> None:
-    gate = BubbleGate(clock=clock)
-    gate.cut(1)
-    gate.begin("gap")
-    for begin_s in (0.0, 1.0, 2.1):
-        gate.moved(5, begin_s, begin_s + 1.0)
-    gate.moved(5, 4.0, 5.0)  # there was a pause
-    clock.now = 5.5
-    gate.end()
-    gate.moved(5, 5.1, 6.1)
-    gate.moved(5, 6.1, 7.1)
-    gate.fenced(5, 7.1, 8.1)
-    clock.now = 9.0
-    gate.cut(2)
-    (record,) = gate.records()
-    found = [(one.size_bytes, one.begin_s, one.end_s, one.urgent) for one in record.slices]
-    assert found == [
-        (15, 0.0, 3.1, False),
-        (5, 4.0, 5.0, False),
-        (5, 5.1, 6.1, False),
-        (5, 6.1, 7.1, False),
-        (5, 7.1, 8.1, True),
-    ]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lakeckpt.checkpoint.bubbles.collectives import watch_forward
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
 from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
@@ -172,44 +173,26 @@ def watch_data_parallel(rank: int, folder: Path) -> None:
         if watched:
             assert [[one.site for one in record.windows] for record in gate.records()] == [["ddp 0"]] * 3
     assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
-    watch_shards(rank, store)
     leave()
-
-
-def watch_shards(rank: int, store: dist.Store) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from lakeckpt.checkpoint.bubbles.collectives import watch_forward, watch_fsdp
-    from lakeckpt.errors import ConfigError
-
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(1)
-    model = nn.Sequential(Held(), Held(dist.PrefixStore("shards", store) if rank == 1 else None))
-    gate = BubbleGate()
-    with pytest.raises(ConfigError, match="fully_shard"):
-        watch_fsdp(gate, model)
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    watch_fsdp(gate, model)
-    watch_forward(gate, model)
-    copier = Copier(gate, dist.PrefixStore("shards", store)) if rank == 0 else None
-    gate.cut(0)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    gate.cut(1)
-    kinds = {(one.site.rpartition(" ")[0], one.kind) for one in gate.records()[0].windows}
-    assert kinds == {("fsdp gather", "bubble"), ("fsdp scatter", "bubble"), ("forward", "free")}
-    if copier is not None:
-        copier.join(PATIENCE_S)
 
 
 def test_pipelines_wait_where_the_gate_says_and_compute_the_same(tmp_path: Path) -> None:
     run_processes(2, watch_pipelines, tmp_path)
 
 
-def test_ddp_and_fsdp_wait_where_the_gate_says_and_sum_the_same(tmp_path: Path) -> None:
+def test_ddp_waits_where_the_gate_says_and_sums_the_same(tmp_path: Path) -> None:
     run_processes(2, watch_data_parallel, tmp_path)
+
+
+def test_a_forward_pass_is_free_time_also_when_it_fails() -> None:
+    gate, model = BubbleGate(), nn.Linear(2, 2)
+    watch_forward(gate, model)
+    gate.cut(0)
+    model(torch.ones(2))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3))
+    gate.cut(1)
+    assert [(one.site, one.kind) for one in gate.records()[0].windows] == [("forward 0", "free"), ("forward 1", "free")]
 
 
 def test_what_is_no_schedule_is_refused() -> None:

@@ -27,7 +27,7 @@ from lakeckpt.checkpoint.bubbles.profile import ProfileKeeper
 from lakeckpt.checkpoint.capture import job, moves
 from lakeckpt.checkpoint.capture.gate import OpenGate
 from lakeckpt.errors import AgentError, MissingRanksError, SaveFailed
-from lakeckpt.tracking.exchange import GlooExchange
+from lakeckpt.tracking.exchange import exchange_of_group
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.stamped import Own, Stamped, Stamper, local
 from tests.checkpoint.kills.points import Notes, Points
@@ -176,7 +176,7 @@ class Trainer:
             return None, None
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{self.meet}", rank=self.rank, world_size=self.ranks)
-        exchange = GlooExchange(timeout_s=PATIENCE_S, node=self.node.to_bytes(16))
+        exchange = exchange_of_group(None, timeout_s=20.0)  # a rank that was killed is waited for
         return init_device_mesh("cpu", (self.ranks,)), exchange
 
     def _with_others(self) -> None:

@@ -11,7 +11,7 @@ from deltalake import write_deltalake
 
 from lakeckpt import open_table
 from lakeckpt.errors import ConfigError
-from lakeckpt.lake.storage.store_options import object_store_options
+from lakeckpt.lake.formats.clients import object_store_options
 from tests.lake.conftest import CANARY, S3
 
 

@@ -23,6 +23,7 @@ from lakeckpt.errors import (
     TableNotFound,
     TableVersionGone,
 )
+from lakeckpt.lake.formats.iceberg.io import StorageIO
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.testing import assert_exactly_once
 from tests.lake.formats.iceberg_tables import (
@@ -255,6 +256,28 @@ def test_files_outside_of_the_table_are_read_and_files_of_several_stores_are_not
     commit(made, [entry])
     with pytest.raises(ConfigError, match="one store, not in file, s3"):
         open_table(made)
+
+
+def test_an_object_is_read_as_a_file_is(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 3
+    (tmp_path / "object").write_bytes(content)
+    object_ = StorageIO().new_input(f"file://{tmp_path}/object")
+    assert object_.exists() and len(object_) == len(content)
+    with object_.open() as stream, (tmp_path / "object").open("rb") as file:
+        for step in (
+            lambda one: one.read(5),
+            lambda one: one.read(5),
+            lambda one: one.seek(-10, 2),
+            lambda one: one.read(4),
+            lambda one: one.seek(2, 1),
+            lambda one: one.read(),
+            lambda one: one.read(1),
+            lambda one: one.seek(700),
+            lambda one: one.read(),
+            lambda one: one.tell(),
+        ):
+            assert step(stream) == step(file)
+    assert not StorageIO().new_input(f"{tmp_path}/other").exists()
 
 
 def test_a_file_listed_twice_is_refused(table: Table) -> None:

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lakeckpt.checkpoint.format.fields import fields_of, number, taken
 from lakeckpt.checkpoint.format.parts import PARTS, SaveId
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.waiting import Waiter
-from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = ["FINAL", "agree_on_final_save", "final_folder"]
 
 FINAL = 999_999
-"""The number of the final save: higher than that of any order of a trainer."""
-_KIND, _VERSION = "final_save", (1, 0)
+"""The number of the final save: behind all that a trainer ordered."""
 _PAUSE_S = 5.0
 
 
@@ -63,28 +60,15 @@ def agree_on_final_save(
         still=still,
         pause_s=min(_PAUSE_S, timeout_s / 4),  # so that all begin to persist at about the same time
     )
-    if max(steps, default=recorded) <= recorded:  # no step can be newer on all ranks
-        talk.settle(_to_bytes([], recorded))
+    facts = {"steps": " ".join(map(str, steps)), "recorded": str(recorded)}
+    if max(steps, default=recorded) <= recorded:  # whatever the others have, there is nothing for all
+        talk.state_alone(facts)
         return None
-    common, newest = _from_bytes(talk.combine(_to_bytes(steps, recorded), _merge))
-    step = max(common, default=None)
+    tally = talk.everyone(facts)
+    step = max(set.intersection(*(set(map(int, text.split())) for text in tally.facts["steps"])), default=None)
+    newest = max(map(int, tally.facts["recorded"]))
     return step if step is not None and step > newest else None
 
 
 def _talk_of(attempt: int) -> SaveId:
     return SaveId(attempt=attempt, step=0, number=FINAL)
-
-
-def _merge(messages: Sequence[bytes]) -> bytes:
-    every = [_from_bytes(message) for message in messages]
-    common = set.intersection(*(set(steps) for steps, _ in every))
-    return _to_bytes(sorted(common), max(recorded for _, recorded in every))
-
-
-def _to_bytes(steps: Sequence[int], recorded: int) -> bytes:
-    return dumps({"steps": list(steps), "recorded": recorded}, kind=_KIND, version=_VERSION)
-
-
-def _from_bytes(data: bytes) -> tuple[list[int], int]:
-    plain = fields_of(loads(data, kind=_KIND, supported=_VERSION).value, "a record of the final save")
-    return taken(plain, "steps", list), number(plain, "recorded")

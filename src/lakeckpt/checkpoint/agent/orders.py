@@ -67,7 +67,7 @@ class Order:
     """Persist the complete generation of ``step``.
 
     ``number``: how many orders the attempt gave before. ``failure``: why this rank has not captured the cut
-    (`lakeckpt.checkpoint.failures.said_of`), for the other ranks; empty where it has captured the cut.
+    (`lakeckpt.tracking.notes.error_to_text`), for the other ranks; empty where it has captured the cut.
     """
 
     step: int
@@ -78,7 +78,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """Another rank has dropped the save of an order, for ``failure`` (`lakeckpt.checkpoint.failures.said_of`)."""
+    """Another rank has dropped the save of an order, for ``failure`` (`lakeckpt.tracking.notes.error_to_text`)."""
 
     step: int
     number: int

@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
-from lakeckpt.checkpoint.failures import ListeningWaiter, error_said, publish_failure
+from lakeckpt.checkpoint.failures import ListeningWaiter, publish_failure, save_error
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
@@ -198,9 +198,9 @@ class Persister:
             publish_failure(self._storage, self._save_of(order), self.rank, error)
 
     def _persisted(self, order: Order, held: Held | Exception | None) -> Manifest:
-        self._publisher.catch_up()  # an agent before this one may have committed and not reported
+        self._publisher.tip.catch_up()  # an agent before this one may have committed and not reported
         if order.failure:
-            raise error_said(order.failure)
+            raise save_error(order.failure)
         self._refuse_dropped()
         self._refuse_pointless()
         try:
@@ -243,20 +243,20 @@ class Persister:
         if order is not None and threading.get_ident() == self._thread:
             failure = self._dropped.get((order.step, order.number))
             if failure is not None:
-                raise error_said(failure)
+                raise save_error(failure)
 
     def _refuse_pointless(self) -> None:
         """Raise where the trainer has ended and nobody needs a commit: the run was removed, and must not come back by
         itself, or another attempt has begun. The agents of other ranks may be dead, and never send what is awaited."""
         if self._bye is None:
             return
-        if lost := self._publisher.lost():
+        if lost := self._publisher.tip.lost():
             found = lost.partition(":")[0]
             raise SaveFailed(
                 f"nothing was saved of a run that was removed: {found}. What was captured stays in memory, in case its "
                 "storage comes back; lakeckpt doctor removes it"
             )
-        self._publisher.refuse_later()
+        self._publisher.tip.refuse_later()
 
     def _refuse_over(self, order: Order) -> None:
         """Raise where the other ranks may never come to this order: their trainers died before they gave it."""
@@ -294,7 +294,7 @@ class Persister:
 
     def _save_finally(self) -> None:
         attempt = self._publisher.attempt
-        self._publisher.catch_up()
+        self._publisher.tip.catch_up()
         self._refuse_pointless()
         self._until_s += self._linger_s
         step = agree_on_final_save(

@@ -73,8 +73,8 @@ class ArenaFolder:
     def create(self, layout: ArenaLayout) -> Arena:
         """Make an arena in the place of the one that its rank has, and open it to be filled.
 
-        Raises `ArenaError` where another process fills that one, `ArenaTooLarge`, and `ArenaError` where the file
-        system cannot hold arenas. Nothing new is left where it fails, nor where the process is killed meanwhile.
+        Raises `ArenaTooLarge`, and `ArenaError` where another process fills that one, or the file system cannot hold
+        arenas. Nothing new is left where it fails, nor where the process is killed meanwhile.
         """
         name = self.name_of(layout.identity)
         self.remove(name)
@@ -115,7 +115,7 @@ class ArenaFolder:
     def remove(self, name: str) -> None:
         """Remove an arena, if it is there. Generations that somebody holds, to persist them, stay until released.
 
-        Raises `ArenaError` where another process fills it, and `ArenaError` where it cannot be looked at.
+        Raises `ArenaError` where another process fills it, or it cannot be looked at.
         """
         with contextlib.suppress(FileNotFoundError), self._opened() as folder:
             try:

@@ -18,7 +18,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,38 +26,25 @@ from lakeckpt.checkpoint.bubbles.gate import BubbleGate
 from lakeckpt.checkpoint.bubbles.policy import MOST_OF_A_SITE, IdleWindow, Kind
 from lakeckpt.checkpoint.bubbles.profile import IterationRecord, MovedSlice
 
-__all__ = ["CudaMarks", "DeviceGate", "Marks"]
+__all__ = ["CudaMarks", "DeviceGate"]
 
 _KEEP = 8
 _MOST_PENDING = 16
 """Iterations whose marks were not passed yet. More means that the device hangs, or that marks are lost."""
-_MOST_SLICES = 4096
-
-
-class Marks(Protocol):
-    """Instants on a device's timeline. `mark` is called by the training thread, the other methods by any thread."""
-
-    def mark(self) -> Any:
-        """Mark the end of the work that is queued now; None if this is impossible. Returns at once."""
-        ...
-
-    def seconds(self, earlier: Any, later: Any) -> float | None:
-        """Return the time between two marks; None while the device has not passed both."""
-        ...
-
-    def wait(self, mark: Any) -> None:
-        """Return when the device has passed ``mark``."""
-        ...
 
 
 class CudaMarks:
-    """Events with times, on the stream that is current when they are recorded; ``device`` is the GPU's."""
+    """Instants on the timeline of ``device``: events, on the stream that is current when they are recorded.
+
+    The training thread calls `mark`. Any thread calls the other methods.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> Any:
-        """Record an event; None while a graph is captured, because the event would become a part of the graph."""
+        """Mark the end of the work that is queued now. Returns at once; None while a graph is captured: the event would
+        become a part of the graph."""
         if torch.cuda.is_current_stream_capturing():
             return None
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -65,7 +52,7 @@ class CudaMarks:
         return event
 
     def seconds(self, earlier: Any, later: Any) -> float | None:
-        """Return the time with half a microsecond's resolution; None while the GPU has not passed both."""
+        """Return the time between two marks, to half a microsecond; None while the GPU has not passed both."""
         with torch.cuda.device(self._device):  # a thread without a device would make a context on the first one
             if not (earlier.query() and later.query()):
                 return None
@@ -102,7 +89,7 @@ class _Iteration:
 class DeviceGate(BubbleGate):
     """A `BubbleGate` for a device whose waits the host does not see. Its windows lie on the device's timeline."""
 
-    def __init__(self, marks: Marks, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, marks: CudaMarks, *, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(clock=clock)
         self._marks = marks
         self._now: _Iteration | None = None
@@ -125,6 +112,7 @@ class DeviceGate(BubbleGate):
                 self._now.end = mark
                 self._over.append(self._now)
             self._now = _Iteration(step=step, begin=mark, begin_s=begin_s)
+            self._slices = self._now.slices
             self._policy.begin_iteration()
             self._look_back()
 
@@ -172,12 +160,6 @@ class DeviceGate(BubbleGate):
             now.begin_s = self.clock()
         self._look_back()
         self._policy.foresee(self._windows_from(now.begin_s))
-
-    def _keep_slice(self, size_bytes: int, begin_s: float, end_s: float, *, urgent: bool) -> None:
-        """Keep a slice. Slices are never joined here, because the borders of windows are known only later."""
-        if self._now is not None and len(self._now.slices) < _MOST_SLICES:
-            end_s = max(begin_s, end_s)
-            self._now.slices.append(MovedSlice(size_bytes=size_bytes, begin_s=begin_s, end_s=end_s, urgent=urgent))
 
     # --- the device's timeline
 

@@ -21,11 +21,9 @@ from lakeckpt.checkpoint.bubbles.profile import IterationRecord, MovedSlice
 
 __all__ = ["BubbleGate"]
 
-_KEEP_ITERATIONS = 64
+_KEEP_ITERATIONS = 32
 _MOST = 4096
 """Limit on the windows and slices kept of one iteration: a loop without cuts must not fill the memory."""
-_CLOSE = 0.5
-"""Slices less than this part of a slice's time apart are kept as one."""
 _LOOK_AGAIN_S = 0.1
 
 
@@ -55,7 +53,6 @@ class BubbleGate:
         self._begin_s = 0.0
         self._windows: list[IdleWindow] = []
         self._slices: list[MovedSlice] = []
-        self._border_s = 0.0  # when a window last began or ended
         self._urgent = False
         self._asked: int | None = None  # the size of the slice that waits in `admit`
 
@@ -77,15 +74,13 @@ class BubbleGate:
             now = self.clock()
             self._keep(self._policy.close(kind, now))
             opened = self._policy.open(site, kind, now)
-            self._border_s = now
             if self._asked is not None and self._policy.may_hold(opened, self._asked):
                 self._changed.notify()
 
     def end(self, kind: Kind = "bubble") -> None:
         """Report that the rank goes on. Does nothing if the rank did not wait."""
         with self._changed:
-            self._border_s = self.clock()
-            self._keep(self._policy.close(kind, self._border_s))
+            self._keep(self._policy.close(kind, self.clock()))
 
     @contextmanager
     def idle(self, site: str) -> Iterator[None]:
@@ -147,18 +142,8 @@ class BubbleGate:
             self._windows.append(window)
 
     def _keep_slice(self, size_bytes: int, begin_s: float, end_s: float, *, urgent: bool) -> None:
-        """Keep a slice. Slices that follow each other closely, with no border of a window between them, are joined."""
-        end_s = max(begin_s, end_s)
-        last = self._slices[-1] if self._slices else None
-        if (
-            last is not None
-            and last.urgent == urgent
-            and last.begin_s >= self._border_s
-            and 0 <= begin_s - last.end_s <= _CLOSE * (end_s - begin_s)
-        ):
-            size_bytes, begin_s = size_bytes + last.size_bytes, last.begin_s
-            self._slices.pop()
         if len(self._slices) < _MOST:
+            end_s = max(begin_s, end_s)
             self._slices.append(MovedSlice(size_bytes=size_bytes, begin_s=begin_s, end_s=end_s, urgent=urgent))
 
     def _record(self, now: float) -> IterationRecord:

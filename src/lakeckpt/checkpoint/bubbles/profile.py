@@ -10,6 +10,7 @@ half-open. A slice that was copied partly inside windows counts by its share of 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +40,6 @@ __all__ = [
 BUBBLES = "bubbles"
 _KIND = "bubbles"
 _VERSION = (1, 0)
-_FIRST_S = 10.0
 _EVERY_S = 60.0
 
 
@@ -124,16 +124,13 @@ def read_profiles(storage: Storage, attempt: int | None = None) -> list[BubblePr
 
 
 class ProfileKeeper:
-    """A thread that calls ``write`` soon after `begin` and then once a minute, so that a crash leaves a profile.
+    """A thread that calls ``write`` once a minute, so that a crash leaves a profile.
 
     ``who`` names the rank in the warning of `end`: a profile that cannot be written does not end a job.
     """
 
-    def __init__(
-        self, write: Callable[[], None], who: str, *, first_s: float = _FIRST_S, every_s: float = _EVERY_S
-    ) -> None:
-        self._write, self._who = write, who
-        self._first_s, self._every_s = first_s, every_s
+    def __init__(self, write: Callable[[], None], who: str, *, every_s: float = _EVERY_S) -> None:
+        self._write, self._who, self._every_s = write, who, every_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lakeckpt-profile", daemon=True)
 
@@ -148,16 +145,12 @@ class ProfileKeeper:
         try:
             self._write()
         except StorageError as error:
-            warnings.warn(f"where {self._who} was idle could not be written: {error}", SaveWarning, stacklevel=5)
+            warnings.warn(f"the idle windows of {self._who} could not be written: {error}", SaveWarning, stacklevel=5)
 
     def _run(self) -> None:
-        wait_s = self._first_s
-        while not self._over.wait(wait_s):
-            wait_s = self._every_s
-            try:
+        while not self._over.wait(self._every_s):
+            with contextlib.suppress(StorageError):  # `end` warns if the last attempt fails, too
                 self._write()
-            except StorageError:
-                continue  # `end` warns if the last attempt fails, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """This module finds the idle windows of a training script: `Bubbles` watches the objects for which the script waits.
 
-`Bubbles.watch` takes a pipeline schedule, a model under DDP or FSDP2, or a loader. A script reports other waits with
-``with bubbles.idle("site"):``. The training thread makes all calls. `Bubbles.kept` starts the thread that writes the
-profile; the manager stops it.
+`Bubbles.watch` takes a pipeline schedule, a model under DDP, any model on a GPU, or a loader. A script reports other
+waits with ``with bubbles.idle("site"):``. The training thread makes all calls. `Bubbles.kept` starts the thread that
+writes the profile; the manager stops it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Bubbles:
     def watch(self, what: Any, **how: Any) -> Any:
         """Watch ``what`` from now on, and return the object to use in its place.
 
-        A schedule of ``torch.distributed.pipelining``, a ``DistributedDataParallel`` (``hook`` and ``state``: its
-        communication hook, if it has one) and a module with parts under ``fully_shard`` are returned as they are. For
-        an iterable, the returned object iterates over the same items and passes all other attributes through. Any other
-        module on a GPU is watched for the link that its forward pass leaves free.
+        A schedule of ``torch.distributed.pipelining`` and a ``DistributedDataParallel`` (``hook`` and ``state``: its
+        communication hook, if it has one) are returned as they are. For an iterable, the returned object iterates over
+        the same items and passes all other attributes through. A module on a GPU, also under ``fully_shard``, is
+        watched for the link that its forward pass leaves free.
 
         `ConfigError` if no part of it can be watched.
         """
@@ -58,8 +58,8 @@ class Bubbles:
             return _Watched(self.gate, what)
         else:
             raise ConfigError(
-                f"{type(what).__name__} cannot be watched: give a pipeline schedule, a model under DDP or fully_shard, "
-                "or a loader, or say where it waits with idle()"
+                f"{type(what).__name__} cannot be watched: give a pipeline schedule, a model under DDP, a GPU model or "
+                "a loader, or report its waits with idle()"
             )
         return what
 
@@ -80,24 +80,23 @@ class Bubbles:
         return keeper
 
     def _watch_module(self, module: torch.nn.Module, how: dict[str, Any]) -> None:
-        from lakeckpt.checkpoint.bubbles.collectives import watch_ddp, watch_forward, watch_fsdp
+        from lakeckpt.checkpoint.bubbles.collectives import watch_ddp, watch_forward
 
         is_cuda = self._device.type == "cuda"
         if isinstance(module, DistributedDataParallel):
             watch_ddp(self.gate, module, **how)
-        elif any(isinstance(one, torch.distributed.fsdp.FSDPModule) for one in module.modules()):
-            watch_fsdp(self.gate, module)
         elif not is_cuda:
             raise ConfigError(
-                f"{type(module).__name__} is neither under DDP nor under fully_shard: on the CPU it waits for nothing"
+                f"{type(module).__name__} is not under DDP: on the CPU no other module is watched. "
+                "Report its waits with idle()"
             )
         if is_cuda:
             watch_forward(self.gate, module)
 
 
 def _is_schedule(what: Any) -> bool:
-    """Return whether ``what`` is a pipeline schedule. This does not import torch's module of schedules: a schedule
-    exists only if the script has imported the module."""
+    """Return whether ``what`` is a pipeline schedule. This does not import torch's module of schedules, which takes
+    seconds: a schedule exists only if the script has imported the module."""
     if "torch.distributed.pipelining.schedules" not in sys.modules:
         return False
     from lakeckpt.checkpoint.bubbles.pipeline import is_schedule

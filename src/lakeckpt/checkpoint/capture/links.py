@@ -4,7 +4,7 @@ A `Link` is the way from one device into host memory: a queue of copies beside t
 the following copies wait for all work queued so far. `hold` makes the following work wait for copies: the device waits,
 and the host does not. Host memory has no link: a copy there is done when the call returns.
 
-`CudaLink` uses a stream of its own and pinned memory. The arena itself is pinned where CUDA can register its memory,
+A link uses a stream of its own and pinned memory. The arena itself is pinned where CUDA can register its memory,
 which not every file system allows. Elsewhere copies are correct, and block the caller.
 
 Small tensors are copied together. A model has hundreds of tensors of a few bytes, and a copy of each would cost the
@@ -19,11 +19,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-__all__ = ["Batch", "CudaLink", "Link", "Queue", "Ticket", "open_link", "packed"]
+__all__ = ["Batch", "Link", "Ticket", "open_link"]
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device of the process."""
@@ -38,33 +38,21 @@ _FEWEST = 3
 
 @dataclass(slots=True)
 class Batch:
-    """Copies that are queued together, at many cuts. ``ready`` holds the copies as their link has prepared them."""
+    """Copies that are queued together, at many cuts. The first `queue` prepares them."""
 
     pairs: list[Pair]
-    ready: Queue | None = None
-
-
-@dataclass(slots=True)
-class Queue:
-    """Copies off a device, prepared."""
-
     gathers: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
-    """(parts of one of the sources below, the tensors that are gathered into them)."""
+    """(parts of one of ``sources``, the tensors that are gathered into them)."""
     to: list[torch.Tensor] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     lazy: list[Pair] = field(default_factory=list)
     """Copies of tensors that are conjugated or negated lazily."""
+    _is_ready: bool = False
 
-    def add(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Add a copy of ``source`` as it is."""
-        if source.is_conj() or source.is_neg():
-            self.lazy.append((to, source))
-        else:
-            self.to.append(to)
-            self.sources.append(source)
-
-    def make(self) -> None:
-        """Queue all of it on the current stream."""
+    def queue(self) -> None:
+        """Queue the copies on the current stream."""
+        if not self._is_ready:
+            self._prepare()
         for parts, gathered in self.gathers:
             torch._foreach_copy_(parts, gathered)
         if self.to:
@@ -73,42 +61,58 @@ class Queue:
             # torch would conjugate it on the host, after the call has returned: this does it on the device.
             to.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
 
+    def _prepare(self) -> None:
+        """Prepare the copies once. Gathers keep their memory on the device."""
+        try:
+            for run in _runs(self.pairs):
+                self._gather(run)
+        except torch.OutOfMemoryError:  # single copies take longer and need no memory
+            self.gathers, self.to, self.sources, self.lazy = [], [], [], []
+            self._add(self.pairs)
+        self._is_ready = True
 
-class Ticket(Protocol):
-    """Copies that were queued together."""
+    def _add(self, pairs: Sequence[Pair]) -> None:
+        for to, source in pairs:
+            if source.is_conj() or source.is_neg():
+                self.lazy.append((to, source))
+            else:
+                self.to.append(to)
+                self.sources.append(source)
 
-    def wait(self) -> None:
-        """Return when the copies are done. Any thread may call this; it releases the interpreter's lock."""
-        ...
-
-
-class Link(Protocol):
-    """The way from a device into host memory. Any thread calls `copy`; the training thread calls the rest."""
-
-    def order(self) -> None:
-        """Make the following copies wait for all work that this thread has queued on the device."""
-        ...
-
-    def copy(self, batch: Batch, /) -> Ticket:
-        """Queue copies into host memory. The caller keeps ``batch``, and so its tensors, until they are done."""
-        ...
-
-    def hold(self, ticket: Ticket, /) -> None:
-        """Make the work that this thread queues from now on wait for the copies of ``ticket``."""
-        ...
-
-    def kept(self, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
-        """Return copies on the device, made after all work that this thread has queued."""
-        ...
-
-    def pin(self, memory: torch.Tensor, /) -> Callable[[], None] | None:
-        """Pin ``memory``, so that copies into it are fast. Returns a function that unpins it; None if it cannot be
-        pinned."""
-        ...
+    def _gather(self, run: list[Pair]) -> None:
+        if len(run) < _FEWEST:
+            self._add(run)
+            return
+        first = run[0][0]
+        low = first.data_ptr()
+        size_bytes = run[-1][0].data_ptr() + run[-1][0].nbytes - low
+        memory = torch.zeros(size_bytes, dtype=torch.uint8, device=run[0][1].device)
+        parts = [memory[to.data_ptr() - low : to.data_ptr() - low + to.nbytes] for to, _ in run]
+        self.gathers.append((parts, [source for _, source in run]))
+        self._add([(first.as_strided((size_bytes,), (1,), first.storage_offset()), memory)])
 
 
-class CudaLink:
-    """The link of a CUDA device."""
+def _runs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Yield ``pairs`` in their order, in runs that can be gathered."""
+    run: list[Pair] = []
+    end = 0
+    for pair in pairs:
+        to = pair[0]
+        small = to.dtype == torch.uint8 and to.dim() == 1 and to.nbytes <= _SMALL_BYTES
+        if run and not (small and 0 <= to.data_ptr() - end < _ALIGNMENT):
+            yield run
+            run = []
+        if small:
+            run.append(pair)
+            end = to.data_ptr() + to.nbytes
+        else:
+            yield [pair]
+    if run:
+        yield run
+
+
+class Link:
+    """The way from a CUDA device into host memory. Any thread calls `copy`; the training thread calls the rest."""
 
     __slots__ = ("_device", "_stream")
 
@@ -123,24 +127,23 @@ class CudaLink:
             yield
 
     def order(self) -> None:
-        """See `Link`."""
+        """Make the following copies wait for all work that this thread has queued on the device."""
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
 
     def copy(self, batch: Batch, /) -> Ticket:
-        """See `Link`."""
+        """Queue copies into host memory. The caller keeps ``batch``, and so its tensors, until they are done."""
         with self._copying(), torch.no_grad():
-            packed(batch).make()
+            batch.queue()
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # wait() sleeps
             event.record(self._stream)
-        return _CudaTicket(event, self._device)
+        return Ticket(event, self._device)
 
     def hold(self, ticket: Ticket, /) -> None:
-        """See `Link`."""
-        assert isinstance(ticket, _CudaTicket)
+        """Make the work that this thread queues from now on wait for the copies of ``ticket``."""
         torch.cuda.current_stream(self._device).wait_event(ticket.event)
 
     def kept(self, tensors: Sequence[torch.Tensor], /) -> list[torch.Tensor]:
-        """See `Link`."""
+        """Return copies on the device, made after all work that this thread has queued."""
         with torch.cuda.device(self._device), torch.no_grad():
             copies = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in tensors]
             if copies:
@@ -148,7 +151,8 @@ class CudaLink:
         return copies
 
     def pin(self, memory: torch.Tensor, /) -> Callable[[], None] | None:
-        """See `Link`. Memory that is pinned already (for another device of this process) stays as it is."""
+        """Pin ``memory``, so that copies into it are fast. Returns a function that unpins it; None if it cannot be
+        pinned. Memory that is pinned already (for another device of this process) stays as it is."""
         if memory.is_pinned():
             return lambda: None
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -171,8 +175,8 @@ class CudaLink:
             torch.zeros(1, device=self._device).add_(1)
 
 
-class _CudaTicket:
-    """An event behind the copies."""
+class Ticket:
+    """An event behind copies that were queued together."""
 
     __slots__ = ("_device", "event")
 
@@ -180,59 +184,11 @@ class _CudaTicket:
         self.event, self._device = event, device
 
     def wait(self) -> None:
-        """See `Ticket`."""
+        """Return when the copies are done. Any thread may call this; it releases the interpreter's lock."""
         with torch.cuda.device(self._device):  # a thread without a current device would use the first one
             self.event.synchronize()
 
 
 def open_link(device: torch.device) -> Link | None:
     """Return a new link of ``device``; None for host memory and for devices other than CUDA devices."""
-    return CudaLink(device) if device.type == "cuda" else None
-
-
-def packed(batch: Batch) -> Queue:
-    """Return the copies of a batch, prepared once. Gathers keep their memory on the device."""
-    if batch.ready is None:
-        ready = Queue()
-        try:
-            for run in _runs(batch.pairs):
-                _gather(run, ready)
-        except torch.OutOfMemoryError:  # single copies take longer and need no memory
-            ready = Queue()
-            for to, source in batch.pairs:
-                ready.add(to, source)
-        batch.ready = ready
-    return batch.ready
-
-
-def _runs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Yield ``pairs`` in their order, in runs that can be gathered."""
-    run: list[Pair] = []
-    end = 0
-    for pair in pairs:
-        to = pair[0]
-        small = to.dtype == torch.uint8 and to.dim() == 1 and to.nbytes <= _SMALL_BYTES
-        if run and not (small and 0 <= to.data_ptr() - end < _ALIGNMENT):
-            yield run
-            run = []
-        if small:
-            run.append(pair)
-            end = to.data_ptr() + to.nbytes
-        else:
-            yield [pair]
-    if run:
-        yield run
-
-
-def _gather(run: list[Pair], ready: Queue) -> None:
-    if len(run) < _FEWEST:
-        for to, source in run:
-            ready.add(to, source)
-        return
-    first = run[0][0]
-    low = first.data_ptr()
-    size_bytes = run[-1][0].data_ptr() + run[-1][0].nbytes - low
-    memory = torch.zeros(size_bytes, dtype=torch.uint8, device=run[0][1].device)
-    parts = [memory[to.data_ptr() - low : to.data_ptr() - low + to.nbytes] for to, _ in run]
-    ready.gathers.append((parts, [source for _, source in run]))
-    ready.add(first.as_strided((size_bytes,), (1,), first.storage_offset()), memory)
+    return Link(device) if device.type == "cuda" else None

@@ -53,7 +53,7 @@ class Moves:
     """(to, from)."""
     _small_to: list[torch.Tensor] = field(default_factory=list)
     _small_from: list[torch.Tensor] = field(default_factory=list)
-    _linked: dict[int, tuple[Link, Batch]] = field(default_factory=dict)
+    _linked: dict[Link, Batch] = field(default_factory=dict)
 
     @property
     def is_linked(self) -> bool:
@@ -77,7 +77,7 @@ class Moves:
         """
         self.size_bytes += to.nbytes
         if link is not None:
-            self._linked.setdefault(id(link), (link, Batch([])))[1].pairs.append((to, source))
+            self._linked.setdefault(link, Batch([])).pairs.append((to, source))
         elif _is_run(to) and _is_run(source) and to.nbytes >= _LARGE_BYTES:
             self._large.append((to.numpy(), lent(source) if is_early else source.numpy()))
         else:
@@ -86,7 +86,7 @@ class Moves:
 
     def make(self) -> list[Issued]:
         """Make the copies in host memory and queue the others."""
-        issued = [Issued(link=link, ticket=link.copy(batch), batch=batch) for link, batch in self._linked.values()]
+        issued = [Issued(link=link, ticket=link.copy(batch), batch=batch) for link, batch in self._linked.items()]
         if self._small_to:
             with torch.no_grad():
                 torch._foreach_copy_(self._small_to, self._small_from)
@@ -97,13 +97,10 @@ class Moves:
     def kept(self) -> Moves:
         """Copy now on the devices, and return moves from these copies. Host memory is copied at once."""
         found = Moves(size_bytes=self.size_bytes)
-        for link, batch in self._linked.values():
+        for link, batch in self._linked.items():
             copies = link.kept([source for _, source in batch.pairs])
             link.order()  # moves from the copies come after the copies
-            found._linked[id(link)] = (
-                link,
-                Batch([(to, copy) for (to, _), copy in zip(batch.pairs, copies, strict=True)]),
-            )
+            found._linked[link] = Batch([(to, copy) for (to, _), copy in zip(batch.pairs, copies, strict=True)])
         Moves(_large=self._large, _small_to=self._small_to, _small_from=self._small_from).make()
         return found
 
@@ -120,10 +117,7 @@ def joined(moves: Sequence[Moves], *, most_bytes: int) -> list[Moves]:
             one = Moves(
                 size_bytes=last.size_bytes + one.size_bytes,
                 touches=list(dict.fromkeys([*last.touches, *one.touches])),
-                _linked={
-                    key: (link, Batch([*batch.pairs, *one._linked[key][1].pairs]))
-                    for key, (link, batch) in last._linked.items()
-                },
+                _linked={link: Batch([*batch.pairs, *one._linked[link].pairs]) for link, batch in last._linked.items()},
             )
         found.append(one)
     return found

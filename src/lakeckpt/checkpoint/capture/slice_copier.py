@@ -98,7 +98,6 @@ class SliceCopier:
         *,
         live: Sequence[torch.Tensor],
         early: Sequence[Issued] = (),
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.changed: frozenset[int] = frozenset()
         """Which of ``live`` changed between the cut and the fence, as far as torch counts changes."""
@@ -106,7 +105,6 @@ class SliceCopier:
         """Whether an exception left a thread in the midst of a slice."""
         self._checksums, self._slices, self._early, self._gate = checksums, slices, early, gate
         self._live, self._versions = live, versions_of(live)
-        self._clock = clock
         self._urgent = threading.Event()
         self._changed = threading.Condition()
         self._open = deque(number for number, moves in enumerate(slices) if moves.size_bytes)
@@ -126,9 +124,9 @@ class SliceCopier:
         self._gate.hurry()
         with self._claims():
             while (number := self._claim()) is not None:
-                moves, begin_s = self._slices[number], self._clock()
+                moves, begin_s = self._slices[number], time.perf_counter()
                 self._now_issued(number, moves.make())
-                self._gate.fenced(moves.size_bytes, begin_s, self._clock())
+                self._gate.fenced(moves.size_bytes, begin_s, time.perf_counter())
         with self._changed:
             while self._claimed:
                 self._changed.wait()
@@ -188,7 +186,7 @@ class SliceCopier:
         with self._claims():
             while (size_bytes := self._next_bytes()) is not None:
                 self._gate.admit(size_bytes, self._urgent)
-                begin = self._clock()
+                begin = time.perf_counter()
                 number = self._claim()
                 if number is None:
                     self._gate.moved(0, begin, begin)
@@ -199,7 +197,7 @@ class SliceCopier:
                 # of a link get their checksums while the next slice is on its way.
                 self._sum_copied()
                 wait_all(issued)
-                self._gate.moved(self._slices[number].size_bytes, begin, self._clock())
+                self._gate.moved(self._slices[number].size_bytes, begin, time.perf_counter())
                 self._came(number)
                 os.sched_yield()  # the thread that ends this bubble may wait for this core
         return self._finish()

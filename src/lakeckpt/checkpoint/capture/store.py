@@ -70,7 +70,7 @@ class ArenaStore:
     def make(self, plan: CapturePlan, documents_bytes: int, links: Links) -> str | None:
         """Make or find the arena for ``plan``. Returns a warning for the user, or None.
 
-        Raises `ArenaTooLarge`, `ArenaError` and other `ArenaError`.
+        Raises `ArenaTooLarge` and other `ArenaError`.
         """
         layout = ArenaLayout(
             identity=self._identity,

@@ -1,16 +1,16 @@
-"""At this cut, do all ranks say the same, and which rank writes what?
+"""This module settles, at the cut of a save, whether all ranks agree, and which rank writes what.
 
-One exchange settles the facts (step, attempt, the readers' states: they must be equal on all ranks) and whether all
-units are the same everywhere, by a single digest. Only if they are not, a second exchange finds among which units the
-differences are, and a third who holds which content of these. Every rank then knows, without a further word, the same
-shares: a unit is written once per content, by one of the ranks that hold it, spread by size.
+One round settles the facts (step, attempt, states of readers), which must be equal on all ranks, and whether all units
+(tensors and trees) are equal everywhere, by a single digest. Only if they are not, a second round finds which groups of
+units differ, and a third which ranks hold which content of these. Every rank then computes the same shares without a
+further message: a unit is written once per content, by one of the ranks that hold it, spread by size.
 
-Parts of tensors are left out of this: no two ranks that divide a tensor have the same, and a thousand ranks would tell
-one another of a million. Of those of an item that one mesh divides alike, a *bundle*, a rank says one number, and ranks
-that say the same have the same: those that hold replicas. What a bundle consists of only they know, and how they share
-it out among them.
+Parts of sharded tensors are not compared one by one: no two ranks that shard a tensor hold the same part, and a
+thousand ranks would send each other a million digests. All parts of an item that one mesh shards alike form a *bundle*.
+A rank sends one digest of a bundle, and ranks that send the same digest hold replicas. Only they know the parts of the
+bundle, and they compute among themselves who writes which part.
 
-Never touches storage. Imports without torch.
+The module never touches storage, imports without torch and starts no threads.
 """
 
 from __future__ import annotations
@@ -20,46 +20,28 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, short_digest
 from lakeckpt.checkpoint.format.fields import Ranks, holds, ranges
 from lakeckpt.checkpoint.format.parts import Outline
 from lakeckpt.checkpoint.format.units import UnitId
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.tracking.tally import Tally
+from lakeckpt.tracking.rounds import Rounds
 
-__all__ = ["SUMS", "Agreement", "Merge", "Shares", "Talk", "Unit", "agree", "everyone", "sum_of"]
+__all__ = ["SUMS", "Agreement", "Shares", "Unit", "agree", "sum_of"]
 
 _UNITS = "the units"
 _BUNDLE = "bundle "
 _PREFIX = "unit "
-_TOLD = "told "
+_ANNOUNCED = "announced "
 _BUCKETS = 256
 SUMS: int = 2 ** (8 * DIGEST_BYTES)
-"""Sums of units are taken modulo that."""
+"""The modulus of sums of units."""
 
 Held = Mapping[UnitId, tuple[int, Intervals]]
 """A unit → its size in bytes, and the ranks that hold it."""
 Shares = Mapping[UnitId, tuple[int, Ranks]]
 """A unit → the rank that writes it, and the ranks that hold it."""
-
-
-class Talk(Protocol):
-    """What is needed of a `lakeckpt.tracking.exchange.Exchange` here."""
-
-    rank: int
-    world_size: int
-
-    def combine(self, data: bytes, merge: Merge, /) -> bytes:
-        """The merge of the data of all ranks."""
-        ...
-
-
-class Merge(Protocol):
-    """An associative, commutative merge of messages."""
-
-    def __call__(self, messages: Sequence[bytes], /) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,32 +51,32 @@ class Unit:
     id: UnitId
     size_bytes: int
     bundle: Hashable = None
-    """With which others it is said together: those that have the same here, on ranks that have all of them or none.
-    None: it is said alone."""
+    """Which units are compared as one: the units of one bundle are on the same ranks. None: the unit is compared
+    alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What all ranks know after the exchange."""
+    """The result of `agree` on one rank."""
 
     cut: bytes
     """Digest of all that was agreed on."""
-    told: Mapping[str, str]
-    """What rank 0 told all."""
+    announced: Mapping[str, str]
+    """What ranks announced to all, by name."""
     owners: Shares
-    """Of what is said alone: known to all ranks."""
+    """The shares of units that are in no bundle: known to all ranks."""
     mine: Shares
-    """Of the bundles of this rank."""
+    """The shares of the bundles of this rank."""
     bundles: Mapping[Ranks, int]
-    """Ranks that hold the same bundles → `sum_of` what they write of them between them."""
+    """Ranks that hold the same bundles → `sum_of` the units of these bundles, which they write between them."""
 
     def share(self, rank: int) -> dict[UnitId, Ranks]:
-        """What ``rank``, which is this one, writes, with the ranks that hold it."""
+        """Return the units that ``rank``, which is this one, writes, with the ranks that hold each."""
         every = (*self.owners.items(), *self.mine.items())
         return {what: ranks for what, (owner, ranks) in every if owner == rank}
 
     def outline(self, rank: int) -> Outline:
-        """Of what the state of ``rank``, which is this one, consists."""
+        """Return which units the state of ``rank``, which is this one, consists of."""
         contents = Counter(name for name, _ in self.owners)
         alone = [(name, owner) for (name, _), (owner, ranks) in self.owners.items() if holds(ranks, rank)]
         owners = {owner for _, owner in alone} | {owner for owner, _ in self.mine.values()}
@@ -105,21 +87,9 @@ class Agreement:
         )
 
 
-def _merge(messages: Sequence[bytes]) -> bytes:
-    first, *others = [Tally.from_bytes(message) for message in messages]
-    return first.merge(*others).to_bytes()
-
-
-def everyone(talk: Talk, facts: Mapping[str, str]) -> Tally:
-    """The facts of all ranks; `MissingRanksError` where one does not answer."""
-    mine = Tally.of_rank(talk.rank, world_size=talk.world_size, facts=facts)
-    tally = Tally.from_bytes(talk.combine(mine.to_bytes(), _merge))
-    tally.settle()
-    return tally
-
-
-def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: Mapping[str, str]) -> Agreement:
-    """Settle the ``facts`` and the shares. ``tell`` is what this rank tells all others: rank 0 only.
+def agree(talk: Rounds, *, facts: Mapping[str, str], units: Sequence[Unit], announce: Mapping[str, str]) -> Agreement:
+    """Settle the ``facts`` and the shares. ``announce`` goes to all ranks, and need not be equal; of one name that
+    several ranks announce, the value of the first counts.
 
     Raises `TrackingError` naming the ranks and the fact, `MissingRanksError` naming the ranks.
     """
@@ -128,15 +98,17 @@ def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: 
     for unit in units:
         if unit.bundle is not None:
             bundles[unit.bundle].append(unit)
-    said = {f"{_BUNDLE}{number}": _said_of(bundle) for number, bundle in enumerate(bundles.values())}
-    told = {f"{_TOLD}{name}": value for name, value in tell.items()}
-    tally = everyone(talk, {**facts, _UNITS: _digest(alone), **said, **told})
-    tally.settle(agreed=sorted(facts))
+    digests = [_digest_of_bundle(bundle) for bundle in bundles.values()]
+    announced = {f"{_ANNOUNCED}{name}": value for name, value in announce.items()}
+    tally = talk.everyone(
+        {**facts, _UNITS: _digest(alone), **dict.fromkeys((f"{_BUNDLE}{one}" for one in digests), ""), **announced}
+    )
+    tally.require_agreement(sorted(facts))
     held = _held(talk, alone, alike=len(tally.facts[_UNITS]) == 1)
-    holders = _holders(tally)
+    holders = {name.removeprefix(_BUNDLE): ranks[""] for name, ranks in tally.facts.items() if name.startswith(_BUNDLE)}
     mine: defaultdict[Intervals, list[Unit]] = defaultdict(list)
-    for text, bundle in zip(said.values(), bundles.values(), strict=True):
-        mine[holders[text]] += bundle
+    for digest, bundle in zip(digests, bundles.values(), strict=True):
+        mine[holders[digest]] += bundle
     loads = [0] * talk.world_size
     sums: defaultdict[Intervals, int] = defaultdict(int)
     for text, ranks in holders.items():
@@ -149,10 +121,8 @@ def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: 
     contents = [part for name, content in sorted(held) for part in (name.encode(), content)]
     return Agreement(
         cut=short_digest(*(text.encode() for text in texts), *contents),
-        told={
-            name.removeprefix(_TOLD): next(iter(values))
-            for name, values in tally.facts.items()
-            if name.startswith(_TOLD)
+        announced={
+            name.removeprefix(_ANNOUNCED): tally.value(name) for name in tally.facts if name.startswith(_ANNOUNCED)
         },
         owners=_spread(held, loads),
         mine={what: share for ranks, some in mine.items() for what, share in _shared_out(some, ranks).items()},
@@ -161,24 +131,14 @@ def agree(talk: Talk, *, facts: Mapping[str, str], units: Sequence[Unit], tell: 
 
 
 def sum_of(units: Iterable[UnitId]) -> int:
-    """One number for units, in any order; of several together, the sum modulo 2^128."""
+    """Return one number for units in any order: the sum of their digests modulo 2^128."""
     every = (short_digest(name.encode(), content) for name, content in units)
     return sum(int.from_bytes(one, "big") for one in every) % SUMS
 
 
-def _said_of(bundle: Sequence[Unit]) -> str:
-    """What a rank says of a bundle."""
+def _digest_of_bundle(bundle: Sequence[Unit]) -> str:
+    """Return the sum of the units of a bundle, and their size."""
     return f"{sum_of(unit.id for unit in bundle)}:{sum(unit.size_bytes for unit in bundle)}"
-
-
-def _holders(tally: Tally) -> dict[str, Intervals]:
-    """What is said of each bundle → the ranks that hold it, by whichever number."""
-    found: defaultdict[str, list[Intervals]] = defaultdict(list)
-    for name, values in tally.facts.items():
-        if name.startswith(_BUNDLE):
-            for text, ranks in values.items():
-                found[text].append(ranks)
-    return {text: Intervals.empty().union(*several) for text, several in found.items()}
 
 
 def _each(ranks: Intervals) -> Iterable[int]:
@@ -191,17 +151,17 @@ def _digest(units: Sequence[Unit]) -> str:
     ).hex()
 
 
-def _held(talk: Talk, units: Sequence[Unit], *, alike: bool) -> Held:
-    """Who holds which content: known without a word of all units that are ``alike``, asked of the others."""
+def _held(talk: Rounds, units: Sequence[Unit], *, alike: bool) -> Held:
+    """Return which ranks hold which content. If units differ (not ``alike``), two rounds find that out."""
     whole = Intervals.whole(talk.world_size)
     held = {unit.id: (unit.size_bytes, whole) for unit in units}
     if not alike:
         buckets: dict[str, list[Unit]] = {f"{number:02x}": [] for number in range(_BUCKETS)}
         for unit in units:
             buckets[f"{zlib.crc32(unit.id[0].encode()) % _BUCKETS:02x}"].append(unit)
-        tally = everyone(talk, {number: _digest(bucket) for number, bucket in buckets.items()})
+        tally = talk.everyone({number: _digest(bucket) for number, bucket in buckets.items()})
         differ = [unit for number, bucket in buckets.items() if len(tally.facts[number]) > 1 for unit in bucket]
-        tally = everyone(talk, {_PREFIX + unit.id[0]: f"{unit.id[1].hex()}:{unit.size_bytes}" for unit in differ})
+        tally = talk.everyone({_PREFIX + unit.id[0]: f"{unit.id[1].hex()}:{unit.size_bytes}" for unit in differ})
         for name, values in tally.facts.items():
             for value, ranks in values.items():
                 content, _, size = value.partition(":")
@@ -210,7 +170,7 @@ def _held(talk: Talk, units: Sequence[Unit], *, alike: bool) -> Held:
 
 
 def _shared_out(units: Iterable[Unit], ranks: Intervals) -> Shares:
-    """Who of the ``ranks`` writes which of the units that all of them hold, and only they know."""
+    """Return which of the ``ranks`` writes which of the units that all of them hold, and only they know."""
     every, whole = list(_each(ranks)), Intervals.whole(ranks.size)
     places = _spread({unit.id: (unit.size_bytes, whole) for unit in units}, [0] * len(every))
     return {what: (every[at], tuple(ranks.pairs())) for what, (at, _) in places.items()}

@@ -1,11 +1,11 @@
-"""Where is this attempt in the log, and where does it commit next?
+"""This module finds where in the log an attempt commits next, and whether it may.
 
-An attempt commits into the slot after the last one that it knows. Where the answer to a commit was lost and cannot be
-looked up, it looks first, before it commits again. Where its own newest entry is not there any more (somebody removed
-the run's folder, or another file system lies in its place), training is not to be lost, too: it goes on in the next
-slot, and says what the log has lost; where another run lies there by now, the attempt is superseded.
+An attempt commits into the slot after the last slot that it knows. If the answer to a commit was lost and the slot
+cannot be read, the attempt reads the slot before it commits again. If its own newest entry is missing (somebody removed
+the folder of the run, or mounted another file system over it), training goes on: the attempt commits into the next slot
+and reports what the log has lost. If another run lies there, the attempt is superseded.
 
-Used by the thread that publishes. Imports without torch.
+The thread that publishes calls this module. It imports without torch and starts no threads.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["Attempt", "Tip"]
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """The attempt that this process is part of, as far as it knows the log."""
+    """The attempt that this process is part of, and what it knows of the log."""
 
     run: str
     number: int
-    """Its number: the slot of its begin."""
+    """Its number, which is the slot of its begin."""
     last: int
-    """The last slot that this attempt knows to be taken: its own. At first, that of what it restored."""
+    """The last slot that this attempt knows to be taken: by itself, or at first by the entry of its restore."""
     parent: int | None
     seed: int
     recorded: int = 0
-    """Up to which optimizer step the log has recorded what was consumed: that of ``parent``."""
+    """The optimizer step of ``parent``: the log has recorded what was consumed up to it."""
     pending: Mapping[str, tuple[PendingRecord, ...]] = field(default_factory=dict)
-    """reader → what was consumed after ``recorded`` by an earlier attempt, where the history goes on from an arena."""
+    """reader → what an earlier attempt consumed after ``recorded``, if the history goes on from an arena."""
     saves: int = 0
     """How many saves have begun."""
 
@@ -51,17 +51,18 @@ class Tip:
     def __init__(self, storage: Storage, attempt: Attempt) -> None:
         self.attempt = attempt
         self.failed: set[SaveId] = set()
-        """Saves of which nothing was heard but an error."""
+        """Saves that failed on this rank."""
         self._storage = storage
         self._unknown: dict[str, Manifest] = {}  # by write id: commits whose answer was lost
 
     @property
     def given_up(self) -> set[SaveId]:
-        """The failed saves that cannot turn up as committed any more."""
+        """The failed saves that cannot turn out to be committed any more."""
         return self.failed - {one.save for one in self._unknown.values()}
 
     def next_slot(self) -> int:
-        """The slot for the next commit; settles first whether one whose answer was lost has happened."""
+        """Return the slot for the next commit. If the answer to a commit was lost, find out first whether it
+        happened. Raises `SaveFailed` if the store fails then."""
         if self._unknown:
             try:
                 found = read_entry(self._storage, self.attempt.last + 1)
@@ -75,9 +76,9 @@ class Tip:
         return self.attempt.last + 1
 
     def lost(self) -> str:
-        """What the log has lost since this attempt wrote it; empty: nothing that can be told.
+        """Return what the log has lost since this attempt wrote it, as a text; empty if nothing is known to be lost.
 
-        Raises `AttemptSuperseded` where another run, or another attempt, lies in its place.
+        Raises `AttemptSuperseded` if another run, or another attempt, lies in its place.
         """
         last = self.attempt.last
         try:
@@ -102,8 +103,8 @@ class Tip:
         )
 
     def refuse_later(self) -> None:
-        """Raise `AttemptSuperseded` where another attempt has begun, or another run lies here, behind what this one
-        knows. Nothing is adopted; a store that fails says nothing."""
+        """Raise `AttemptSuperseded` if the next slot holds the entry of another attempt or run. A store that fails
+        raises nothing here."""
         try:
             found = read_entry(self._storage, self.attempt.last + 1)
         except (WireError, StorageError):
@@ -118,7 +119,8 @@ class Tip:
             raise AttemptSuperseded(superseded(self.attempt.number, SlotTaken(entry.slot, entry)))
 
     def put(self, manifest: Manifest) -> None:
-        """Put the manifest into its slot. Where the store fails, or this is interrupted, it may be there or not."""
+        """Put the manifest into its slot. Raises `SaveFailed` if the store fails; the manifest may be there all the
+        same."""
         self._unknown[manifest.write_id] = manifest
         try:
             put_entry(self._storage, manifest)
@@ -133,17 +135,15 @@ class Tip:
             raise SaveFailed(f"the manifest of step {manifest.step} could not be put: {error}") from error
 
     def adopt(self, manifest: Manifest) -> None:
-        """The manifest is committed: what follows builds on it."""
+        """Record that the manifest is committed, so that the next commit goes on from it."""
         self._unknown.clear()
         self.failed.discard(manifest.save)
         self.attempt.last = self.attempt.parent = manifest.slot
         self.attempt.recorded = manifest.step
 
     def catch_up(self) -> list[Manifest]:
-        """Adopt what this attempt has committed without this one's knowledge: one before it died after a commit.
-
-        Returns these commits. `AttemptSuperseded`, `StorageError`.
-        """
+        """Adopt the commits of this attempt that this process does not know, because an agent before it has made them,
+        and return them. Raises `AttemptSuperseded` and `StorageError`."""
         found: list[Manifest] = []
         while True:
             try:
@@ -161,7 +161,8 @@ class Tip:
             found.append(entry)
 
     def _settle(self, taken: SlotTaken) -> None:
-        """Adopt the entry in the next slot if it is one of ours whose answer was lost; else we are superseded."""
+        """Adopt the entry in the next slot if it is our commit whose answer was lost. Else raise
+        `AttemptSuperseded`."""
         ours = self._unknown.get(taken.found.write_id) if taken.found is not None else None
         if ours is None:
             raise AttemptSuperseded(superseded(self.attempt.number, taken))

@@ -1,11 +1,11 @@
-"""When does a set of parts become a checkpoint?  When the committer has verified all of them and put the manifest.
+"""This module decides when a set of parts becomes a checkpoint: rank 0 verifies all parts and puts the manifest.
 
-Rank 0 waits for every rank's part, reads and checks each against what the ranks agreed on at the cut, checks that every
-object that they name is there with its size (or reads and hashes all of it: ``verify="bytes"``), and puts the manifest
-into the log. The other ranks watch that slot. Nobody takes part in a collective; a rank that cannot deliver leaves a
-note, and one that is silent is named when the deadline has passed.
+Rank 0 waits for the part of every rank. It reads each part, compares it with what the ranks agreed on at the cut, and
+checks that every object that the part names is there with its size (``verify="bytes"``: and with its content, read
+again). The manifest is then put into the log. The other ranks watch that slot. There is no collective; a rank that
+cannot deliver leaves a note, and a rank that is silent is named when the time is over.
 
-Imports without torch.
+The module imports without torch. `collect_parts` starts and joins the threads that read parts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from lakeckpt.checkpoint.failures import failure_published, gave_up
+from lakeckpt.checkpoint.failures import published_failure
 from lakeckpt.checkpoint.format.begins import said_of
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import Ranks
@@ -56,12 +56,12 @@ _READ_THREADS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What ranks must have written."""
+    """The units that the ranks agreed to write."""
 
     alone: Sequence[Set[UnitId]]
-    """Of each rank; an empty content: whatever it is."""
+    """The units of each rank that are in no bundle. An empty content stands for any content."""
     bundles: Mapping[Ranks, int]
-    """Ranks → `lakeckpt.checkpoint.persist.agreement.sum_of` what they write between them of what only they know."""
+    """Ranks → `lakeckpt.checkpoint.persist.agreement.sum_of` the units of bundles that they write between them."""
 
 
 def collect_parts(
@@ -75,11 +75,11 @@ def collect_parts(
     timeout_s: float,
     still: Callable[[], None] = lambda: None,
 ) -> tuple[list[PartRef], list[PartRecord]]:
-    """Wait for the parts of all ranks; each is read and checked as it comes.
+    """Wait for the parts of all ranks; read and check each part as it comes.
 
-    ``still``: called whenever some are missing; raises where they are not worth waiting for any more.
-    Raises `SaveFailed` naming the ranks whose part did not come in time, a rank that failed or wrote other than was
-    agreed, or a tensor whose parts are not the whole of it.
+    ``still`` is called whenever parts are missing, and raises if waiting has become pointless.
+    Raises `SaveFailed` naming the ranks whose part did not come in time, a rank that failed or wrote other units than
+    agreed, or a tensor whose parts do not make up the whole tensor.
     """
     folder = f"{PARTS}/{save.folder}"
     found: dict[int, tuple[PartRef, PartRecord]] = {}
@@ -90,8 +90,8 @@ def collect_parts(
         for info in storage.list(folder):
             name = info.path.removeprefix(folder + "/")
             rank = int(name[:5]) if name[:5].isdigit() else -1
-            if name == f"{rank:05d}.failed":
-                raise gave_up(storage, info.path, rank)
+            if name == f"{rank:05d}.failed" and (failure := published_failure(storage, save, rank)) is not None:
+                raise failure
             if name == f"{rank:05d}.lkc" and rank not in found:
                 new[info.path] = rank
         read = list(pool.map(storage.read, new))
@@ -107,7 +107,7 @@ def collect_parts(
     if is_whole is None:
         missing = Intervals.of([(rank, rank + 1) for rank in found]).complement(world_size)
         raise SaveFailed(
-            f"the checkpoint of step {save.step} was given up: {name_ranks(missing)} of {world_size} did not publish "
+            f"the checkpoint of step {save.step} was dropped: {name_ranks(missing)} of {world_size} did not publish "
             f"a part within {timeout_s:g} s; see their logs. Nothing was committed"
         )
     for ranks in {*sums, *expected.bundles}:
@@ -133,7 +133,8 @@ def _checked_part(
     alone: Set[UnitId],
     sums: defaultdict[Ranks, int],
 ) -> tuple[PartRef, PartRecord]:
-    """What else it holds than what is said ``alone`` is added to the ``sums``."""
+    """Return a part that holds what its rank agreed to write. Its units that are not in ``alone`` are added to the
+    ``sums``."""
     try:
         part = PartRecord.from_bytes(data)
     except WireError as error:
@@ -151,7 +152,7 @@ def _checked_part(
 
 
 def verify_objects(storage: Storage, parts: Sequence[PartRecord], *, verify: Verify) -> None:
-    """Check that every object that the parts name is there whole. Raises `SaveFailed` naming those that are not."""
+    """Check that every object that the parts name is whole. Raises `SaveFailed` naming an object that is not."""
     folders = {file.path.rpartition("/")[0] for part in parts for file in part.files}
     listed = {info.path: info.size_bytes for folder in sorted(folders) for info in storage.list(folder)}
     for part in parts:
@@ -169,7 +170,7 @@ def verify_objects(storage: Storage, parts: Sequence[PartRecord], *, verify: Ver
 
 
 def superseded(attempt: int, taken: SlotTaken) -> str:
-    """The message for an attempt that lost the log."""
+    """Return the message for an attempt whose slot was taken by another."""
     if taken.found is None:
         by = "an entry that cannot be read"
     else:
@@ -183,7 +184,7 @@ def superseded(attempt: int, taken: SlotTaken) -> str:
 def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, timeout_s: float) -> Manifest:
     """Wait until rank 0 has committed ``save`` into ``slot``.
 
-    Raises `AttemptSuperseded` or `SaveFailed` (rank 0 failed, or was silent).
+    Raises `AttemptSuperseded`, or `SaveFailed` if rank 0 failed or was silent.
     """
 
     def look() -> Manifest | None:
@@ -196,7 +197,7 @@ def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, t
             except WireError as error:
                 raise SaveFailed(f"slot {slot} cannot be read back: {error}") from error
             if entry is None:
-                failure = failure_published(storage, save, 0)
+                failure = published_failure(storage, save, 0)
                 if failure is not None:
                     raise failure
                 return None

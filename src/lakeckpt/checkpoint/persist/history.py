@@ -1,11 +1,11 @@
-"""Which checkpoints is the present state of a run made of?  Its history, told from the log alone.
+"""This module derives the history of a run from its log: which checkpoints the present state of the run was made of.
 
-The history is the chain of manifests from the tip back through the parents; every other manifest is of an abandoned
-branch: work that was rolled back. The tip is the newest commit, or what the newest `Restored` entry names. An attempt
-that only began says nothing of the history. What cannot be read is reported, never guessed. Reads only the log: the
-record outlives the data of the checkpoints.
+The history is the chain of manifests from the tip back through the parents. Every other manifest is of an abandoned
+branch: work that was rolled back. The tip is the newest commit, or the checkpoint that the newest `Restored` entry
+names. An attempt that only began changes nothing of the history. Entries that cannot be read are reported, never
+guessed. The module reads only the log, because the record outlives the data of the checkpoints.
 
-Imports without torch.
+It imports without torch and starts no threads of its own.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class History:
     begins: tuple[Begin, ...]
     """The attempts, in order."""
     restores: tuple[Restored, ...] = ()
-    """What the attempts restored, and roll-backs, in order."""
+    """The restores of attempts, and roll-backs, in order."""
     damaged: tuple[Damage, ...]
     lost: str = ""
-    """Why the newest entries of the log seem to be lost; empty: nothing says so, or nobody has looked."""
+    """Why the newest entries of the log seem to be lost; empty if nothing shows that, or nobody has looked."""
 
     @property
     def tip(self) -> Manifest | None:
@@ -68,17 +68,17 @@ class History:
 
 
 def index_path(digest: str) -> str:
-    """Where the footer index with this digest lies."""
+    """Return the path of the footer index with this digest."""
     return f"{INDEX}/{digest}.lkc"
 
 
 def selection_path(table: str, selection: str) -> str:
-    """Where the row selection with this digest, of the table with that digest, lies."""
+    """Return the path of the row selection with the digest ``selection``, of the table with the digest ``table``."""
     return f"{INDEX}/{table}/{selection}.lkc"
 
 
 def read_history(storage: Storage, *, tip: int | None = None) -> History:
-    """The history of the run at ``storage``, from the slot ``tip`` (by default, the newest) back to its beginning.
+    """Return the history of the run at ``storage``, from the slot ``tip`` (by default, the newest) to its beginning.
 
     Raises `NewerFormat` for a log of a newer major version, `StorageError` where the store fails.
     """
@@ -86,7 +86,7 @@ def read_history(storage: Storage, *, tip: int | None = None) -> History:
 
 
 def history_of(view: LogView, *, tip: int | None = None) -> History:
-    """The history that a log tells; with ``tip``, as it was when that checkpoint was the newest."""
+    """Return the history in a log; with ``tip``, as it was when that checkpoint was the newest."""
     view = view if tip is None else view.until(tip)
     at = _newest(view) if tip is None else tip
     chain: list[Manifest] = []
@@ -126,9 +126,11 @@ def _newest_but_begins(view: LogView) -> Manifest | Restored | None:
 
 
 def not_rolled_back(view: LogView) -> list[Manifest]:
-    """The commits that can be read and that no roll-back and no later commit has left behind, newest first. These are
-    the history, what lies before it where it is broken, and newer ones that were found damaged: they may be whole
-    again."""
+    """Return the commits that can be read and that no roll-back and no later commit has abandoned, newest first.
+
+    These are the history, the commits before the place where the history is broken, and newer commits that were found
+    damaged, because these may be whole again.
+    """
     found: list[Manifest] = []
     most = view.last  # the highest slot that can still be part of the history
     for slot, entry in sorted(view.entries.items(), reverse=True):
@@ -144,44 +146,42 @@ def not_rolled_back(view: LogView) -> list[Manifest]:
 
 
 def at_work(view: LogView) -> Restored | None:
-    """What the attempt restored that the history has come to. None: that cannot be read, or it was a roll-back by
-    command, from which nobody has gone on."""
+    """Return what the newest attempt of the history restored. None if that cannot be read, or if the history ends with
+    a roll-back by command, from which no attempt has gone on."""
     newest = _newest_but_begins(view)
     attempt = 0 if newest is None else newest.attempt
     return next((one for one in view.restores if attempt is not None and one.attempt == attempt), None)
 
 
 def has_obeyed(view: LogView, step: int) -> bool:
-    """Whether the history descends from a roll-back to ``step`` already."""
+    """Return whether the history descends from a roll-back to ``step`` already."""
     slots = {one.slot for one in not_rolled_back(view)}
     return any(one.rolled_back_to == step and one.restored in slots for one in view.restores)
 
 
 def folders_there(storage: Storage) -> set[str]:
-    """The folders (`lakeckpt.checkpoint.format.parts.SaveId.folder`) of the saves of which retention has left
-    something.
-    """
+    """Return the folders (`lakeckpt.checkpoint.format.parts.SaveId.folder`) of saves that still have parts."""
     return {info.path.removeprefix(f"{PARTS}/").rpartition("/")[0] for info in storage.list(PARTS)}
 
 
 def must_stay(history: History) -> set[int]:
-    """The slots of the checkpoints whose data no commit in the log had leave to remove, that of the tip among them."""
+    """Return the slots of the checkpoints whose data no commit in the log was allowed to remove, the tip among them."""
     if history.tip is None:
         return set()
     commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
     kept = kept_ever_since(commits, history.tip.slot)
-    # Nobody knows what a commit had leave to remove whose entry cannot be read any more.
+    # A commit whose entry cannot be read may have been allowed to remove anything before it.
     return {slot for slot in kept if all(one.path < slot_path(slot) for one in history.damaged)} | {history.tip.slot}
 
 
 def removed_by_the_unknown(history: History, there: Collection[str]) -> str:
-    """Why newer entries of the log seem to be lost; empty where nothing says so.
+    """Return why newer entries of the log seem to be lost; empty if nothing shows that.
 
-    ``there`` are the `folders_there`. Retention removes the oldest data first, behind a newer commit. Where the tip has
-    its data, or a newer save that the log does not know has left something, and one of the newest checkpoints has none
-    that no commit in the log had leave to remove, that newer commit is not in the log any more. Older ones, that a rule
-    keeps beside the newest, somebody may have removed by hand. Where all data are gone, as of a run that was trained to
-    its end, nothing follows.
+    ``there`` are the `folders_there`. Retention removes the oldest data first, behind a newer commit. If one of the
+    newest checkpoints has no data, though no commit in the log was allowed to remove them, then the commit that removed
+    them is not in the log any more: provided that the tip has data, or that a newer save, which the log does not know,
+    has parts. Checkpoints that a rule keeps beside the newest may have been removed by hand. If all data are gone, as
+    of a run that was trained to its end, nothing follows.
     """
     tip = history.tip
     if tip is None or tip.keep is None:
@@ -193,7 +193,7 @@ def removed_by_the_unknown(history: History, there: Collection[str]) -> str:
         if not newer or tip.slot not in kept_ever_since(commits, tip.slot):
             return ""
         if any(one.path > slot_path(tip.slot) for one in history.damaged):
-            return ""  # that commit is there, and it is told that it cannot be read
+            return ""  # that commit is there, and reported as damaged
     stays = must_stay(history)
     gone = [one for one in history.chain[-tip.keep.last :] if one.slot in stays and one.save.folder not in there]
     if not gone:
@@ -201,7 +201,7 @@ def removed_by_the_unknown(history: History, there: Collection[str]) -> str:
     steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in gone)
     goes_on = "training goes on from that step" if has_data else "an older checkpoint is restored, if one is whole"
     return (
-        f"the data of step {steps} is gone, and no commit in the log had leave to remove it: entries newer than "
+        f"the data of step {steps} is gone, and no commit in the log was allowed to remove it: entries newer than "
         f"{slot_path(tip.slot)} (step {tip.step:,}) seem to be lost, unless somebody removed that data by hand. "
         f"Stop the job and put them back from a copy of the log if there is one; else {goes_on}"
     )

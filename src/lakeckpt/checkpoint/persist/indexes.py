@@ -1,42 +1,42 @@
-"""What does a run keep of the tables that it reads?  The footer index of each, and the row selection of each filter.
+"""This module keeps in a run the footer index of each table that the run reads, and the row selection of each filter.
 
-They are written once, under their digests, and never change; `Documents` writes them once more where a run has lost
-them. A filter's rows are counted once for a run: `offer` hands a reader what the run has saved, and `save` saves what
-was counted, so that no attempt counts again what another has.
+Both are written once, under their digests, and never change; `write_documents` writes again what the run has lost.
+The rows of a filter are counted once for a run: `offer` gives a reader the selection that the run has saved, and `save`
+saves the selection that was counted, so that no attempt counts again.
 
-Imports without torch.
+The module imports without torch and starts no threads.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from lakeckpt.checkpoint.persist.history import INDEX, index_path, selection_path
-from lakeckpt.errors import ObjectMissing, WireError
+from lakeckpt.errors import ObjectMissing, SaveFailed, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.tracking.readers import index_of, versions_of
 
-__all__ = ["Document", "Documents", "documents_of", "filtered", "offer", "save"]
+__all__ = ["Document", "documents_of", "filtered", "offer", "save", "write_documents"]
 
 
 class Document(Protocol):
-    """What is written under its digest."""
+    """An object that is written under its digest."""
 
     @property
     def digest(self) -> str:
-        """Of its content."""
+        """The digest of its content."""
         ...
 
     def dumps(self) -> bytes:
-        """Its bytes."""
+        """Return its bytes."""
         ...
 
 
 def documents_of(reader: object) -> Mapping[str, Document]:
-    """What a run keeps of the table of ``reader``, by path; the rows that a filter keeps are counted for it."""
+    """Return the documents of the table of ``reader``, by path; the rows of a filter are counted for that."""
     found: dict[str, Document] = {}
     for index, selection in versions_of(reader):
         found[index_path(index.digest)] = index
@@ -46,15 +46,15 @@ def documents_of(reader: object) -> Mapping[str, Document]:
 
 
 def filtered(readers: Iterable[object]) -> list[Any]:
-    """Those of ``readers`` that have a filter."""
+    """Return the ``readers`` that have a filter."""
     return [one for one in readers if getattr(one, "row_filter", None) is not None and index_of(one) is not None]
 
 
 def offer(storage: Storage, reader: Any) -> bool:
-    """Offer ``reader``, which has a filter, the selection that the run at ``storage`` has saved of it.
+    """Offer to ``reader``, which has a filter, the selections that the run at ``storage`` has saved of its table.
 
-    Returns whether it was taken: a reader takes only what the same expression and the same pyarrow counted.
-    A damaged selection is passed over, and the reader counts again.
+    Returns whether it took one: a reader takes only what the same expression and the same pyarrow counted. Damaged
+    selections are skipped, and the reader counts again.
     """
     folder = f"{INDEX}/{index_of(reader).digest}/"  # type: ignore[union-attr]
     saved = [info for info in storage.list(folder.rstrip("/")) if info.path.startswith(folder)]
@@ -86,31 +86,17 @@ def _needs_saving(storage: Storage, path: str, live: RowSelection) -> bool:
     return saved == live and (saved.expression, saved.pyarrow) != (live.expression, live.pyarrow)
 
 
-class Documents:
-    """The documents of a run that one attempt writes. Used by the thread that publishes."""
+def write_documents(storage: Storage, readers: Iterable[object], *, skip: Collection[str] = ()) -> set[str]:
+    """Write the documents of ``readers`` that the run at ``storage`` lacks, before a commit refers to them.
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._known: dict[str, Callable[[], bytes]] = {}
-        self._written: set[str] = set()
-        self._new: frozenset[str] = frozenset()
-
-    def write(self, documents: Mapping[str, Callable[[], bytes]]) -> None:
-        """Write what is not in the run yet of ``documents`` (path → what makes it), and of those kept."""
-        self._new = frozenset(documents)
-        self._known |= documents
-        for path, make in self._known.items():
-            if path not in self._written and not self._storage.list(path):
-                self._storage.put(path, [make()])
-            self._written.add(path)
-
-    def forget_written(self) -> None:
-        """The run may have lost what was written."""
-        self._written.clear()
-
-    def keep(self, indexes: Iterable[str | None]) -> None:
-        """Keep what the last `write` was given, and what belongs to the tables whose indexes have these digests, so as
-        to write it once more if need be; nothing else."""
-        folders = tuple(f"{INDEX}/{digest}" for digest in indexes if digest is not None)
-        kept = {path for path in self._known if path in self._new or path.startswith(folders)}
-        self._known = {path: make for path, make in self._known.items() if path in kept}
+    Returns the paths of all of them. ``skip`` are paths at which the run is known to have its document. Raises
+    `SaveFailed`.
+    """
+    every = {path: one for reader in readers for path, one in documents_of(reader).items()}
+    try:
+        for path, one in every.items():
+            if path not in skip and not storage.list(path):
+                storage.put(path, [one.dumps()])
+    except OSError as error:
+        raise SaveFailed(f"the index of a table, which a checkpoint refers to, was not written: {error}") from error
+    return set(every)

@@ -1,11 +1,12 @@
-"""In which order did attempts begin and checkpoints commit?  A log of numbered slots, and the fence that it is.
+"""This module keeps the log of a run: numbered slots, each taken once by a begin, a restore, a commit or a roll-back.
 
-Entry ``log/0000000007.lkc`` is the one that took slot 7, by a put that succeeds only where nothing is. An attempt
-begins by taking the slot after the last one, and from then on commits only into the slot after the last one that it
-knows: if another attempt, or a roll-back, took that one meanwhile, ours is superseded, and must stop. Entries are never
+Entry ``log/0000000007.lkc`` took slot 7, by a put that succeeds only if nothing is there. An attempt begins by taking
+the slot after the last slot. From then on it commits only into the slot after the last slot that it knows: if another
+attempt, or a roll-back, has taken that slot meanwhile, our attempt is superseded and must stop. Entries are never
 changed or deleted.
 
-An answer that was lost is settled by reading the slot back: the entry is ours if its bytes are. Imports without torch.
+If the answer to a put was lost, the slot is read back: the entry is ours if its bytes are ours. The module imports
+without torch; `read_log` starts and joins the threads that read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _PUT_TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Something of a run that is not as it was written."""
+    """An object of a run that is not as it was written."""
 
     path: str
     reason: str
@@ -39,7 +40,7 @@ class Damage:
 
 
 class SlotTaken(Exception):
-    """The slot holds another entry; ``found`` is it, or None where it cannot be read."""
+    """The slot holds another entry: ``found``, or None if the entry cannot be read."""
 
     def __init__(self, slot: int, found: Entry | None) -> None:
         super().__init__(f"slot {slot} is taken")
@@ -49,7 +50,7 @@ class SlotTaken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogView:
-    """The log as it was read: its intact entries, the damaged ones, and the last slot that is taken (-1: none)."""
+    """The log as it was read: intact entries, damaged entries, and the last slot that is taken (-1: none)."""
 
     entries: Mapping[int, Entry]
     damaged: tuple[Damage, ...]
@@ -67,7 +68,7 @@ class LogView:
 
     @property
     def restores(self) -> list[Restored]:
-        """What attempts restored, and roll-backs, oldest first; the first attempt of a run restored nothing."""
+        """The restores of attempts, and roll-backs, oldest first; the first attempt of a run restored nothing."""
         first = self.entries.get(0)
         by_first = [Restored.by_first(first)] if isinstance(first, Begin) else []
         return by_first + [entry for _, entry in sorted(self.entries.items()) if isinstance(entry, Restored)]
@@ -87,16 +88,15 @@ class LogView:
 
 
 def slot_path(slot: int) -> str:
-    """Where the entry of a slot lies."""
+    """Return the path of the entry of a slot."""
     return f"{LOG}/{slot:010d}.lkc"
 
 
 def list_slots(storage: Storage, *, taken: int = -1) -> list[int]:
-    """The slots that are taken, in order. Other names in the folder are not ours and are passed over.
+    """Return the slots that are taken, in order. Other names in the folder are skipped.
 
-    ``taken`` is a slot that a put has found taken. Where the listing ends before it, the listing is of the past (some
-    stores, and caches before stores, give such): all slots up to ``taken`` are taken, then, and those after it are
-    looked for one by one.
+    ``taken`` is a slot that a put has found taken. If the listing ends before it, the listing is stale, as caches in
+    front of stores return them: then all slots up to ``taken`` are taken, and later slots are read one by one.
     """
     found = (_NAME.fullmatch(info.path) for info in storage.list(LOG))
     listed = sorted(int(match.group(1)) for match in found if match is not None)
@@ -108,7 +108,7 @@ def list_slots(storage: Storage, *, taken: int = -1) -> list[int]:
 
 
 def read_entry(storage: Storage, slot: int) -> Entry:
-    """The entry of a slot. Raises `WireError` where it is damaged, `ObjectMissing` where there is none."""
+    """Return the entry of a slot. Raises `WireError` if it is damaged, and `ObjectMissing` if there is none."""
     entry = entry_from_bytes(storage.read(slot_path(slot)))
     if entry.slot != slot:
         raise WireError(f"this is the entry of slot {entry.slot}: a file is in another's place")
@@ -118,11 +118,11 @@ def read_entry(storage: Storage, slot: int) -> Entry:
 def read_log(
     storage: Storage, *, slots: Iterable[int] | None = None, taken: int = -1, known: Mapping[int, Entry] | None = None
 ) -> LogView:
-    """Read the whole log (or ``slots``) with several requests at once; damaged entries and holes are reported.
+    """Read the whole log (or ``slots``) with several requests at once; report damaged and missing entries.
 
-    ``taken`` as in `list_slots`. Entries that are ``known`` are not read again: they never change.
+    ``taken``: see `list_slots`. ``known`` entries are not read again, because entries never change.
 
-    Raises `NewerFormat` where an entry was written by a newer major version, and `StorageError` where the store fails.
+    Raises `NewerFormat` if a newer major version has written an entry, and `StorageError` if the store fails.
     """
     listed = list_slots(storage, taken=taken) if slots is None else sorted(slots)
     entries: dict[int, Entry] = {slot: known[slot] for slot in listed if slot in known} if known else {}
@@ -153,10 +153,11 @@ def _entry_or_damage(storage: Storage, slot: int) -> Entry | Damage:
 
 
 def put_entry(storage: Storage, entry: Entry) -> None:
-    """Put an entry into its slot. Raises `SlotTaken` where another one is there, `StorageError` where the store fails.
+    """Put an entry into its slot. Raises `SlotTaken` if the slot holds another entry, and `StorageError` if the store
+    fails.
 
-    A failed put may have happened all the same, and may be repeated without harm: the slot is read back, and our bytes
-    in it mean success.
+    A put that failed may have happened all the same. It is safe to repeat: the slot is read back, and our bytes in it
+    mean success.
     """
     path, data = slot_path(entry.slot), entry_to_bytes(entry)
     for tries_left in range(_PUT_TRIES - 1, -1, -1):

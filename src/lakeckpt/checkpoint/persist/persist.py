@@ -1,11 +1,11 @@
-"""How does a rank's share reach storage?  Files of tensors, each streamed and durable, then the record that names them.
+"""This module writes the share of a rank to storage: files of tensors, and then the part that names them.
 
-The third stage of a save. Large tensors are cut into slabs; those that an earlier save wrote already are referred to.
-The others are packed into files of about 256 MiB that are named by their content, several written at once. Beside that
-it is asked whether the memory is intact. The record is put last, so that a part that can be read names only objects
-that are durable and hold what was captured. Nothing here decides what is whose: see ``agreement``.
+Large tensors are cut into slabs. Slabs that an earlier save has written are referred to; the others are packed into
+files of about 256 MiB that are named by their content, several written at once. Meanwhile another thread checks that
+the memory is intact. The part is put last, so that a part that can be read names only objects that are durable and hold
+what was captured. Which rank writes what is decided elsewhere (``agreement``).
 
-Imports without torch: it takes bytes. Its threads are started and joined inside `persist`.
+The module imports without torch: it takes bytes. `persist` starts and joins its threads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OwnedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slab:
-    """What of a tensor is written, or not, by itself."""
+    """A part of a tensor that is written, or referred to, by itself."""
 
     spec: TensorSpec
     data: memoryview
@@ -74,9 +74,9 @@ def persist(
     earlier: Earlier | None = None,
     intact: Callable[[], None] = lambda: None,
 ) -> PartRecord:
-    """Write the share of ``rank`` and publish its part. Raises `StorageError` or `SaveFailed`; then it is not there.
+    """Write the share of ``rank`` and publish its part. Raises `StorageError` or `SaveFailed`; then there is no part.
 
-    ``earlier``: what the rank's last committed part holds; what is in it and unchanged is not written again.
+    ``earlier``: the files of the rank's last committed part; unchanged slabs in it are not written again.
     ``intact``: see `lakeckpt.checkpoint.state.staged.StagedCut`; what it raises goes through.
     """
     earlier = Earlier() if earlier is None else earlier

@@ -1,50 +1,42 @@
-"""How do ranks agree when none of them waits for another's process?  Through immutable records in storage.
+"""This module lets the agents of a job compare facts through immutable records in the storage of the run.
 
-For each round of an agreement every rank puts what it says beside the parts of the save; rank 0 reads all of it and
-puts what follows (or what is wrong with it), which the others wait for: two puts deep, however many ranks there are.
-Names are of the save, the round and the rank, and are written once. A rank that gives the save up leaves its note
-there, and everybody who waits sees it; one that is silent is named when the deadline has passed.
+In each round every rank puts its facts beside the parts of the save; rank 0 reads them all and puts the answer, which
+the other ranks wait for: two puts deep, however many ranks there are. Names are of the save, the round and the rank,
+and are written once. A rank that gives the save up leaves its note there, and every rank that waits sees it; a rank
+that writes nothing is named when the time is over.
 
-It needs no process group, no port and no thread, and works between processes that never run at the same time.
-Retention removes the records with the parts. Imports without torch.
+The records need no process group and no port, and serve processes that never run at the same time. Retention removes
+them with the parts. The module imports without torch; threads that read are started and joined within a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from lakeckpt.checkpoint.failures import failure_published, gave_up
-from lakeckpt.checkpoint.format.fields import fields_of, taken
+from lakeckpt.checkpoint.failures import published_failure
 from lakeckpt.checkpoint.format.parts import PARTS, SaveId
-from lakeckpt.checkpoint.persist.agreement import Merge
-from lakeckpt.core.intervals import Intervals
-from lakeckpt.errors import (
-    CheckpointError,
-    MissingRanksError,
-    ObjectMissing,
-    SaveFailed,
-    TrackingError,
-    WireError,
-    error_of,
-)
+from lakeckpt.errors import MissingRanksError, ObjectMissing, SaveFailed, WireError
 from lakeckpt.lake.storage.base import Storage
-from lakeckpt.tracking.tally import name_ranks
+from lakeckpt.tracking.rounds import (
+    Rounds,
+    answer_to_bytes,
+    facts_from_bytes,
+    facts_to_bytes,
+    tally_from_bytes,
+)
+from lakeckpt.tracking.tally import Tally, name_ranks, ranks_of
 from lakeckpt.tracking.waiting import LONGEST_S, Waiter, poll
-from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = ["RecordTalk"]
 
-_KIND, _VERSION = "said", (1, 0)
 _READ_THREADS = 16
 _T = TypeVar("_T")
 
 
-class RecordTalk:
-    """What one rank says of one save, and hears: a `lakeckpt.checkpoint.persist.agreement.Talk`. Made anew for
-    each save.
-    """
+class RecordTalk(Rounds):
+    """The rounds of one rank for one save."""
 
     def __init__(
         self,
@@ -59,87 +51,66 @@ class RecordTalk:
         linger_s: float = 0.0,
         pause_s: float = LONGEST_S,
     ) -> None:
-        """``still``: called whenever nothing was heard yet; raises where there is nobody to wait for any more.
-        ``linger_s``: how much longer than ``timeout_s`` others may take until they begin. ``pause_s``: how long it
-        waits at the most before it looks again."""
-        self.rank, self.world_size = rank, world_size
+        """``still``: called whenever nothing was found yet; raises where there is nobody to wait for any more.
+        ``linger_s``: how much longer than ``timeout_s`` others may take until they begin. ``pause_s``: the longest
+        pause between two looks."""
+        super().__init__(rank=rank, world_size=world_size)
         self._storage, self._save = storage, save
+        self._folder = f"{PARTS}/{save.folder}"
         self._waiter, self._timeout_s = waiter, timeout_s
         self._still, self._linger_s, self._pause_s = still, linger_s, pause_s
-        self._round = 0
 
-    def combine(self, data: bytes, merge: Merge, /) -> bytes:
-        """See `Talk`. Raises on every rank what ``merge`` raised on rank 0, `MissingRanksError` naming the ranks that
-        did not say anything in time, and `SaveFailed` naming one that gave the save up."""
-        number, self._round = self._round, self._round + 1
-        if self.world_size == 1:
-            return merge([data])
+    def state_alone(self, facts: Mapping[str, str]) -> None:
+        """Take part in a round without waiting for it: rank 0 answers with its own facts."""
+        number = self._next_round()
         if self.rank:
-            self._put(f"{self.rank:05d}.says-{number}", {"data": data})
-            return self._hear(number)
-        try:
-            said = self._collect(number)
-            result = merge([data, *(said[rank] for rank in sorted(said))])
-        except TrackingError as error:
-            self._put(f"said-{number}", {"error": error.kind, "text": str(error)})
-            raise
-        self._put(f"said-{number}", {"data": result})
-        return result
+            self._send(number, facts_to_bytes(facts))
+        elif self.world_size > 1:
+            self._answer(number, answer_to_bytes(Tally.of([facts])))
 
-    def settle(self, data: bytes) -> None:
-        """Say what follows, whatever others say, on rank 0; on others, what `combine` does, without hearing of it."""
-        number, self._round = self._round, self._round + 1
-        if self.world_size > 1:
-            self._put(f"{self.rank:05d}.says-{number}" if self.rank else f"said-{number}", {"data": data})
+    def _send(self, number: int, data: bytes) -> None:
+        self._storage.put(f"{self._folder}/{self.rank:05d}.facts-{number}", [data])
 
-    def _put(self, name: str, value: Mapping[str, object]) -> None:
-        self._storage.put(f"{self._folder}/{name}", [dumps(dict(value), kind=_KIND, version=_VERSION)])
+    def _answer(self, number: int, data: bytes) -> bytes:
+        self._storage.put(f"{self._folder}/answer-{number}", [data])
+        return data
 
-    @property
-    def _folder(self) -> str:
-        return f"{PARTS}/{self._save.folder}"
-
-    def _collect(self, number: int) -> dict[int, bytes]:
-        """What each of the other ranks says."""
-        found: dict[int, bytes] = {}
-        others = range(1, self.world_size)
-        names = {f"{self._folder}/{rank:05d}.says-{number}": rank for rank in others}
+    def _collect(self, number: int) -> Sequence[Mapping[str, str]]:
+        names = {f"{self._folder}/{rank:05d}.facts-{number}": rank for rank in range(1, self.world_size)}
+        found: dict[str, Mapping[str, str]] = {}
 
         def look() -> bool | None:
             listed = {info.path for info in self._storage.list(self._folder)}
-            try:
-                self._refuse_given_up(listed)
-            except CheckpointError as error:  # the others look for what rank 0 puts, and not for every rank's note
-                self._put(f"said-{number}", {"error": error.kind, "text": str(error)})
-                raise
-            new = [path for path in listed & names.keys() if names[path] not in found]
-            for path, document in zip(new, pool.map(self._read, new), strict=True):
-                found[names[path]] = taken(document, "data", bytes)
-            if len(found) == len(others):
+            failed = [rank for rank in range(1, self.world_size) if self._save.failure_path(rank) in listed]
+            if failed:  # the other ranks look for the answer of rank 0, and not for the note of every rank
+                failure = published_failure(self._storage, self._save, failed[0])
+                assert failure is not None
+                self._answer(number, answer_to_bytes(failure))
+                raise failure
+            new = [path for path in names if path in listed and path not in found]
+            found.update(zip(new, pool.map(lambda path: self._read(path, facts_from_bytes), new), strict=True))
+            if len(found) == len(names):
                 return True
             self._still()
             return None
 
         timeout_s = self._timeout_s + self._linger_s
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-records") as pool:
-            is_complete = self._poll(look, timeout_s)
+            is_complete = poll(look, waiter=self._waiter, timeout_s=timeout_s, longest_s=self._pause_s)
         if is_complete is None:
-            silent = Intervals.of([(rank, rank + 1) for rank in others if rank not in found])
+            silent = ranks_of(rank for path, rank in names.items() if path not in found)
             raise MissingRanksError(
-                f"{name_ranks(silent)} of {self.world_size} said nothing of the save of step {self._save.step} within "
+                f"{name_ranks(silent)} of {self.world_size} wrote nothing of the save of step {self._save.step} within "
                 f"{timeout_s:g} s: see the logs of their agents; nothing was committed"
             )
-        return found
+        return [found[path] for path in names]
 
-    def _hear(self, number: int) -> bytes:
-        """What follows from what all say, as rank 0 has put it."""
-        path = f"{self._folder}/said-{number}"
-
-        def look() -> Mapping[str, object] | None:
+    def _await_answer(self, number: int) -> Tally:
+        def look() -> Tally | None:
             try:
-                return self._read(path)
+                return self._read(f"{self._folder}/answer-{number}", tally_from_bytes)
             except ObjectMissing:
-                failure = failure_published(self._storage, self._save, 0)
+                failure = published_failure(self._storage, self._save, 0)
                 if failure is not None:
                     raise failure from None
                 self._still()
@@ -147,27 +118,16 @@ class RecordTalk:
 
         # Rank 0 waits for all others first, as long as it may.
         timeout_s = 2 * self._timeout_s + self._linger_s
-        heard = self._poll(look, timeout_s)
-        if heard is None:
+        answer = poll(look, waiter=self._waiter, timeout_s=timeout_s, longest_s=self._pause_s)
+        if answer is None:
             raise MissingRanksError(
-                f"rank 0 of {self.world_size} did not say what follows for the save of step {self._save.step} within "
+                f"rank 0 of {self.world_size} did not answer for the save of step {self._save.step} within "
                 f"{timeout_s:g} s: see the log of its agent; nothing was committed"
             )
-        if "error" in heard:
-            raise error_of(taken(heard, "error", str), taken(heard, "text", str), otherwise=TrackingError)
-        return taken(heard, "data", bytes)
+        return answer
 
-    def _read(self, path: str) -> Mapping[str, object]:
+    def _read(self, path: str, decode: Callable[[bytes], _T]) -> _T:
         try:
-            document = loads(self._storage.read(path), kind=_KIND, supported=_VERSION)
-            return fields_of(document.value, "what a rank says")
+            return decode(self._storage.read(path))
         except WireError as error:
             raise SaveFailed(f"{path} does not read back as it was written: {error}") from error
-
-    def _poll(self, look: Callable[[], _T | None], timeout_s: float) -> _T | None:
-        return poll(look, waiter=self._waiter, timeout_s=timeout_s, longest_s=self._pause_s)
-
-    def _refuse_given_up(self, listed: set[str]) -> None:
-        for rank in range(self.world_size):
-            if rank != self.rank and (path := self._save.failure_path(rank)) in listed:
-                raise gave_up(self._storage, path, rank)

@@ -1,11 +1,11 @@
-"""Which data may go?  What no kept checkpoint refers to, and only behind a newer commit that was verified.
+"""This module removes the data that no kept checkpoint refers to, behind a newer commit that was verified.
 
-The checkpoints of the history that a `Keep` rule names keep their data, files of earlier saves that they refer to among
-them. Everything else that this attempt or an earlier one wrote is removed: older checkpoints, abandoned branches, saves
+The checkpoints of the history that a `Keep` rule names keep their data, and the files of earlier saves that they refer
+to. All other data of this attempt and of earlier attempts are removed: older checkpoints, abandoned branches, and saves
 that were never committed. The log and the index are never touched, so that the record outlives the data. An attempt
-that has been superseded removes nothing, and where a record of what is needed cannot be read, everything stays.
+that was superseded removes nothing. If a record of what is needed cannot be read, everything stays.
 
-Imports without torch.
+The module imports without torch. `prune` starts and joins the threads that read parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FOLDER = re.compile(r"(?:parts|objects)/([0-9]{10})/([0-9]{12})-([0-9]{6})/[^/]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Committed:
-    """What is remembered of a commit."""
+    """The values of a commit that retention needs."""
 
     slot: int
     parent: int | None
@@ -66,10 +66,10 @@ class Retention:
             self._files[ref.path] = frozenset(file.path for file in part.files)
 
     def prune(self, newest: Manifest, keep: Keep) -> int:
-        """Remove what is not needed behind ``newest``, which this attempt has just committed; the number of objects
-        removed. Safe to be killed at any moment, and to be repeated.
+        """Remove what is not needed behind ``newest``, which this attempt has just committed. Return the number of
+        objects removed. It is safe to be killed at any moment, and to be repeated.
 
-        `CheckpointDamaged` where it cannot be read what is needed: everything stays, until it can, or need not be.
+        Raises `CheckpointDamaged` if a record of what is needed cannot be read: then everything stays.
         """
         self._known[newest.slot] = _Committed.of(newest)
         objects, parts = self._storage.list(OBJECTS), self._storage.list(PARTS)
@@ -84,11 +84,11 @@ class Retention:
         return len(doomed)
 
     def clear(self, save: SaveId) -> None:
-        """Remove the files of tensors of a save that was not committed, and that nobody works at any more."""
+        """Remove the files of tensors of a save that was not committed, and that no rank works at any more."""
         delete_all(self._storage, [info.path for info in self._storage.list(f"{OBJECTS}/{save.folder}")])
 
     def _kept(self, newest: Manifest, keep: Keep, there: set[SaveId]) -> list[_Committed]:
-        """The checkpoints that must stay."""
+        """Return the checkpoints that must stay."""
         if keep.looks_back and not self._has_read_all:
             self._known |= {one.slot: _Committed.of(one) for one in read_log(self._storage).manifests}
             self._has_read_all = True
@@ -100,7 +100,7 @@ class Retention:
         return [one for one in whole if one.slot in slots]
 
     def _needed(self, kept: Sequence[_Committed]) -> frozenset[str]:
-        """The files that the parts of ``kept`` name."""
+        """Return the files that the parts of ``kept`` name."""
         refs = {ref.path: (one.save, ref) for one in kept for ref in one.parts}
         self._files = {path: files for path, files in self._files.items() if path in refs}
         unread = [path for path in refs if path not in self._files]
@@ -134,8 +134,8 @@ class Retention:
 
 def _unreadable(path: str, of: str, why: object) -> CheckpointDamaged:
     return CheckpointDamaged(
-        f"{path} {of} cannot be read ({why}), and it says what must stay: so everything does until it is mended, or "
-        "the rule (keep=) does not need it any more. `lakeckpt verify` says what else is damaged"
+        f"{path} {of} cannot be read ({why}), and it names what must stay: so everything stays until it can be read, "
+        "or the rule (keep=) does not need it any more. `lakeckpt verify` lists what else is damaged"
     )
 
 

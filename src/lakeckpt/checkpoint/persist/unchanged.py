@@ -1,13 +1,13 @@
-"""What of a rank's share lies in storage already?  Slabs whose content is that of the part before are referred to.
+"""This module finds which slabs of a rank's share lie in storage already, so that they are referred to.
 
-A part names files by their path, and a file that an earlier save wrote serves as well as one of its own: nothing in
-storage ever changes. So frozen layers, buffers, and those slabs of a table that no step touched are not written
-again. A file stays as long as one kept checkpoint refers to it, wherever its other slabs are: to bound what that
-costs, a file is referred to only while at least half of its bytes are needed; what is left of the others is written
-anew, apart from what changed, and will be referred to from then on.
+A part names files by their path, and a file that an earlier save wrote serves as well as a new file: nothing in storage
+ever changes. So frozen layers, buffers, and slabs of a table that no step touched are not written again. A file stays
+as long as one kept checkpoint refers to it, wherever its other slabs are. To bound that cost, a file is referred to
+only while at least half of its bytes are needed; the needed slabs of other files are written again, apart from what
+changed, and are referred to from then on.
 
-Only what is committed is referred to, and only by the attempt that goes on from there: see `Earlier`. Pure. Imports
-without torch.
+Only committed parts are referred to, and only by the attempt that goes on from them: see `Earlier`. The module is pure
+and imports without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.format.parts import FileRecord, PartRecord
 __all__ = ["Earlier", "Wanted"]
 
 Wanted = tuple[TensorSpec, bytes]
-"""What a slab is, and the digest of its content."""
+"""The spec of a slab, and the digest of its content."""
 
 _LEAST_LIVE = 0.5
 """The part of a file's bytes that must still be referred to."""
@@ -38,14 +38,14 @@ class Earlier:
 
     @classmethod
     def of(cls, part: PartRecord) -> Earlier:
-        """What ``part``, which was committed, holds."""
+        """Return the files of ``part``, which was committed."""
         places = {(slab.spec, slab.digest): slab.file for one in part.tensors for slab in one.slabs}
         return cls(files=part.files, places=places)
 
     def found(self, wanted: Iterable[Wanted]) -> dict[Wanted, FileRecord]:
-        """Those of ``wanted`` that need not be written, with the file that holds each.
+        """Return the ``wanted`` slabs that need not be written, with the file that holds each.
 
-        Slabs without bytes are written anew: that costs nothing, and keeps no file.
+        Slabs without bytes are written again: that costs nothing, and keeps no file.
         """
         by_file: defaultdict[int, list[Wanted]] = defaultdict(list)
         for one in wanted:

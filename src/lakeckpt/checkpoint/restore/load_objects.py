@@ -30,11 +30,12 @@ from lakeckpt.checkpoint.restore.apply import apply, differences, is_large, refu
 from lakeckpt.checkpoint.restore.in_place import load_in_place
 from lakeckpt.checkpoint.restore.pinning import Pins, fit_readers, go_to, records_at
 from lakeckpt.checkpoint.restore.remap import records_remapped
-from lakeckpt.checkpoint.restore.votes import Together, texts, told, verdict
+from lakeckpt.checkpoint.restore.votes import Together, texts, verdict
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.open import open_storage
-from lakeckpt.tracking.exchange import Exchange, Solo
+from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.readers import selection_of
 
 __all__ = ["MOST_TRIES", "Choice", "load"]
@@ -93,7 +94,7 @@ def load(
     storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
     if exchange is None:
         alone = world_size == 1 and group is None
-        exchange = Solo() if alone else exchange_of(group, timeout_s, alone=False)
+        exchange = Exchange() if alone else exchange_of(group, timeout_s, alone=False)
     try:
         check_topology(exchange, rank, world_size)
         return _Loading(storage, exchange, objects, step).run()
@@ -181,7 +182,7 @@ class _Loading:
             work()
         except Exception as error:
             failure = error
-        votes = {} if failure is None else {verdict(failure): told(failure)}
+        votes = {} if failure is None else {verdict(failure): error_to_text(failure)}
         tally = self._all.settle(votes, failure, f"other ranks could not load slot {slot}: ")
         reasons = texts(tally, "damaged")
         if reasons:

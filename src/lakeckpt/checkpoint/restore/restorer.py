@@ -31,7 +31,6 @@ import torch
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
 from lakeckpt.checkpoint.format.manifest import Captured, Manifest, ReaderRecord
-from lakeckpt.checkpoint.persist.agreement import everyone
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import index_path
 from lakeckpt.checkpoint.persist.indexes import documents_of, filtered, offer, save
@@ -47,11 +46,11 @@ from lakeckpt.checkpoint.restore.in_place import load_in_place
 from lakeckpt.checkpoint.restore.pinning import Pins, fit_readers, go_to, pins_of_rank_0, records_at, versions_of_ranks
 from lakeckpt.checkpoint.restore.remap import records_remapped
 from lakeckpt.checkpoint.restore.votes import Together, texts, verdict
-from lakeckpt.checkpoint.restore.votes import told as _told
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
 from lakeckpt.errors import ArenaError, CheckpointDamaged, NewerFormat, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.readers import selection_of
 from lakeckpt.tracking.tally import Tally
 
@@ -200,7 +199,7 @@ class Restorer:
             except (ArenaError, OSError) as error:
                 warnings.warn(_UNSEEN.format(self._exchange.rank, error), DamageWarning, stacklevel=6)
         text = " ".join(sorted(f"{one.to_text()}={cut.hex()}" for one, cut in mine.items()))
-        said = everyone(self._exchange, {"memory": text}).facts["memory"]
+        said = self._exchange.everyone({"memory": text}).facts["memory"]
         common = set.intersection(*(set(text.split()) for text in said))
         cuts = {Captured.from_text(one.partition("=")[0]) for one in common} - self._forgotten
         return max(cuts, key=lambda one: (one.step, one.attempt), default=None)
@@ -240,7 +239,7 @@ class Restorer:
             failure = error
         votes = {}
         if failure is not None:
-            votes = {verdict(failure, of_memory=which[1] is not None): _told(failure)}
+            votes = {verdict(failure, of_memory=which[1] is not None): error_to_text(failure)}
         if chosen is not None:
             votes = {f"{_GIVEN_UP}{name}": reason for name, reason in chosen.pins.given_up.items()}
         tally = self._all.settle(votes, failure)
@@ -372,7 +371,7 @@ class Restorer:
         try:
             votes = versions_of_ranks(self._objects)
         except Exception as error:
-            failure, votes = error, {"refused": _told(error)}
+            failure, votes = error, {"refused": error_to_text(error)}
         said = self._all.settle(votes, failure).facts
         if all(len(values) == 1 for values in said.values()):
             return
@@ -432,7 +431,7 @@ class Restorer:
             work()
         except Exception as error:
             failure = error
-        votes = {} if failure is None else {verdict(failure): _told(failure)}
+        votes = {} if failure is None else {verdict(failure): error_to_text(failure)}
         tally = self._all.settle(votes, failure, f"other ranks could not apply {chosen.name}: ")
         if "damaged" in tally.facts:
             self._go_back()

@@ -1,25 +1,24 @@
-"""How do all ranks do one thing, so that what fails on one fails on all?  Work, then a vote; failures raise everywhere.
+"""This module lets all ranks do one piece of work and vote: what fails on one rank fails on all.
 
-Used where ranks restore together. The work of a vote never talks to other ranks itself: a rank that fails before it
-comes to that votes at once, the others take its vote for the answer to what they ask, and then wait for another one.
-Talks through the exchange that it is given, and does nothing else.
+All ranks restore together by it. The work of a vote never talks to other ranks itself: a rank that fails before such a
+message votes at once, and the others would take its vote for the answer to the message. The module communicates only
+through the exchange that it is given, and starts no threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
 
-from lakeckpt.checkpoint.persist.agreement import everyone
-from lakeckpt.errors import ArenaDamaged, CheckpointDamaged, CheckpointError, LakeckptError, WireError, error_of
+from lakeckpt.errors import ArenaDamaged, CheckpointDamaged, CheckpointError, LakeckptError, WireError
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.notes import error_from_text, error_to_text
 from lakeckpt.tracking.tally import Tally
 
-__all__ = ["Together", "texts", "told", "verdict"]
+__all__ = ["Together", "texts", "verdict"]
 
 
 class Together:
-    """What one rank does with all others. All call the same methods in the same order."""
+    """What one rank does with all others. All ranks call the same methods in the same order."""
 
     __slots__ = ("_exchange",)
 
@@ -33,54 +32,49 @@ class Together:
             work()
         except Exception as error:
             failure = error
-        self.settle({} if failure is None else {"refused": told(failure)}, failure)
+        self.settle({} if failure is None else {"refused": error_to_text(failure)}, failure)
 
     def settle(self, votes: dict[str, str], failure: Exception | None, what: str = "") -> Tally:
-        """The votes of all ranks. A vote ``refused`` raises on all: this rank's own ``failure`` where it gave it."""
-        tally = everyone(self._exchange, votes)
+        """Return the votes of all ranks. A vote ``refused`` raises on all ranks: on a rank that gave it, its own
+        ``failure``."""
+        tally = self._exchange.everyone(votes)
         if "refused" in tally.facts:
             if failure is not None and "refused" in votes:
                 raise failure
-            _raise_said(next(iter(tally.facts["refused"])), what + tally.describe("refused"))
+            raise _of_kind(tally.value("refused"), what + tally.describe("refused"))
         return tally
 
     def told_by_rank_0(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
-        """What ``work`` says on rank 0, on every rank; what it raises there is raised everywhere."""
+        """Return on every rank what ``work`` returns on rank 0; what it raises there is raised on all."""
         words: dict[str, str] = {}
         failure: Exception | None = None
         if self._exchange.rank == 0:
             try:
                 words = work()
             except Exception as error:
-                failure, words = error, {"failed": told(error)}
-        tally = everyone(self._exchange, words)
+                failure, words = error, {"failed": error_to_text(error)}
+        tally = self._exchange.everyone(words)
         if failure is not None:
             raise failure
-        every = {name: next(iter(values)) for name, values in tally.facts.items()}
+        every = {name: tally.value(name) for name in tally.facts}
         if "failed" in every:
-            _raise_said(every["failed"], f"rank 0 could not restore: {every['failed']}")
+            raise _of_kind(every["failed"], f"rank 0 could not restore: {every['failed']}")
         return every
 
 
 def verdict(error: Exception, *, of_memory: bool = False) -> str:
-    """Whether an older checkpoint may do. A cut in memory (``of_memory``) is never needed: where it is not damaged, it
-    is ``unfit``, and a checkpoint that does not fit either says so for itself."""
+    """Return whether an older checkpoint may do. A cut in memory (``of_memory``) is never needed: where it is not
+    damaged, it is ``unfit``, and a checkpoint that does not fit either says so for itself."""
     if isinstance(error, (CheckpointDamaged, ArenaDamaged)) or (of_memory and isinstance(error, WireError)):
         return "damaged"
     return "unfit" if of_memory else "refused"
 
 
-def told(error: Exception) -> str:
-    """An error in a vote."""
-    kind = error.kind if isinstance(error, LakeckptError) else type(error).__name__
-    return f"{kind}: {error}"
-
-
 def texts(tally: Tally, fact: str) -> list[str]:
-    """What ranks have `told` of a fact, without the kinds of the errors."""
-    return sorted({said.partition(": ")[2] for said in tally.facts.get(fact, ())})
+    """Return the messages of the errors that ranks have stated as a fact."""
+    return sorted({text.partition(": ")[2] for text in tally.facts.get(fact, ())})
 
 
-def _raise_said(words: str, text: str) -> NoReturn:
-    """Raise what another rank has `told`, with this ``text``."""
-    raise error_of(words.partition(":")[0], text, otherwise=CheckpointError)
+def _of_kind(error: str, message: str) -> LakeckptError:
+    """Return an error of the kind of ``error`` (`error_to_text`), with another message."""
+    return type(error_from_text(error, otherwise=CheckpointError))(message)

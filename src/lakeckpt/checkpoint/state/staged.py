@@ -89,8 +89,6 @@ class StagedCut:
     """reader → its pending records up to the cut, since the newest commit or an earlier one."""
     metric: float | None = None
     """How good the state is, where the training loop said so."""
-    documents: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
-    """path → what makes a document that must be there before the commit: indexes of tables."""
     intact: Callable[[], None] = lambda: None
     """Raises where the memory of the tensors is not as it was captured. Asked while they are written, on another
     thread; nothing is published before it has returned."""

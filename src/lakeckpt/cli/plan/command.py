@@ -14,7 +14,7 @@ from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_ti
 from lakeckpt.cli.plan.columns import ColumnBytes, column_bytes, has_page_checksums
 from lakeckpt.cli.plan.facts import Topology, plan_facts, warnings_of
 from lakeckpt.cli.plan.filters import filter_of_json
-from lakeckpt.cli.run_place import options_of
+from lakeckpt.cli.run_arguments import options_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.storage.base import describe

@@ -1,1 +1,1 @@
-"""Loaders and wrappers of other libraries."""
+"""This package fits datasets and loaders to loaders and wrappers of other libraries."""

@@ -82,7 +82,7 @@ def check_dealers(topology: tuple[int, int], *, at_start: bool = True) -> str:
 
 
 def _is_stateful(loader: object) -> bool:
-    """Whether accelerate reads by torchdata's StatefulDataLoader, and keeps its state as of what the loop received."""
+    """Return whether accelerate reads by torchdata's StatefulDataLoader, whose state is of what the loop received."""
     return bool(getattr(loader, "use_stateful_dataloader", False))
 
 
@@ -90,7 +90,7 @@ _LIGHTNING = frozenset({"lightning.pytorch.utilities.combined_loader", "pytorch_
 
 
 def counts_steps() -> bool:
-    """Whether what called the caller of this is Lightning, saving or loading a checkpoint."""
+    """Return whether Lightning called the caller of this function, to save or load a checkpoint."""
     return _asked_by(3)
 
 
@@ -125,7 +125,7 @@ class Prepared:
     use_stateful_dataloader = True
     """``save_state`` and ``load_state`` of an accelerator are to have the loader's state."""
     end_of_dataloader = False
-    """Whether the batch that the loop has is the last one of the epoch."""
+    """True where the batch that the loop has is the last batch of the epoch."""
     remainder = -1
     """Rows that the last batch has too many: none is ever repeated to fill it."""
 
@@ -178,5 +178,5 @@ class EpochSetter(Sampler[None]):
 
     def set_epoch(self, epoch: int) -> None:
         """See `LakeLoader.set_epoch`. An iterator of which nothing was asked yet goes on there."""
-        if (told := self._set_epoch()) is not None:
-            told(epoch)
+        if (found := self._set_epoch()) is not None:
+            found(epoch)

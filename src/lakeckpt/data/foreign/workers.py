@@ -36,7 +36,7 @@ _EPOCH, _LANES, _ITERATION, _INSIDE = range(4)
 
 
 class SharedEpoch:
-    """Which epoch workers read: four numbers in memory that a process shares with the workers that it starts.
+    """The epoch that workers read, in four numbers of memory that a process shares with the workers that it starts.
 
     A deep copy has memory of its own, and nobody has begun to read it.
     """
@@ -61,17 +61,17 @@ class SharedEpoch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a worker has begun to read since the last `go_to`."""
+        """True where a worker has begun to read since the last `go_to`."""
         return bool(self._numbers[_ITERATION])
 
     @property
     def is_inside(self) -> bool:
-        """Whether the main process went to a place in the midst of the epoch."""
+        """True where the main process went to a place in the midst of the epoch."""
         return bool(self._numbers[_INSIDE])
 
     @property
     def has_lanes(self) -> bool:
-        """Whether the number of lanes is agreed on."""
+        """True where the number of lanes is agreed on."""
         return bool(self._numbers[_LANES])
 
     def go_to(self, epoch: int, *, inside: bool = False) -> None:
@@ -96,24 +96,22 @@ class WorkerPlace:
     """The place of worker ``worker`` of ``workers``: its part of the state of a StatefulDataLoader."""
 
     state: ReaderState
-    """Its ``step`` is the next one of this worker, or the one at which its turns began."""
+    """Its ``step`` is the next one of this worker, or 0."""
     worker: Count
     workers: Positive
-    origin: Count
-    """The step at which the workers' turns began."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.worker < self.workers or self.origin < 0:
-            raise ValueError(f"no such worker: {self.worker} of {self.workers}, from step {self.origin}")
+        if not 0 <= self.worker < self.workers:
+            raise ValueError(f"no such worker: {self.worker} of {self.workers}")
 
     @property
     def next_step(self) -> int:
         """The next step of this worker."""
-        return self.state.step + (self.worker - (self.state.step - self.origin)) % self.workers
+        return self.state.step + (self.worker - self.state.step) % self.workers
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of the epoch is left for this worker."""
+        """True where nothing of the epoch is left for this worker."""
         steps = Plan(self.state).steps
         return steps is not None and self.next_step >= steps
 
@@ -224,7 +222,7 @@ class WorkerTurns:
             progress.begin_epoch(progress.epoch if shared.epoch is None else shared.epoch)
         lanes = shared.agree_lanes(progress.settled(world_size, workers).segment.num_lanes)
         progress.settle(world_size, workers, num_lanes=lanes)
-        return WorkerPlace(state=progress.state, worker=worker, workers=workers, origin=progress.state.step)
+        return WorkerPlace(state=progress.state, worker=worker, workers=workers)
 
     def _steps(self, place: WorkerPlace, rank: int) -> Iterator[Any]:
         plan, workers, step = Plan(place.state), place.workers, place.next_step
@@ -237,8 +235,8 @@ class WorkerTurns:
             step += workers
         if plan.steps is None or step < plan.steps:
             raise StateUnavailable(
-                f"what worker {place.worker} of {workers} reads of epoch {place.state.epoch} ended before step {step} "
-                f"of {plan.steps}: go on with a new iterator, iter(loader)"
+                f"the iterator of worker {place.worker} of {workers} over epoch {place.state.epoch} ended before step "
+                f"{step} of {plan.steps}: go on with a new iterator, iter(loader)"
             )
 
 

@@ -1,1 +1,1 @@
-"""Where a reader is, and of which rows."""
+"""This package keeps the place of a reader in its rows, and chooses which rows those are."""

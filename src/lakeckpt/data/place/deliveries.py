@@ -38,7 +38,7 @@ class ReadAheadWarning(ConsumptionWarning):
 
 
 class Deliveries:
-    """What one loader has delivered in this process."""
+    """Counts what one loader has delivered in this process."""
 
     __slots__ = (
         "__weakref__",
@@ -68,11 +68,11 @@ class Deliveries:
 
     @property
     def is_saved(self) -> bool:
-        """Whether a manager saves the place of the loader."""
+        """True where a manager saves the place of the loader."""
         return self._name is not None
 
     def delivered(self, iteration: int) -> None:
-        """The loop was given a batch (in row-wise use: a row) by the iterator with this number."""
+        """Note that the iterator with this number gave the loop a batch (in row-wise use: a row)."""
         if iteration != self._iteration:
             self._iteration, self._fresh, self._recent = iteration, True, 0
         self._count += 1
@@ -85,21 +85,21 @@ class Deliveries:
             self.check_stepped()
 
     def end(self) -> None:
-        """The loop was given the end of the rows."""
+        """Note that the loop saw the end of the rows."""
         self._over = True
 
     def begin_run(self, name: str) -> None:
-        """A manager tracks the loader as ``name`` from now on: what was delivered before is not of its run."""
+        """Note that a manager tracks the loader as ``name`` from now on: earlier deliveries are not of its run."""
         self._primed = None if self._over else self._iteration
         self.take()
         self._name, self._steps = name, 0
 
     def saved(self) -> None:
-        """A manager saves the place of the loader and does not track it: there is nothing to warn of."""
+        """Note that there is nothing to warn of: the place of the loader is saved without tracking, or never."""
         self._name, self._steps = "", 1
 
     def take(self) -> Given:
-        """What was delivered since the last call; called at each step, by the thread that steps."""
+        """Return what was delivered since the last call. The thread that steps calls it at each step."""
         given = Given(
             batches=self._count,
             elsewhere=bool(self._threads - {get_ident()}),
@@ -120,5 +120,5 @@ class Deliveries:
 
 
 def unsaved() -> int:
-    """How many batches loaders of this process whose place no manager saves have delivered."""
+    """Return how many batches were delivered by loaders of this process whose place no manager saves."""
     return sum(one._count for one in list(_EVERY) if not one.is_saved)

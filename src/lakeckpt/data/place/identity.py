@@ -1,7 +1,8 @@
-"""What is the order of a dataset's rows a function of, and what changed since a state was made?
+"""This module makes the identity of a dataset's order of rows, and says in words how two identities differ.
 
-`IdentityOf` gives a dataset's `Identity` when it is asked: where rows are filtered, they must be counted first.
-`differing` tells two identities apart in words, a filter by name. `state_of_job` reads the state that names one.
+`IdentityOf` makes a dataset's `Identity` when it is asked, because rows that are filtered must be counted first.
+`differing` names the fields in which a state's identity differs from the dataset's, and `at_version` takes an identity
+to another table version. The module reads no rows itself, and starts no threads.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import pyarrow as pa
 
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.state import Identity
 from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table.table import Table
 
-__all__ = ["IdentityOf", "at_version", "differing", "state_of_job"]
+__all__ = ["IdentityOf", "at_version", "differing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,6 @@ class IdentityOf:
             endless=self.endless,
             version=str(version) if version.name else "",
         )
-
-
-def state_of_job(plain: object) -> ReaderState:
-    """Return the reader state that ``plain`` is; StateError where it is none."""
-    return ReaderState.from_plain(plain)
 
 
 _WORDS = "{} in this dataset, {} in the state"

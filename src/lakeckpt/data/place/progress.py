@@ -1,10 +1,9 @@
-"""Where is this process in the data?  The bookkeeping behind a dataset or loader: states, receipts, stretches.
+"""This module keeps the place of one process in the data, behind a dataset or a loader.
 
 `Progress` plans an epoch for a topology, hands out assignments, and moves on as the training loop receives them. It
-remembers the *runs* (stretches of unbroken progress) since the last checkpoint, so that what the ledger records is what
-the loop really got: where a state was not loaded, or an epoch was begun again, that shows.
-
-It reads no rows and talks to nobody.
+keeps the *runs* since the last checkpoint (`lakeckpt.data.place.runs`), so the ledger records what the loop really got,
+also where a state was loaded or an epoch was begun again. It reads no rows, asks no other process, and starts no
+threads.
 """
 
 from __future__ import annotations
@@ -43,45 +42,24 @@ class Progress:
         self._pin(identity)
         self.last_receipt: Receipt | None = None
         self.over = False
-        """Whether the loop has seen the end of the epoch at hand."""
+        """True once the loop has seen the end of the epoch at hand."""
         self._batch_size, self._num_lanes, self._row_wise = batch_size, num_lanes, row_wise
         self._accept = accept_changes
         self._first_epoch = 0
         self._begun = Runs()
-        self._made: ReaderState | None
+        self._state: ReaderState | None = None
         self._reached = 0
-        self._state = None
+        """The steps that were delivered. `_now` makes a state of it: one for each micro-batch would be felt."""
         self._settled: tuple[int, int] | None = None
         self._plan: Plan | None = None
         self._iteration, self._began = 0, -1
         self.deliveries = Deliveries(row_wise=row_wise)
 
-    # --- what was delivered, in one number: states are made when they are asked for, not for every micro-batch
-
-    @property
-    def _state(self) -> ReaderState | None:
-        state = self._made
-        if state is not None and self._reached != state.step:
-            state = self._made = state.moved(step=self._reached)
-            self._begun.reach(state)
-        return state
-
-    @_state.setter
-    def _state(self, state: ReaderState | None) -> None:
-        self._made = state
-        self._reached = 0 if state is None else state.step
-
-    @property
-    def _runs(self) -> Runs:
-        """The runs since the mark; the last one ends with the state at hand."""
-        _ = self._state  # asking for the state moves the end of the last run up to it
-        return self._begun
-
     # --- what is asked
 
     @property
     def identity(self) -> Identity:
-        """What the order of rows is a function of. Where rows are filtered, they are counted for it."""
+        """The identity of the order of rows. Where rows are filtered, asking for it counts them."""
         if isinstance(self._identity, IdentityOf):
             self._identity = self._identity()
         return self._identity
@@ -93,26 +71,28 @@ class Progress:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a state to go on from: one that was loaded, or settled for an iteration."""
+        """True where there is a state to go on from: a state that was loaded, or settled for an iteration."""
         return self._state is not None
 
     @property
     def at_start(self) -> bool:
-        """Whether nothing of the epoch at hand has been delivered."""
-        return self._state is None or self.over or _is_start(self._state)
+        """True where nothing of the epoch at hand has been delivered."""
+        state = self._now()
+        return state is None or self.over or _is_start(state)
 
     @property
-    def tables(self) -> set[str]:
-        """The digests of the tables that something was delivered of since the mark, and of the one at hand."""
-        return self._runs.tables
+    def runs(self) -> Runs:
+        """The runs since the mark; the last run ends with the state at hand."""
+        self._now()
+        return self._begun
 
     def accepts(self, change: str) -> bool:
-        """Whether the user accepts a difference between states and the dataset."""
+        """Return whether the user accepts this difference between states and the dataset."""
         return change in self._accept
 
     def goes_on_elsewhere(self, state: ReaderState) -> bool:
-        """Whether ``state`` needs nothing of the table version it names, where versions move: of an epoch not begun, or
-        all read."""
+        """Return whether versions move and ``state`` needs nothing of the version that it names: its epoch has not
+        begun, or is all read."""
         return self._moves and not state.identity.endless and (_is_start(state) or Plan(state).at_end)
 
     @property
@@ -128,35 +108,30 @@ class Progress:
         return self._plan
 
     def knows_lanes(self, world_size: int) -> bool:
-        """Whether the number of lanes was given, or follows from a state, however many workers there will be."""
+        """Return whether the number of lanes is known without that of the workers: it was given, or a state has it."""
         stored = None if self._state is None else self._state.segment.num_lanes
         return self._num_lanes is not None or (stored is not None and stored % world_size == 0)
 
     @property
     def state(self) -> ReaderState:
         """The state of all that was delivered; `settle` first."""
-        assert self._state is not None
-        return self._next_epoch(self._state.epoch + 1) if self.over else self._state
+        state = self._now()
+        assert state is not None
+        return self._start_of(state.epoch + 1, state) if self.over else state
 
     def at(self, receipt: Receipt | None) -> ReaderState:
         """Return the state of all up to ``receipt``, or of all that was delivered.
 
         Raises StateUnavailable for a receipt that is not one of this process's recent ones.
         """
-        if receipt is None:
-            return self.state
-        return self._runs.at(receipt)
-
-    def receipt_of(self, number: int, rank: int) -> Receipt:
-        """Return the receipt with this `Receipt.number`, of a batch that ``rank`` was delivered since the mark."""
-        return self._runs.numbered(number, rank)
+        return self.state if receipt is None else self.runs.at(receipt)
 
     # --- what changes the place
 
     def settle(self, world_size: int, workers: int, *, num_lanes: int | None = None) -> None:
         """Plan for a topology: from the start, or going on from the state that was loaded or reached.
 
-        ``num_lanes`` are those that were agreed on with other processes, a multiple of ``world_size``.
+        ``num_lanes`` is the number that was agreed on with other processes, a multiple of ``world_size``.
         """
         if self._state is not None and self._settled == (world_size, workers) and not self.over:
             return
@@ -167,19 +142,18 @@ class Progress:
 
     def settled(self, world_size: int, workers: int, *, num_lanes: int | None = None) -> ReaderState:
         """Return the state that `settle` would go on from."""
-        stored = None if self._state is None else self._state.segment.num_lanes
+        state = self._now()
+        stored = None if state is None else state.segment.num_lanes
         num_lanes = num_lanes or fit_lanes(self._num_lanes, stored, world_size, workers)
         check_lanes(num_lanes)
         topology = {"num_lanes": num_lanes, "batch_size": self._batch_size, "world_size": world_size}
-        if self._state is None or self.over:
+        if state is None or self.over:
             return start(self.identity, epoch=self.epoch, **topology)
-        return replan(self._state, **topology)
+        return replan(state, **topology)
 
     def following(self, state: ReaderState) -> ReaderState:
-        """The start of the epoch after that of ``state``, in the order of this identity."""
-        num_lanes, batch_size, world_size = state.segment.topology
-        epoch = state.epoch + 1
-        return start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
+        """Return the start of the epoch after that of ``state``, in the order of this identity."""
+        return self._start_of(state.epoch + 1, state)
 
     def load(self, state: ReaderState, *, ahead: int = 0) -> None:
         """Go on from ``state``; StateMismatch, without a change, where it is of another order of rows.
@@ -222,7 +196,7 @@ class Progress:
         if self._state is None:
             self._first_epoch = epoch
         else:
-            self._set(self._next_epoch(epoch))
+            self._set(self._start_of(epoch, self._state))
             self._settled = None  # at an end there was nothing to plan anew: it is of the topology before
 
     def move_to(self, identity: Identity | IdentityOf) -> None:
@@ -233,11 +207,11 @@ class Progress:
         self._first_epoch = epoch
         if self._state is not None:
             self.last_receipt = None
-            self._set(self._next_epoch(epoch))
+            self._set(self._start_of(epoch, self._state))
             self._settled = None
 
     def read_rest(self, later: Identity | IdentityOf) -> None:
-        """The identity at hand is of the rest of one epoch; the epochs after it are in the order of ``later``."""
+        """Note that the identity at hand is of the rest of one epoch; later epochs are in the order of ``later``."""
         self._later = later
 
     def _leave_rest(self) -> None:
@@ -246,8 +220,8 @@ class Progress:
             self._later = None
 
     def repin(self, identity: Identity | IdentityOf) -> Callable[[], None]:
-        """Go on in the order of another table version, from nowhere: a state is loaded next. Returns what undoes it."""
-        before = {**self.__dict__, "_begun": self._runs.copy()}
+        """Go on in the order of another table version; a state is loaded next. Return a function that undoes it."""
+        before = {**self.__dict__, "_begun": self.runs.copy()}
         self._pin(identity)
         self.last_receipt, self.over = None, False
         self._state = self._settled = self._plan = self._later = None
@@ -270,7 +244,7 @@ class Progress:
         return self._iteration
 
     def is_newest(self, iteration: int | None) -> bool:
-        """Whether nothing has begun and no place was changed since ``iteration`` began."""
+        """Return whether nothing has begun and no place was changed since ``iteration`` began."""
         return iteration == self._iteration
 
     def check(self, iteration: int) -> None:
@@ -289,40 +263,41 @@ class Progress:
         self.deliveries.delivered(self._iteration)
 
     def turn(self, rank: int, *, loaded: bool = False) -> None:
-        """End the epoch at hand where the loop received its last batch, and asked for no more before it begins again.
+        """End the epoch at hand, where the loop received its last batch and then began anew instead of asking for more.
 
-        Loops that count steps never ask; of an epoch that has nothing for ``rank`` they take nothing. After loading a
-        state of that place the loop is to see the end once, unless ``loaded`` says that it counted.
+        Loops that count steps never ask for more than there is; they take nothing of an epoch that has nothing for
+        ``rank``. A state of the end of an epoch that was loaded shows the loop that end once. ``loaded``: the loop
+        counted, and has seen it.
         """
         last, state, began = self.last_receipt, self._state, self._began == self._iteration
         if state is None or self.over:
             return
         took = last is not None and last.epoch == state.epoch
-        # Row by row, an epoch's very last rows may not suffice for all ranks. Which of them have got theirs, the others
-        # do not know: so each says that it is where it was until it begins again.
         plan, step, left = self.plan, self._reached, True
         if self._row_wise and (took or began):
+            # An epoch's last step may not have a row for every rank. A rank does not know which of the others have got
+            # theirs, so its state stays before that step until it begins the next epoch.
             of_this_job = last is None or not took or last.world_size == plan.segment.world_size
             left = not of_this_job or plan.has_rows(last.rank if took and last else rank, from_step=step)
         if not left or ((took or loaded or began) and plan.steps == step):
             self.finish()
 
     def end(self, step: int) -> None:
-        """Note that what the loop reads ended before ``step``. `StateUnavailable` where there is more of the epoch."""
+        """Note that the iteration ended before ``step``. Raises StateUnavailable where there is more of the epoch."""
         if step != self.plan.steps:
             raise StateUnavailable(
-                f"what reads epoch {self.epoch} ended before step {step} of {self.plan.steps}, where it was given up: "
+                f"the iterator over epoch {self.epoch} was closed and ended before step {step} of {self.plan.steps}: "
                 "go on with a new iterator, iter(loader)"
             )
         self.finish()
 
     def finish(self) -> None:
-        """Note that the loop saw the end of the epoch at hand: of all ranks' rows, also where others had the last."""
+        """Note that the loop saw the end of the epoch at hand, also where the last rows went to other ranks."""
         if self.plan.steps is not None:
             self._reached = self.plan.steps
         self.over, self._began = True, -1
         self.deliveries.end()
-        self._runs.finish(moves=self._moves)
+        self.runs.finish(moves=self._moves)
         self._leave_rest()
 
     def assignments(self, rank: int) -> Iterator[Assignment]:
@@ -333,26 +308,24 @@ class Progress:
             yield plan.assignment(step, rank)
             step += 1
 
-    # --- what a checkpoint asks
-
-    def mark(self, receipt: Receipt | None) -> None:
-        """Forget what was consumed up to ``receipt`` (None: all that was delivered): it has been recorded."""
-        self._runs.mark(receipt)
-
-    def stretches(self, receipt: Receipt | None) -> list[tuple[ReaderState, ReaderState]]:
-        """Return (from, to) for what was consumed since the mark, up to ``receipt``."""
-        return self._runs.stretches(receipt)
-
     # --- inside
 
+    def _now(self) -> ReaderState | None:
+        """Return the state of all that was delivered, and move the end of the last run there."""
+        state = self._state
+        if state is not None and self._reached != state.step:
+            state = self._state = state.moved(step=self._reached)
+            self._begun.reach(state)
+        return state
+
     def _set(self, state: ReaderState) -> None:
-        runs = self._runs
-        self._state, self._plan, self.over = state, None, False
+        runs = self.runs
+        self._state, self._reached, self._plan, self.over = state, state.step, None, False
         runs.begin(state)
 
-    def _next_epoch(self, epoch: int) -> ReaderState:
-        assert self._state is not None
-        num_lanes, batch_size, world_size = self._state.segment.topology
+    def _start_of(self, epoch: int, state: ReaderState) -> ReaderState:
+        """Return the start of ``epoch``, in the order of this identity and the topology of ``state``."""
+        num_lanes, batch_size, world_size = state.segment.topology
         return start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
 
 

@@ -39,7 +39,7 @@ class LoaderReader:
 
     @property
     def identity(self) -> Identity:
-        """What the order of rows is a function of."""
+        """The identity of the order of rows."""
         return self._loader.identity
 
     @property
@@ -54,7 +54,7 @@ class LoaderReader:
 
     @property
     def num_workers(self) -> int:
-        """How many worker processes the loader starts."""
+        """The number of worker processes that the loader starts."""
         return self._loader.num_workers
 
     @property
@@ -87,7 +87,7 @@ class LoaderReader:
 
     @property
     def deliveries(self) -> Deliveries:
-        """What the loop was given since the last step."""
+        """Counts what the loop was given since the last step."""
         return self._loader._progress.deliveries
 
     def receipt_of(self, number: int) -> Receipt:
@@ -96,20 +96,20 @@ class LoaderReader:
         Raises StateUnavailable where no such batch was delivered since the last checkpoint.
         """
         self._loader._settle()
-        return self._loader._progress.receipt_of(number, self._loader.topology[0])
+        return self._loader._progress.runs.numbered(number, self._loader.topology[0])
 
     def mark(self, at: Receipt | None = None) -> None:
         """Forget what was consumed up to ``at``: a checkpoint has recorded it."""
         self._loader._settle()
-        self._loader._progress.mark(at)
+        self._loader._progress.runs.mark(at)
 
     def stretches(self, at: Receipt | None = None) -> list[tuple[ReaderState, ReaderState]]:
         """Return what was consumed since the mark up to ``at``, as (from, to) pairs of states of one epoch each."""
         self._loader._settle()
-        return self._loader._progress.stretches(at)
+        return self._loader._progress.runs.stretches(at)
 
     def offer_selection(self, found: RowSelection) -> bool:
-        """Take a saved selection for counted; return whether it was needed, and is of this table and filter."""
+        """Take a saved selection instead of counting; return whether it was needed, and fits table and filter."""
         return self._loader.dataset._versions.at_hand.offer(found)
 
     @property
@@ -122,7 +122,7 @@ class LoaderReader:
         return self._loader.dataset._versions.fit(ReaderState.from_plain(state), saved, look=look)
 
     def repin(self, index: TableIndex) -> Callable[[], None]:
-        """Read the table version that ``index`` pins; a state is loaded next. Returns what undoes it."""
+        """Read the table version that ``index`` pins; a state is loaded next. Return a function that undoes it."""
         return self._loader.dataset._versions.repin(index)
 
     def next_epoch(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""What did the training loop really get since the last checkpoint?  `Runs`: stretches of unbroken progress.
+"""This module keeps the runs of a loader: stretches of unbroken progress since the last checkpoint.
 
 A run is what was delivered of one epoch (or one endless stream) between two states, without a gap. Where a state was
-loaded, or an epoch begun again, another run begins, so that the ledger tells of both. A checkpoint *marks* the place up
-to which it recorded them; what is before it is forgotten.
+loaded, or an epoch was begun again, another run begins, so the ledger records both. A checkpoint *marks* the place up
+to which it recorded them, and everything before the mark is forgotten.
 
-A receipt is of the run that dealt its micro-batch. It reads no rows.
+A receipt is of the run that dealt its micro-batch. The module reads no rows, and starts no threads.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Run:
     start: ReaderState
     end: ReaderState
     ended_without_step: bool = False
-    """Whether an epoch ended with it that no other state tells of: it says so without progress."""
+    """True where an epoch ended without a step, and no other state shows that: the ledger must have the run."""
 
     @property
-    def says_something(self) -> bool:
-        """Whether the ledger must have it."""
+    def is_recorded(self) -> bool:
+        """True where the ledger must have the run."""
         return self.ended_without_step or self.start.step != self.end.step
 
     def has(self, receipt: Receipt) -> bool:
-        """Whether what ``receipt`` is of was delivered in it; or just before it, where it begins at a mark."""
+        """Return whether the batch of ``receipt`` was delivered in this run, or just before its start (a mark)."""
         segment = self.end.segment
         if (self.end.epoch, segment.world_size) != (receipt.epoch, receipt.world_size) or receipt.step < segment.step:
             return False
@@ -45,7 +45,7 @@ class Run:
         return self._plan.assignment(receipt.step, receipt.rank).receipt == receipt
 
     def numbered(self, number: int, rank: int) -> Receipt | None:
-        """The receipt of ``rank`` with this `Receipt.number`, or None where it was not delivered in this run."""
+        """Return the receipt of ``rank`` with this `Receipt.number`; None where it was not delivered in this run."""
         endless = self.end.identity.endless
         epoch, step = (0, number) if endless else divmod(number, EPOCH_NUMBERS)
         if epoch != self.end.epoch or not self.end.segment.step <= step < self.end.step or step < self.start.step - 1:
@@ -54,7 +54,7 @@ class Run:
 
     @cached_property
     def _plan(self) -> Plan:
-        """That of all of it, which is of one segment: made when it is first asked about a receipt."""
+        """The plan of the whole run, which is of one segment. It is made when a receipt is first looked up."""
         return Plan(self.end)
 
 
@@ -65,7 +65,7 @@ class Runs:
         self._runs = list(runs)
 
     def copy(self) -> Runs:
-        """The same runs, to which others may be added."""
+        """Return the same runs; runs that are added to the copy are not added here."""
         return Runs(self._runs)
 
     # --- what is asked
@@ -76,11 +76,11 @@ class Runs:
         return {run.end.identity.table for run in self._runs}
 
     def at(self, receipt: Receipt) -> ReaderState:
-        """The state of all up to ``receipt``; StateUnavailable where it is of none of the runs."""
+        """Return the state of all up to ``receipt``; StateUnavailable where it is of none of the runs."""
         return _after(self._run_of(receipt).end, receipt)
 
     def numbered(self, number: int, rank: int) -> Receipt:
-        """The receipt of ``rank`` with this `Receipt.number`; StateUnavailable where it is of none of the runs."""
+        """Return the receipt of ``rank`` with this `Receipt.number`; StateUnavailable where no run has it."""
         for run in reversed(self._runs):
             found = run.numbered(number, rank)
             if found is not None:
@@ -91,31 +91,31 @@ class Runs:
         )
 
     def stretches(self, receipt: Receipt | None) -> list[tuple[ReaderState, ReaderState]]:
-        """(from, to) of what was consumed since the mark, up to ``receipt`` (None: all)."""
+        """Return (from, to) of each run since the mark, up to ``receipt`` (None: all)."""
         runs = self._runs
         if receipt is not None:
             last = self._run_of(receipt)
             runs = [*runs[: runs.index(last)], Run(start=last.start, end=_after(last.end, receipt))]
-        return [(run.start, run.end) for run in runs if run.says_something]
+        return [(run.start, run.end) for run in runs if run.is_recorded]
 
     # --- what changes them
 
     def begin(self, state: ReaderState) -> None:
-        """Begin a run at ``state``. A run without progress says nothing, so it gives way; else it is kept."""
-        if self._runs and not self._runs[-1].says_something:
+        """Begin a run at ``state``, in place of a run before it that the ledger need not have."""
+        if self._runs and not self._runs[-1].is_recorded:
             self._runs.pop()
         self._runs.append(Run(start=state, end=state))
 
     def reach(self, state: ReaderState) -> None:
-        """The run that goes on has come to ``state``."""
+        """Note that the last run has come to ``state``."""
         self._runs[-1].end = state
 
     def finish(self, *, moves: bool) -> None:
-        """Note that the loop saw the end of the epoch. ``moves``: whether the next one may be of another version."""
+        """Note that the loop saw the end of the epoch. ``moves``: the next epoch may be of another table version."""
         for run in self._runs[-1:]:
             begin = run.start
-            tells = moves if begin.base is None else begin.identity.rows > 0
-            run.ended_without_step = tells and begin == run.end and begin.step == 0
+            is_needed = moves if begin.base is None else begin.identity.rows > 0
+            run.ended_without_step = is_needed and begin == run.end and begin.step == 0
 
     def mark(self, receipt: Receipt | None) -> None:
         """Forget what was consumed up to ``receipt`` (None: all)."""

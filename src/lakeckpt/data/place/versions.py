@@ -1,11 +1,12 @@
-"""Which version of its table does a dataset read, and when does it go on with another one?
+"""This module chooses the version of its table that a dataset reads.
 
-A dataset reads the version that it was opened with, or the one that a restored state names (`Versions.fit` looks
-whether that one is still there, `Versions.repin` goes to it). With ``on_new_version="next_epoch"`` it goes on with the
-newest one where an epoch begins (`Versions.move`): all ranks with the same, which the first of them finds. Inside of an
-epoch a version is never changed.
+A dataset reads the version that it was opened with, or the version that a restored state names (`Versions.fit` looks
+whether that version is still there, `Versions.repin` goes to it). With ``on_new_version="next_epoch"`` it goes on with
+the newest version where an epoch begins (`Versions.move`): all ranks with the same version, which the first rank finds.
+Inside of an epoch a version is never changed.
 
-Reads listings and footers only when asked to look; counts no rows (`lakeckpt.data.place.selecting` does).
+The module reads listings and footers only when it is asked to look. It counts no rows (`lakeckpt.data.place.selecting`
+does), and starts no threads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.options import ReadOptions
-from lakeckpt.data.place.broadcast import hear_first
+from lakeckpt.data.place.broadcast import found_by_first
 from lakeckpt.data.place.identity import IdentityOf
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.selecting import Selecting
@@ -48,7 +49,7 @@ class Pinned:
         return None if self.selecting is None else self.selecting.filter
 
     def offer(self, found: RowSelection) -> bool:
-        """Take a selection that was saved for counted; tells whether it was needed, and is of this version."""
+        """Take a saved selection instead of counting; return whether it was needed, and is of this version."""
         return self.selecting is not None and self.selecting.offer(found)
 
     @property
@@ -59,20 +60,20 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How a dataset goes on from a state."""
+    """The way in which a dataset goes on from a state."""
 
     index: TableIndex | None = None
-    """The version to go to first (`Versions.repin`); None: the one at hand does."""
+    """The version to go to first (`Versions.repin`); None: the version at hand is the right one."""
     excluding: TableIndex | None = None
-    """What ``index`` becomes with the row groups that the table excludes now: the rest of the state's epoch goes on
-    with it. None: ``index`` excludes the same ones."""
+    """``index`` with the row groups that the table excludes now: the rest of the state's epoch goes on with it. None:
+    ``index`` excludes the same row groups."""
     given_up: str = ""
-    """Why the rest of the state's epoch is given up and the next one begun; empty: it is not."""
+    """The reason for which the rest of the state's epoch is dropped and the next epoch begun; empty: it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinning:
-    """What a dataset wants of every version of its table."""
+    """The way in which a dataset reads every version of its table."""
 
     columns: Sequence[str] | None
     """None: all of each version."""
@@ -85,7 +86,7 @@ class Pinning:
     endless: bool
 
     def pin(self, table: Table) -> Pinned:
-        """``table`` as it is read. `SchemaError` and `ConfigError` where it cannot be."""
+        """Return ``table`` as it is read. Raises SchemaError and ConfigError where it cannot be read so."""
         if self.nulls is not None:
             names = None if self.columns is None else list(self.columns)
             check_convertible(select_columns(table.schema, names), nulls=self.nulls)
@@ -106,7 +107,7 @@ def check_moves(table: Table, options: ReadOptions, *, endless: bool) -> None:
 
 
 class Versions:
-    """The versions that one dataset reads, in the main process. ``at_hand`` is the one that is read now."""
+    """The versions that one dataset reads, in the main process. ``at_hand`` is the version that is read now."""
 
     def __init__(
         self,
@@ -121,41 +122,41 @@ class Versions:
         self._source = source
         self._progress = progress
         self._moves = options.on_new_version == "next_epoch"
-        self._gives_up = options.on_version_gone == "next_epoch"
+        self._drops = options.on_version_gone == "next_epoch"
         self._is_new = True
         self._read = {pinned.table.index.digest: pinned}
 
     def __getstate__(self) -> dict[str, Any]:
-        # What counts rows is told to the main process alone, and other processes read one version.
+        # Only the main process reports its counting, and other processes read one version.
         read = {self.at_hand.table.index.digest: self.at_hand}
         return {**self.__dict__, "_pinning": replace(self._pinning, counting=None), "_read": read}
 
     def check_worker(self) -> None:
-        """`ConfigError` in a worker of somebody else's DataLoader, where versions move."""
+        """Raise ConfigError in a worker of somebody else's DataLoader, where versions move."""
         if self._moves:
             raise ConfigError(
-                'on_new_version="next_epoch" was asked for, and the workers of a torch DataLoader cannot be told of a '
-                "new version: use lakeckpt.LakeLoader"
+                'on_new_version="next_epoch" was asked for, and the workers of a torch DataLoader never learn of a new '
+                "version: use lakeckpt.LakeLoader"
             )
 
     @property
     def read(self) -> list[Pinned]:
-        """Those that something was read of since the last checkpoint, and the one at hand."""
+        """The versions that something was read of since the last checkpoint, and the version at hand."""
         whole = self.at_hand.table.index.whole
         if whole.digest not in self._read:  # an epoch that begins is of it, before anything was read of it
             self._read[whole.digest] = self._of(whole)
-        needed = {self.at_hand.table.index.digest, whole.digest, *self._progress.tables}
+        needed = {self.at_hand.table.index.digest, whole.digest, *self._progress.runs.tables}
         self._read = {digest: one for digest, one in self._read.items() if digest in needed}
         return list(self._read.values())
 
     # --- after a restore
 
     def fit(self, state: ReaderState, saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
-        """How to go on from ``state``; with ``look``, after a look whether the version that it names is still there.
+        """Return how to go on from ``state``. With ``look``, compare the files of its version with the store first.
 
-        ``saved`` gives the index with a digest that was kept beside the state, or None. Raises `TableVersionGone` and
-        `DataFileChanged` where files of the version are gone or others, unless what is left of it is to be given up;
-        `SchemaError` where the version has not got the columns.
+        ``saved`` returns the index with a digest that was kept beside the state, or None. Raises `TableVersionGone` and
+        `DataFileChanged` where files of the version are gone or others, unless the rest of the epoch is to be dropped;
+        `SchemaError` where the version lacks a column.
         """
         wanted, live = state.identity.table, self.at_hand.table
         if self._progress.accepts("table") or self._progress.goes_on_elsewhere(state):
@@ -175,7 +176,7 @@ class Versions:
             if look:
                 live.at(index).verify()
         except DataFileChanged as error:
-            if self._gives_up and not state.identity.endless:
+            if self._drops and not state.identity.endless:
                 return Fit(given_up=str(error))
             raise _with_advice(error, state) from None
         if excluding == index:
@@ -194,15 +195,15 @@ class Versions:
         )
         if state.identity.endless:
             raise StateMismatch(f"{text}: begin a new run, or open the table with the exclude= that it had")
-        if self._gives_up:
-            return Fit(given_up=f"{text}, so that the rows left of epoch {state.epoch} cannot be told")
+        if self._drops:
+            return Fit(given_up=f"{text}, so that the rows left of epoch {state.epoch} are not known")
         raise StateMismatch(
-            f"{text}, so that the rows left of epoch {state.epoch} cannot be told. "
-            'ReadOptions(on_version_gone="next_epoch") gives the rest of the epoch up and begins the next one'
+            f"{text}, so that the rows left of epoch {state.epoch} are not known. "
+            'ReadOptions(on_version_gone="next_epoch") drops the rest of the epoch and begins the next epoch'
         )
 
     def repin(self, index: TableIndex) -> Callable[[], None]:
-        """Read the version that ``index`` pins; the place is lost. Returns what undoes both."""
+        """Read the version that ``index`` pins; the place is lost. Return a function that undoes both."""
         before = self.at_hand
         pinned = self._of(index)
         undo = self._progress.repin(pinned.identity)
@@ -219,10 +220,10 @@ class Versions:
     # --- where an epoch begins
 
     def move(self, *, explicit: tuple[int, int] | None, dp_group: Any) -> None:
-        """Where an epoch begins: go on with the newest version, if the dataset moves (collective); from the rest of an
-        epoch to its whole version, else.
+        """Change the version where an epoch begins: from the rest of an epoch to its whole version, and to the newest
+        version, if the dataset moves (collective).
 
-        Raises on all ranks what looking for it raised on the first one.
+        Raises on all ranks what looking for the newest version raised on the first rank.
         """
         if self.at_hand.table.index.rest is not None and self._progress.at_start:
             self._continue_with(self.at_hand.table.index.whole)
@@ -231,7 +232,7 @@ class Versions:
         if not self._progress.at_start:
             self._is_new = False
             return
-        data = hear_first(self._newest, explicit=explicit, dp_group=dp_group)
+        data = found_by_first(self._newest, explicit=explicit, dp_group=dp_group)
         self._is_new = False
         index = TableIndex.loads(data)
         if index.digest != self.at_hand.table.index.digest:
@@ -273,7 +274,7 @@ class Versions:
         self.at_hand = pinned
         self._read[pinned.table.index.digest] = pinned
         columns = None if self._pinning.columns is None else list(self._pinning.columns)
-        self._source.repin(pinned.table, columns, pinned.selecting)
+        self._source.pin(pinned.table, columns, pinned.selecting)
 
     def _check_types(self, index: TableIndex) -> None:
         """`SchemaError` where a column that is read has another type in the version to move to."""
@@ -288,7 +289,7 @@ class Versions:
 
 
 def _compare_etags(live: Table, saved: TableIndex) -> None:
-    """Two indexes of one digest: the same paths, sizes and footers, and yet the store may tell that bytes differ."""
+    """Raise DataFileChanged where two indexes with the same paths, sizes and footers have other ETags."""
     other = [
         f"{path!r} has the ETag {now}, not {then}"
         for path, now, then in zip(live.index.paths, live.index.etags, saved.etags, strict=True)
@@ -314,8 +315,8 @@ def _with_advice(error: DataFileChanged, state: ReaderState) -> DataFileChanged:
                 "--key COLUMN` carries its place over to the newest version; "
             )
         text += (
-            'ReadOptions(on_version_gone="next_epoch") gives the rest of the epoch up and begins the next one with '
-            "the newest version"
+            'ReadOptions(on_version_gone="next_epoch") drops the rest of the epoch and begins the next epoch with the '
+            "newest version"
         )
     if isinstance(error, TableVersionGone):
         return TableVersionGone(text, files=error.files)

@@ -1,1 +1,1 @@
-"""Worker processes of a LakeLoader."""
+"""This package runs the worker processes of a LakeLoader."""

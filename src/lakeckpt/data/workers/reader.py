@@ -18,14 +18,12 @@ gone. Nobody joins the thread.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
 import pickle
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,16 +33,13 @@ from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from lakeckpt.core.plan import Assignment, Plan
-from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.source import BatchSource
 from lakeckpt.data.workers.groups import Group
-from lakeckpt.data.workers.packing import Packed, PlainPacking, pack
-from lakeckpt.data.workers.slots import ALIGNMENT, SlotMemory, Slots
+from lakeckpt.data.workers.packing import pack
+from lakeckpt.data.workers.slots import SlotMemory, Slots
 from lakeckpt.errors import LakeckptError
-from lakeckpt.reading.columns.plain import PlainRows
 
 __all__ = ["Beginning", "Limits", "Task", "WorkerInit", "WorkerReader"]
 
@@ -53,7 +48,7 @@ _GROUP_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Where an iteration begins: what a worker plans from."""
+    """The place where an iteration begins, from which a worker plans."""
 
     state: ReaderState
     rank: int
@@ -61,7 +56,7 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How large a group may be. One micro-batch is always allowed."""
+    """The limits of a group. One micro-batch is always allowed."""
 
     size_bytes: int
     micro_batches: int
@@ -74,53 +69,78 @@ class Task:
     """A request for a worker's next group."""
 
     beginning: Beginning | None
-    """Given in the first task of an iteration for each worker."""
+    """Given in the first task of an iteration."""
     free: list[int]
     """Slots that may be written again."""
-    wanted: bool
-    """False: the loop has enough from this worker for now. The worker answers with an empty group."""
 
 
 class WorkerReader(Dataset[Group]):
-    """Returns a `Group` for each `Task`. Worker number n writes to ``memories[n]``."""
+    """Returns a `Group` for each `Task`, in worker ``worker`` of ``workers``; it writes to ``memory``."""
 
-    def __init__(self, dataset: LakeDataset, memories: list[SlotMemory], limits: Limits) -> None:
+    def __init__(self, dataset: LakeDataset, memory: SlotMemory, worker: int, workers: int, limits: Limits) -> None:
         self.dataset = dataset
-        self._memories, self._limits = memories, limits
-        self._writer: _GroupWriter | None = None
+        self._memory, self._worker, self._workers, self._limits = memory, worker, workers, limits
+        self._slots = Slots(memory, spare_bytes=limits.spare_bytes)
+        self._ahead: Ahead | None = None
+        """The rest of the iteration; None: nothing is left."""
+        self._groups = 0
 
     def __getitem__(self, task: Task) -> Group:
-        if self._writer is None:
-            info = get_worker_info()
-            assert info is not None, "it is read in worker processes only"
-            memory = self._memories[info.id]
-            self._writer = _GroupWriter(self.dataset._source, info.id, info.num_workers, memory, self._limits)
-        return self._writer.group(task)
+        self._slots.free(task.free)
+        if task.beginning is not None:
+            mine = _assignments(task.beginning, self._worker, self._workers)
+            self._ahead, self._groups = Ahead(self.dataset._source, mine), 0
+        group = Group(self._memory.number)
+        if self._ahead is not None:
+            try:
+                self._fill(group, self._ahead)
+            except Exception as error:
+                group.error, self._ahead = _crossing(error, self._worker), None
+        group.over = self._ahead is None
+        return group
+
+    def _fill(self, group: Group, ahead: Ahead) -> None:
+        most, until = min(self._limits.micro_batches, 1 << min(self._groups, 20)), 0.0
+        self._groups += 1
+        while len(group.written) < most and group.size_bytes < self._limits.size_bytes:
+            if group.written and (time.monotonic() >= until or not ahead.is_ready):
+                return
+            receipt, value = next(ahead, (None, None))
+            if receipt is None:
+                self._ahead = None
+                return
+            until = until or time.monotonic() + _GROUP_S
+            packed = pack(value, receipt)
+            offset = self._slots.take(packed.size_bytes)
+            packed.copy_to(self._memory.address + offset)
+            group.add(receipt.step, offset, packed.size_bytes, packed.pickle_at)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInit:
-    """The ``worker_init_fn`` of the DataLoader inside, which calls the user's.
+    """The ``worker_init_fn`` of the DataLoader of worker ``worker`` of ``workers``, which calls the user's.
 
-    `torch.utils.data.get_worker_info` knows the user's dataset afterwards.
+    `torch.utils.data.get_worker_info` knows the user's dataset and all workers afterwards.
     """
 
+    worker: int
+    workers: int
     worker_init_fn: Callable[[int], None] | None
 
-    def __call__(self, worker: int) -> None:
+    def __call__(self, _: int) -> None:
         """Prepare this process. A StopIteration becomes a RuntimeError, which does not end the loop in silence."""
         gc.freeze()  # a collection need not look at what is there now
         _end_with_main()
         info = get_worker_info()
         assert info is not None and isinstance(info.dataset, WorkerReader)
         torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset.dataset
+            id=self.worker, num_workers=self.workers, seed=info.seed, dataset=info.dataset.dataset
         )
         if self.worker_init_fn is not None:
             try:
-                self.worker_init_fn(worker)
+                self.worker_init_fn(self.worker)
             except StopIteration as error:
-                raise RuntimeError(f"worker_init_fn raised StopIteration in worker {worker}") from error
+                raise RuntimeError(f"worker_init_fn raised StopIteration in worker {self.worker}") from error
 
 
 def _end_with_main() -> None:
@@ -139,76 +159,6 @@ def _end_with_main() -> None:
 def _exit_after(main: Any) -> None:
     main.join()  # it waits for the sentinel
     os._exit(1)
-
-
-class _GroupWriter:
-    """One worker's side of all iterations."""
-
-    def __init__(self, source: BatchSource, worker: int, workers: int, memory: SlotMemory, limits: Limits) -> None:
-        self._source, self._worker, self._workers = source, worker, workers
-        self._memory, self._slots = memory, Slots(memory, spare_bytes=limits.spare_bytes)
-        self._limits = limits
-        self._ahead: _PackedAhead | None = None
-        """What is left of the iteration; None: nothing."""
-        self._groups = 0
-
-    def group(self, task: Task) -> Group:
-        """Return the group that ``task`` asks for."""
-        self._slots.free(task.free)
-        if task.beginning is not None:
-            mine = _assignments(task.beginning, self._worker, self._workers)
-            self._ahead, self._groups = _PackedAhead(self._source, mine), 0
-        group = Group(worker=self._worker, memory=self._memory.number)
-        if task.wanted and self._ahead is not None:
-            try:
-                self._fill(group, self._ahead)
-            except Exception as error:
-                group.error, self._ahead = _crossing(error, self._worker), None
-        group.over = self._ahead is None
-        return group
-
-    def _fill(self, group: Group, ahead: _PackedAhead) -> None:
-        most, until = min(self._limits.micro_batches, 1 << min(self._groups, 20)), 0.0
-        self._groups += 1
-        while len(group.written) < most and group.size_bytes < self._limits.size_bytes:
-            if group.written and (time.monotonic() >= until or not self._source.is_ready):
-                return
-            receipt, packed = next(ahead, (None, None))
-            if receipt is None or packed is None:
-                self._ahead = None
-                return
-            until = until or time.monotonic() + _GROUP_S
-            group.add(receipt, packed.form, self._written(packed), packed.size_bytes, packed.sizes)
-
-    def _written(self, packed: Packed) -> int:
-        """Copy a micro-batch into a slot, and return its offset."""
-        if not packed.size_bytes:
-            return 0
-        offset = self._slots.take(packed.size_bytes)
-        at = self._memory.address + offset
-        for address, size in packed.leaves:
-            if size:
-                ctypes.memmove(at, address, size)
-                at += (size + ALIGNMENT - 1) & -ALIGNMENT
-        return offset
-
-
-class _PackedAhead(Ahead):
-    """Yields packed micro-batches. It makes no batch where `PlainPacking` copies the rows from their window."""
-
-    def __init__(self, source: BatchSource, assignments: Iterator[Assignment]) -> None:
-        self._plain: weakref.WeakKeyDictionary[PlainRows, PlainPacking] = weakref.WeakKeyDictionary()
-        super().__init__(source, assignments)
-
-    def _take(self, assignment: Assignment) -> tuple[Receipt, Packed]:
-        if (found := self._source.take_plain(assignment)) is None:
-            receipt, value = self._source.take(assignment)
-            return receipt, pack(value, receipt)
-        rows, start, stop = found
-        packing = self._plain.get(rows)
-        if packing is None:
-            packing = self._plain[rows] = PlainPacking(rows, arrays=self._source.gives_arrays)
-        return assignment.receipt, packing.pack(rows, start, stop)
 
 
 def _assignments(beginning: Beginning, worker: int, workers: int) -> Iterator[Assignment]:

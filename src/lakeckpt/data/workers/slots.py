@@ -10,8 +10,8 @@ The file has more addresses than the machine has memory, so a loop that keeps ev
 is gone with the last process that maps it, however that process ends. A free slot beyond the spare ones gives its
 memory back to the system (a hole in the file), and so does a lease that ends after its worker has.
 
-Where the main process forks another process than a worker, the child sees the same memory for an unknown time: slots
-that are leased at that moment are never written again. The module starts no threads.
+A process that is forked from the main process holds no lease: it sees its parent's batches only until their slots are
+written again. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ import itertools
 import mmap
 import os
 import sys
-import tempfile
-import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ALIGNMENT", "SlotMemory", "Slots", "forking_a_worker"]
+__all__ = ["ALIGNMENT", "SlotMemory", "Slots"]
 
 ALIGNMENT = 64
 """Columns begin at multiples of this many bytes."""
@@ -41,12 +39,9 @@ _LEAST_SPARE = 4
 _LEAST_BYTES = 1 << 30
 _MOST_BYTES = 1 << 42
 _PAGE = mmap.PAGESIZE
-_REMOVE = getattr(mmap, "MADV_REMOVE", None)
-_NOT_IN_DUMPS = getattr(mmap, "MADV_DONTDUMP", None)
 
 _MEMORIES: weakref.WeakValueDictionary[int, SlotMemory] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
-_FORKING = threading.local()
 
 
 class SlotMemory:
@@ -59,12 +54,10 @@ class SlotMemory:
         """Its name in the process that made it; copies in other processes have the same."""
         self._process = os.getpid()
         self._map = mmap.mmap(descriptor, size_bytes)
-        if _NOT_IN_DUMPS is not None:
-            with contextlib.suppress(OSError):
-                self._map.madvise(_NOT_IN_DUMPS)
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_DONTDUMP)
         self.address: int = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
         self._leased: dict[int, int] = {}
-        self._kept: dict[int, int] = {}
         self._ended: deque[int] = deque()
         self._closed = False
         weakref.finalize(self, os.close, descriptor).atexit = False
@@ -85,7 +78,7 @@ class SlotMemory:
         It has four times as many addresses as the machine has memory: slots of different sizes do not share them.
         OSError where not even a gibibyte can be mapped.
         """
-        descriptor = _anonymous_file()
+        descriptor = os.memfd_create("lakeckpt-slots")
         try:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             size = min(max(1 << (4 * memory - 1).bit_length(), _LEAST_BYTES), _MOST_BYTES)
@@ -113,46 +106,36 @@ class SlotMemory:
             found.append(self._ended.popleft())
         return found
 
-    @property
-    def leased_bytes(self) -> int:
-        """The bytes of the slots that somebody may still see."""
-        return sum(tuple(self._leased.values()))
-
     def close(self) -> None:
-        """Nobody writes any more: give the memory back, save what is leased, and that as soon as its lease ends."""
+        """Give the memory back, that of leased slots as soon as their leases end. Nobody writes to it any more."""
         if os.getpid() != self._process:
             return  # a copy in a process that was forked
         self._closed = True
         start = 0
-        for offset, size in sorted({**self._leased, **self._kept}.items()):
+        for offset, size in sorted(self._leased.items()):
             self.punch(start, offset - start)
             start = offset + _pages(size)
         self.punch(start, self.size_bytes - start)
 
     def punch(self, offset: int, size_bytes: int) -> None:
         """Give the memory of whole pages back to the system; what is read there next is zero."""
-        if size_bytes > 0 and _REMOVE is not None:
+        if size_bytes > 0:
             with contextlib.suppress(OSError):  # it stays taken until the slot memory goes
-                self._map.madvise(_REMOVE, offset, _pages(size_bytes))
+                self._map.madvise(mmap.MADV_REMOVE, offset, _pages(size_bytes))
 
     def _end(self, offset: int, size_bytes: int) -> None:
         # In any thread, at any moment: only what cannot be interrupted, and no lock.
         if os.getpid() != self._process:
             return
         self._leased.pop(offset, None)
-        if offset in self._kept:
-            return
         if self._closed:
             self.punch(offset, size_bytes)
         else:
             self._ended.append(offset)
 
-    def _keep_leased(self) -> None:
-        self._kept.update(tuple(self._leased.items()))
-
 
 class _Lease:
-    """What numpy needs to know to look at a slot; it lives as long as anybody does so."""
+    """The memory of a slot, as numpy asks for it. It lives as long as any array over the slot."""
 
     __slots__ = ("__array_interface__", "_memory", "_offset", "_size_bytes")
 
@@ -171,47 +154,37 @@ class _Lease:
 
 
 class Slots:
-    """The worker's side: the parts of the slot memory that are free to write to.
+    """The worker's side: the parts of ``memory`` that are free to write to.
 
     Sizes are rounded up by an eighth at most, so that a slot serves micro-batches of about the same size. Free slots of
     ``spare_bytes`` together (and four at least) keep their memory. The last slot that became free is used first.
     """
 
     def __init__(self, memory: SlotMemory, *, spare_bytes: int) -> None:
-        self._memory, self._descriptor = memory, memory.descriptor
-        self._spare_bytes, self._warm_bytes = spare_bytes, 0
+        self._memory, self._spare_bytes = memory, spare_bytes
         self._sizes: dict[int, int] = {}
-        self._warm: dict[int, list[int]] = {}
-        self._by_age: OrderedDict[int, None] = OrderedDict()
-        self._cold: dict[int, list[int]] = {}
-        self._top = 0
+        """The size of each slot, by its offset."""
+        self._free: dict[int, list[int]] = {}
+        """The free slots of each size."""
+        self._spare: OrderedDict[int, int] = OrderedDict()
+        """The sizes of the free slots that keep their memory; the slot that became free first is the first."""
+        self._spare_size = self._top = 0
 
     def take(self, size_bytes: int) -> int:
         """Return the offset of a slot of at least ``size_bytes``, which is the caller's to write to.
 
         MemoryError where the system has no memory for it.
         """
-        size, step = _rounded(size_bytes)
-        for fit in range(size, 2 * size + 1, step):
-            if found := self._warm.get(fit):
-                offset = found.pop()
-                del self._by_age[offset]
-                self._warm_bytes -= fit
-                return offset
-        if found := self._cold.get(size):
-            offset = found.pop()
+        size = _rounded(size_bytes)
+        free = self._free.setdefault(size, [])
+        offset = free[-1] if free else self._top
+        if offset in self._spare:
+            self._spare_size -= self._spare.pop(offset)
         else:
-            offset = self._top
-            if offset + size > self._memory.size_bytes:
-                raise MemoryError(f"a slot memory of {self._memory.size_bytes} bytes has no room for {size} more")
-        try:
-            # Where there is no memory this says so; writing would end the process with a bus error.
-            os.posix_fallocate(self._descriptor, offset, size)
-        except OSError as error:
-            if offset in self._sizes:
-                self._cold.setdefault(size, []).append(offset)
-            raise MemoryError(f"no shared memory for a micro-batch of {size_bytes} bytes: {error}") from error
-        if offset == self._top:
+            self._allocate(offset, size)
+        if free:
+            free.pop()
+        else:
             self._top += size
             self._sizes[offset] = size
         return offset
@@ -219,17 +192,22 @@ class Slots:
     def free(self, offsets: Iterable[int]) -> None:
         """Take slots back that nobody sees any more."""
         for offset in offsets:
-            size = self._sizes[offset]
-            self._warm.setdefault(size, []).append(offset)
-            self._by_age[offset] = None
-            self._warm_bytes += size
-        while self._warm_bytes > self._spare_bytes and len(self._by_age) > _LEAST_SPARE:
-            offset, _ = self._by_age.popitem(last=False)
-            size = self._sizes[offset]
-            self._warm[size].remove(offset)
-            self._warm_bytes -= size
+            size = self._spare[offset] = self._sizes[offset]
+            self._free[size].append(offset)
+            self._spare_size += size
+        while self._spare_size > self._spare_bytes and len(self._spare) > _LEAST_SPARE:
+            offset, size = self._spare.popitem(last=False)
             self._memory.punch(offset, size)
-            self._cold.setdefault(size, []).append(offset)
+            self._spare_size -= size
+
+    def _allocate(self, offset: int, size: int) -> None:
+        if offset + size > self._memory.size_bytes:
+            raise MemoryError(f"a slot memory of {self._memory.size_bytes} bytes has no room for {size} more")
+        try:
+            # Where there is no memory this says so; writing would end the process with a bus error.
+            os.posix_fallocate(self._memory.descriptor, offset, size)
+        except OSError as error:
+            raise MemoryError(f"no shared memory for a micro-batch of {size} bytes: {error}") from error
 
 
 def _mapped(descriptor: Any, size_bytes: int, number: int) -> SlotMemory:
@@ -240,35 +218,7 @@ def _pages(size_bytes: int) -> int:
     return -(-size_bytes // _PAGE) * _PAGE
 
 
-def _rounded(size_bytes: int) -> tuple[int, int]:
-    """Return ``size_bytes`` rounded up to a slot's size, and the distance to the next larger one."""
+def _rounded(size_bytes: int) -> int:
+    """Return the size of a slot for ``size_bytes``."""
     step = max(_PAGE, 1 << max(0, size_bytes.bit_length() - 4))
-    return -(-size_bytes // step) * step, step
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("lakeckpt-slots")
-    descriptor, path = tempfile.mkstemp(prefix="lakeckpt-slots-")
-    os.unlink(path)
-    return descriptor
-
-
-@contextlib.contextmanager
-def forking_a_worker() -> Iterator[None]:
-    """Forks in here make worker processes of loaders, which look at no lease."""
-    _FORKING.worker = True
-    try:
-        yield
-    finally:
-        _FORKING.worker = False
-
-
-def _before_fork() -> None:
-    if not getattr(_FORKING, "worker", False):
-        for memory in tuple(_MEMORIES.values()):
-            memory._keep_leased()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork)
+    return -(-size_bytes // step) * step

@@ -33,10 +33,10 @@ from lakeckpt.errors import (
     TableNotFound,
     TableVersionGone,
 )
+from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
 from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
 from lakeckpt.lake.parquet.footer import Int64Array
 from lakeckpt.lake.storage.base import Storage, redact_uri, split_uri
-from lakeckpt.lake.storage.store_options import asking, is_of_the_store, object_store_options
 from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField
 from lakeckpt.lake.table.listing import common_root, open_root, paths_below
 from lakeckpt.lake.table.version import TableVersion, VersionAsked

@@ -32,10 +32,10 @@ from lakeckpt.errors import (
     TableNotFound,
     TableVersionGone,
 )
+from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
 from lakeckpt.lake.formats.hudi_timeline import Commit, expected_files, lost_groups, read_commits
 from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
 from lakeckpt.lake.storage.base import redact_uri
-from lakeckpt.lake.storage.store_options import asking, is_of_the_store, object_store_options
 from lakeckpt.lake.table.version import TableVersion, VersionAsked
 
 __all__ = ["pin"]

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lakeckpt.errors import DataFileDamaged, ObjectChanged, ObjectMissing, SchemaError
+from lakeckpt.errors import DataFileDamaged, ObjectChanged, ObjectMissing, SchemaError, one_line
 from lakeckpt.lake.storage.base import ObjectInfo, Storage
 
 __all__ = [
@@ -90,11 +90,11 @@ def read_footer(storage: Storage, path: str, size_bytes: int, etag: str | None =
         metadata = pq.read_metadata(pa.BufferReader(b"".join((_MAGIC, body, tail[-8:]))))
     except pa.ArrowNotImplementedError as error:
         raise SchemaError(
-            f"{path!r} has a footer that pyarrow {pa.__version__} cannot read ({_one_line(error)}): write the file "
+            f"{path!r} has a footer that pyarrow {pa.__version__} cannot read ({one_line(error)}): write the file "
             "again with types that it knows, or leave it out of the table"
         ) from error
     except Exception as error:  # for damaged bytes pyarrow raises anything, UnicodeDecodeError and MemoryError included
-        raise _damaged(path, f"has a footer that cannot be parsed ({_one_line(error)}): {_REPAIR}") from error
+        raise _damaged(path, f"has a footer that cannot be parsed ({one_line(error)}): {_REPAIR}") from error
     if length - metadata.serialized_size == _SIGNATURE_BYTES:
         what = "has encrypted columns, which cannot be read: decrypt it, or leave it out of the table"
         raise _damaged(path, what)
@@ -187,7 +187,7 @@ def _arrow_schema(path: str, metadata: pq.FileMetaData) -> pa.Schema:
         schema = metadata.schema.to_arrow_schema().remove_metadata()
         names = schema.names
     except Exception as error:
-        raise SchemaError(f"{path!r} has a schema that pyarrow cannot read ({_one_line(error)})") from error
+        raise SchemaError(f"{path!r} has a schema that pyarrow cannot read ({one_line(error)})") from error
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise SchemaError(f"{path!r} has more than one column named {', '.join(map(repr, twice))}: rename them")
@@ -196,7 +196,3 @@ def _arrow_schema(path: str, metadata: pq.FileMetaData) -> pa.Schema:
 
 def _damaged(path: str, what: str, row_group: int | None = None) -> DataFileDamaged:
     return DataFileDamaged(f"the data file {path!r} {what}", file=path, row_group=row_group)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

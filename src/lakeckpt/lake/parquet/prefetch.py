@@ -1,32 +1,32 @@
 """This module opens the files of a table, and fetches the bytes of row groups before they are decoded.
 
-`Prefetcher.expect` takes the row groups that will be decoded next, in their order. If the row groups lie in a store,
+`Prefetcher.expect` takes the row groups that are decoded next, in their order. If the row groups lie in a store,
 the prefetcher opens the files and starts to read the column chunks, while the bytes that are not fetched yet stay
 within ``ahead_bytes``. `Prefetcher.fetch` waits for the bytes of one row group, whether the row group was expected or
-not. A row group that is fetched never waits for row groups that are only expected. Local files are opened and read by
-the thread that fetches.
+not. A row group that is fetched never waits for row groups that are only expected. Local files are not read ahead: a
+file is mapped anew for each row group, so that the process does not hold the pages of all open files.
 
 Each file is open once, for all threads. The files that were used last stay open; a file that was dropped is closed when
 the last thread that uses it has finished.
 
 Threads may share a prefetcher. It decodes nothing, and its background work runs in the threads of
-`lakeckpt.lake.parquet.ranges`. A forked process begins anew. The garbage collector may call `forget` and `close` in any
-thread. So nothing that takes another lock is called under the lock of the prefetcher, which its holder may take again.
+`lakeckpt.lake.parquet.ranges`. The garbage collector may call `close` in any thread, so `close` takes no lock. A forked
+process must make its own prefetcher.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+
+import pyarrow as pa
 
 from lakeckpt.lake.parquet.fit import FileFit
-from lakeckpt.lake.parquet.ranges import Arriving, in_background
-from lakeckpt.lake.parquet.row_group import HeldRowGroup, RowGroupPlan, RowGroupReader
+from lakeckpt.lake.parquet.ranges import Fetch, in_background
+from lakeckpt.lake.parquet.row_group import RowGroupPlan, RowGroupReader
 from lakeckpt.lake.table.index import TableIndex
 
 __all__ = ["OpenedFile", "Prefetcher"]
@@ -45,31 +45,38 @@ class OpenedFile:
     fit: FileFit
     plan: Callable[[int], RowGroupPlan]
     """Returns the columns to read of a row group, which is named by its ordinal in the table."""
+    source: pa.NativeFile | Callable[[int, int], bytes]
+    """The local file, or a function that reads bytes [start, stop) from a store."""
 
-    def __del__(self) -> None:
-        self.reader.source.close()
+    def begin(self, plan: RowGroupPlan) -> Fetch:
+        """Start to read a row group from a store."""
+        assert not isinstance(self.source, pa.NativeFile)
+        return Fetch(self.source, plan.ranges)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Expected:
-    """A row group that will be decoded."""
+    """A row group that is decoded soon."""
 
     file: Future[OpenedFile] | None = None
+    fetch: Fetch | None = None
+    """The read that was begun and not waited for yet."""
     size_bytes: int = 0
-    """The read that was begun and not fetched yet."""
-    arriving: Future[Arriving] | None = None
+    """The size of this read."""
     is_settled: bool = False
-    """Whether no more work is done ahead: the read was begun or fetched, is too large to hold ahead, or failed."""
+    """True where no more work is done ahead: the read was begun or fetched, is too large to hold ahead, or failed."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _State:
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    process: int = field(default_factory=os.getpid)
+    """What is open and expected until `Prefetcher.close`."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
     files: OrderedDict[int, Future[OpenedFile]] = field(default_factory=OrderedDict)
     """By ordinal; the one used last is the last."""
     expected: dict[int, _Expected] = field(default_factory=dict)
-    """By the row group's ordinal in the table, in the order in which they will be decoded."""
+    """By the row group's ordinal in the table, in the order in which they are decoded."""
+    is_closed: bool = False
 
 
 class Prefetcher:
@@ -84,165 +91,138 @@ class Prefetcher:
         self._state = _State()
 
     def expect(self, groups: Iterable[int]) -> None:
-        """Say that ``groups`` will be fetched next, in this order, and no others. It never waits and never raises."""
+        """Replace the row groups that are expected by ``groups``, in this order. It never waits and never raises."""
         if not self._ahead_bytes:
             return
-        state = self._here()
+        state = self._state
         with state.lock:
             before = dict(state.expected)
             state.expected = {group: before.pop(group, _Expected()) for group in groups}
-        _abandon(before.values())
-        self._advance()
+        _cancel(before.values())
+        self._advance(state)
 
     @property
     def has_room(self) -> bool:
-        """Whether more row groups would be fetched ahead now."""
+        """True where more row groups would be fetched ahead now."""
         waiting = [one for one in list(self._state.expected.values()) if one.size_bytes or not one.is_settled]
         held = sum(one.size_bytes for one in waiting)
         return held < self._ahead_bytes and len(waiting) < MOST_AHEAD
 
-    def fetch(self, group: int) -> tuple[OpenedFile, HeldRowGroup]:
-        """Return the bytes of a row group, and the file that decodes them. Raises what opening and reading raise."""
-        state = self._here()
+    def fetch(self, group: int) -> tuple[OpenedFile, RowGroupPlan, pa.NativeFile]:
+        """Return the opened file of a row group, its plan, and a file that holds the bytes of the plan.
+
+        The caller closes this last file. Raises what opening and reading raise.
+        """
+        state, ordinal = self._state, self._index.group(group)[0]
         with state.lock:
             expected = state.expected.get(group) or _Expected()
-            file, arriving = expected.file, expected.arriving
-            expected.file, expected.arriving, expected.size_bytes, expected.is_settled = None, None, 0, True
-        opened = self.opened(self._index.group(group)[0]) if file is None else file.result()
+            file, fetch = expected.file, expected.fetch
+            expected.file, expected.fetch, expected.size_bytes, expected.is_settled = None, None, 0, True
+        opened = self.opened(ordinal) if file is None else _result(state, ordinal, file)
         plan = opened.plan(group)
-        begun = opened.reader.begin(plan) if arriving is None else arriving.result()
-        self._advance()  # after the row group that is wanted now
-        return opened, opened.reader.arrived(plan, begun)
+        if isinstance(opened.source, pa.NativeFile):
+            return opened, plan, pa.memory_map(f"/proc/self/fd/{opened.source.fileno()}")
+        fetch = fetch or opened.begin(plan)
+        self._advance(state)  # after the row group that is wanted now
+        return opened, plan, fetch.wait()
 
     def opened(self, ordinal: int) -> OpenedFile:
         """Return a file, which is opened if it is not open. Raises what opening raises."""
-        state = self._here()
+        state = self._state
         with state.lock:
-            file, is_new = self._file(state, ordinal)
-        if is_new:
-            self._open(state, ordinal, file)
-        return file.result()
+            known = self._known(state, ordinal)
+            file = known or self._keep(state, ordinal, Future())
+        if known is None:
+            try:
+                file.set_result(self._open_file(ordinal))
+            except BaseException as error:
+                file.set_exception(error)
+        return _result(state, ordinal, file)
 
     def drop(self, ordinal: int) -> None:
         """Let the next user of a file open it anew."""
-        with self._state.lock:
-            self._state.files.pop(ordinal, None)
-
-    def forget(self) -> None:
-        """Drop what was fetched ahead."""
-        state = self._here()
+        state = self._state
         with state.lock:
-            gone, state.expected = state.expected, {}
-        _abandon(gone.values())
+            state.files.pop(ordinal, None)
 
     def close(self) -> None:
         """Drop what was fetched ahead, and close all files, those in use as soon as their users have finished."""
-        self.forget()
-        with self._state.lock:
-            files, self._state.files = self._state.files, OrderedDict()
-        files.clear()
+        old, self._state = self._state, _State()
+        old.is_closed = True
+        _cancel(list(old.expected.values()))
 
-    def _here(self) -> _State:
-        if self._state.process != os.getpid():  # forked: a thread of the parent may hold the lock
-            self._state = _State()
-        return self._state
+    def _known(self, state: _State, ordinal: int) -> Future[OpenedFile] | None:
+        """Return a file that is open or being opened, if it is. The caller has the lock."""
+        if ordinal in state.files:
+            state.files.move_to_end(ordinal)
+        return state.files.get(ordinal)
 
-    def _file(self, state: _State, ordinal: int) -> tuple[Future[OpenedFile], bool]:
-        """Return a file, and whether the caller must `_open` it. The caller has the lock."""
-        found = state.files.pop(ordinal, None)
-        state.files[ordinal] = file = Future() if found is None else found
+    def _keep(self, state: _State, ordinal: int, file: Future[OpenedFile]) -> Future[OpenedFile]:
+        """Remember a file, and drop the files that were used least recently. The caller has the lock."""
+        state.files[ordinal] = file
         while len(state.files) > self._most_open:
             state.files.popitem(last=False)
-        return file, found is None
+        return file
 
-    def _open(self, state: _State, ordinal: int, file: Future[OpenedFile]) -> None:
-        """Open a file for all callers that wait for it. It never raises: the callers that wait get the error."""
+    def _advance(self, state: _State) -> None:
+        """Begin the expected work for which there is room. It never waits and never raises."""
+        opening: list[Future[OpenedFile]] = []
         try:
-            file.set_result(self._open_file(ordinal))
-        except BaseException as error:
-            self._failed(state, ordinal, file, error)
+            with state.lock:
+                self._begin(state, opening)
+        except RuntimeError:  # the interpreter is ending: no thread takes more work
+            state.is_closed = True
+        for file in opening:
+            file.add_done_callback(lambda _: self._advance(state))
 
-    def _failed(self, state: _State, ordinal: int, file: Future[OpenedFile], error: BaseException) -> None:
-        with state.lock:
-            if state.files.get(ordinal) is file:  # the next user tries again
-                del state.files[ordinal]
-        file.set_exception(error)
+    def _begin(self, state: _State, opening: list[Future[OpenedFile]]) -> None:
+        """Open files, each of which is added to ``opening``, and begin to read. The caller has the lock."""
+        waiting = 0
+        for group, one in list(state.expected.items())[:MOST_AHEAD]:
+            if one.is_settled or state.is_closed:
+                continue
+            ordinal = self._index.group(group)[0]
+            if one.file is None:
+                one.file = self._known(state, ordinal)
+            if one.file is None:
+                one.file = self._keep(state, ordinal, in_background(self._open_file, ordinal))
+                opening.append(one.file)
+            if not one.file.done():
+                waiting += 1
+                if waiting == OPENED_AHEAD:
+                    return
+            elif not self._begin_to_read(state, group, one, one.file):
+                return
 
-    def _advance(self) -> None:
-        """Begin the expected reads for which there is room."""
-        state = self._state
-        while (begin := self._next(state)) is not None:
-            begin()
-
-    def _next(self, state: _State) -> Callable[[], None] | None:
-        """Return a function that begins the next read, to be called without the lock; None: nothing can begin now."""
-        with state.lock:
-            opening = 0
-            for group, one in list(state.expected.items())[:MOST_AHEAD]:
-                if one.is_settled:
-                    continue
-                if one.file is None:
-                    ordinal = self._index.group(group)[0]
-                    one.file, is_new = self._file(state, ordinal)
-                    if is_new:
-                        return partial(self._open_ahead, state, ordinal, one.file)
-                if not one.file.done():
-                    opening += 1
-                    if opening == OPENED_AHEAD:
-                        return None
-                elif (begin := self._planned(state, group, one, one.file)) is not None:
-                    return begin
-                elif not one.is_settled:
-                    return None  # this row group has to wait until others were fetched
-        return None
-
-    def _planned(
-        self, state: _State, group: int, one: _Expected, file: Future[OpenedFile]
-    ) -> Callable[[], None] | None:
-        """Return a function that begins to read a row group whose file is open; None where nothing is begun now."""
+    def _begin_to_read(self, state: _State, group: int, one: _Expected, file: Future[OpenedFile]) -> bool:
+        """Begin to read a row group whose file is open. False: it has to wait until others were fetched."""
+        one.is_settled = True
         try:
             opened = file.result()
             plan = opened.plan(group)
         except Exception:  # it is raised again when the row group is fetched
-            one.is_settled = True
-            return None
-        size = plan.size_bytes
-        if size > self._ahead_bytes:
-            one.is_settled = True
-            return None
-        if size + sum(other.size_bytes for other in state.expected.values()) > self._ahead_bytes:
-            return None
-        one.arriving, one.size_bytes, one.is_settled = Future(), size, True
-        return partial(_begin, opened.reader, plan, one.arriving)
-
-    def _open_ahead(self, state: _State, ordinal: int, file: Future[OpenedFile]) -> None:
-        """Let a background thread open a file. When the interpreter is ending, the callers that wait get an error."""
-
-        def done(opening: Future[None]) -> None:
-            error = opening.exception()
-            if error is not None and not file.done():
-                self._failed(state, ordinal, file, error)
-            self._advance()
-
-        try:
-            in_background(self._open, state, ordinal, file).add_done_callback(done)
-        except RuntimeError as error:
-            self._failed(state, ordinal, file, error)
+            return True
+        if plan.size_bytes > self._ahead_bytes:
+            return True
+        if plan.size_bytes + sum(other.size_bytes for other in state.expected.values()) > self._ahead_bytes:
+            one.is_settled = False
+            return False
+        one.size_bytes, one.fetch = plan.size_bytes, opened.begin(plan)
+        return True
 
 
-def _begin(reader: RowGroupReader, plan: RowGroupPlan, arriving: Future[Arriving]) -> None:
+def _result(state: _State, ordinal: int, file: Future[OpenedFile]) -> OpenedFile:
+    """Wait until a file is open. Where opening fails, the next user tries again."""
     try:
-        arriving.set_result(reader.begin(plan))
-    except BaseException as error:
-        arriving.set_exception(error)
+        return file.result()
+    except BaseException:
+        with state.lock:
+            if state.files.get(ordinal) is file:
+                del state.files[ordinal]
+        raise
 
 
-def _abandon(expected: Iterable[_Expected]) -> None:
+def _cancel(expected: Iterable[_Expected]) -> None:
     for one in expected:
-        if one.arriving is not None:
-            one.arriving.add_done_callback(_abandon_arriving)
-
-
-def _abandon_arriving(arriving: Future[Arriving]) -> None:
-    if arriving.exception() is None:
-        arriving.result().abandon()
+        if one.fetch is not None:
+            one.fetch.cancel()

@@ -2,9 +2,8 @@
 
 1. `RowGroupReader.plan` finds the column chunks of the wanted columns in the footer and the few ranges of the file that
    hold them. It refuses a row group whose columns exceed the limit on uncompressed bytes.
-2. `RowGroupReader.begin` and `RowGroupReader.arrived` read the ranges. A failure up to here is a failure of the store.
-3. `RowGroupReader.decode` lets pyarrow decode the bytes. pyarrow compares every page with its checksum, where the page
-   has one. Decoding touches no store.
+2. `RowGroupReader.decode` lets pyarrow decode the bytes from a file that holds the ranges: a mapped local file, or what
+   was fetched from a store. pyarrow compares every page with its checksum, where the page has one.
 
 Where decoding fails, the columns are decoded one after the other to find the damaged column. The module trusts the
 sizes in a footer, but a dictionary of long texts may decode to more bytes than the footer states.
@@ -25,26 +24,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lakeckpt.errors import (
-    DataFileChanged,
-    DataFileDamaged,
-    LakeckptError,
-    SchemaError,
-    StorageError,
-    TableError,
-)
+from lakeckpt.errors import DataFileDamaged, SchemaError, TableError
 from lakeckpt.lake.parquet.column_chunks import ColumnChunk, column_chunks, leaves_of
-from lakeckpt.lake.parquet.held_file import HeldFile
-from lakeckpt.lake.parquet.ranges import Arriving, PinnedBytes, Range, coalesced
+from lakeckpt.lake.parquet.ranges import Range, coalesced
 
-__all__ = ["DEFAULT_MAX_ROW_GROUP_BYTES", "HeldRowGroup", "RowGroupPlan", "RowGroupReader"]
+__all__ = ["DEFAULT_MAX_ROW_GROUP_BYTES", "RowGroupPlan", "RowGroupReader"]
 
 DEFAULT_MAX_ROW_GROUP_BYTES = 8 * 2**30
 """The default limit on the uncompressed bytes of the wanted columns of one row group."""
 
 _MISSING_CODECS = frozenset(("LZO", "UNKNOWN"))
-_HEADER_MISCOUNT = 100
-"""Old versions of parquet-mr did not count the header of the dictionary page, which is no longer than this."""
 _MOST_MS = (2**63 - 1) // 10**6
 """Nanoseconds of 64 bits hold timestamps of fewer milliseconds than this, before and after 1970."""
 _DECODING_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
@@ -65,23 +54,8 @@ class RowGroupPlan:
         return sum(stop - start for start, stop in self.ranges)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HeldRowGroup:
-    """The bytes of a row group in memory, as they are stored."""
-
-    row_group: int
-    columns: Sequence[str]
-    file: HeldFile
-    arriving: Arriving
-
-    def release(self) -> None:
-        """Release the memory; the bytes may not be read afterwards."""
-        self.file.close()
-        self.arriving.abandon()
-
-
 class RowGroupReader:
-    """Reads row groups of the file ``path``, which is opened as ``source`` and has ``size_bytes`` bytes.
+    """Decodes row groups of the file ``path``, which has ``size_bytes`` bytes.
 
     ``metadata`` is the file's pinned footer; ``columns`` are the columns that may be wanted, by the file's names.
     ``int96_unit`` is the unit in which legacy 96-bit timestamps are read. ``most_bytes`` is the limit on the
@@ -90,7 +64,6 @@ class RowGroupReader:
 
     def __init__(
         self,
-        source: PinnedBytes,
         metadata: pq.FileMetaData,
         *,
         path: str,
@@ -99,14 +72,12 @@ class RowGroupReader:
         int96_unit: str,
         most_bytes: int,
     ) -> None:
-        self.source = source
         self.path = path
         self.metadata = metadata
         self._size_bytes = size_bytes
         self._most_bytes = most_bytes
         self._int96_unit = int96_unit
         self._leaves = leaves_of(metadata.schema, columns)
-        self._slack = _HEADER_MISCOUNT if str(metadata.created_by).startswith("parquet-mr") else 0
 
     def plan(self, row_group: int, columns: Sequence[str]) -> RowGroupPlan:
         """Return where ``columns`` lie. Raises `DataFileDamaged`, or `TableError` (too large, unknown codec)."""
@@ -116,72 +87,46 @@ class RowGroupReader:
         for chunk in chunks:
             self._check_chunk(row_group, chunk)
         self._check_size(row_group, chunks)
-        pieces = ((chunk.start, min(self._size_bytes, chunk.stop + self._slack)) for chunk in chunks)
-        ranges = coalesced(pieces, hole_bytes=self.source.hole_bytes)
+        ranges = coalesced((chunk.start, chunk.stop) for chunk in chunks)
         return RowGroupPlan(row_group=row_group, columns=columns, ranges=ranges)
 
-    def begin(self, plan: RowGroupPlan) -> Arriving:
-        """Start to read the ranges of ``plan``, without waiting for them."""
-        return self.source.begin(plan.ranges)
-
-    def arrived(self, plan: RowGroupPlan, arriving: Arriving) -> HeldRowGroup:
-        """Wait for the ranges that `begin` started to read. Raises `StorageError`, `DataFileChanged`."""
-        try:
-            parts = self._parts(plan, arriving)
-        except BaseException:
-            arriving.abandon()
-            raise
-        file = HeldFile(self._size_bytes, parts, whole=arriving.whole)
-        return HeldRowGroup(row_group=plan.row_group, columns=plan.columns, file=file, arriving=arriving)
-
-    def decode(self, held: HeldRowGroup, rows: int, *, use_threads: bool) -> dict[str, pa.ChunkedArray]:
-        """Return the columns that were planned, by name, of a row group that has ``rows`` rows.
+    def decode(
+        self, source: pa.NativeFile, plan: RowGroupPlan, rows: int, *, use_threads: bool
+    ) -> dict[str, pa.ChunkedArray]:
+        """Return the columns that were planned, by name, of a row group that has ``rows`` rows, read from ``source``.
 
         Raises `DataFileDamaged` with the row group and, where it is known, the column; `SchemaError` where
         timestamps do not fit; ``MemoryError``.
         """
-        if not held.columns:
+        if not plan.columns:
             return {}
         try:
-            found = self._decoded(held, held.columns, use_threads=use_threads)
+            found = self._decoded(
+                source, plan.row_group, plan.columns, use_threads=use_threads, int96_unit=self._int96_unit
+            )
         except MemoryError:
             raise
         except _DECODING_ERRORS as error:
-            raise self._blamed(held, error) from error
+            raise self._blamed(source, plan, error) from error
         for name, column in found.items():
             if len(column) != rows:
                 what = f"it holds {len(column)} rows, but its footer says {rows}"
-                raise self._damaged(held.row_group, name, what)
+                raise self._damaged(plan.row_group, name, what)
         if self._int96_unit == "ns":
-            self._check_times(held)
+            self._check_times(source, plan)
         return found
 
-    def _parts(self, plan: RowGroupPlan, arriving: Arriving) -> list[tuple[int, pa.Buffer]]:
-        try:
-            found = arriving.wait()
-        except LakeckptError:
-            raise
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise StorageError(f"row group {plan.row_group} of {self.path!r} could not be read: {error}") from error
-        for (start, stop), part in zip(plan.ranges, found, strict=True):
-            if part.size != stop - start:
-                raise DataFileChanged(
-                    f"the data file {self.path!r} ends at byte {start + part.size}, not at {self._size_bytes}: it was "
-                    "cut or written again since it was pinned. Restore it, or open the table again"
-                )
-        return [(start, part) for (start, _), part in zip(plan.ranges, found, strict=True)]
-
     def _decoded(
-        self, held: HeldRowGroup, columns: Sequence[str], *, use_threads: bool = False, int96_unit: str | None = None
+        self, source: pa.NativeFile, row_group: int, columns: Sequence[str], *, use_threads: bool, int96_unit: str
     ) -> dict[str, pa.ChunkedArray]:
         opened = pq.ParquetFile(
-            held.file.opened(),
+            source,
             metadata=self.metadata,
             pre_buffer=False,
-            coerce_int96_timestamp_unit=int96_unit or self._int96_unit,
+            coerce_int96_timestamp_unit=int96_unit,
             page_checksum_verification=True,
         )
-        table = opened.read_row_group(held.row_group, columns=list(columns), use_threads=use_threads)
+        table = opened.read_row_group(row_group, columns=list(columns), use_threads=use_threads)
         # By name: a column called "a.b" also selects the field b of a struct a.
         return {name: table.column(name) for name in columns}
 
@@ -206,26 +151,26 @@ class RowGroupReader:
                 "columns, or write the file again in smaller row groups"
             )
 
-    def _check_times(self, held: HeldRowGroup) -> None:
+    def _check_times(self, source: pa.NativeFile, plan: RowGroupPlan) -> None:
         schema = self.metadata.schema
         legacy = {name for leaf, name in self._leaves.items() if schema.column(leaf).physical_type == "INT96"}
-        for name in legacy.intersection(held.columns):
-            column = self._decoded(held, [name], int96_unit="ms")[name]
+        for name in legacy.intersection(plan.columns):
+            column = self._decoded(source, plan.row_group, [name], use_threads=False, int96_unit="ms")[name]
             if not all(map(_fit_nanoseconds, column.chunks)):
                 raise SchemaError(
-                    f"column {name!r} of row group {held.row_group} of the data file {self.path!r} holds 96-bit "
+                    f"column {name!r} of row group {plan.row_group} of the data file {self.path!r} holds 96-bit "
                     "timestamps before 1677-09-21 or after 2262-04-11, which nanoseconds cannot hold: write the file "
                     "again with timestamps in microseconds, or leave the column out"
                 )
 
-    def _blamed(self, held: HeldRowGroup, error: Exception) -> DataFileDamaged:
+    def _blamed(self, source: pa.NativeFile, plan: RowGroupPlan, error: Exception) -> DataFileDamaged:
         """Return the error that names the first column that cannot be decoded alone."""
-        for name in held.columns:
+        for name in plan.columns:
             try:
-                self._decoded(held, [name])
+                self._decoded(source, plan.row_group, [name], use_threads=False, int96_unit=self._int96_unit)
             except _DECODING_ERRORS as its_own:
-                return self._damaged(held.row_group, name, str(its_own))
-        return self._damaged(held.row_group, None, str(error))
+                return self._damaged(plan.row_group, name, str(its_own))
+        return self._damaged(plan.row_group, None, str(error))
 
     def _damaged(self, row_group: int, column: str | None, what: str) -> DataFileDamaged:
         which = "" if column is None else f"column {column!r} of "

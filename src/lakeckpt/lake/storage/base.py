@@ -1,18 +1,16 @@
-"""This module defines the five methods of a place where objects lie.
+"""This module defines the Protocol `Storage`: the five methods of a place where objects lie.
 
-The Protocol `Storage` has them: list, read, put, put only where nothing is, delete. Everything above (tables,
-checkpoints, ledgers) is written against it; local folders, object stores, fsspec and the faulty stores of the tests
-implement it. `lakeckpt.lake.storage.open` chooses the implementation by the URL.
+Tables, checkpoints and ledgers are written against `Storage`. Local folders, object stores, filesystems of fsspec and
+the faulty stores of the tests implement it. `lakeckpt.lake.storage.open` chooses the implementation by the URL.
 
-Paths are POSIX keys relative to the storage's root and confined to it: `check_key` refuses whatever could leave it.
-This module never does I/O of its own, and never shows credentials: `describe` gives a name that is safe to print.
+Paths are POSIX keys relative to the storage's root. `check_key` refuses every key that could leave the root. The module
+does no I/O, starts no threads and never shows credentials: `describe` returns a name that is safe to print.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 from urllib.parse import unquote
@@ -21,7 +19,6 @@ from lakeckpt.errors import ConditionalPutUnsupported, ConfigError, StorageError
 
 __all__ = [
     "Buffer",
-    "CallersError",
     "ObjectInfo",
     "Storage",
     "check_key",
@@ -30,16 +27,11 @@ __all__ = [
     "clear_leftovers",
     "delete_all",
     "describe",
-    "guarded",
-    "has_bucket",
     "is_temporary",
-    "list_after",
     "no_conditional_put",
     "redact_uri",
     "split_uri",
-    "take_up_to",
     "temporary_name",
-    "unwrapping",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -53,10 +45,10 @@ _UNCONFINED = frozenset({"", ".", ".."})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """What a listing says of one object.
+    """One object of a listing.
 
-    ``path`` is relative to the root of the storage, ``size_bytes`` its length. ``etag`` is the store's own identity of
-    the content, where it has one; ``mtime_ns`` (nanoseconds since 1970) is a hint, never an identity.
+    ``path`` is relative to the root of the storage, and ``size_bytes`` is the object's length. ``etag`` is the store's
+    own identity of the content, or None. ``mtime_ns`` (nanoseconds since 1970) is a hint, never an identity.
     """
 
     path: str
@@ -73,43 +65,42 @@ class ObjectInfo:
 class Storage(Protocol):
     """A place for immutable objects, named by keys relative to one root.
 
-    Keys are as `check_key` says. All methods may be called from several threads and processes at once, and instances
-    can be pickled. Buffers stay the caller's: none is kept or changed after a call has returned. Every failure is a
-    `StorageError` (with ``errno`` where the system gave one), never a client library's own class; what the caller's
-    iterable of chunks raises goes through unchanged, and then nothing has become visible.
+    `check_key` defines the keys. Several threads and processes may call all methods at once, and instances can be
+    pickled. Buffers stay the caller's: a storage keeps and changes none after a call has returned. Every failure is a
+    `StorageError` (with ``errno`` where the system gave one), never a client library's own class.
     """
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
-        """All objects in the folder ``prefix``, at any depth, or else the one object of that name; sorted by path.
+        """Return all objects in the folder ``prefix``, at any depth, or else the one object of that name.
 
-        ``""`` is everything. Files only; objects that are not yet complete are hidden; never from a cache. Nothing
-        there: ``[]``.
+        They are sorted by path; ``""`` lists the whole storage, and a folder that is not there is empty. Folders and
+        objects that are not yet complete are not listed. The listing never comes from a cache.
         """
         ...
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
-        """Bytes ``[start, stop)`` of an object, fewer where it ends before. `ObjectMissing` where there is none.
+        """Return bytes ``[start, stop)`` of an object, fewer where the object ends before.
 
-        All bytes are of one version of the object. With ``etag``, as a listing gave it, they are of that one, or
-        `ObjectChanged` is raised; a store whose listings have no ETags has nothing to compare.
+        All bytes are of one version of the object: with ``etag``, which a listing gave, of this version. Raises
+        `ObjectMissing` where there is no object, and `ObjectChanged` where it is of another version or was replaced
+        meanwhile. A store whose listings have no ETags compares nothing.
         """
         ...
 
-    def put(self, path: str, chunks: Iterable[Buffer]) -> int:
-        """Write a whole object and return its size in bytes; replaces what was there.
+    def put(self, path: str, chunks: Sequence[Buffer]) -> int:
+        """Write a whole object, or replace it, and return its size in bytes.
 
-        When it returns, the object is durable; until then, it is not there at all or as it was before. Folders are
-        made. A collection of chunks (whose ``iter`` can be taken twice) lets the store write anew after a failure; a
-        one-shot iterator does not.
+        When the call returns, the object is durable. Until then it is not there at all, or as it was before. Folders
+        are made. The store may go through ``chunks`` several times.
         """
         ...
 
     def put_new(self, path: str, data: bytes) -> None:
         """Write a whole object only where there is none: exactly one of several racing callers returns.
 
-        The others get `ObjectExists`; `ConditionalPutUnsupported` where the store cannot promise that. Durable when it
-        returns. Where the answer of the store was lost, the object is read back: it was ours if its bytes are, so
-        ``data`` should hold something unique to the caller.
+        The others get `ObjectExists`. `ConditionalPutUnsupported` is raised where the store cannot promise this. The
+        object is durable when the call returns. Where the answer of the store was lost, the object is read back, and
+        is ours if its bytes are. So ``data`` must hold something unique to the caller.
         """
         ...
 
@@ -119,14 +110,14 @@ class Storage(Protocol):
 
 
 def check_range(path: str, start: int, stop: int | None) -> bool:
-    """Whether bytes [start, stop) of an object may hold any. `StorageError` where a bound is negative."""
+    """Return whether the range [start, stop) is not empty. Raises `StorageError` where a bound is negative."""
     if start < 0 or (stop is not None and stop < 0):
         raise StorageError(f"cannot read bytes [{start}, {stop}) of {path!r}: bounds must not be negative")
     return stop is None or start < stop
 
 
 def no_conditional_put(name: str, why: str) -> ConditionalPutUnsupported:
-    """The error for a store that replaces what a conditional put must not touch, or that nobody can ask not to."""
+    """Return the error for a store that has no conditional puts. ``why`` says how this was found."""
     return ConditionalPutUnsupported(
         f"{name} cannot put an object only where there is none ({why}), so two writers could both commit: keep the "
         "run on S3 (or a store that honours If-None-Match), or on a local or shared file system"
@@ -162,7 +153,7 @@ def check_key(path: str) -> tuple[str, ...]:
 
 
 def check_prefix(prefix: str) -> str:
-    """A folder's key without a slash at its end; ``""`` for the root. `StorageError` as for `check_key`."""
+    """Return a folder's key without a slash at its end; ``""`` is the root. Raises as `check_key`."""
     folder = prefix.removesuffix("/") if prefix else ""
     if folder:
         check_key(folder)
@@ -172,17 +163,17 @@ def check_prefix(prefix: str) -> str:
 
 
 def split_uri(uri: str) -> tuple[str, str]:
-    """Tell ``(scheme, rest)`` of a place; the scheme is ``"file"`` for local paths, whose rest is the plain path.
+    """Return the scheme of a place, and the rest. A local path has the scheme ``"file"``, and its rest is the path.
 
     >>> split_uri("s3://bucket/a b"), split_uri("/data/x"), split_uri("file:///data/x%20y")
     (('s3', 'bucket/a b'), ('file', '/data/x'), ('file', '/data/x y'))
 
-    `ConfigError` for chained URLs and for ``file://`` URLs of another host.
+    Raises `ConfigError` for chained URLs and for ``file://`` URLs of another host.
     """
     if _CHAIN.match(uri):
         first = redact_uri(uri.partition("::")[0])
         raise ConfigError(
-            f"the URL '{first}::…' is chained: that caches or rewrites what a store says, open it directly"
+            f"the URL '{first}::…' is chained, which caches or rewrites what the store returns: open it directly"
         )
     match = _SCHEME.match(uri)
     if match is None:
@@ -197,7 +188,7 @@ def split_uri(uri: str) -> tuple[str, str]:
 
 
 def redact_uri(uri: str) -> str:
-    """The place without what may be secret in it: user and password, query and fragment."""
+    """Return the place without its parts that may be secret: user and password, query and fragment."""
     match = _SCHEME.match(uri)
     if match is None or match.group(1).lower() in ("file", "local"):
         return uri
@@ -205,7 +196,7 @@ def redact_uri(uri: str) -> str:
     authority = _AUTHORITY_END.split(rest, maxsplit=1)[0]
     port = authority.rpartition(":")[2]
     if "@" not in authority and ":" in authority and not port.isdecimal() and not port.endswith("]"):
-        # Secrets have slashes in them that were not escaped: all up to the last @ is one, or all after the colon.
+        # A secret has slashes that were not escaped: it reaches up to the last @, or from the colon to the end.
         rest = rest.rpartition("@")[2] if "@" in rest else authority.partition(":")[0] + ":***"
     place = re.split("[?#]", rest, maxsplit=1)[0]
     host, slash, path = place.partition("/")
@@ -213,42 +204,28 @@ def redact_uri(uri: str) -> str:
 
 
 def describe(storage: Storage) -> str:
-    """A name of the storage that holds no credentials, for messages and reports."""
+    """Return a name of the storage that holds no credentials, for messages and reports."""
     name = getattr(storage, "name", None)
     return name if isinstance(name, str) else type(storage).__name__
 
 
-def has_bucket(storage: Storage) -> bool:
-    """Whether the bucket that the storage lies in is there, where a store has such and can tell."""
-    has = getattr(storage, "has_bucket", None)
-    return bool(has()) if callable(has) else True
-
-
 def clear_leftovers(storage: Storage) -> int:
-    """Remove the temporary files that dead writers left in a folder; return how many were removed.
+    """Remove the temporary files that dead writers left in a local folder, and return how many they were.
 
-    Files of living writers stay. In an object store nothing is removed: a lifecycle rule of the bucket ends uploads.
+    Files of living writers stay. In an object store, a lifecycle rule of the bucket removes unfinished uploads.
     """
     clear = getattr(storage, "clear_leftovers", None)
     return int(clear()) if callable(clear) else 0
 
 
 def delete_all(storage: Storage, paths: Sequence[str]) -> None:
-    """Remove many objects: with one request for up to 1,000 where the store has such, else one by one."""
+    """Remove many objects: up to 1,000 with one request where the storage can, else one by one."""
     together = getattr(storage, "delete_all", None)
     if callable(together):
         together(paths)
         return
     for path in paths:
         storage.delete(path)
-
-
-def list_after(storage: Storage, prefix: str, after: str, *, limit: int) -> list[ObjectInfo]:
-    """Return the first ``limit`` objects in the folder ``prefix`` whose path sorts after ``after``."""
-    some = getattr(storage, "list_after", None)
-    if callable(some):
-        return list(some(prefix, after, limit=limit))
-    return [info for info in storage.list(prefix) if info.path > after][:limit]
 
 
 # -- for implementations ----------------------------------------------------------------------------------------------
@@ -260,47 +237,6 @@ def temporary_name(token: str) -> str:
 
 
 def is_temporary(path: str) -> bool:
-    """Whether the last part of a path is the name of an object that is still being written."""
+    """Return whether the last part of a path is the name of an object that is still being written."""
     name = path.rpartition("/")[2]
     return name.startswith(_TEMPORARY_PREFIX) and name.endswith(_TEMPORARY_SUFFIX)
-
-
-class CallersError(Exception):
-    """Holds the exception that the caller's iterable of chunks raised."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-def guarded(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
-    """Yield the chunks as views of bytes; an exception of the iterable comes as `CallersError`."""
-    try:
-        for chunk in chunks:
-            yield memoryview(chunk).cast("B")
-    except Exception as error:
-        raise CallersError(error) from error
-
-
-@contextlib.contextmanager
-def unwrapping() -> Iterator[None]:
-    """Raise the caller's exception itself, with its own cause and context, where `guarded` had wrapped it."""
-    error: Exception | None = None
-    try:
-        yield
-    except CallersError as failure:
-        error = failure.error
-    if error is not None:
-        raise error
-
-
-def take_up_to(chunks: Iterator[memoryview], limit: int) -> tuple[list[bytes], Iterator[memoryview] | None, int]:
-    """Return copies of the first chunks, until they pass ``limit`` bytes; the rest, or None; the bytes so far."""
-    head: list[bytes] = []
-    size = 0
-    for chunk in chunks:
-        head.append(bytes(chunk))
-        size += len(head[-1])
-        if size > limit:
-            return head, chunks, size
-    return head, None, size

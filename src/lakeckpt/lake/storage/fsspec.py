@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
@@ -33,7 +32,7 @@ from lakeckpt.lake.storage.base import (
 __all__ = ["FsspecStorage"]
 
 Entry = Mapping[str, Any]
-"""What a filesystem says of a file or a folder."""
+"""What a filesystem returns about a file or a folder."""
 
 
 class FsspecStorage:
@@ -86,7 +85,7 @@ class FsspecStorage:
                 raise ObjectChanged(f"{path!r} in {self.name} has the ETag {now}, not {etag}: it was written again")
             return data
 
-    def put(self, path: str, chunks: Iterable[Buffer]) -> int:
+    def put(self, path: str, chunks: Sequence[Buffer]) -> int:
         raise self._read_only()
 
     def put_new(self, path: str, data: bytes) -> None:
@@ -137,16 +136,14 @@ class FsspecStorage:
         return found
 
     def _info(self, entry: Entry, path: str) -> ObjectInfo | None:
-        """Return what an entry says; None for folders, their placeholders and unfinished objects."""
+        """Return the object of an entry; None for folders, their placeholders and unfinished objects."""
         if entry.get("type", "file") != "file" or not path or path.endswith("/") or is_temporary(path):
             return None
-        if entry.get("size") is None:  # web servers say it of single files
+        if entry.get("size") is None:  # web servers know the sizes of single files only
             entry = {**entry, **self._now(f"{self._root}/{path}")}
         if entry.get("size") is None:
-            raise StorageError(f"{self.name} does not say how large {path!r} is: copy the table to another store")
-        times = (entry.get(key) for key in ("LastModified", "last_modified", "mtime", "updated", "created"))
-        time = next((value for value in times if value is not None), None)
-        return ObjectInfo(path=path, size_bytes=int(entry["size"]), etag=_etag(entry), mtime_ns=_nanoseconds(time))
+            raise StorageError(f"{self.name} does not know how large {path!r} is: copy the table to another store")
+        return ObjectInfo(path=path, size_bytes=int(entry["size"]), etag=_etag(entry))
 
     @contextlib.contextmanager
     def _explaining(self, verb: str, path: str) -> Iterator[None]:
@@ -162,8 +159,8 @@ class FsspecStorage:
             failure = StorageError(f"cannot {verb} {where}: no answer in time")
             failure.errno = errno.ETIMEDOUT
         except Exception as error:
-            said = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
-            failure = StorageError(f"cannot {verb} {where}: {type(error).__name__}{said}")
+            reason = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
+            failure = StorageError(f"cannot {verb} {where}: {type(error).__name__}{reason}")
             failure.errno = getattr(error, "errno", None) or errno.EREMOTEIO
         else:
             return
@@ -176,14 +173,3 @@ def _rebuild(filesystem: AbstractFileSystem, root: str, name: str) -> FsspecStor
 
 def _etag(entry: Entry) -> str | None:
     return next((str(entry[key]).strip('"') for key in ("ETag", "etag") if entry.get(key)), None)
-
-
-def _nanoseconds(time: Any) -> int | None:
-    if isinstance(time, str):
-        try:
-            time = datetime.fromisoformat(time)
-        except ValueError:
-            return None
-    if isinstance(time, datetime):
-        return int(time.timestamp() * 1_000_000) * 1000
-    return int(time * 1_000_000_000) if isinstance(time, int | float) else None

@@ -1,20 +1,26 @@
-"""How does an object become durable, and visible whole or not at all, in a local folder?
+"""This module stores objects in a folder of a local or shared disk.
 
-Write a temporary file beside the target, ``fsync`` it, ``rename`` it into place (`LocalStorage.put`) or ``link`` it
-there (`LocalStorage.put_new`: ``link`` fails where a file is), ``fsync`` the folder; and ``fsync`` the parent of every
-folder that is new. A failed ``fsync`` may have thrown the dirty pages away and will report success when repeated: the
-data are written anew, to another file, never synced again.
+An object is written to a temporary file beside its place and synced. `LocalStorage.put` renames the file into place;
+`LocalStorage.put_new` links it there, which fails where a file is. Then the folder is synced. The first time that a
+process writes into a folder, it syncs the folder's entry in the parent as well, also where another process made the
+folder: that process may have died before it came to that. A failed ``fsync`` is never repeated, because the kernel may
+have dropped the dirty pages and would report success: the call raises, and another call writes a new file.
 
-Folders are reached by `Folders`, which never follows a link. Files are 0600. A temporary file is locked by its writer
-while that lives, so that `LocalStorage.clear_leftovers` can tell what a dead one left. Starts no threads.
+Every path is compared with its ``realpath``, so that no linked folder leads out of the root, and no file is opened
+through a link. This notices accidents; it is no defence against a process that swaps folders meanwhile. Files are 0600.
+A writer locks its temporary file while it lives, so that `LocalStorage.clear_leftovers` removes those of dead writers
+only. The module starts no threads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
-from collections.abc import Iterable, Iterator
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from lakeckpt.errors import ConditionalPutUnsupported, ObjectExists, ObjectMissing, StorageError
@@ -24,48 +30,37 @@ from lakeckpt.lake.storage.base import (
     check_key,
     check_prefix,
     check_range,
-    guarded,
+    is_temporary,
     temporary_name,
-    unwrapping,
 )
 from lakeckpt.lake.storage.direct import Blocks
-from lakeckpt.lake.storage.folders import Folders, TryAnew
-from lakeckpt.lake.storage.oscalls import OsCalls
 
 __all__ = ["LocalStorage"]
 
-MAX_ATTEMPTS = 4
+_MOST_DURABLE = 4096
+_FOLDER_TRIES = 4
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
-
-
-class _Temporary:
-    """A temporary file with a whole object, synced; ``name`` is None once it has been renamed away."""
-
-    __slots__ = ("descriptor", "name", "size_bytes")
-
-    def __init__(self, name: str, descriptor: int) -> None:
-        self.name: str | None = name
-        self.descriptor = descriptor
-        self.size_bytes = 0
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO does not block
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class LocalStorage:
     """A `Storage` in a folder of a local (or mounted) file system.
 
-    The folder need not exist: it is made by the first put. ``follow_file_links`` lets reads and listings follow a
-    symbolic link that is itself the object (never a linked folder): meant for tables, which people assemble from links.
+    The folder need not exist: the first put makes it. ``follow_file_links`` lets reads and listings follow a symbolic
+    link that is itself the object (never a linked folder). It is meant for tables, which people assemble from links.
     """
 
-    __slots__ = ("_calls", "_folders", "_follow")
+    __slots__ = ("_durable", "_follow", "_root", "name")
 
-    def __init__(
-        self, root: str | os.PathLike[str], *, follow_file_links: bool = False, calls: OsCalls | None = None
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, follow_file_links: bool = False) -> None:
+        self.name = os.path.abspath(os.fspath(root))
+        """The absolute path of the root."""
+        self._root = os.path.realpath(self.name)
         self._follow = follow_file_links
-        self._calls = OsCalls() if calls is None else calls
-        root = os.path.abspath(os.fspath(root))
-        self._folders = Folders(root, follow_file_links=follow_file_links, calls=self._calls)
+        self._durable: set[str] = set()
+        """Folders whose entry in their parent this process has synced."""
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.name!r})"
@@ -73,190 +68,230 @@ class LocalStorage:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (self.name, self._follow))
 
-    @property
-    def name(self) -> str:
-        """The absolute path of the root."""
-        return self._folders.root
-
     def list(self, prefix: str = "") -> list[ObjectInfo]:
         path = check_prefix(prefix)
-        parts = check_key(path) if path else ()
-        found: list[ObjectInfo] = []
         with contextlib.suppress(ObjectMissing), self._explaining("list", path):
-            with self._folders.inside(parts[:-1]) as folder:
-                if parts:
-                    self._folders.visit(folder, parts[-1], path, found)
-                else:
-                    self._folders.walk(folder, "", found)
-        found.sort(key=lambda info: info.path)
-        return found
+            found = self._visit(self._place(path), path) if path else self._walk(self._root, "")
+            return sorted(found, key=lambda info: info.path)
+        return []
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
-        parts = check_key(path)
+        check_key(path)
         check_range(path, start, stop)
-        with self._explaining("read", path), self._folders.inside(parts[:-1]) as folder:
-            descriptor = self._folders.open_object(parts[-1], folder, path)
-            try:
-                size = self._calls.fstat(descriptor).st_size
-                return self._read_range(descriptor, start, size if stop is None else min(stop, size))
-            finally:
-                self._calls.close(descriptor)
+        with self._explaining("read", path), self._opened(path) as descriptor:
+            size = os.fstat(descriptor).st_size
+            return _read_range(descriptor, start, size if stop is None else min(stop, size))
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> int:
-        """Read the bytes of an object from ``start`` on into ``buffer``, and return how many there were: fewer than it
-        has room for where the object ends before. Beyond what a `Storage` must have; errors as for `read`."""
-        parts = check_key(path)
-        with self._explaining("read", path), self._folders.inside(parts[:-1]) as folder:
-            descriptor = self._folders.open_object(parts[-1], folder, path)
-            try:
-                at = 0
-                while at < len(buffer):
-                    count = self._calls.preadv(descriptor, buffer[at:], start + at)
-                    if not count:
-                        break
-                    at += count
-                return at
-            finally:
-                self._calls.close(descriptor)
+        """Read the bytes of an object from ``start`` on into ``buffer``, and return how many there were.
 
-    def put(self, path: str, chunks: Iterable[Buffer]) -> int:
-        parts = check_key(path)
-        repeatable = not isinstance(chunks, Iterator)
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            try:
-                with unwrapping(), self._explaining("write", path):
-                    return self._put_once(parts, chunks)
-            except TryAnew as failure:
-                if attempt == MAX_ATTEMPTS or (failure.chunks_used and not repeatable):
-                    self._give_up(path, attempt, failure)
-        raise AssertionError("the loop returns or raises")
+        They are fewer than ``buffer`` holds where the object ends before. Raises as `read`. A `Storage` need not have
+        this method.
+        """
+        check_key(path)
+        with self._explaining("read", path), self._opened(path) as descriptor:
+            at = 0
+            while at < len(buffer) and (count := os.preadv(descriptor, [buffer[at:]], start + at)):
+                at += count
+            return at
+
+    def put(self, path: str, chunks: Sequence[Buffer]) -> int:
+        check_key(path)
+        with self._explaining("write", path):
+            place = self._place(path)
+            with self._written(place, chunks) as (temporary, size):
+                os.rename(temporary, place)
+            _sync_folder(os.path.dirname(place))
+        return size
 
     def put_new(self, path: str, data: bytes) -> None:
-        parts = check_key(path)
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            try:
-                with self._explaining("write", path):
-                    if self._link_once(parts, data):
-                        return
-                    if self.read(path, 0, len(data) + 1) != data:
-                        raise ObjectExists(f"there is an object at {path!r} in {self.name} already")
-                    self._put_once(parts, [data])  # ours, but perhaps not durable: the same bytes replace it
-                    return
-            except TryAnew as failure:
-                if attempt == MAX_ATTEMPTS:
-                    self._give_up(path, attempt, failure)
+        check_key(path)
+        with self._explaining("write", path):
+            place = self._place(path)
+            if not os.path.lexists(place) and self._linked(place, data):
+                _sync_folder(os.path.dirname(place))
+                return
+        if self.read(path, 0, len(data) + 1) != data:
+            raise ObjectExists(f"there is an object at {path!r} in {self.name} already")
+        self.put(path, [data])  # it is ours, but perhaps not durable: the same bytes replace it
 
     def delete(self, path: str) -> None:
         """Remove an object, and the folders (below the root) that are empty then."""
-        parts = check_key(path)
-        with contextlib.suppress(ObjectMissing, IsADirectoryError), self._explaining("delete", path):
-            with self._folders.inside(parts[:-1]) as folder:
-                try:
-                    self._calls.unlink(parts[-1], folder)
-                except IsADirectoryError:
-                    return  # a folder is no object
-            self._folders.remove_empty(parts[:-1])
+        check_key(path)
+        with contextlib.suppress(ObjectMissing), self._explaining("delete", path):
+            place = self._place(path)
+            try:
+                os.unlink(place)
+            except IsADirectoryError:
+                return  # a folder is no object
+            self._remove_empty(os.path.dirname(place))
 
     # -- beside the Protocol ---------------------------------------------------------------------------------------
 
     def local_path(self, path: str) -> str:
-        """The absolute path of an object, once checked to lie inside of the root. `ObjectMissing` if there is none."""
-        parts = check_key(path)
-        with self._explaining("read", path), self._folders.inside(parts[:-1]) as folder:
-            self._calls.close(self._folders.open_object(parts[-1], folder, path))
-        return os.path.join(self.name, *parts)
+        """Return the absolute path of an object, which lies inside of the root. `ObjectMissing` if there is none."""
+        check_key(path)
+        with self._explaining("read", path), self._opened(path):
+            return os.path.join(self.name, path)
 
     def clear_leftovers(self) -> int:
-        """Remove the temporary files of writers that died; return how many."""
-        with contextlib.suppress(ObjectMissing), self._explaining("clear", ""), self._folders.inside(()) as root:
-            return self._folders.clear_temporaries(root)
-        return 0
+        """Remove the temporary files of writers that died, and return how many they were."""
+        removed = 0
+        with self._explaining("clear", ""):
+            for folder, _, names in os.walk(self._root):
+                for name in filter(is_temporary, names):
+                    with contextlib.suppress(FileNotFoundError):
+                        removed += _remove_unlocked(os.path.join(folder, name))
+        return removed
 
-    # -- one attempt -----------------------------------------------------------------------------------------------
+    # -- places ----------------------------------------------------------------------------------------------------
 
-    def _put_once(self, parts: tuple[str, ...], chunks: Iterable[Buffer]) -> int:
-        with self._folders.inside(parts[:-1], make=True) as folder, self._written(folder, chunks) as temporary:
-            assert temporary.name is not None
-            self._calls.rename(temporary.name, parts[-1], folder)
-            temporary.name = None
-            self._sync(folder)
-            return temporary.size_bytes
-
-    def _link_once(self, parts: tuple[str, ...], data: bytes) -> bool:
-        """Link the data into place, durably; False where an object is already."""
-        with self._folders.inside(parts[:-1], make=True) as folder:
-            with contextlib.suppress(FileNotFoundError):
-                self._calls.lstat(parts[-1], folder)
-                return False
-            with self._written(folder, [data]) as temporary:
-                assert temporary.name is not None
-                try:
-                    self._calls.link(temporary.name, parts[-1], folder)
-                except FileExistsError:
-                    return False
-                except OSError as error:
-                    if error.errno in _NO_LINKS:
-                        raise ConditionalPutUnsupported(
-                            f"{self.name} lies on a file system without hard links ({error.strerror}), where two "
-                            "writers could both commit: keep the run on another file system or on an object store"
-                        ) from error
-                    raise
-            self._sync(folder)
-            return True
+    def _place(self, path: str) -> str:
+        """Return where an object lies. `StorageError` where a folder above it is a link."""
+        place = os.path.join(self._root, path)
+        folder = os.path.dirname(place)
+        if folder != self._root and os.path.realpath(folder) != folder:
+            self._refuse_link(os.path.dirname(path))
+        return place
 
     @contextlib.contextmanager
-    def _written(self, folder: int, chunks: Iterable[Buffer]) -> Iterator[_Temporary]:
-        """A synced temporary file with the chunks; removed at the end unless it was renamed."""
-        name = temporary_name(self._calls.token())
+    def _opened(self, path: str) -> Iterator[int]:
+        """Open a regular file to read."""
+        place = self._place(path)
         try:
-            temporary = _Temporary(name, self._calls.create(name, folder))
-        except FileNotFoundError as error:  # someone has just removed the empty folder
-            raise TryAnew(error, chunks_used=False) from error
+            descriptor = os.open(place, _READ if self._follow else _READ | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                self._refuse_link(path)
+            raise
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise FileNotFoundError(errno.ENOENT, "not a regular file")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _walk(self, folder: str, path: str) -> Iterator[ObjectInfo]:
+        """Yield all objects of a folder, at any depth, save those that are deleted meanwhile."""
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                yield from self._visit(os.path.join(folder, name), f"{path}/{name}" if path else name)
+
+    def _visit(self, place: str, path: str) -> Iterator[ObjectInfo]:
+        """Yield the object at ``place``, or the objects of the folder there."""
+        if is_temporary(path):
+            return
+        status = os.lstat(place)
+        if stat.S_ISLNK(status.st_mode):
+            status = self._followed(place, path)
+        if stat.S_ISDIR(status.st_mode):
+            yield from self._walk(place, path)
+        elif stat.S_ISREG(status.st_mode):
+            yield ObjectInfo(path=path, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+    def _followed(self, place: str, path: str) -> os.stat_result:
+        if not self._follow:
+            self._refuse_link(path)
+        try:
+            status = os.stat(place)
+        except FileNotFoundError:
+            raise StorageError(f"{path!r} in {self.name} is a symbolic link to nothing: mend or remove it") from None
+        if stat.S_ISDIR(status.st_mode):
+            self._refuse_link(path)
+        return status
+
+    def _refuse_link(self, path: str) -> NoReturn:
+        raise StorageError(
+            f"{path!r} in {self.name} is a symbolic link or lies behind one, which could lead out of it: "
+            "put the file or folder itself there, or open the place that it points to"
+        )
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _written(self, place: str, chunks: Sequence[Buffer]) -> Iterator[tuple[str, int]]:
+        """Write ``chunks`` to a synced temporary file, and yield its path and size. An exception removes the file."""
+        temporary, descriptor = self._created(os.path.dirname(place))
         try:
             with contextlib.suppress(OSError):  # without locks, leftovers are just never cleared
-                self._calls.lock(temporary.descriptor)
-            blocks = Blocks(temporary.descriptor, self._calls)
-            try:
-                for chunk in guarded(chunks):
-                    temporary.size_bytes += blocks.write(chunk)
-                blocks.finish()
-            finally:
-                blocks.close()
-            self._sync(temporary.descriptor)
-            yield temporary
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            blocks = Blocks(descriptor)
+            size = sum(blocks.write(memoryview(chunk).cast("B")) for chunk in chunks)
+            blocks.finish()
+            os.fsync(descriptor)
+            yield temporary, size
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
         finally:
-            try:
-                if temporary.name is not None:
-                    with contextlib.suppress(FileNotFoundError):
-                        self._calls.unlink(temporary.name, folder)
-            finally:
-                self._calls.close(temporary.descriptor)
+            os.close(descriptor)
 
-    def _sync(self, descriptor: int) -> None:
+    def _created(self, folder: str) -> tuple[str, int]:
+        """Create a temporary file in a folder, which is made. A folder that is removed meanwhile is made again."""
+        temporary = os.path.join(folder, temporary_name(secrets.token_hex(8)))
+        for _ in range(_FOLDER_TRIES - 1):
+            with contextlib.suppress(FileNotFoundError):
+                self._make_folder(folder)
+                return temporary, os.open(temporary, _CREATE, 0o600)
+            self._durable.clear()
+        self._make_folder(folder)
+        return temporary, os.open(temporary, _CREATE, 0o600)
+
+    def _make_folder(self, folder: str) -> None:
+        """Make a folder durably, with all folders above it up to the root, and above the root those that are missing.
+
+        Where its entry cannot be synced, a folder that was made is removed, so that the next call makes it anew.
+        """
+        if folder in self._durable:
+            return
+        parent = os.path.dirname(folder)
+        if len(folder) > len(self._root) or not os.path.isdir(parent):
+            self._make_folder(parent)
+        made = _make_one(folder)
         try:
-            self._calls.fsync(descriptor)
+            _sync_folder(parent)
         except OSError as error:
-            raise TryAnew(error, chunks_used=True) from error
+            if made:
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
+            if made or not isinstance(error, PermissionError):  # this process makes nothing where it may not look
+                raise
+        if len(self._durable) >= _MOST_DURABLE:
+            self._durable.clear()
+        self._durable.add(folder)
 
-    def _read_range(self, descriptor: int, start: int, stop: int) -> bytes:
-        pieces: list[bytes] = []
-        while start < stop:
-            piece = self._calls.pread(descriptor, stop - start, start)
-            if not piece:
-                break
-            pieces.append(piece)
-            start += len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    def _linked(self, place: str, data: bytes) -> bool:
+        """Link a synced file with ``data`` into place; False where an object is there already."""
+        with self._written(place, [data]) as (temporary, _):
+            is_new = True
+            try:
+                os.link(temporary, place)
+            except FileExistsError:
+                is_new = False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                raise ConditionalPutUnsupported(
+                    f"{self.name} lies on a file system without hard links ({error.strerror}), where two writers "
+                    "could both commit: keep the run on another file system or on an object store"
+                ) from error
+            os.unlink(temporary)
+        return is_new
+
+    def _remove_empty(self, folder: str) -> None:
+        """Remove a folder, and the folders above it below the root, while they are empty."""
+        while folder != self._root:
+            self._durable.discard(folder)
+            try:
+                os.rmdir(folder)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    return
+                raise
+            folder = os.path.dirname(folder)
 
     # -- errors ----------------------------------------------------------------------------------------------------
-
-    def _give_up(self, path: str, attempts: int, failure: TryAnew) -> NoReturn:
-        error = StorageError(
-            f"cannot write {path!r} in {self.name} durably: {failure.error.strerror or failure.error} "
-            f"(attempts: {attempts}, each to a new file); check the disk"
-        )
-        error.errno = failure.error.errno
-        raise error from failure.error
 
     @contextlib.contextmanager
     def _explaining(self, verb: str, path: str) -> Iterator[None]:
@@ -266,13 +301,54 @@ class LocalStorage:
             yield
         except StorageError:
             raise
-        except FileNotFoundError as error:
-            raise ObjectMissing(f"there is no object {where}") from error
         except OSError as error:
+            is_missing = isinstance(error, FileNotFoundError) or (path and isinstance(error, NotADirectoryError))
+            if is_missing and verb != "write":
+                raise ObjectMissing(f"there is no object {where}") from error
             advice = ". Make room there; a run takes less with a smaller keep=" if error.errno in _FULL else ""
-            wrapped = StorageError(f"cannot {verb} {where}: {error.strerror or error}{advice}")
-            wrapped.errno = error.errno
-            raise wrapped from error
+            failure = StorageError(f"cannot {verb} {where}: {error.strerror or error}{advice}")
+            failure.errno = error.errno
+            raise failure from error
+
+
+def _make_one(folder: str) -> bool:
+    """Make a folder, and return whether it was not there."""
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_range(descriptor: int, start: int, stop: int) -> bytes:
+    pieces: list[bytes] = []
+    while start < stop and (piece := os.pread(descriptor, stop - start, start)):
+        pieces.append(piece)
+        start += len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _remove_unlocked(place: str) -> int:
+    """Remove a temporary file that no living writer holds locked; return 1, or 0 where one does."""
+    if not stat.S_ISREG(os.lstat(place).st_mode):
+        return 0
+    descriptor = os.open(place, _READ | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(place)
+    except BlockingIOError:
+        return 0
+    finally:
+        os.close(descriptor)
+    return 1
 
 
 def _rebuild(root: str, follow_file_links: bool) -> LocalStorage:

@@ -1,7 +1,8 @@
 """This module opens the storage that a path or a URL names.
 
-Runs lie on local or shared disks or in object stores: `open_storage`. Tables may also lie in any filesystem of fsspec:
-`open_for_table`. Nothing is made in the place that is opened.
+`open_storage` opens the place of a run, which lies on a local or shared disk or in an object store. `open_for_table`
+opens the place of a table, which may also lie in any filesystem of fsspec. The module writes nothing to the place, and
+starts no threads.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def open_storage(uri: str | os.PathLike[str], *, storage_options: Mapping[str, A
     """Open the storage at a local path, a ``file://`` URL or a URL of S3, Google's or Azure's store.
 
     ``storage_options`` for S3 may have the names of s3fs, boto3, object_store or pyiceberg (`docs/how-to/s3.md`); local
-    folders take none. `ConfigError` where the URL or an option cannot be used.
+    folders take none. Raises `ConfigError` where the URL or an option cannot be used.
     """
     text = os.fspath(uri)
     if not isinstance(text, str) or not text:
@@ -44,10 +45,10 @@ def open_storage(uri: str | os.PathLike[str], *, storage_options: Mapping[str, A
 
 
 def open_for_table(uri: str, *, storage_options: Mapping[str, Any] | None = None) -> Storage:
-    """Open the place of a table: as `open_storage`, or through fsspec.
+    """Open the place of a table as `open_storage` does, or through fsspec.
 
-    Through fsspec where ``storage_options`` carry a filesystem (`with_filesystem`), and where only fsspec knows the
-    URL: then ``storage_options`` go to its filesystem as they are.
+    A filesystem that ``storage_options`` carry (`with_filesystem`) is used. For a URL that only fsspec knows, fsspec
+    makes the filesystem with ``storage_options``.
     """
     options = dict(storage_options or {})
     filesystem = options.pop(FILESYSTEM, None)
@@ -60,7 +61,7 @@ def open_for_table(uri: str, *, storage_options: Mapping[str, Any] | None = None
 
 
 def with_filesystem(storage_options: Mapping[str, Any] | None, filesystem: Any) -> Mapping[str, Any] | None:
-    """Return options that carry ``filesystem``, where it is not None. `ConfigError` if there are others, too."""
+    """Return options that carry ``filesystem``, unless it is None. Raises `ConfigError` if other options are given."""
     if filesystem is None:
         return storage_options
     if storage_options:

@@ -1,8 +1,8 @@
 """This module translates ``storage_options`` into the configuration of obstore.
 
 Users bring the names that they know from s3fs, boto3, deltalake or pyiceberg. `StoreOptions.of` maps the names of S3 to
-those of obstore; names that it does not know go to obstore, which knows many more and refuses the rest. Options of
-Google's and Azure's stores go to obstore as they are. The module never shows a value of an option.
+those of obstore. All other names go to obstore, which knows many more and refuses the rest. Options of Google's and
+Azure's stores go to obstore as they are. The module never shows a value of an option.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.retry import Deadlines
 
-__all__ = ["Credentials", "ProfileCredentials", "StoreOptions"]
+__all__ = ["Credentials", "StoreOptions"]
 
 Credentials = Mapping[str, Any]
-"""What a credential provider returns: the names of obstore, and ``expires_at``, a datetime with a time zone or None."""
+"""S3 keys by the names of obstore, and ``expires_at``, a datetime with a time zone or None."""
 
 _ALIASES = {
     "access_key_id": ("key", "access_key", "username"),
@@ -30,54 +30,32 @@ _ALIASES = {
     "skip_signature": ("anon", "anonymous"),
     "request_payer": ("requester_pays",),
     "virtual_hosted_style_request": ("force_virtual_addressing",),
-    "server_side_encryption": ("serversideencryption",),
-    "sse_kms_key_id": ("ssekmskeyid",),
-    "sse_bucket_key_enabled": ("bucketkeyenabled",),
     "profile": ("profile_name",),
     "proxy_url": ("proxy", "proxy_uri"),
     "root_certificate": ("ca_bundle",),
 }
 _NAMES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
 _PREFIXES = ("aws_", "s3.", "client.")
-_NESTED = ("client_kwargs", "config_kwargs", "client_options", "s3_additional_kwargs")
-_OF_THE_CLIENT = ("allow_http", "allow_invalid_certificates", "proxy_url", "root_certificate", "user_agent")
-_OF_OTHER_CLIENTS = frozenset(
-    {
-        "allow_unsafe_rename",
-        "s3_allow_unsafe_rename",
-        "conditional_put",
-        "connect_timeout",
-        "default_block_size",
-        "default_cache_type",
-        "default_fill_cache",
-        "max_concurrency",
-        "max_pool_connections",
-        "max_retries",
-        "read_timeout",
-        "retries",
-        "signature_version",
-        "skip_instance_cache",
-        "timeout",
-        "use_listings_cache",
-        "use_ssl",
-    }
-)
+_NESTED = ("client_kwargs", "config_kwargs", "client_options")
+_OF_THE_CLIENT = ("allow_http", "allow_invalid_certificates", "proxy_url", "user_agent")
 _HIDDEN = ("key", "secret", "token", "password", "sas", "connection_string", "service_account")
 _LEAST_SECRET = 4
+_KEYS = ("access_key_id", "secret_access_key", "session_token")
 _PROFILE_LIFETIME = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """What a user said of an object store.
+    """The options of an object store.
 
-    ``config`` and ``client`` have obstore's names. ``provider`` returns `Credentials` when obstore asks for them, which
-    is before those that it returned last expire. ``repr`` shows none of them.
+    ``config`` and ``client`` have obstore's names. obstore calls ``provider`` before the credentials that it returned
+    last expire. ``certificates`` is the path of those to trust. ``repr`` shows only this path and the deadlines.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     client: Mapping[str, Any] = field(default_factory=dict, repr=False)
     provider: Callable[[], Credentials] | None = field(default=None, repr=False)
+    certificates: str | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
@@ -104,13 +82,17 @@ class StoreOptions:
         if scheme == "s3":
             profile = profile or _profile_of_environment(found, provider)
             if profile is not None and provider is None and "access_key_id" not in found:
-                provider = ProfileCredentials(str(profile))
-                found.setdefault("region", provider.region())
+                provider, region = _of_profile(str(profile))
+                if region is not None:
+                    found.setdefault("region", region)
             _add_endpoint(found)
-        _read_certificate(found)
+        certificates = found.pop("root_certificate", None) or os.environ.get("AWS_CA_BUNDLE")
         client = {name: found.pop(name) for name in _OF_THE_CLIENT if name in found}
-        config = {name: value for name, value in found.items() if value is not None}
-        return cls(config=config, client=client, provider=provider, deadlines=Deadlines(**limits))
+        if certificates is not None:
+            client["root_certificate"] = _content_of(certificates)
+        return cls(
+            config=found, client=client, provider=provider, certificates=certificates, deadlines=Deadlines(**limits)
+        )
 
     def scrub(self, text: str) -> str:
         """Return ``text`` with ``***`` in place of every secret among the options."""
@@ -127,17 +109,12 @@ class StoreOptions:
         found = dict(self.provider())
         return {**found, "session_token": found.pop("token", None)}
 
-    def for_clients_of_formats(self) -> dict[str, str]:
-        """Return the options as text under the names of Rust's object_store, on which deltalake and hudi stand."""
-        config = {**self.config, **self.keys()}
-        config.pop("expires_at", None)
-        found = {f"aws_{name}": _as_text(value) for name, value in config.items() if value is not None}
-        return {**found, **{name: _as_text(value) for name, value in self.client.items()}}
-
-    def for_s3fs(self) -> dict[str, Any]:
-        """Return the arguments of ``s3fs.S3FileSystem``."""
-        keys, config = self.keys(), self.config
-        client = {"region_name": config.get("region"), "verify": self._verify()}
+    def for_s3fs(self, keys: Credentials) -> dict[str, Any]:
+        """Return the arguments of ``s3fs.S3FileSystem`` that asks with ``keys``."""
+        config = self.config
+        verify = False if self.client.get("allow_invalid_certificates") else self.certificates
+        client = {"region_name": config.get("region"), "verify": verify}
+        style = {"addressing_style": "virtual"} if config.get("virtual_hosted_style_request") else {}
         return {
             "key": keys.get("access_key_id"),
             "secret": keys.get("secret_access_key"),
@@ -146,40 +123,22 @@ class StoreOptions:
             "endpoint_url": config.get("endpoint"),
             "requester_pays": bool(config.get("request_payer", False)),
             "client_kwargs": {name: value for name, value in client.items() if value is not None},
-            "config_kwargs": {"s3": {"addressing_style": "virtual"}}
-            if config.get("virtual_hosted_style_request")
-            else {},
+            "config_kwargs": {"s3": style},
         }
 
-    def _verify(self) -> bool | str | None:
-        """Return what botocore calls ``verify``: the certificates lie in a file in memory, which the process keeps."""
-        if self.client.get("allow_invalid_certificates"):
-            return False
-        certificates = self.client.get("root_certificate")
-        if certificates is None:
-            return None
-        descriptor = os.memfd_create("lakeckpt-certificates")
-        os.write(descriptor, certificates.encode())
-        return f"/proc/self/fd/{descriptor}"
 
+def _of_profile(profile: str) -> tuple[Callable[[], Credentials], str | None]:
+    """Return a provider of the credentials of a profile in AWS's configuration files, and the profile's region.
 
-_KEYS = ("access_key_id", "secret_access_key", "session_token")
+    botocore renews them (SSO, assumed roles).
+    """
+    session = _session_of(profile)
+    found = session.get_credentials()
+    if found is None:
+        raise ConfigError(f"the AWS profile {profile!r} has no credentials")
 
-
-class ProfileCredentials:
-    """Credentials of a profile in AWS's configuration files, by botocore, which renews them (SSO, assumed roles)."""
-
-    def __init__(self, profile: str) -> None:
-        self._profile = profile
-        self._found = self._session().get_credentials()
-        if self._found is None:
-            raise ConfigError(f"the AWS profile {profile!r} has no credentials")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (ProfileCredentials, (self._profile,))
-
-    def __call__(self) -> Credentials:
-        frozen = self._found.get_frozen_credentials()
+    def provider() -> Credentials:
+        frozen = found.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
@@ -187,26 +146,25 @@ class ProfileCredentials:
             "expires_at": datetime.now(UTC) + _PROFILE_LIFETIME,
         }
 
-    def region(self) -> str | None:
-        """Return the region that the profile names."""
-        region = self._session().get_config_variable("region")
-        return None if region is None else str(region)
+    return provider, session.get_config_variable("region")
 
-    def _session(self) -> Any:
-        try:
-            import botocore.exceptions
-            import botocore.session
-        except ImportError:
-            raise ConfigError(
-                "AWS profiles are read by botocore, which is not installed: pip install 'lakeckpt[aws]', or set "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            ) from None
-        try:
-            session = botocore.session.Session(profile=self._profile)
-            session.get_scoped_config()
-        except botocore.exceptions.BotoCoreError as error:
-            raise ConfigError(f"cannot use the AWS profile {self._profile!r}: {error}") from None
-        return session
+
+def _session_of(profile: str) -> Any:
+    """Return botocore's session with a profile."""
+    try:
+        import botocore.exceptions
+        import botocore.session
+    except ImportError:
+        raise ConfigError(
+            "AWS profiles are read by botocore, which is not installed: pip install 'lakeckpt[aws]', or set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        ) from None
+    try:
+        session = botocore.session.Session(profile=profile)
+        session.get_scoped_config()
+    except botocore.exceptions.BotoCoreError as error:
+        raise ConfigError(f"cannot use the AWS profile {profile!r}: {error}") from None
+    return session
 
 
 def _profile_of_environment(found: Mapping[str, Any], provider: object) -> str | None:
@@ -241,14 +199,13 @@ def _flat(given: Mapping[str, Any], *, is_s3: bool) -> Iterator[tuple[str, Any]]
             for prefix in _PREFIXES:
                 plain = plain.removeprefix(prefix)
             plain = plain.replace("-", "_")
-            if plain not in _OF_OTHER_CLIENTS:
-                yield _NAMES.get(plain, plain), value
+            yield _NAMES.get(plain, plain), value
         else:
             yield name, value
 
 
 def _add_endpoint(found: dict[str, Any]) -> None:
-    """Complete a bare ``host:port``, and allow plain HTTP where the endpoint says so."""
+    """Complete a bare ``host:port``, and allow plain HTTP where the endpoint begins with http://."""
     environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     endpoint = found.get("endpoint") or environment
     if endpoint is None:
@@ -264,16 +221,9 @@ def _add_endpoint(found: dict[str, Any]) -> None:
         found["allow_http"] = True
 
 
-def _read_certificate(found: dict[str, Any]) -> None:
-    """Replace the path of a certificate by its text."""
-    path = found.get("root_certificate") or os.environ.get("AWS_CA_BUNDLE")
-    if isinstance(path, str) and "-----BEGIN" not in path:
-        try:
-            with open(path, encoding="utf-8") as file:
-                found["root_certificate"] = file.read()
-        except OSError as error:
-            raise ConfigError(f"cannot read the certificates in {path!r}: {error.strerror}") from None
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _content_of(certificates: Any) -> str:
+    try:
+        with open(certificates, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, TypeError) as error:
+        raise ConfigError(f"cannot read the certificates in the file {certificates!r}: {error}") from None

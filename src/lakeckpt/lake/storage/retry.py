@@ -1,20 +1,17 @@
-"""This module decides how long a call to a store may take, and what is tried again.
+"""This module bounds how long a call to a store may take, and repeats attempts that failed.
 
-A call (one object, or one span of up to 8 MiB of it) is a series of attempts with pauses between them. Every attempt
-gets a time by which it must have ended; the call as a whole has a deadline; both grow with the bytes that move, at the
-slowest rate that is still called progress. Pauses are drawn evenly from zero to a bound that doubles ("full jitter"),
-so that many readers that failed at once do not come back at once; a store that says how long to wait is obeyed.
+A call (one object, or one span of up to 8 MiB of it) is a series of attempts with pauses between them. The client below
+bounds the time of each attempt and retries nothing by itself. The call as a whole has a deadline, which grows with the
+bytes that move, at the slowest rate that is still called progress. Pauses are drawn evenly from zero to a bound that
+doubles ("full jitter"), so that many readers that failed at once do not come back at once.
 
-An attempt raises `Retryable` where another attempt may succeed; everything else goes through as it is. The clients
-below repeat nothing by themselves. A call that an attempt outlasts ends with that attempt. `stop_retrying_when` lets
-the threads of a pool make no further attempt once the process ends. Starts no threads; clock, sleep and randomness are
-arguments.
+An attempt raises `Retryable` where another attempt may succeed; all other exceptions end the call. A call that an
+attempt outlasts ends with that attempt. The module starts no threads; clock, sleep and randomness are arguments.
 """
 
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,15 +19,9 @@ from typing import TypeVar
 
 from lakeckpt.errors import ConfigError, StorageError
 
-__all__ = ["Deadlines", "Retrier", "Retryable", "stop_retrying_when"]
+__all__ = ["Deadlines", "Retrier", "Retryable"]
 
 T = TypeVar("T")
-_thread = threading.local()
-
-
-def stop_retrying_when(ending: Callable[[], bool]) -> None:
-    """Make no further attempt in this thread once ``ending()`` is true."""
-    _thread.ending = ending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,21 +49,11 @@ class Deadlines:
 
 
 class Retryable(Exception):
-    """An attempt failed in a way that another may not. ``kind(text)`` is raised when none is left.
+    """An attempt failed in a way that another may not. A `StorageError` with ``errno`` is raised when none is left."""
 
-    ``pause_s`` is what the store asked to wait, if it did; ``errno`` goes into the error.
-    """
-
-    def __init__(
-        self,
-        text: str,
-        *,
-        kind: type[StorageError] = StorageError,
-        errno: int | None = None,
-        pause_s: float | None = None,
-    ) -> None:
+    def __init__(self, text: str, *, errno: int) -> None:
         super().__init__(text)
-        self.kind, self.errno, self.pause_s = kind, errno, pause_s
+        self.errno = errno
 
 
 class Retrier:
@@ -91,33 +72,24 @@ class Retrier:
         self.deadlines, self.clock = deadlines, clock
         self._sleep, self._draw = sleep, draw
 
-    def call(self, what: str, attempt: Callable[[float], T], *, size_bytes: int = 0) -> T:
-        """What ``attempt(until)`` returns, ``until`` being when (on the clock) it must have ended.
+    def call(self, what: str, attempt: Callable[[], T], *, size_bytes: int = 0) -> T:
+        """Return what ``attempt()`` returns, which moves ``size_bytes``.
 
-        ``what`` begins the message of an error, as in "cannot read 'x' in s3://bucket". Raises the ``kind`` of the last
-        `Retryable` when attempts run out, `StorageError` when the time does.
+        ``what`` begins the message of an error, as in "cannot read 'x' in s3://bucket". Raises `StorageError`
+        with the text of the last `Retryable` when attempts or time run out.
         """
         limits, begin, tried = self.deadlines, self.clock(), 0
-        moving_s = size_bytes / limits.slowest_bytes_per_s
-        end = begin + limits.total_s + moving_s
+        end = begin + limits.bound_s(size_bytes)
         while True:
             tried += 1
             try:
-                return attempt(min(end, self.clock() + limits.attempt_s + moving_s))
+                return attempt()
             except Retryable as failure:
-                pause_s = self._pause_s(tried, failure)
-                late = self.clock() + pause_s >= end
-                if not late and tried < limits.max_attempts and not getattr(_thread, "ending", bool)():
+                pause_s = self._draw() * min(limits.longest_pause_s, limits.pause_s * 2 ** min(tried - 1, 30))
+                if tried < limits.max_attempts and self.clock() + pause_s < end:
                     self._sleep(pause_s)
                     continue
-                kind = StorageError if late else failure.kind
                 spent = f"{tried} attempt{'s' * (tried > 1)} in {self.clock() - begin:.1f} of {end - begin:.1f} s"
-                error = kind(f"{what}: {failure} ({spent})")
+                error = StorageError(f"{what}: {failure} ({spent})")
                 error.errno = failure.errno
             raise error from None
-
-    def _pause_s(self, tried: int, failure: Retryable) -> float:
-        limits = self.deadlines
-        bound_s = min(limits.longest_pause_s, limits.pause_s * 2 ** min(tried - 1, 30))
-        asked_s = min(failure.pause_s or 0.0, limits.total_s)
-        return float(max(asked_s, self._draw() * bound_s))

@@ -25,8 +25,8 @@ from typing import Any
 
 from fsspec.utils import glob_translate
 
-from lakeckpt.errors import ConfigError, StorageError, TableNotFound
-from lakeckpt.lake.storage.base import ObjectInfo, Storage, check_key, has_bucket, redact_uri, split_uri
+from lakeckpt.errors import ConfigError, ObjectMissing, StorageError, TableNotFound
+from lakeckpt.lake.storage.base import ObjectInfo, Storage, check_key, redact_uri, split_uri
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_for_table
 from lakeckpt.lake.table.partitions import is_partition_folder
@@ -104,7 +104,12 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
     storage = open_root(text, storage_options)
     if isinstance(storage, LocalStorage) and os.path.isfile(storage.name):
         return _of_list([text], storage_options, 1)
-    infos = storage.list()
+    try:
+        infos = storage.list()
+    except ObjectMissing:
+        raise TableNotFound(
+            f"there is no table at {redact_uri(text)!r}: its bucket does not exist. Check its name and the endpoint"
+        ) from None
     if not infos:
         with contextlib.suppress(TableNotFound, ConfigError):  # there is no such file, or the place is a bucket
             return _of_list([text], storage_options, 1)
@@ -115,7 +120,7 @@ def _of_place(text: str, storage_options: Mapping[str, Any] | None, kind: TableF
     _refuse_part_of_table(text, storage_options)
     files = [info for info in infos if _is_data_file(info.path)]
     if not files:
-        raise TableNotFound(_nothing_in_folder(uri, storage, infos))
+        raise TableNotFound(_nothing_in_folder(uri, infos))
     return _found(storage, uri, files)
 
 
@@ -300,13 +305,11 @@ def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) 
             )
 
 
-def _nothing_in_folder(uri: str, storage: Storage, infos: Sequence[ObjectInfo]) -> str:
+def _nothing_in_folder(uri: str, infos: Sequence[ObjectInfo]) -> str:
     looked = (
         f"looked for files named *{', *'.join(PARQUET_SUFFIXES)} at any depth, without names that begin with . or _"
     )
     if not infos:
-        if not has_bucket(storage):
-            return f"there is no table at {uri!r}: its bucket does not exist. Check its name, and the endpoint"
         return f"there is no table at {uri!r}: nothing is there ({looked}). Check the path and the credentials"
     return (
         f"there is no table at {uri!r}, since it holds no Parquet file: {looked}; found {_others(infos)}. "

@@ -23,7 +23,7 @@ from lakeckpt.errors import (
     TableVersionGone,
 )
 from lakeckpt.lake.parquet.footer import read_footer
-from lakeckpt.lake.parquet.ranges import ADVICE, KEEP, LocalBytes, PinnedBytes, StoredBytes, changed, gone, some
+from lakeckpt.lake.parquet.ranges import ADVICE, KEEP, changed, gone, some
 from lakeckpt.lake.storage.base import ObjectInfo, Storage
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.index import TableIndex
@@ -71,10 +71,7 @@ class Table:
         return self.index.num_rows
 
     def open_file(self, ordinal: int) -> pa.NativeFile:
-        """Open a local file of the index for random access; the caller closes it.
-
-        `TableVersionGone` if it is gone, `DataFileChanged` if its size changed.
-        """
+        """Open a local file of the index. `TableVersionGone` if it is gone, `DataFileChanged` if its size changed."""
         file = self.index.file(ordinal)
         assert isinstance(self.storage, LocalStorage)
         try:
@@ -85,12 +82,6 @@ class Table:
             opened.close()
             raise changed(self.uri, [f"{file.path!r} has {size} bytes, not {file.size_bytes}"])
         return opened
-
-    def open_bytes(self, ordinal: int) -> PinnedBytes:
-        """Open a file of the index to read ranges of it, several at once; the caller closes it. As `open_file`."""
-        if isinstance(self.storage, LocalStorage):
-            return LocalBytes(self.open_file(ordinal))
-        return StoredBytes(self.storage, self.uri, self.index.file(ordinal))
 
     def at(self, index: TableIndex) -> Table:
         """Return the version of the same table that ``index`` pins."""

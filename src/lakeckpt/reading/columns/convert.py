@@ -83,7 +83,7 @@ def convert(table: pa.Table, *, nulls: Nulls = "error") -> Namespace[Array]:
 
 
 def convert_parts(table: pa.Table, *, nulls: Nulls = "error") -> dict[str, list[Column[Array]]]:
-    """As `convert`, but each column in as many parts as it has chunks (one, where it has none): none is joined."""
+    """Do what `convert` does, but return one part for each chunk of a column, at least one. No chunks are joined."""
     found: dict[str, list[Column[Array]]] = {}
     for field, column in zip(table.schema, table.itercolumns(), strict=True):
         for chunk in column.chunks or [pa.nulls(0, field.type)]:
@@ -151,7 +151,10 @@ def _unsupported(path: str, kind: pa.DataType) -> SchemaError:
 
 
 def _nulls_of(array: pa.Array, path: str, *, nullable: bool, nulls: Nulls) -> Array | None:
-    """Return where ``array`` is null (a new array), None for nowhere; raise where the policy has it so."""
+    """Return where ``array`` is null (a new array), or None if it has no nulls.
+
+    Raises `NullValueError` where ``nulls`` is "error", or the schema declares that there are no nulls.
+    """
     count = array.null_count
     if count == 0:
         return None
@@ -251,7 +254,7 @@ def _list(array: pa.Array, null: Array | None, path: str, nulls: Nulls) -> Ragge
 
 
 def _named_as_map(entries: dict[str, Column[Array]], kind: pa.DataType) -> dict[str, Column[Array]]:
-    """Return the entries of a map under the names ``key`` and ``value``, whatever its writer called them."""
+    """Return the entries of a map under the names ``key`` and ``value``; writers call them differently."""
     renamed: dict[str, Column[Array]] = {}
     for old, new in ((kind.field(0).name, "key"), (kind.field(1).name, "value")):
         renamed |= {new + name[len(old) :]: part for name, part in entries.items() if _belongs(name, old)}

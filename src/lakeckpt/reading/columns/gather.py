@@ -2,7 +2,7 @@
 
 *Gathered* rows are copies in memory of their own; *cut* rows are views, save that offsets are new; *joined* rows are
 copies. All three are made column by column, and keep the structure that a column has. Columns come in *parts*, as they
-were decoded: parts are gathered from, or stay what they are (`Pieces`), and are not joined before.
+were decoded: rows are gathered from the parts, which are not joined before.
 
 The rows of a `Ragged` of fixed-width elements are runs of bytes to Arrow: views of them are put in order, 16 bytes a
 row, and then every row is copied once to where it belongs. Elements that are columns of columns are gathered element by
@@ -11,8 +11,6 @@ element. Nothing here runs Python per row, and nothing knows of Arrow's types, n
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -24,64 +22,24 @@ import pyarrow.compute as pc
 from lakeckpt.reading.columns.forms import MAX_NARROW_BYTES, view
 from lakeckpt.reading.columns.ragged import Column, Ragged, map_column, trusted
 
-__all__ = ["Pieces", "column_bytes", "cut", "gather", "join_rows", "laid_out"]
+__all__ = ["column_bytes", "cut", "gather", "join_rows"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 New: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
-"""Makes an array of a shape and dtype, of whatever values."""
+"""Makes an array of a shape and dtype, with unspecified values."""
 
 
-class Pieces:
-    """The rows of ``parts``, one after another, which stay where they are: a cut within one of them is a view."""
-
-    __slots__ = ("_starts", "parts")
-
-    def __init__(self, parts: Sequence[Column[Array]]) -> None:
-        self.parts = parts
-        self._starts = list(itertools.accumulate((_rows_of(part) for part in parts), initial=0))
-
-    def cut(self, start: int, stop: int, make: Callable[[Array], Any]) -> Any:
-        """Rows [start, stop), with ``make`` applied to every array."""
-        place = max(0, bisect.bisect_right(self._starts, start, hi=len(self.parts)) - 1)
-        begin, end = self._starts[place : place + 2]
-        if stop <= end:
-            return _cut(self.parts[place], start - begin, stop - begin, make)
-        found = []
-        while start < stop:
-            begin, end = self._starts[place : place + 2]
-            found.append(_cut(self.parts[place], start - begin, min(stop, end) - begin, _as_it_is))
-            start, place = min(stop, end), place + 1
-        return map_column(join_rows(found), make)
-
-
-def _as_it_is(array: Array) -> Array:
-    return array
-
-
-def _rows_of(column: Column[Array]) -> int:
-    """Return the rows of a column; 0 of a struct that has no arrays."""
-    return max(map(_rows_of, column.values()), default=0) if isinstance(column, dict) else len(column)
-
-
-def laid_out(parts: Sequence[Column[Array]]) -> Column[Array] | Pieces:
-    """``parts`` one after another, without a copy."""
-    filled = [part for part in parts if _rows_of(part)] or parts[:1]
-    return filled[0] if len(filled) == 1 else Pieces(filled)
-
-
-def cut(
-    columns: Mapping[str, Column[Array] | Pieces], start: int, stop: int, make: Callable[[Array], Any]
-) -> dict[str, Any]:
+def cut(columns: Mapping[str, Column[Array]], start: int, stop: int, make: Callable[[Array], Any]) -> dict[str, Any]:
     """Return rows [start, stop) of ``columns``, with ``make`` applied to every array of them."""
-    # Once for every column of every micro-batch: plain arrays first, and nothing more than that for them.
+    # This runs for every column of every micro-batch, so plain arrays come first.
     return {
         name: make(column[start:stop]) if type(column) is np.ndarray else _cut(column, start, stop, make)
         for name, column in columns.items()
     }
 
 
-def _cut(column: Column[Array] | Pieces, start: int, stop: int, make: Callable[[Array], Any]) -> Any:
+def _cut(column: Column[Array], start: int, stop: int, make: Callable[[Array], Any]) -> Any:
     if isinstance(column, Ragged):
         offsets, values, masks = column.offsets, column.values, column.masks
         begin, end = offsets.item(start), offsets.item(stop)
@@ -91,15 +49,13 @@ def _cut(column: Column[Array] | Pieces, start: int, stop: int, make: Callable[[
             column.kind,
             {name: make(mask[begin:end]) for name, mask in masks.items()} if masks else {},
         )
-    if isinstance(column, Pieces):
-        return column.cut(start, stop, make)
     if isinstance(column, dict):
         return cut(column, start, stop, make)
     return make(column[start:stop])
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return an array whose memory is of Arrow's pool, which keeps what it is given back: new pages cost more."""
+    """Return an array in memory of Arrow's pool. The pool keeps freed memory, and new pages cost more."""
     count = int(np.prod(shape))
     if not count:
         return np.empty(shape, dtype)
@@ -107,9 +63,9 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def gather(parts: Sequence[Column[Array]], rows: Int64Array, new: New = _empty) -> Column[Array]:
-    """Return ``rows`` of ``parts``, which are of one structure, one after another; in their order.
+    """Return the rows ``rows``, in this order, of ``parts`` one after another. ``parts`` have the same structure.
 
-    Arrays of fixed width are made by ``new``.
+    ``new`` makes the arrays of fixed width.
     """
     first = parts[0]
     if isinstance(first, dict):
@@ -119,7 +75,7 @@ def gather(parts: Sequence[Column[Array]], rows: Int64Array, new: New = _empty) 
         return _gather_ragged(cast("Sequence[Ragged[Array]]", parts), rows, new)
     column = _joined(cast("Sequence[Array]", parts), new)
     found = new((len(rows), *column.shape[1:]), column.dtype)
-    # Rows are where they are said to be; in the mode "raise" numpy would make a copy first.
+    # Every row is within bounds; in the mode "raise" numpy would make a copy first.
     return np.take(column, rows, axis=0, out=found, mode="wrap") if len(rows) else found
 
 
@@ -139,7 +95,7 @@ def _gather_ragged(parts: Sequence[Ragged[Array]], rows: Int64Array, new: New) -
 
 
 def _gather_runs(parts: Sequence[Ragged[Array]], rows: Int64Array) -> tuple[Array, Int64Array]:
-    """Rows of fixed-width elements: to Arrow each is a run of bytes."""
+    """Return rows of fixed-width elements, and their offsets. To Arrow each row is a run of bytes."""
     first = cast("Array", parts[0].values)
     item = first.dtype.itemsize * int(np.prod(first.shape[1:]))
     sizes = [len(cast("Array", part.values)) * item for part in parts]
@@ -159,9 +115,9 @@ def _gather_runs(parts: Sequence[Ragged[Array]], rows: Int64Array) -> tuple[Arra
 
 
 _SHORT_RUN = 64
-"""Bytes of a row that is copied as fast as a view of it is made."""
+"""A row of so many bytes is copied as fast as a view of it is made."""
 _INLINE = 12
-"""Arrow keeps contents of so many bytes in the view itself."""
+"""Arrow keeps the contents in the view itself, up to so many bytes."""
 
 
 def _octets(part: Ragged[Array]) -> pa.Buffer:
@@ -174,14 +130,14 @@ def _as_runs(column: Ragged[Array], item: int) -> pa.Array:
 
 
 def _views(offsets: Int64Array, place: int) -> npt.NDArray[np.int32]:
-    """Arrow's views of the rows of the ``place``-th content: int32, shape (rows, 4): length, 0, place, offset."""
+    """Return Arrow's views of the rows of content ``place``: int32, shape (rows, 4): length, 0, place, offset."""
     views = np.zeros((len(offsets) - 1, 4), np.int32)
     views[:, 0], views[:, 2], views[:, 3] = np.diff(offsets), place, offsets[:-1]
     return views
 
 
 def _inline(views: npt.NDArray[np.int32], contents: Sequence[pa.Buffer]) -> None:
-    """Put contents that are short into their views, as Arrow has it."""
+    """Put short contents into their views, as Arrow requires."""
     short = np.flatnonzero((views[:, 0] > 0) & (views[:, 0] <= _INLINE))
     if not len(short):
         return
@@ -196,7 +152,10 @@ def _inline(views: npt.NDArray[np.int32], contents: Sequence[pa.Buffer]) -> None
 
 
 def join_rows(parts: Sequence[Column[Array]]) -> Column[Array]:
-    """Return the rows of ``parts``, of one structure, one after another, in new memory (of one part: its own)."""
+    """Return the rows of ``parts`` one after another, in new memory; a single part is returned as it is.
+
+    ``parts`` have the same structure.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -225,7 +184,7 @@ def _join_ragged(parts: Sequence[Ragged[Array]]) -> Ragged[Array]:
     )
 
 
-def column_bytes(columns: Mapping[str, Column[Array] | Pieces]) -> int:
+def column_bytes(columns: Mapping[str, Column[Array]]) -> int:
     """Return the bytes of all arrays of ``columns``."""
     sizes: list[int] = []
 
@@ -234,6 +193,5 @@ def column_bytes(columns: Mapping[str, Column[Array] | Pieces]) -> int:
         return array
 
     for column in columns.values():
-        for part in column.parts if isinstance(column, Pieces) else [column]:
-            map_column(part, add)
+        map_column(column, add)
     return sum(sizes)

@@ -43,7 +43,7 @@ class FilteredDecoder(RowGroupDecoder):
         super().__init__(table, columns, ahead_bytes=ahead_bytes)
         self._kept = kept
         names = dict.fromkeys([*self.schema.names, *kept.filter.columns])
-        self._wide = select_columns(table.schema, list(names))
+        self._every_column = select_columns(table.schema, list(names))
 
     def decode(self, group: int, start: int, stop: int) -> pa.Table:
         """Return rows [start, stop) of those of row group ``group`` that the filter keeps.
@@ -63,12 +63,9 @@ class FilteredDecoder(RowGroupDecoder):
             table = table.select(self.schema.names).filter(mask)
         return table.slice(start, stop - start)
 
-    def _every_column(self) -> pa.Schema:
-        return self._wide
-
     def _wanted(self, group: int) -> pa.Schema:
         is_whole = self._kept.counts.group_rows[group] == self.table.index.group_rows[group]
-        return self.schema if is_whole else self._wide
+        return self.schema if is_whole else self._every_column
 
     def _is_fetched(self, group: int) -> bool:
         return bool(self._kept.counts.group_rows[group]) and super()._is_fetched(group)

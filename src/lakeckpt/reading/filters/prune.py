@@ -60,11 +60,13 @@ def verdicts(keep: RowFilter, schema: pa.Schema, groups: Sequence[Sequence[Cases
     combined = [_combined(group) for group in groups]
     try:
         may_stay = _listed(keep.expression, combined, schema)
-        may_go = _listed(~keep.expression, combined, schema)
+        is_listed = may_stay == [len(one) for one in combined]
+        asked = [one if ask else [] for one, ask in zip(combined, is_listed.tolist(), strict=True)]
+        may_go = _listed(~keep.expression, asked, schema)
     except pa.ArrowException:  # the filter cannot be evaluated for a bound: decoding raises that where it matters
         unknown = np.zeros(len(groups), np.bool_)
         return unknown, unknown
-    return may_stay == 0, (may_stay == [len(one) for one in combined]) & (may_go == 0)
+    return may_stay == 0, is_listed & (may_go == 0)
 
 
 def _combined(columns: Sequence[Cases]) -> list[pc.Expression]:

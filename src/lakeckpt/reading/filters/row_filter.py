@@ -21,7 +21,7 @@ import pyarrow.acero as acero
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from lakeckpt.errors import ConfigError, SchemaError
+from lakeckpt.errors import ConfigError, SchemaError, one_line
 
 __all__ = ["Filters", "RowFilter", "row_filter"]
 
@@ -55,7 +55,7 @@ class RowFilter:
             found = _evaluated(self.expression, table.select(list(self.columns)))
         except pa.ArrowException as error:
             raise SchemaError(
-                f"the filter {self} cannot be evaluated ({_one_line(error)}): cast the column, or compare it with a "
+                f"the filter {self} cannot be evaluated ({one_line(error)}): cast the column, or compare it with a "
                 "value of its own type"
             ) from error
         return found.fill_null(False)
@@ -87,7 +87,7 @@ def _of_tuples(filters: Any) -> pc.Expression:
     except Exception as error:  # pyarrow raises TypeError, ValueError, IndexError, ArrowException, AssertionError …
         raise ConfigError(
             "filters are a pyarrow expression, a list of (column, operator, value), or a list of such lists, got "
-            f"{filters!r:.200} ({_one_line(error)})"
+            f"{filters!r:.200} ({one_line(error)})"
         ) from error
 
 
@@ -116,7 +116,7 @@ def _digest(expression: pc.Expression) -> str:
         return blake2b(pickle.dumps(expression, _PROTOCOL), digest_size=16).hexdigest()
     except (pa.ArrowException, NotImplementedError) as error:
         raise ConfigError(
-            f"the filter {_text(expression)} cannot be serialised ({_one_line(error)}): refer to columns by their names"
+            f"the filter {_text(expression)} cannot be serialised ({one_line(error)}): refer to columns by their names"
         ) from error
 
 
@@ -125,7 +125,7 @@ def _check_binds(expression: pc.Expression, schema: pa.Schema) -> None:
     try:
         _evaluated(expression, schema.empty_table())
     except (pa.ArrowException, TypeError) as error:
-        raise _misfit(expression, schema, _one_line(error)) from error
+        raise _misfit(expression, schema, one_line(error)) from error
 
 
 def _columns_among(names: Sequence[str], expression: pc.Expression, schema: pa.Schema) -> list[str]:
@@ -152,7 +152,7 @@ def _check_type(expression: pc.Expression, schema: pa.Schema) -> None:
     try:
         kind = _evaluated(expression, nulls).type
     except (pa.ArrowException, TypeError) as error:
-        raise _misfit(expression, schema, _one_line(error)) from error
+        raise _misfit(expression, schema, one_line(error)) from error
     if not pa.types.is_boolean(kind):
         raise _misfit(expression, schema, f"it gives {kind} and not true or false")
 
@@ -174,7 +174,3 @@ def _misfit(expression: pc.Expression, schema: pa.Schema, why: str) -> SchemaErr
 
 def _text(expression: pc.Expression) -> str:
     return " ".join(str(expression).split())[:_SHOWN]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -48,21 +48,21 @@ def digested(mask: pa.ChunkedArray) -> tuple[int, int]:
     return kept, int.from_bytes(blake2b(packed.tobytes(), digest_size=8).digest(), "little")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
     """The rows of a pinned table that a filter keeps. Two are equal if their tables and digests are."""
 
     table: str
     """Digest of the table's index."""
-    text: str
+    text: str = field(compare=False)
     """The filter, for people."""
-    expression: str
+    expression: str = field(compare=False)
     """`RowFilter.digest` of the filter that was counted."""
-    pyarrow: str
-    """The release of pyarrow that evaluated it."""
-    group_rows: Int64Array
+    pyarrow: str = field(compare=False)
+    """The release of pyarrow that evaluated the filter."""
+    group_rows: Int64Array = field(compare=False, repr=False)
     """int64[G], read-only: how many rows of each row group stay."""
-    group_digests: Uint64Array
+    group_digests: Uint64Array = field(compare=False, repr=False)
     """uint64[G], read-only: the digest of `digested` of each row group."""
     digest: str = field(init=False)
     """BLAKE2b-128 (hex) over ``group_rows`` and ``group_digests``, little-endian."""
@@ -81,17 +81,6 @@ class RowSelection:
         object.__setattr__(self, "group_rows", rows)
         object.__setattr__(self, "group_digests", digests)
         object.__setattr__(self, "digest", found.hexdigest())
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RowSelection):
-            return NotImplemented
-        return (self.table, self.digest) == (other.table, other.digest)
-
-    def __hash__(self) -> int:
-        return hash((self.table, self.digest))
-
-    def __repr__(self) -> str:
-        return f"RowSelection({self.text!r:.200}, rows={self.num_rows}, digest={self.digest!r})"
 
     @property
     def num_rows(self) -> int:

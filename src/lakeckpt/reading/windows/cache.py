@@ -35,10 +35,10 @@ Key = tuple[tuple[OrderSpec, int, int, int], int]
 
 
 def windows_held_of(lanes: int) -> int:
-    """Return how many windows a process that reads so many lanes may hold: one for each lane, and as many read ahead,
-    two at least.
+    """Return how many windows a process that reads so many lanes may hold: one for each lane, and as many that are
+    read ahead, at least two.
 
-    With one alone, a lane's next window is decoded in one thread while this one is consumed, and the other waits.
+    With a single window ahead, the second thread would have nothing to decode.
     """
     return lanes + max(lanes, 2)
 
@@ -72,7 +72,7 @@ class Served:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CachedWindow:
-    """A window from when it is announced until all of it was served."""
+    """A window from its announcement until all of its rows were served."""
 
     key: Key
     layout: EpochLayout
@@ -81,7 +81,7 @@ class CachedWindow:
     waiting: int = 0
     """Announced parts that have not been taken."""
     used: int = 0
-    """When a part was last taken: counted."""
+    """The number of the last use: the larger, the later."""
     future: Future[DecodedWindow] | None = None
     """None while there is no room for it."""
     decoded: DecodedWindow | None = None
@@ -89,7 +89,7 @@ class CachedWindow:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the reader would not wait for it."""
+        """Whether the window can be read without a wait."""
         return self.decoded is not None or (self.future is not None and self.future.done())
 
 
@@ -136,7 +136,10 @@ class WindowCache:
     @property
     def held(self) -> int:
         """How many windows are in memory now, or being decoded."""
-        return sum(one.future is not None for one in self._all.values())
+        return len(self._held())
+
+    def _held(self) -> list[CachedWindow]:
+        return [one for one in self._all.values() if one.future is not None]
 
     @property
     def has_room(self) -> bool:
@@ -180,7 +183,7 @@ class WindowCache:
             self._begin(self._deferred.popleft())
 
     def drop(self, needed: CachedWindow) -> None:
-        """Drop a window that is not needed any more, or that must be decoded anew."""
+        """Drop a window that is no longer needed, or that must be decoded anew."""
         needed.gone, needed.decoded, needed.future = True, None, None
         del self._all[needed.key]
 
@@ -195,9 +198,7 @@ class WindowCache:
 
     def clear(self) -> None:
         """Drop all windows, close files and end threads; windows that are needed later are decoded anew."""
-        if (
-            self.process != os.getpid()
-        ):  # forked: the threads that decode, and the locks that they hold, are the parent's
+        if self.process != os.getpid():  # forked: the threads, and the locks that they hold, are the parent's
             self._begin_threads(self._threads.count)
         else:
             self._threads.close()
@@ -214,8 +215,7 @@ class WindowCache:
     def _begin(self, needed: CachedWindow) -> None:
         needed.decoded = None
         if self._limit is not None:  # the window is decoded into the memory that waits
-            held = [one for one in self._all.values() if one.future is not None]
-            self._decoder.room_bytes = self._limit - sum(map(self._bytes_of, held))
+            self._decoder.room_bytes = self._limit - sum(map(self._bytes_of, self._held()))
         needed.future = self._threads.submit(partial(self._decoder.decode, needed.window))
 
     def _make_room(self, needed: CachedWindow, *, spared: int) -> bool:
@@ -232,11 +232,11 @@ class WindowCache:
         return True
 
     def _by_use(self) -> list[CachedWindow]:
-        """All windows, the one used last last."""
+        """Return all windows, the one used last at the end."""
         return sorted(self._all.values(), key=lambda one: one.used)
 
     def _fits(self, needed: CachedWindow) -> bool:
-        held = [one for one in self._all.values() if one.future is not None]
+        held = self._held()
         if not held:
             return True
         if len(held) >= self._most_held:

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from lakeckpt.errors import ConfigError, DataFileDamaged, LakeckptError, SchemaError, StorageError
 from lakeckpt.lake.parquet.fit import FileFit, FileFits, constant
 from lakeckpt.lake.parquet.prefetch import OpenedFile, Prefetcher
+from lakeckpt.lake.parquet.ranges import read_pinned
 from lakeckpt.lake.parquet.row_group import DEFAULT_MAX_ROW_GROUP_BYTES, RowGroupPlan, RowGroupReader
 from lakeckpt.lake.parquet.types import plain_type
 from lakeckpt.lake.storage.local import LocalStorage
@@ -32,14 +33,14 @@ from lakeckpt.lake.table.table import Table
 __all__ = ["DEFAULT_AHEAD_BYTES", "RowGroupDecoder", "select_columns"]
 
 DEFAULT_AHEAD_BYTES = 256 * 2**20
-"""What is held of row groups that were announced and are not decoded yet, as they are stored, if not told otherwise."""
+"""The default of the bytes, as they are stored, that are held of row groups that are expected and not decoded yet."""
 
 
 def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
     """Return the schema of ``columns`` in the order asked for (None: all), in the types that are delivered.
 
-    These are the table's, save that views, dictionaries and extension types become the types of their values. Raises
-    `ConfigError` for a name given twice, `SchemaError` for one that the table does not have.
+    The types are the table's, but views, dictionaries and extension types become the types of their values. Raises
+    `ConfigError` for a name given twice, `SchemaError` for a name that the table does not have.
     """
     if isinstance(columns, str):
         raise ConfigError(f"columns must be a list of names, got the text {columns!r}: write [{columns!r}]")
@@ -63,8 +64,8 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schem
 class RowGroupDecoder:
     """Decodes row groups of ``table``, ``columns`` of them (None: all), keeping at most ``open_files`` files open.
 
-    The wanted columns of one row group may take ``max_row_group_bytes`` uncompressed, as the footer states it. Of row
-    groups in a store that were announced, ``prefetcher`` holds up to ``ahead_bytes`` as they are stored.
+    The wanted columns of one row group may take ``max_row_group_bytes`` uncompressed, as the footer states it. Up to
+    ``ahead_bytes``, as they are stored, are prefetched of row groups in a store that are expected.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class RowGroupDecoder:
         self.table = table
         self.schema = select_columns(table.schema, columns)
         """What `decode` returns: the columns in the order asked for."""
+        self._every_column = self.schema
+        """All columns that are read of some row group."""
         self._partitions = {column.name: column for column in table.index.partitions}
         self._fits = FileFits(table.index.schema, table.index.columns)
         self._use_threads = use_threads
@@ -92,15 +95,16 @@ class RowGroupDecoder:
         )
 
     def expect(self, groups: Iterable[int]) -> None:
-        """Say that `decode` will be called for ``groups``, in this order: their bytes are fetched ahead from stores.
+        """Prefetch the bytes of ``groups`` from a store. `decode` is called for them later, in this order.
 
-        It never waits and never raises. What was expected before and is not among ``groups`` is forgotten.
+        The method never waits and never raises. Row groups that were expected before and are not among ``groups`` are
+        dropped.
         """
         self._prefetcher.expect(group for group in groups if self._is_fetched(group))
 
     @property
     def has_room(self) -> bool:
-        """Whether more row groups would be fetched ahead now; never of local files."""
+        """Whether more row groups would be prefetched now; never of local files."""
         return self._prefetcher.has_room
 
     def decode(self, group: int, start: int, stop: int) -> pa.Table:
@@ -122,7 +126,7 @@ class RowGroupDecoder:
         return self._prefetcher.opened(ordinal).reader.metadata
 
     def close(self) -> None:
-        """Forget what is expected and close the files that are open; a later `decode` opens them again."""
+        """Drop what was prefetched and close the files that are open; a later `decode` opens them again."""
         self._prefetcher.close()
 
     def _wanted(self, group: int) -> pa.Schema:
@@ -151,7 +155,7 @@ class RowGroupDecoder:
         return stored if surviving is None else stored.filter(pa.array(surviving))
 
     def _read(self, group: int, schema: pa.Schema) -> dict[str, Any]:
-        """As `_fitted`. Only damage that the file, opened again, has still is believed."""
+        """Return what `_fitted` returns. Damage is raised only if the file, opened again, still has it."""
         try:
             return self._fitted(group, schema)
         except DataFileDamaged:
@@ -168,11 +172,11 @@ class RowGroupDecoder:
         }
         if not stored:
             return columns
-        file, held = self._prefetcher.fetch(group)
+        file, plan, source = self._prefetcher.fetch(group)
         try:
-            found, fit = file.reader.decode(held, rows, use_threads=self._use_threads), file.fit
+            found, fit = file.reader.decode(source, plan, rows, use_threads=self._use_threads), file.fit
         finally:
-            held.release()
+            source.close()
         for name in stored:
             field = self.table.schema.field(name)
             try:
@@ -193,10 +197,6 @@ class RowGroupDecoder:
         partitions = self._partitions
         return [name for name in names if name not in partitions or partitions[name].is_stored(ordinal)]
 
-    def _every_column(self) -> pa.Schema:
-        """All columns that are read of some row group."""
-        return self.schema
-
     def _plan(self, reader: RowGroupReader, fit: FileFit, group: int) -> RowGroupPlan:
         plans = (fit.plans[name] for name in self._stored(group))
         names = tuple(dict.fromkeys(plan.name for plan in plans if plan.index is not None))
@@ -211,9 +211,10 @@ class RowGroupDecoder:
             raise
         except OSError as error:
             raise StorageError(f"the data file {path!r} could not be opened: {error}") from error
-        fit = self._fits.fit(self._stored_in(ordinal, self._every_column().names), metadata, path)
+        storage, file = self.table.storage, index.file(ordinal)
+        is_local = isinstance(storage, LocalStorage)
+        fit = self._fits.fit(self._stored_in(ordinal, self._every_column.names), metadata, path)
         reader = RowGroupReader(
-            self.table.open_bytes(ordinal),
             metadata,
             path=path,
             size_bytes=int(index.size_bytes[ordinal]),
@@ -221,4 +222,5 @@ class RowGroupDecoder:
             int96_unit=fit.int96_unit,
             most_bytes=self._most,
         )
-        return OpenedFile(reader=reader, fit=fit, plan=partial(self._plan, reader, fit))
+        source = self.table.open_file(ordinal) if is_local else partial(read_pinned, storage, self.table.uri, file)
+        return OpenedFile(reader=reader, fit=fit, plan=partial(self._plan, reader, fit), source=source)

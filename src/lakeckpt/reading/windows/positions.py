@@ -23,7 +23,6 @@ from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.errors import ConfigError, NullValueError
 from lakeckpt.reading.columns.convert import Nulls, convert
 from lakeckpt.reading.columns.gather import cut, join_rows
-from lakeckpt.reading.columns.plain import PlainRows
 from lakeckpt.reading.columns.ragged import map_namespace
 from lakeckpt.reading.windows.cache import CachedWindow, WindowCache
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -37,7 +36,7 @@ Piece = tuple[EpochLayout, int, int]
 
 
 class NullFound(Exception):
-    """A null where none may be: ``table`` are the rows that stand at ``positions`` (int64) of ``layout``."""
+    """A null where no null is allowed: ``table`` holds the rows at ``positions`` (int64) of ``layout``."""
 
     def __init__(self, error: NullValueError, table: pa.Table, layout: EpochLayout, positions: Any) -> None:
         super().__init__(str(error))
@@ -83,11 +82,12 @@ class PositionReader:
             limit_bytes=memory_limit_bytes,
         )
         self._follows: dict[int, CachedWindow] = {}
-        """The windows of what was announced last of each lane, by where that stopped: nearly all goes on there."""
+        """By the position where the last announced piece of a lane stopped: its window. The next piece of the lane
+        nearly always begins there."""
 
     @property
     def windows_held(self) -> int:
-        """How many windows are in memory now, or being decoded."""
+        """The number of windows that are in memory or being decoded."""
         return self._windows.held
 
     @staticmethod
@@ -101,7 +101,7 @@ class PositionReader:
         return self._windows.has_room
 
     def announce(self, pieces: Iterable[Piece]) -> Announced:
-        """Begin to decode the windows of ``pieces``, as far as there is room; `take` what is returned.
+        """Begin to decode the windows of ``pieces``, as far as there is room. `take` accepts the result.
 
         Pieces may be of any lanes and epochs. `ValueError` for positions outside of an epoch, or a layout of another
         order than ``spec``.
@@ -131,7 +131,7 @@ class PositionReader:
                 needed = self._windows.get(layout, window)
                 needed.waiting += 1
                 found.append((needed, start - window.start, upto - window.start))
-                if len(follows) > 4 * self._max_windows:  # of lanes that were not gone on with
+                if len(follows) > 4 * self._max_windows:  # entries of lanes that did not go on
                     follows.clear()
                 follows[upto] = needed
                 start = upto
@@ -155,24 +155,19 @@ class PositionReader:
         columns: Any = join_rows(cuts) if cuts else convert(self.schema.empty_table(), nulls=self._nulls)
         return columns if self._make is None else map_namespace(columns, self._make)
 
-    def take_plain(self, announced: Announced) -> tuple[PlainRows, int, int] | None:
-        """`take`, for whoever copies the rows: where rows [start, stop) lie, without arrays over them. None where they
-        are not all of one window that is decoded, and plain: nothing was taken then."""
-        self._check_process()
-        if len(announced) != 1:
-            return None
-        needed, start, stop = announced[0]
-        plain = None if needed.decoded is None else needed.decoded.plain
-        return None if plain is None or self._served_within(needed, start, stop) is None else (plain, start, stop)
-
     def _within(self, needed: CachedWindow, start: int, stop: int) -> dict[str, Any] | None:
-        """The rows, where they go on from the last ones of a decoded window, and more of it follow: nearly all do."""
+        """Return the rows if they follow the rows of a decoded window that were served last, and are not its last rows.
+
+        This is the case for nearly all micro-batches. Otherwise return None.
+        """
         columns = self._served_within(needed, start, stop)
         return None if columns is None else cut(columns, start, stop, self._make or _as_it_is)
 
     def _served_within(self, needed: CachedWindow, start: int, stop: int) -> Mapping[str, Any] | None:
-        """The columns of the window, if its rows up to ``start`` were served and more follow: then these are served,
-        too."""
+        """Return the columns of the window if its rows up to ``start`` were served last and rows follow ``stop``.
+
+        Then the rows [start, stop) count as served, too. Otherwise return None.
+        """
         decoded, served = needed.decoded, needed.served
         if decoded is None or decoded.columns is None or needed.gone:
             return None
@@ -188,7 +183,7 @@ class PositionReader:
         return self.take(self.announce(pieces))
 
     def clear(self) -> None:
-        """Forget all windows, as `WindowCache.clear`; reading goes on by decoding anew."""
+        """Drop all windows, as `WindowCache.clear`; rows that are read later are decoded anew."""
         self._windows.clear()
         self._follows = {}
 
@@ -203,7 +198,7 @@ class PositionReader:
         needed.used = next(self._windows.uses)
         if needed.gone:
             needed = self._windows.get(needed.layout, needed.window)
-        if not needed.served.add(start, stop):  # memory that is already somebody's
+        if not needed.served.add(start, stop):  # the caller has the memory already
             self._windows.drop(needed)
             needed = self._windows.get(needed.layout, needed.window)
             needed.served.add(start, stop)
@@ -212,7 +207,7 @@ class PositionReader:
         if needed.served.size == needed.window.rows:
             self._windows.drop(needed)
             self._windows.fill()
-        elif needed.served.size == stop - start:  # one more is open: others may be idle now
+        elif needed.served.size == stop - start:  # one more window is open: other windows may be idle now
             self._windows.fill()
         return found
 

@@ -26,12 +26,12 @@ __all__ = ["Threads", "usual_threads"]
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _WHOLE = 2
-"""Windows that are seen through at once: while the last parts of one are awaited, the next one is begun."""
+"""Windows that are decoded at once: while the last parts of one are awaited, the next one is begun."""
 _MOST = 8
 
 
 def usual_threads(processes: int = 1) -> int:
-    """How many part threads are of use in each of so many processes: their share of the processors, 8 at most."""
+    """Return how many part threads each of so many processes can use: its share of the processors, at most 8."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MOST, processors // processes))
 
@@ -42,18 +42,18 @@ class Threads:
     def __init__(self, count: int) -> None:
         self.count = count
         self.decoding = threading.Lock()
-        """For windows of several row groups: held while they are decoded, so that the first one is ready first."""
+        """Held while a window of several row groups is decoded, so that the first window is ready first."""
         self._whole: ThreadPoolExecutor | None = None
         self._parts: ThreadPoolExecutor | None = None
         self._most_whole = min(_WHOLE, count)
         self._unfinished: deque[None] = deque()
-        self._is_wanted = [True]  # emptied: what was submitted is not
+        self._is_wanted = [True]  # emptied by `close`: the work that was submitted is dropped
 
     @property
     def have_enough(self) -> bool:
-        """Whether something to do waits for a whole thread: more would only wait, too.
+        """Whether some work waits for a whole thread, so that more work would wait, too.
 
-        What a thread that is free has not come to yet does not wait: it may want the interpreter to begin.
+        Work that a free thread has not begun yet does not count: the thread may wait for the interpreter.
         """
         return len(self._unfinished) > self._most_whole
 
@@ -64,7 +64,7 @@ class Threads:
         unfinished, is_wanted = self._unfinished, self._is_wanted
         unfinished.append(None)
 
-        def seen_through() -> _R:
+        def finished() -> _R:
             try:
                 if not is_wanted:
                     raise CancelledError
@@ -72,10 +72,10 @@ class Threads:
             finally:
                 unfinished.pop()
 
-        return self._whole.submit(unless_ending, self._whole, seen_through)
+        return self._whole.submit(unless_ending, self._whole, finished)
 
     def map(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-        """Return what ``work`` makes of each of ``items``, in their order; an error, where there are any."""
+        """Return the results of ``work`` for ``items``, in their order. Raises one of the errors of ``work``."""
         if len(items) < 2 or self.count < 2:
             return [work(item) for item in items]
         parts = self._parts  # `close` may be called meanwhile
@@ -102,10 +102,10 @@ class Threads:
         return [found[place] for place in range(len(items))]
 
     def close(self) -> None:
-        """Begin nothing more; what is being done is finished, and nobody waits for it.
+        """Begin no more work. Work that has begun is finished in the background.
 
-        It takes no lock, since the garbage collector may call it in any thread: also in one that a pool is starting,
-        which holds its own lock until that thread has started. A pool that is garbage-collected ends its threads.
+        The method takes no lock, because the garbage collector may call it in any thread: also in a thread that a pool
+        is starting while it holds its own lock. A pool that is garbage-collected ends its threads.
         """
         self._is_wanted.clear()
         self._whole = self._parts = None

@@ -27,8 +27,7 @@ from lakeckpt.core.order import Fragment, Window
 from lakeckpt.errors import DataFileDamaged, NullValueError
 from lakeckpt.reading.columns.convert import Nulls, convert_parts
 from lakeckpt.reading.columns.forms import join, narrowed
-from lakeckpt.reading.columns.gather import Pieces, column_bytes, gather, laid_out
-from lakeckpt.reading.columns.plain import PlainRows
+from lakeckpt.reading.columns.gather import column_bytes, gather, join_rows
 from lakeckpt.reading.columns.ragged import Column
 from lakeckpt.reading.columns.recycled import Recycled
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -44,17 +43,15 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 class DecodedWindow:
     """The rows of a window in the order of positions: as columns, or as an Arrow table."""
 
-    columns: Mapping[str, Column[Array] | Pieces] | None
+    columns: Mapping[str, Column[Array]] | None
     table: pa.Table | None
     size_bytes: int
-    plain: PlainRows | None = None
-    """Where the columns lie, if all of them are plain."""
 
 
 class WindowDecoder:
     """Decodes windows of a table; several threads may at once.
 
-    ``decoder`` is shared by the ``threads``. ``nulls`` as for `convert`; None: windows are Arrow tables.
+    The ``threads`` share ``decoder``. ``nulls`` as for `convert`; None: windows are Arrow tables.
     """
 
     def __init__(self, decoder: RowGroupDecoder, *, nulls: Nulls | None, threads: Threads) -> None:
@@ -70,7 +67,7 @@ class WindowDecoder:
     def decode(self, window: Window) -> DecodedWindow:
         """Return the rows of ``window``, in memory of their own. Raises as `RowGroupDecoder.decode`."""
         self._memory.limit_bytes = int(max(0, min(self._largest, self.room_bytes)))
-        # One row group may keep one thread busy alone; of several, the next window is not to take the threads.
+        # One row group keeps one thread busy. While several are decoded, the next window must not take the threads.
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             tables = self._threads.map(self._fragment, window.fragments) or [self.schema.empty_table()]
         _check_rows(window, tables)
@@ -85,22 +82,22 @@ class WindowDecoder:
         held = sum(int(table.get_total_buffer_size()) for table in tables) if order is None else 0
         tables.clear()
 
-        def whole(name: str) -> Column[Array] | Pieces:
+        def whole(name: str) -> Column[Array]:
             mine = [part for one in parts for part in one.pop(name)]
-            return laid_out(mine) if order is None else gather(mine, order, self._memory.new)
+            return join_rows(mine) if order is None else gather(mine, order, self._memory.new)
 
         names = list(parts[0])
         columns = dict(zip(names, self._threads.map(whole, names), strict=True))
         size = max(held, column_bytes(columns))
         self._largest = max(self._largest, size)
-        return DecodedWindow(columns=columns, table=None, size_bytes=size, plain=PlainRows.of(columns))
+        return DecodedWindow(columns=columns, table=None, size_bytes=size)
 
     def _fragment(self, part: Fragment) -> pa.Table:
         return self.rows.decode(part.group, part.start, part.stop)
 
 
 def _check_rows(window: Window, tables: Sequence[pa.Table]) -> None:
-    """Refuse another number of rows than the window has: rows are gathered without bounds checks."""
+    """Raise `DataFileDamaged` for another number of rows than the window has: gathering checks no bounds."""
     came = sum(table.num_rows for table in tables)
     if came != window.rows:
         groups = ", ".join(str(part.group) for part in window.fragments)

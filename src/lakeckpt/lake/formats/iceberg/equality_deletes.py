@@ -22,7 +22,7 @@ from pyiceberg.table import FileScanTask
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.types import NestedField, PrimitiveType
 
-from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError
+from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError, one_line
 from lakeckpt.lake.formats.iceberg.plan import DeleteFile, PlannedFile
 from lakeckpt.lake.table.deletes import Int64Array
 
@@ -97,7 +97,7 @@ def _read(file: DataFile, schema: Schema, metadata: TableMetadata, io: FileIO) -
     except LakeckptError:
         raise
     except Exception as error:  # whatever damaged Parquet and the stores' clients make pyarrow and pyiceberg raise
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        what = one_line(f"{type(error).__name__}: {error}")
         raise DataFileDamaged(
             f"{file.file_path!r} cannot be read for the table's equality deletes ({what}): restore it from a good copy",
             file=file.file_path,

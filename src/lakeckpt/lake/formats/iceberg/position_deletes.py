@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 from pyroaring import BitMap64
 
-from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError, TableVersionGone
+from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError, TableVersionGone, one_line
 from lakeckpt.lake.formats.iceberg.plan import DeleteFile, PlannedFile
 from lakeckpt.lake.table.deletes import Int64Array
 
@@ -75,7 +75,7 @@ def read_location(io: FileIO, location: str, start: int = 0, size_bytes: int | N
     except LakeckptError:
         raise
     except Exception as error:  # the store's client may raise anything
-        raise TableError(f"{location!r} could not be read ({_one_line(error)})") from error
+        raise TableError(f"{location!r} could not be read ({one_line(error)})") from error
     if size_bytes is not None and len(data) != size_bytes:
         raise _damaged(location, f"ends at byte {start + len(data)}, not at {start + size_bytes}")
     return data
@@ -125,7 +125,7 @@ def _positions(delete: DeleteFile, wanted: set[str], io: FileIO) -> dict[str, In
         if paths.null_count or positions.null_count:
             raise ValueError("it holds nulls")
     except (pa.ArrowException, ValueError, KeyError, OSError) as error:
-        raise _damaged(delete.location, f"cannot be read as position deletes ({_one_line(error)})") from error
+        raise _damaged(delete.location, f"cannot be read as position deletes ({one_line(error)})") from error
     if len(positions) != delete.count:
         raise _damaged(delete.location, f"lists {len(positions)} rows, but its manifest has {delete.count}")
     return _grouped(paths, np.asarray(positions.to_numpy(zero_copy_only=False), np.int64), wanted)
@@ -157,7 +157,3 @@ def _damaged(location: str, what: str) -> DataFileDamaged:
     return DataFileDamaged(
         f"the delete file {location!r} {what}: restore it from a good copy, or compact the table", file=location
     )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pyiceberg.table import Table
 
-from lakeckpt.errors import LakeckptError, TableError, TableVersionGone
+from lakeckpt.errors import LakeckptError, TableError, TableVersionGone, one_line
 from lakeckpt.lake.formats.iceberg.equality_deletes import rows_deleted_by_value
 from lakeckpt.lake.formats.iceberg.io import StorageIO, plain_location, storage_options_of
 from lakeckpt.lake.formats.iceberg.plan import PlannedFile, plan_files
@@ -102,7 +102,7 @@ def _planned(table: Table, chosen: Chosen, threads: int) -> list[PlannedFile]:
     except LakeckptError:
         raise
     except Exception as error:  # whatever damaged Avro and the stores' clients make pyiceberg raise
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        what = one_line(f"{type(error).__name__}: {error}")
         raise TableError(
             f"metadata of snapshot {chosen.snapshot.snapshot_id} of {_name(table)!r} cannot be read ({what}): restore "
             "them from a good copy, or open another snapshot"

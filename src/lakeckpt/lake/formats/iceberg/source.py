@@ -25,7 +25,7 @@ from pyiceberg.table.metadata import TableMetadataUtil
 from pyiceberg.table.snapshots import Snapshot
 from pyiceberg.utils.datetime import datetime_to_millis
 
-from lakeckpt.errors import ConfigError, LakeckptError, ObjectMissing, TableError, TableNotFound
+from lakeckpt.errors import ConfigError, LakeckptError, ObjectMissing, TableError, TableNotFound, one_line
 from lakeckpt.lake.formats.iceberg.io import StorageIO
 from lakeckpt.lake.storage.base import redact_uri, split_uri
 from lakeckpt.lake.storage.open import open_for_table
@@ -173,9 +173,8 @@ def _of_metadata(location: str, storage_options: Mapping[str, Any] | None) -> Ta
     except LakeckptError:
         raise
     except Exception as error:  # pydantic, gzip and text decoding: whatever damaged metadata make them raise
-        what = " ".join(str(error).split())[:300]
         raise TableError(
-            f"the Iceberg metadata {named!r} cannot be read ({what}): restore it from a good copy"
+            f"the Iceberg metadata {named!r} cannot be read ({one_line(error)}): restore it from a good copy"
         ) from error
     return StaticTable(
         identifier=("static-table", location),

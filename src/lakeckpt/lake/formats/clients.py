@@ -1,8 +1,8 @@
-"""This module gives the clients of table formats the options of a store, and explains their failures.
+"""This module passes the options of a store to the clients of table formats, and explains the clients' failures.
 
-deltalake and hudi open a table's metadata by themselves, and stand on Rust's object_store, as obstore does: they get
-the options under its names, and bounds on how long they may try. Texts of other stores go as they are. Values are never
-shown.
+deltalake and hudi open a table's metadata by themselves. They build on Rust's object_store, as obstore does. So they
+get the options by its names, and bounds on how long they may try. Options of stores other than S3 are passed as they
+are. The module never shows a value of an option, and starts no threads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lakeckpt.errors import ConfigError, StorageError, TableError
+from lakeckpt.errors import ConfigError, StorageError, TableError, one_line
 from lakeckpt.lake.storage.base import split_uri
 from lakeckpt.lake.storage.open import FILESYSTEM
 from lakeckpt.lake.storage.options import StoreOptions
@@ -30,7 +30,16 @@ def object_store_options(uri: str, storage_options: Mapping[str, Any] | None) ->
         return {}
     if scheme not in ("s3", "s3a"):
         return _BOUNDS | {name: value for name, value in (storage_options or {}).items() if isinstance(value, str)}
-    return _BOUNDS | StoreOptions.of(storage_options).for_clients_of_formats()
+    options = StoreOptions.of(storage_options)
+    keys = {name: value for name, value in options.keys().items() if name != "expires_at"}
+    config = {f"aws_{name}": value for name, value in {**options.config, **keys}.items()}
+    return _BOUNDS | {
+        name: _as_text(value) for name, value in {**config, **options.client}.items() if value is not None
+    }
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @contextmanager
@@ -43,12 +52,12 @@ def asking(explained: Callable[[BaseException, str], Exception]) -> Iterator[Non
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # an interrupt; panics of Rust are no `Exception` either
-        failure = explained(error, " ".join(str(error).split())[:500])
+        failure = explained(error, one_line(error, 500))
     else:
         return
     raise failure from None
 
 
 def is_of_the_store(error: BaseException, text: str) -> bool:
-    """Whether it is the store that failed, and not what lies in it."""
+    """Return whether the store failed, and not the table in it."""
     return isinstance(error, OSError) or "Generic S3 error" in text or "error sending request" in text
