@@ -5,9 +5,11 @@ A test fails while the file is not what this writes.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,24 @@ def _module(name: str, module: Any) -> list[str]:
 def _entry(name: str, value: Any) -> str:
     parts = [f"### {name}", _signature_block(name, value), _text(value)]
     if inspect.isclass(value):
+        parts += [_fields(value)]
         parts += [_member(member, found) for member, found in vars(value).items() if not member.startswith("_")]
     return "\n\n".join(part for part in parts if part)
+
+
+def _fields(value: type) -> str:
+    """The fields of a dataclass that have a docstring, as a list."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0].body  # type: ignore[attr-defined]
+    except (OSError, TypeError):
+        return ""
+    listed = []
+    for pair in pairwise(body):
+        match pair:
+            case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text))):
+                described = inspect.cleandoc(text).replace("\n", "\n  ")
+                listed.append(f"* `{name}`: {described}")
+    return "\n".join(listed)
 
 
 def _member(name: str, value: Any) -> str:
