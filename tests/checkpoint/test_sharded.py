@@ -166,7 +166,10 @@ def captured(rank: int, world_size: int, folder: str, sharding: Any) -> None:
             saver._background._engine.wait()
     trained(objects, 1)  # while the last cut may still be under way
     assert saver._background._engine.wait() == 4
-    assert len(saver._background._engine._planner.late) == 6 + 18  # nothing of it holds the loop up
+    filled = sum(getattr(one, "to_local", lambda one=one: one)().numel() > 0 for one in objects["model"].parameters())
+    # Parameters, moments and counts of steps hold nothing up. Parts without elements have no memory to wait for.
+    late = saver._background._engine._planner.late
+    assert sum(one.numel() > 0 for one in late.values()) == 3 * filled + 6
     again = sharding(2, world_size)
     second = CheckpointManager(storage, again, **options)
     assert second.restore() == 4 and second.restore_report.captured == 4
