@@ -49,7 +49,7 @@ from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.persist.log import put_entry, read_entry
 from lakeckpt.checkpoint.restore.restorer import Restorer
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.tracking.exchange import Solo
+from lakeckpt.tracking.exchange import Exchange
 
 LAYERS = 24
 BLOCK = 16 * 2**20
@@ -167,7 +167,7 @@ class Early:
 
 
 def ours(objects: dict[str, Any], storage: Any, arenas: ArenaFolder | None = None) -> None:
-    _, _, report = Restorer(storage, Solo(), objects, arenas=arenas).restore()
+    _, _, report = Restorer(storage, Exchange(), objects, arenas=arenas).restore()
     assert not report.damaged and (report.captured is None) == (arenas is None), report
 
 

@@ -26,6 +26,11 @@ from tests.patience import PATIENCE_S
 _ONE_AT_A_TIME = threading.Lock()  # threads share torch's generator
 
 
+def changed(content: bytes) -> bytes:
+    """Return ``content`` with another last byte."""
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
 class MemoryStorage:
     """A `Storage` in a dict. ``changed`` is notified at every put."""
 

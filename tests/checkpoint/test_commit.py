@@ -17,7 +17,7 @@ from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.state.staged import StagedTensor
 from lakeckpt.errors import AttemptSuperseded, SaveFailed
-from tests.checkpoint.rig import EventWaiter, MemoryStorage
+from tests.checkpoint.rig import EventWaiter, MemoryStorage, changed
 from tests.checkpoint.test_log import begin, manifest
 
 SAVE = SaveId(attempt=0, step=1, number=1)
@@ -93,8 +93,8 @@ def test_a_part_that_lacks_or_adds_a_unit_is_refused() -> None:
         part = write(storage, 1)
         fewer = replace(part, **{change: ()})
         more = replace(part, trees=(*part.trees, replace(part.trees[0], item="other")))
-        for changed in (fewer, more):
-            storage.put(SAVE.part_path(1), [changed.to_bytes()])
+        for other in (fewer, more):
+            storage.put(SAVE.part_path(1), [other.to_bytes()])
             with pytest.raises(SaveFailed, match="agreed on"):
                 collect(storage)
 
@@ -156,7 +156,7 @@ def test_objects_that_are_missing_short_or_altered_are_refused() -> None:
         with pytest.raises(SaveFailed, match="rank 1 wrote"):
             verify_objects(storage, parts, verify="sizes")
         storage.objects[path] = whole
-    storage.objects[path] = whole[:-1] + b"?"
+    storage.objects[path] = changed(whole)
     verify_objects(storage, parts, verify="sizes")
     with pytest.raises(SaveFailed, match="read back"):
         verify_objects(storage, parts, verify="bytes")

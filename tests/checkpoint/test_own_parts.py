@@ -27,7 +27,7 @@ from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.restore.from_storage import load, load_own
 from lakeckpt.errors import CheckpointDamaged
 from lakeckpt.lake.storage.local import LocalStorage
-from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
+from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, changed, good, manager, run_ranks
 from tests.checkpoint.test_ranks import parts_of
 from tests.tracking.processes import run_processes
 
@@ -120,7 +120,7 @@ def test_a_rank_reads_the_parts_that_hold_its_state_and_no_others() -> None:
 def test_a_part_that_is_damaged_is_noticed_by_the_rank_that_it_is_of(rank: int) -> None:
     storage = saved(4)
     path = manifest_of(storage).parts[rank].path
-    storage.objects[path] = storage.objects[path][:-1] + b"x"
+    storage.objects[path] = changed(storage.objects[path])
     assert restored(storage, 4) == [[1.0, 1.0, 1.0]] * 4
 
 
@@ -231,7 +231,7 @@ def damaged_and_placed_otherwise(rank: int, world_size: int, folder: str) -> Non
     dist.barrier()
     if rank == 0:
         path = manifest_of(storage).parts[2].path  # not where the tree is, which all read
-        storage.put(path, [storage.read(path)[:-1] + b"x"])
+        storage.put(path, [changed(storage.read(path))])
     dist.barrier()
     again = module(Shard(1), 0.0)
     with warnings.catch_warnings():

@@ -25,5 +25,5 @@ def table_of(folder: Path, keys: list[int], deleted: list[int]) -> Table:
 def test_rows_are_found_where_both_versions_delete_rows_before_them(tmp_path: Path) -> None:
     old = table_of(tmp_path / "old", [90, 1, 2, 3, 91, 4, 5], [0, 4])
     new = table_of(tmp_path / "new", [5, 92, 4, 3, 93, 2, 1], [1, 4])
-    found = find_by_key(old, new, Deletes.of({0: np.array([1, 3, 6])}), key=["key"])  # the keys 1, 3 and 5
-    assert found.rows.rows(0).tolist() == [0, 3, 6] and found.compared == 5
+    rows, compared = find_by_key(old, new, Deletes.of({0: np.array([1, 3, 6])}), key=["key"])  # the keys 1, 3 and 5
+    assert rows.rows(0).tolist() == [0, 3, 6] and compared == 5

@@ -208,5 +208,5 @@ def _format_place(name: str, at: dict[str, Any]) -> tuple[str, str]:
     if "unreadable" in at:
         return f"{name}: unreadable", ""
     share = 100 * at["rows_done"] / at["rows"] if at["rows"] else 100.0
-    topology = f"{at['world_size']} × {at['batch_size']} of {at['lanes']} lanes"
+    topology = f"{at['world_size']} × {at['batch_size']} of {format_count(at['lanes'], 'lane')}"
     return f"{name}: epoch {at['epoch']}, {share:.1f} %", topology

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(plain)
     elif not profiles:
-        print(f"{place}  no profile of idle windows was saved here")
+        print(f"{place}  no profile: the run had no bubbles=")
     else:
         _show(plain, place, sites=10**9 if args.all else _SITES)
     return 0

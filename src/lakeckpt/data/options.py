@@ -64,7 +64,7 @@ class ReadOptions:
     """``"keep"``: the version of the table that the dataset or its state names is read for ever. ``"next_epoch"``: each
     epoch is of the version that is the newest when it begins, on all ranks."""
     on_version_gone: Literal["raise", "next_epoch"] = "raise"
-    """The way to restore in the midst of an epoch whose version is gone or was written again: ``"raise"``, or
+    """The way to restore in the middle of an epoch whose version is gone or was written again: ``"raise"``, or
     ``"next_epoch"``: drop the rest of it (`lakeckpt audit` says so) and begin the next one."""
     progress: Callable[[int, int], None] | None = None
     """Called as ``progress(row groups done, row groups)`` while the rows that a filter keeps are counted."""

@@ -23,6 +23,7 @@ from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.wire.documents import to_plain
 from lakeckpt.wire.envelope import dumps
+from tests.checkpoint.rig import changed
 
 RECORD = IterationRecord(
     step=7,
@@ -95,7 +96,7 @@ def test_a_profile_that_cannot_be_is_refused(storage: Storage, wrong: dict[str, 
 
 def test_a_damaged_profile_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / profile_path(4, 1)
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    path.write_bytes(changed(path.read_bytes()))
     assert main(["report", str(run)]) == 2
     assert "damaged" in capsys.readouterr().err
 

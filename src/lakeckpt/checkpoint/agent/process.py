@@ -32,6 +32,8 @@ from lakeckpt.tracking.waiting import SystemWaiter
 
 __all__ = ["main"]
 
+_DEATH_MS = 5000
+"""How long the agent waits for the end of a trainer that has closed its pipe: its locks on the arena end with it."""
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -99,6 +101,10 @@ def _messages(orders: int, trainer: int) -> Iterator[Message]:
             yield message
             if isinstance(message, Bye):
                 return
+    if trainer >= 0:  # the kernel closes the pipe of a process that ends before it releases all its locks
+        dead = select.poll()
+        dead.register(trainer, select.POLLIN)
+        dead.poll(_DEATH_MS)
     yield Bye(well=False)
 
 

@@ -47,10 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=int, default=1024, metavar="B", help="rows of a micro-batch (default: 1024)"
     )
-    parser.add_argument("--lanes", type=int, metavar="L", help="lanes (default: ranks × workers)")
+    parser.add_argument("--lanes", type=int, metavar="L", help="lanes (default: ranks × max(1, workers))")
     parser.add_argument("--shuffle", action="store_true", help="shuffled reading")
     parser.add_argument("--window", type=int, default=4, metavar="G", help="row groups shuffled together (default: 4)")
-    parser.add_argument("--tail", choices=("short", "drop"), default="short", help="the ends of an epoch")
+    parser.add_argument(
+        "--tail",
+        choices=("short", "drop"),
+        default="short",
+        help="short: the last batches may be smaller; drop: as drop_last (default: short)",
+    )
     parser.add_argument(
         "--remap", metavar="RUN", help="carry the place of a run's newest checkpoint over to this version"
     )
