@@ -239,7 +239,6 @@ def test_every_kept_row_counts_once_on_ranks_with_workers(lake: Path) -> None:
         assert_exactly_once(
             make_of(open_table(lake), count_once=True, **case),
             topologies=[(1, 0), (2, 2), (3, 1), (4, 0)],
-            offsets=None,
             chains=4,
         )
 
