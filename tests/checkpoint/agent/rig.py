@@ -23,6 +23,7 @@ from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.waiting import Waiter
+from tests.patience import PATIENCE_S
 
 RUN = "0123456789abcdef" * 2
 DIGEST = bytes(range(16))
@@ -92,7 +93,7 @@ class ThreadPersister(Persister):
     def start(self) -> None:
         self._runs.start()
 
-    def join(self, timeout_s: float) -> bool:
+    def join(self, timeout_s: float = PATIENCE_S) -> bool:
         """Wait until all is done; False where it is not by then."""
         self._runs.join(timeout_s)
         return not self._runs.is_alive()
