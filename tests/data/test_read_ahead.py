@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import subprocess
@@ -21,7 +22,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors
 from lakeckpt.core.order import Window
 from lakeckpt.data.source import BatchSource
+from lakeckpt.lake.parquet.prefetch import OpenedFile
 from lakeckpt.reading.windows.cache import WindowCache
+from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.positions import PositionReader
 from lakeckpt.reading.windows.window import DecodedWindow, WindowDecoder
 from tests.data.reading import as_json, flat, ids, loader_of, some, until_error
@@ -181,11 +184,39 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent(folder: Path) -> Non
     next(iterator)
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
-    forked = context.Process(target=_forked, args=(loader, iterator, answers))
+    forked = context.Process(target=_forked, args=(loader, iterator, answers), daemon=True)
     forked.start()
     rest, again = answers.get()
     forked.join(timeout=PATIENCE_S)
     assert forked.exitcode == 0
+    assert rest == again == [one["id"].tolist() for one in iterator]
+
+
+def test_a_forked_process_waits_for_no_file_that_its_parent_was_opening(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A future of the parent's is not done in the fork, and the thread that was to do it is not there."""
+    here, may_open, opening = os.getpid(), threading.Event(), threading.Event()
+    inner, opened = RowGroupDecoder._opened, itertools.count()
+
+    def wait(self: RowGroupDecoder, ordinal: int) -> OpenedFile:
+        if os.getpid() == here and next(opened):
+            opening.set()
+            may_open.wait(PATIENCE_S)
+        return inner(self, ordinal)
+
+    monkeypatch.setattr(RowGroupDecoder, "_opened", wait)
+    loader = loader_of(folder, num_lanes=4, shuffle_window=1)
+    iterator = iter(loader)
+    next(iterator)
+    assert opening.wait(PATIENCE_S)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    forked = context.Process(target=_forked, args=(loader, iterator, answers), daemon=True)
+    forked.start()
+    rest, again = answers.get()
+    forked.join(timeout=PATIENCE_S)
+    may_open.set()
     assert rest == again == [one["id"].tolist() for one in iterator]
 
 
@@ -233,7 +264,7 @@ def test_a_fork_made_while_windows_wait_for_threads_reads_all_rows_itself(waitin
 
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
-    forked = context.Process(target=read)
+    forked = context.Process(target=read, daemon=True)
     forked.start()
     error, found = answers.get()
     assert (error, sorted(found)) == ("None", list(range(240)))

@@ -11,7 +11,7 @@ the last thread that uses it has finished.
 
 Threads may share a prefetcher. It decodes nothing, and its background work runs in the threads of
 `lakeckpt.lake.parquet.ranges`. The garbage collector may call `close` in any thread, so `close` takes no lock. A forked
-process must make its own prefetcher.
+process calls `forget` first.
 """
 
 from __future__ import annotations
@@ -150,6 +150,11 @@ class Prefetcher:
         old, self._state = self._state, _State()
         old.is_closed = True
         _cancel(list(old.expected.values()))
+
+    def forget(self) -> None:
+        """Begin anew in a forked process: threads that the parent has may hold the locks of what was inherited, and
+        never finish its work here."""
+        self._state = _State()
 
     def _known(self, state: _State, ordinal: int) -> Future[OpenedFile] | None:
         """Return a file that is open or being opened, if it is. The caller has the lock."""

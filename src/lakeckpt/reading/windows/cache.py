@@ -199,6 +199,7 @@ class WindowCache:
     def clear(self) -> None:
         """Drop all windows, close files and end threads; windows that are needed later are decoded anew."""
         if self.process != os.getpid():  # forked: the threads, and the locks that they hold, are the parent's
+            self.rows.forget()
             self._begin_threads(self._threads.count)
         else:
             self._threads.close()

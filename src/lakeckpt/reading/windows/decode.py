@@ -129,6 +129,10 @@ class RowGroupDecoder:
         """Drop what was prefetched and close the files that are open; a later `decode` opens them again."""
         self._prefetcher.close()
 
+    def forget(self) -> None:
+        """In a forked process, before anything else: open all files anew."""
+        self._prefetcher.forget()
+
     def _wanted(self, group: int) -> pa.Schema:
         """Return the columns to read of a row group: all of `_every_column`, or fewer."""
         return self.schema
