@@ -11,6 +11,11 @@ An epoch's order is laid out in four steps, none of which keeps state:
    cut into windows of 2^27.
 
 So a place in the order is a number, and any window can be read again and entered in its middle.
+
+A *packed* order has a ``unit`` of several tokens: the row groups are measured in tokens, and a position is a sequence
+of ``unit`` consecutive tokens (the last sequence of an epoch may be shorter). Lanes consist of whole sequences. A
+window consists of the sequences that begin in its row groups, so its last fragment may reach into later row groups.
+
 It never reads a row, and never depends on ranks, loader workers or time.
 """
 
@@ -48,7 +53,7 @@ class OrderSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """Rows [start, stop) of row group ``group`` (its ordinal in the table)."""
+    """Rows [start, stop) of row group ``group`` (its ordinal in the table); in a packed order, tokens."""
 
     group: int
     start: int
@@ -109,15 +114,27 @@ class EpochLayout:
     order: Int64Array = field(repr=False, compare=False)
     """int64, shape (g,): the non-empty row groups in this epoch's order."""
     begins: Int64Array = field(repr=False, compare=False)
-    """int64, shape (g + 1,): the position at which each of ``order`` begins, and the end."""
+    """int64, shape (g + 1,): the row (packed: the token) at which each of ``order`` begins, and the end."""
     lane_bounds: Int64Array = field(repr=False, compare=False)
     """int64, shape (num_lanes + 1,)."""
+    unit: int = 1
+    """Tokens of a position in a packed order; 1: a position is a row."""
 
     @classmethod
     def build(
-        cls, group_rows: Int64Array, spec: OrderSpec, epoch: int, num_lanes: int, rotation: int = 0
+        cls,
+        group_rows: Int64Array,
+        spec: OrderSpec,
+        epoch: int,
+        num_lanes: int,
+        rotation: int = 0,
+        *,
+        unit: int = 1,
     ) -> EpochLayout:
-        """Lay out ``epoch`` over row groups of ``group_rows`` rows each (int64, shape (row groups,))."""
+        """Lay out ``epoch`` over row groups of ``group_rows`` rows each (int64, shape (row groups,)).
+
+        With a ``unit``, ``group_rows`` counts tokens.
+        """
         if epoch < 0 or not 0 <= rotation < num_lanes:
             raise ValueError(f"no such layout: epoch {epoch}, {num_lanes} lanes, rotation {rotation}")
         order = np.flatnonzero(group_rows)
@@ -132,13 +149,14 @@ class EpochLayout:
             rotation=rotation,
             order=order,
             begins=begins,
-            lane_bounds=lane_bounds(int(begins[-1]), num_lanes, rotation),
+            lane_bounds=lane_bounds(-(-int(begins[-1]) // unit), num_lanes, rotation),
+            unit=unit,
         )
 
     @property
     def rows(self) -> int:
-        """The number of rows of the epoch."""
-        return int(self.begins[-1])
+        """The number of positions of the epoch: rows, or packed sequences."""
+        return -(-int(self.begins[-1]) // self.unit)
 
     @property
     def identity(self) -> tuple[OrderSpec, int, int, int]:
@@ -149,21 +167,25 @@ class EpochLayout:
         """Return the window that holds ``position``."""
         if not 0 <= position < self.rows:
             raise ValueError(f"position {position} lies outside of an epoch of {self.rows} rows")
+        unit, every = self.unit, int(self.begins[-1])
         lane = int(np.searchsorted(self.lane_bounds, position, side="right")) - 1
-        lane_start, lane_stop = int(self.lane_bounds[lane]), int(self.lane_bounds[lane + 1])
+        lane_start, lane_stop = (min(int(one) * unit, every) for one in self.lane_bounds[lane : lane + 2])
         base = int(np.searchsorted(self.begins, lane_start, side="right")) - 1
-        place = int(np.searchsorted(self.begins, position, side="right")) - 1
+        place = int(np.searchsorted(self.begins, position * unit, side="right")) - 1
         first = base + (place - base) // self.spec.window * self.spec.window
         last = min(first + self.spec.window, len(self.order))
-        start, stop = max(lane_start, int(self.begins[first])), min(lane_stop, int(self.begins[last]))
+        low, high = max(lane_start, int(self.begins[first])), min(lane_stop, int(self.begins[last]))
+        start, stop = -(-low // unit), -(-high // unit)
         start += (position - start) // MAX_PERMUTED * MAX_PERMUTED
         stop = min(stop, start + MAX_PERMUTED)
         key = derive_key("rows", self.spec.seed, self.epoch, start) if self.spec.shuffle else None
-        return Window(start=start, stop=stop, fragments=self._fragments(first, last, start, stop), key=key)
+        fragments = self._fragments(first, start * unit, min(stop * unit, every))
+        return Window(start=start, stop=stop, fragments=fragments, key=key)
 
-    def _fragments(self, first: int, last: int, start: int, stop: int) -> tuple[Fragment, ...]:
+    def _fragments(self, first: int, start: int, stop: int) -> tuple[Fragment, ...]:
+        """Return rows (packed: tokens) [start, stop) of the epoch, which begin in the ``first`` of `order` or later."""
         fragments = []
-        for place in range(first, last):
+        for place in range(first, int(np.searchsorted(self.begins, stop, side="left"))):
             begin, end = int(self.begins[place]), int(self.begins[place + 1])
             low, high = max(begin, start), min(end, stop)
             if low < high:

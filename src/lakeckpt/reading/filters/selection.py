@@ -5,6 +5,9 @@ that the pinned version deletes do not exist here. The digest of the selection c
 the same rows are one selection, and a filter that keeps other rows is another one even where the counts agree. Only
 rows that stay have positions.
 
+A selection may instead count the tokens of packed documents (`lakeckpt.reading.packed`): ``unit`` tokens make a
+position then, and the rows of this module are tokens.
+
 A selection also records which expression was counted, and by which release of pyarrow. A run saves selections, and
 `RowSelection.was_counted_by` says whether a saved one may be used without counting again. The module never reads a row.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +24,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lakeckpt.errors import WireDamaged
-from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["EVERY", "NONE", "RowSelection", "digested"]
+__all__ = ["EVERY", "NONE", "Counting", "RowSelection", "digested"]
 
 Int64Array = npt.NDArray[np.int64]
 Uint64Array = npt.NDArray[np.uint64]
@@ -48,6 +51,14 @@ def digested(mask: pa.ChunkedArray) -> tuple[int, int]:
     return kept, int.from_bytes(blake2b(packed.tobytes(), digest_size=8).digest(), "little")
 
 
+class Counting(Protocol):
+    """A rule that rows are counted by: a filter, or a packing."""
+
+    @property
+    def digest(self) -> str:
+        """A digest of all that the counts depend on, besides the table."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
     """The rows of a pinned table that a filter keeps. Two are equal if their tables and digests are."""
@@ -64,6 +75,8 @@ class RowSelection:
     """int64[G], read-only: how many rows of each row group stay."""
     group_digests: Uint64Array = field(compare=False, repr=False)
     """uint64[G], read-only: the digest of `digested` of each row group."""
+    unit: int = 1
+    """Rows of a position: 1, or the tokens of a packed sequence."""
     digest: str = field(init=False)
     """BLAKE2b-128 (hex) over ``group_rows`` and ``group_digests``, little-endian."""
 
@@ -84,10 +97,10 @@ class RowSelection:
 
     @property
     def num_rows(self) -> int:
-        """All rows that stay."""
-        return int(self.group_rows.sum())
+        """The positions of an epoch: all rows that stay, or the packed sequences."""
+        return -(-int(self.group_rows.sum()) // self.unit)
 
-    def was_counted_by(self, keep: RowFilter) -> bool:
+    def was_counted_by(self, keep: Counting) -> bool:
         """Say whether the very expression of ``keep`` was counted, by the release of pyarrow that runs now."""
         return (self.expression, self.pyarrow) == (keep.digest, pa.__version__)
 
@@ -95,7 +108,7 @@ class RowSelection:
         """Raise ``ValueError`` where this is no selection of the table whose row groups have ``existing`` rows."""
         if self.table != table:
             raise ValueError(f"a selection of the table {self.table[:12]} was given for the table {table[:12]}")
-        if len(self.group_rows) != len(existing) or bool((self.group_rows > existing).any()):
+        if len(self.group_rows) != len(existing) or (self.unit == 1 and bool((self.group_rows > existing).any())):
             raise ValueError(f"the selection {self.digest[:12]} keeps more rows than the row groups have")
 
     def dumps(self) -> bytes:
@@ -103,6 +116,7 @@ class RowSelection:
         rows = self.group_rows
         narrow = not len(rows) or int(rows.max()) < 2**32
         value = {name: getattr(self, name) for name in _TEXTS} | {
+            "unit": self.unit,
             "group_rows": rows.astype("<u4" if narrow else "<i8"),
             "group_digests": self.group_digests.astype("<u8"),
         }

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -28,7 +29,7 @@ from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
 from lakeckpt.reading.windows.window import DecodedWindow, WindowDecoder
 
-__all__ = ["CachedWindow", "Served", "WindowCache", "windows_held_of"]
+__all__ = ["CachedWindow", "Decoding", "Served", "WindowCache", "windows_held_of"]
 
 Key = tuple[tuple[OrderSpec, int, int, int], int]
 """The identity of a layout, and where the window begins in it."""
@@ -93,14 +94,28 @@ class CachedWindow:
         return self.decoded is not None or (self.future is not None and self.future.done())
 
 
+class Decoding(Protocol):
+    """Decodes windows, in several threads at once: a `WindowDecoder`, or one for packed sequences."""
+
+    room_bytes: float
+    """The most memory that may wait to be used for a later window, beside the windows that are held."""
+
+    def decode(self, window: Window) -> DecodedWindow:
+        """Return what stands at the positions of ``window``."""
+
+
+def _rows_of(rows: RowGroupDecoder, nulls: Nulls | None, threads: Threads) -> Decoding:
+    return WindowDecoder(rows, nulls=nulls, threads=threads)
+
+
 class WindowCache:
     """The windows of the row groups that ``rows`` decodes. For one thread of one process.
 
-    ``nulls`` as for `WindowDecoder`. At most ``threads`` decode. ``most_open``: how many windows are open at once, as
-    many as lanes are read in turn. Up to `windows_held_of` it are held: the open windows, and others that were
-    announced. With ``limit_bytes``, only those announced windows are held that fit beside the others, and memory
-    waits to be used again only as far as it fits beside them. A window that the reader waits for is always decoded, and
-    open windows are kept.
+    ``nulls`` as for `WindowDecoder`; or ``decoder_of`` makes what decodes windows. At most ``threads`` decode.
+    ``most_open``: how many windows are open at once, as many as lanes are read in turn. Up to `windows_held_of` it are
+    held: the open windows, and others that were announced. With ``limit_bytes``, only those announced windows are held
+    that fit beside the others, and memory waits to be used again only as far as it fits beside them. A window that the
+    reader waits for is always decoded, and open windows are kept.
     """
 
     def __init__(
@@ -111,10 +126,12 @@ class WindowCache:
         threads: int,
         most_open: int,
         limit_bytes: int | None,
+        decoder_of: Callable[[Threads], Decoding] | None = None,
     ) -> None:
+        self._decoder_of = decoder_of or partial(_rows_of, rows, nulls)
         self.uses = count(1)
         """Numbers for `CachedWindow.used`."""
-        self.rows, self._nulls = rows, nulls
+        self.rows = rows
         self._begin_threads(threads)
         self._most_open, self._most_held = most_open, windows_held_of(most_open)
         self._limit = limit_bytes
@@ -126,7 +143,7 @@ class WindowCache:
         self.process = os.getpid()
         """The process that has the threads. A forked process calls `clear` first."""
         self._threads = Threads(count)
-        self._decoder = WindowDecoder(self.rows, nulls=self._nulls, threads=self._threads)
+        self._decoder = self._decoder_of(self._threads)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # When the interpreter ends, its threads have ended, and modules may have been emptied.

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lakeckpt.errors import ConfigError, DataFileDamaged, LakeckptError, SchemaError, StorageError
+from lakeckpt.lake.parquet.column_chunks import leaves_of
 from lakeckpt.lake.parquet.fit import FileFit, FileFits, constant
 from lakeckpt.lake.parquet.prefetch import OpenedFile, Prefetcher
 from lakeckpt.lake.parquet.ranges import read_pinned
@@ -124,6 +125,25 @@ class RowGroupDecoder:
     def footer(self, ordinal: int) -> pq.FileMetaData:
         """Return the footer of a file of the index, which is opened if it is not open. Raises what opening raises."""
         return self._prefetcher.opened(ordinal).reader.metadata
+
+    def elements(self, group: int, column: str) -> tuple[int, int] | None:
+        """Return how many elements the lists of ``column`` have in a row group, and how many nulls are among them.
+
+        Both are of the footer, in which an empty list and a null list count as one null element each. None where the
+        footer does not state them, or the file stores no such column. Raises what opening the file raises.
+        """
+        ordinal, inside = self.table.index.group(group)
+        if column not in self._stored_in(ordinal, [column]):
+            return None
+        file = self._prefetcher.opened(ordinal)
+        plan, metadata = file.fit.plans[column], file.reader.metadata
+        leaves = list(leaves_of(metadata.schema, [plan.name])) if plan.index is not None else []
+        if len(leaves) != 1:
+            return None
+        chunk = metadata.row_group(inside).column(leaves[0])
+        if not chunk.is_stats_set or not chunk.statistics.has_null_count:
+            return None
+        return int(chunk.num_values), int(chunk.statistics.null_count)
 
     def close(self) -> None:
         """Drop what was prefetched and close the files that are open; a later `decode` opens them again."""

@@ -24,9 +24,9 @@ from lakeckpt.errors import ConfigError, NullValueError
 from lakeckpt.reading.columns.convert import Nulls, convert
 from lakeckpt.reading.columns.gather import cut, join_rows
 from lakeckpt.reading.columns.ragged import map_namespace
-from lakeckpt.reading.windows.cache import CachedWindow, WindowCache
+from lakeckpt.reading.windows.cache import CachedWindow, Decoding, WindowCache
 from lakeckpt.reading.windows.decode import RowGroupDecoder
-from lakeckpt.reading.windows.threads import usual_threads
+from lakeckpt.reading.windows.threads import Threads, usual_threads
 from lakeckpt.reading.windows.window import DecodedWindow
 
 __all__ = ["Announced", "NullFound", "Piece", "PositionReader"]
@@ -53,6 +53,7 @@ class PositionReader:
     ``max_windows`` is the number of windows that are open at once, and ``memory_limit_bytes`` bounds the windows that
     are held, as `WindowCache` has them. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``make`` is
     applied to every array of the columns. At most ``threads`` decode; None: as many as there are processors.
+    ``decoder_of`` makes what decodes windows, where they are not of rows (`lakeckpt.reading.packed`).
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class PositionReader:
         make: Callable[[Any], Any] | None = None,
         memory_limit_bytes: int | None = None,
         threads: int | None = None,
+        decoder_of: Callable[[Threads], Decoding] | None = None,
     ) -> None:
         if max_windows < 1:
             raise ConfigError(f"max_windows must be at least 1, got {max_windows}")
@@ -80,6 +82,7 @@ class PositionReader:
             threads=usual_threads() if threads is None else threads,
             most_open=max_windows,
             limit_bytes=memory_limit_bytes,
+            decoder_of=decoder_of,
         )
         self._follows: dict[int, CachedWindow] = {}
         """By the position where the last announced piece of a lane stopped: its window. The next piece of the lane

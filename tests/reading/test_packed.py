@@ -1,0 +1,165 @@
+"""Packed sequences: every token once in each epoch, documents and labels as a plain model says, counts from footers."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lakeckpt import Table, errors, open_table
+from lakeckpt.core.order import EpochLayout, OrderSpec
+from lakeckpt.reading.filters.decoder import KeptRows
+from lakeckpt.reading.filters.row_filter import row_filter
+from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.packed.packing import Packing, count_tokens
+from lakeckpt.reading.packed.window import NO_LABEL, SequenceDecoder
+from lakeckpt.reading.windows.decode import RowGroupDecoder
+from lakeckpt.reading.windows.threads import Threads
+
+ADDED = 1 << 20
+"""Tokens from here on are put beside documents."""
+
+
+def write(folder: Path, lengths: Sequence[Sequence[int | None]], kind: pa.DataType, rows: int) -> list[list[int]]:
+    """Write one file for each of ``lengths``, ``rows`` to a row group; return the documents. Each token is unique."""
+    documents, count = [], itertools.count()
+    for number, mine in enumerate(lengths):
+        lists = [None if length is None else list(itertools.islice(count, length)) for length in mine]
+        documents += [one or [] for one in lists]
+        table = pa.table(
+            {"tokens": pa.array(lists, kind), "even": [length is not None and length % 2 == 0 for length in mine]}
+        )
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=rows)
+    return documents
+
+
+def decoded(table: Table, packing: Packing, counted: RowSelection, spec: OrderSpec, lanes: int) -> list[dict[str, Any]]:
+    layout = EpochLayout.build(counted.group_rows, spec, 0, lanes, unit=packing.length)
+    rows = RowGroupDecoder(table, ["tokens"])
+    decoder = SequenceDecoder(rows, packing, counted, table.index.group_rows, threads=Threads(2))
+    found: list[dict[str, Any]] = []
+    for window in layout.windows(0, layout.rows):
+        columns = decoder.decode(window).columns
+        assert columns is not None
+        found += [{name: column[row] for name, column in columns.items()} for row in range(window.rows)]  # type: ignore[index]
+    return found
+
+
+documents = st.lists(st.lists(st.one_of(st.none(), st.integers(0, 40)), max_size=12), min_size=1, max_size=3)
+kinds = st.sampled_from([pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16())])
+added = st.sampled_from([((), ()), ((ADDED,), ()), ((ADDED, ADDED + 1), (ADDED + 2,))])
+
+
+@given(documents, kinds, st.integers(1, 5), st.integers(1, 24), added, st.booleans(), st.integers(1, 4), st.booleans())
+def test_sequences_are_what_a_plain_model_says(
+    lengths: list[list[int | None]],
+    kind: pa.DataType,
+    rows: int,
+    length: int,
+    added: tuple[tuple[int, ...], tuple[int, ...]],
+    shuffle: bool,
+    lanes: int,
+    masks_ends: bool,
+) -> None:
+    before, after = added
+    packing = Packing(
+        column="tokens", length=length, before=before, after=after, labels=True, padding=7, masks_ends=masks_ends
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        texts = write(Path(folder), lengths, kind, rows)
+        table = open_table(folder)
+        counted = count_tokens(table, packing)
+        whole = [[*before, *one, *after] for one in texts if one]
+        assert counted.group_rows.sum() == sum(map(len, whole))
+        spec = OrderSpec(seed=5, shuffle=shuffle, window=2 if shuffle else 1)
+        sequences = decoded(table, packing, counted, spec, lanes)
+    assert len(sequences) == counted.num_rows
+    real = [one["tokens"][one["loss_mask"]].tolist() for one in sequences]
+    assert sorted(itertools.chain(*real)) == sorted(itertools.chain(*whole))
+    assert sum(len(one) < length for one in real) == (sum(map(len, whole)) % length > 0)
+    if not shuffle:
+        assert list(itertools.chain(*real)) == list(itertools.chain(*whole))
+    if not before:
+        follows = {a: b for one in whole for a, b in itertools.pairwise(one)}
+        for one in sequences:
+            check_sequence(one, follows, masks_ends=masks_ends)
+
+
+def check_sequence(one: dict[str, Any], follows: dict[int, int], *, masks_ends: bool) -> None:
+    """Compare the columns of a sequence of unique tokens with which token follows which in its document."""
+    tokens, labels = one["tokens"].tolist(), one["labels"].tolist()
+    count = int(one["loss_mask"].sum())
+    assert one["loss_mask"].tolist() == [True] * count + [False] * (len(tokens) - count)
+    assert tokens[count:] == [7] * (len(tokens) - count)
+    begins = [place == 0 or follows.get(tokens[place - 1]) != tokens[place] for place in range(count)]
+    number, position = -1, 0
+    for place in range(count):
+        number, position = (number + 1, 0) if begins[place] else (number, position + 1)
+        assert (one["document_ids"][place], one["position_ids"][place]) == (number, position)
+        within = place + 1 < count and not begins[place + 1]
+        if within or masks_ends:
+            assert labels[place] == follows.get(tokens[place], NO_LABEL)
+        elif place + 1 < count:
+            assert labels[place] == tokens[place + 1]
+    assert labels[count:] == [NO_LABEL] * (len(tokens) - count)
+
+
+def test_documents_of_rows_that_a_filter_drops_are_in_no_sequence(tmp_path: Path) -> None:
+    texts = write(tmp_path, [[3, 4, 5, 6, None, 8], [2, 7, 7, 0]], pa.list_(pa.int32()), 3)
+    table, packing = open_table(tmp_path), Packing(column="tokens", length=4)
+    keep = row_filter([("even", "==", True)], table.schema)
+    kept = KeptRows(filter=keep, counts=_kept_rows(table, keep))
+    counted = count_tokens(table, packing, kept)
+    assert counted.group_rows.sum() == sum(len(one) for one in texts if len(one) % 2 == 0)
+    assert counted.digest != count_tokens(table, packing).digest
+
+
+def _kept_rows(table: Table, keep: Any) -> RowSelection:
+    from lakeckpt.reading.filters.count import count_rows
+
+    found = count_rows(table, keep)
+    return found[0] if isinstance(found, tuple) else found
+
+
+@pytest.mark.parametrize("changed", [{"length": 5}, {"after": (1,)}, {"before": (1,)}])
+def test_another_packing_of_the_same_tokens_is_another_selection(tmp_path: Path, changed: dict[str, Any]) -> None:
+    write(tmp_path, [[3, 4, 5]], pa.list_(pa.int32()), 2)
+    table = open_table(tmp_path)
+    one, other = Packing(column="tokens", length=4), Packing(**{"column": "tokens", "length": 4, **changed})
+    assert count_tokens(table, one).digest != count_tokens(table, other).digest
+    assert RowSelection.loads(count_tokens(table, one).dumps()) == count_tokens(table, one)
+
+
+def test_a_null_token_is_refused_with_its_row_group(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"tokens": pa.array([[1, 2], [3, None]], pa.list_(pa.int32()))}), tmp_path / "a.parquet")
+    table, packing = open_table(tmp_path), Packing(column="tokens", length=2)
+    counted = count_tokens(table, packing)
+    with pytest.raises(errors.NullValueError, match=r"row group 0 of the data file 'a.parquet'"):
+        decoded(table, packing, counted, OrderSpec(seed=0, shuffle=False, window=1), 1)
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.list_(pa.float32()), pa.list_(pa.uint64()), pa.list_(pa.string())])
+def test_a_column_that_is_no_list_of_integers_is_refused(tmp_path: Path, kind: pa.DataType) -> None:
+    pq.write_table(pa.table({"tokens": pa.array([], kind)}), tmp_path / "a.parquet")
+    with pytest.raises(errors.SchemaError, match="needs a list of integers"):
+        count_tokens(open_table(tmp_path), Packing(column="tokens", length=2))
+
+
+def test_footers_alone_are_read_to_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, [[3, 4, 5], [6, None, 0]], pa.list_(pa.int32()), 2)
+    monkeypatch.setattr(RowGroupDecoder, "decode", None)
+    assert count_tokens(open_table(tmp_path), Packing(column="tokens", length=4)).group_rows.tolist() == [7, 5, 6, 0]
+
+
+def test_a_footer_without_statistics_has_its_data_read(tmp_path: Path) -> None:
+    table = pa.table({"tokens": pa.array([[1, 2], [], None, [3]], pa.list_(pa.int32()))})
+    pq.write_table(table, tmp_path / "a.parquet", write_statistics=False)
+    assert count_tokens(open_table(tmp_path), Packing(column="tokens", length=4)).group_rows.tolist() == [3]
