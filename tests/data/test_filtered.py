@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lakeckpt import LakeDataset, LakeLoader, ReadOptions, Table, open_table
+from lakeckpt import LakeDataset, LakeLoader, Table, open_table
 from lakeckpt.data.place import selecting
 from lakeckpt.errors import ConfigError, SchemaError, StateMismatch
 from lakeckpt.reading.filters.count import count_rows
@@ -241,18 +241,6 @@ def test_every_kept_row_counts_once_on_ranks_with_workers(lake: Path) -> None:
             topologies=[(1, 0), (2, 2), (3, 1), (4, 0)],
             chains=4,
         )
-
-
-def test_progress_is_told_while_rows_are_counted(lake: Path) -> None:
-    said: list[tuple[int, int]] = []
-    dataset = LakeDataset(
-        open_table(lake),
-        batch_size=4,
-        filters=FILTER,
-        options=ReadOptions(progress=lambda done, total: said.append((done, total))),
-    )
-    assert not said and dataset.selection is not None
-    assert said[-1] == (8, 8)
 
 
 # --- ranks that count once

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -21,7 +20,7 @@ from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.foreign.frameworks import check_dealers
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
-from lakeckpt.data.options import ReadOptions, chosen_columns, flag, one_of, optional, positive, whole
+from lakeckpt.data.options import ReadOptions, flag, one_of, optional, positive, whole
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Pinning, Versions, check_moves
 from lakeckpt.data.source import BatchSource, Output, gives
@@ -32,6 +31,7 @@ from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import Filters, RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.windows.decode import select_columns
 
 __all__ = ["LakeDataset"]
 
@@ -102,7 +102,7 @@ class LakeDataset(IterableDataset[Any]):
             raise ConfigError("storage_options= and filesystem= go to open_table, and this table is open already")
         check_moves(table, self.options, endless=endless)
         self.batch_size = batch_size
-        self.columns = chosen_columns(table.schema, columns)
+        self.columns = None if columns is None else select_columns(table.schema, columns).names
         self.row_wise = batch_size is None
         self.output: Output = output
         self.has_transform = transform is not None
@@ -121,7 +121,6 @@ class LakeDataset(IterableDataset[Any]):
             columns=self.columns,
             nulls=None if output == "arrow" else self.options.nulls,
             filters=filters,
-            counting=self.options.progress,
             spec=spec,
             tail=kind,
             endless=endless,
@@ -166,7 +165,6 @@ class LakeDataset(IterableDataset[Any]):
             if self._dp_group is not None:
                 state["_explicit_rank"] = self.topology
         state["_dp_group"] = None
-        state["options"] = replace(self.options, progress=None)  # other processes could not call it
         return state
 
     @property
