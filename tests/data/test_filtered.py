@@ -187,7 +187,7 @@ def test_rows_are_counted_once_and_only_when_they_must_be(lake: Path, counts: Ca
     assert counts() == 0
     for _ in range(2):
         assert sorted(row for batch in ids(loader) for row in batch) == KEPT
-    assert loader.selection is not None and loader.selection.num_rows == len(KEPT)
+    assert loader.dataset.selection is not None and loader.dataset.selection.num_rows == len(KEPT)
     assert counts() == 1
 
 

@@ -1,7 +1,7 @@
 """This module defines `LakeDataset`, a torch IterableDataset over a table.
 
 Iterated in the main process, or by a `lakeckpt.LakeLoader`, the dataset keeps one reader state for the whole job. In
-the workers of somebody else's DataLoader it reads the part that is theirs (`lakeckpt.data.foreign.workers`). It starts
+the workers of another DataLoader it reads the part that is theirs (`lakeckpt.data.foreign.workers`). It starts
 no threads itself: the source does, for each iteration.
 """
 
@@ -186,15 +186,15 @@ class LakeDataset(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand; where worker processes of somebody else's DataLoader read, the epoch that they read."""
+        """The epoch at hand; where worker processes of another DataLoader read, the epoch that they read."""
         read = self._shared.epoch if self._shared.has_begun else None
         return self._progress.epoch if read is None else read
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle.
 
-        Where worker processes of somebody else's DataLoader read, each of their iterations is of the epoch that was set
-        last: call it before each.
+        Where worker processes of another DataLoader read, each of their iterations is of the epoch that was set last:
+        call it before each.
         """
         epoch = whole("epoch", epoch)
         if epoch != self._progress.epoch or self._shared.has_begun:
@@ -226,6 +226,12 @@ class LakeDataset(IterableDataset[Any]):
     def _move(self) -> None:
         """Go on with the newest version where an epoch begins (``on_new_version="next_epoch"``); collective."""
         self._versions.move(explicit=self._explicit_rank, dp_group=self._dp_group)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(
+            f"a LakeDataset has no item {index!r}: its rows come in the order of an epoch. Iterate it, or read it with "
+            "lakeckpt.LakeLoader(dataset), which gives one batch after another and can be resumed"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -266,7 +272,7 @@ class LakeDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the reader state of all that was yielded (plain types).
 
-        In a worker of somebody else's DataLoader (torchdata's StatefulDataLoader asks there) it is that worker's part.
+        In a worker of another DataLoader (torchdata's StatefulDataLoader asks there) it is that worker's part.
         Raises StateUnavailable in the main process where workers have read ahead: what the loop received is not known
         there. Use `lakeckpt.LakeLoader`, or torchdata's StatefulDataLoader.
         """

@@ -129,7 +129,7 @@ class Versions:
         return {**self.__dict__, "_read": {self.at_hand.table.index.digest: self.at_hand}}  # workers read one version
 
     def check_worker(self) -> None:
-        """Raise ConfigError in a worker of somebody else's DataLoader, where versions move."""
+        """Raise ConfigError in a worker of another DataLoader, where versions move."""
         if self._moves:
             raise ConfigError(
                 'on_new_version="next_epoch" was asked for, and the workers of a torch DataLoader never learn of a new '
