@@ -1,7 +1,7 @@
 """This module defines `LakeDataset`, a torch IterableDataset over a table.
 
 Iterated in the main process, or by a `lakeckpt.LakeLoader`, the dataset keeps one reader state for the whole job. In
-the workers of somebody else's DataLoader it reads the part that is theirs (`lakeckpt.data.foreign.workers`). It starts
+the workers of another DataLoader it reads the part that is theirs (`lakeckpt.data.foreign.workers`). It starts
 no threads itself: the source does, for each iteration.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -21,7 +20,7 @@ from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.foreign.frameworks import check_dealers
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
-from lakeckpt.data.options import ReadOptions, chosen_columns, flag, one_of, optional, positive, whole
+from lakeckpt.data.options import ReadOptions, flag, one_of, optional, positive, whole
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Pinning, Versions, check_moves
 from lakeckpt.data.source import BatchSource, Output, gives
@@ -32,6 +31,7 @@ from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import Filters, RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.windows.decode import select_columns
 
 __all__ = ["LakeDataset"]
 
@@ -102,7 +102,7 @@ class LakeDataset(IterableDataset[Any]):
             raise ConfigError("storage_options= and filesystem= go to open_table, and this table is open already")
         check_moves(table, self.options, endless=endless)
         self.batch_size = batch_size
-        self.columns = chosen_columns(table.schema, columns)
+        self.columns = None if columns is None else select_columns(table.schema, columns).names
         self.row_wise = batch_size is None
         self.output: Output = output
         self.has_transform = transform is not None
@@ -121,7 +121,6 @@ class LakeDataset(IterableDataset[Any]):
             columns=self.columns,
             nulls=None if output == "arrow" else self.options.nulls,
             filters=filters,
-            counting=self.options.progress,
             spec=spec,
             tail=kind,
             endless=endless,
@@ -166,7 +165,6 @@ class LakeDataset(IterableDataset[Any]):
             if self._dp_group is not None:
                 state["_explicit_rank"] = self.topology
         state["_dp_group"] = None
-        state["options"] = replace(self.options, progress=None)  # other processes could not call it
         return state
 
     @property
@@ -188,15 +186,15 @@ class LakeDataset(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand; where worker processes of somebody else's DataLoader read, the epoch that they read."""
+        """The epoch at hand; where worker processes of another DataLoader read, the epoch that they read."""
         read = self._shared.epoch if self._shared.has_begun else None
         return self._progress.epoch if read is None else read
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle.
 
-        Where worker processes of somebody else's DataLoader read, each of their iterations is of the epoch that was set
-        last: call it before each.
+        Where worker processes of another DataLoader read, each of their iterations is of the epoch that was set last:
+        call it before each.
         """
         epoch = whole("epoch", epoch)
         if epoch != self._progress.epoch or self._shared.has_begun:
@@ -228,6 +226,12 @@ class LakeDataset(IterableDataset[Any]):
     def _move(self) -> None:
         """Go on with the newest version where an epoch begins (``on_new_version="next_epoch"``); collective."""
         self._versions.move(explicit=self._explicit_rank, dp_group=self._dp_group)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(
+            f"a LakeDataset has no item {index!r}: its rows come in the order of an epoch. Iterate it, or read it with "
+            "lakeckpt.LakeLoader(dataset), which gives one batch after another and can be resumed"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -268,7 +272,7 @@ class LakeDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the reader state of all that was yielded (plain types).
 
-        In a worker of somebody else's DataLoader (torchdata's StatefulDataLoader asks there) it is that worker's part.
+        In a worker of another DataLoader (torchdata's StatefulDataLoader asks there) it is that worker's part.
         Raises StateUnavailable in the main process where workers have read ahead: what the loop received is not known
         there. Use `lakeckpt.LakeLoader`, or torchdata's StatefulDataLoader.
         """

@@ -23,15 +23,13 @@ from lakeckpt.data.memory import limit_of
 from lakeckpt.data.options import ReadOptions
 from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.data.transform import TransformContext
-from lakeckpt.errors import NullValueError
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.columns.convert import Nulls, convert
+from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged
 from lakeckpt.reading.filters.decoder import FilteredDecoder
 from lakeckpt.reading.windows.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder, select_columns
-from lakeckpt.reading.windows.positions import Announced, NullFound, PositionReader
+from lakeckpt.reading.windows.positions import Announced, PositionReader
 from lakeckpt.reading.windows.threads import usual_threads
 
 __all__ = ["BatchSource", "Output", "gives", "row_of"]
@@ -117,11 +115,7 @@ class BatchSource:
 
     def take(self, reader: PositionReader, announced: Announced, receipt: Receipt) -> Any:
         """Return what the loop gets for the rows that were announced to ``reader``: a batch, or a row."""
-        try:
-            rows = reader.take(announced)
-        except NullFound as found:
-            assert self._output != "arrow"
-            raise _placed(found, receipt, index=self._table.index, nulls=self._nulls) from found.error
+        rows = reader.take(announced)
         if self._output == "arrow":
             return self._finished(rows, receipt)
         for name in self._texts:
@@ -204,28 +198,6 @@ def _holds_text(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return any(_holds_text(kind.field(number).type) for number in range(kind.num_fields))
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _placed(found: NullFound, receipt: Receipt, *, index: TableIndex, nulls: Nulls) -> NullValueError:
-    """Return the error of ``found`` with the file and the row group of the first null; its rows are at hand."""
-    low, high = 0, found.table.num_rows  # the first ``low`` rows have no null, the first ``high`` have
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            convert(found.table.slice(low, middle - low), nulls=nulls)
-            low = middle
-        except NullValueError:
-            high = middle
-    groups, _ = found.layout.locate(found.positions[low : low + 1])
-    file, row_group = index.group(int(groups[0]))
-    path = index.paths[file]
-    return NullValueError(
-        f"{found.error} (the first one of micro-batch {receipt.micro_batch}, epoch {receipt.epoch}: row group "
-        f"{row_group} of the data file {path!r})",
-        file=path,
-        row_group=row_group,
-        column=found.error.column,
-    )
 
 
 def _threads() -> int:

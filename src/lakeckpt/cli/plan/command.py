@@ -105,7 +105,7 @@ def _filtered(
     """Count the rows that ``keep`` keeps. Return what is known of it, the sizes of what is read, and the rows of each
     row group that stay. ``sizes`` are those of all rows, with the filter's columns."""
     with progress_bar("rows that stay", show=show) as progress:
-        selection, counted = count_rows(table, keep, progress=progress)
+        selection, decoded = count_rows(table, keep, progress=progress)
     rows, existing = selection.group_rows, table.index.group_rows
     share = rows / np.maximum(existing, 1)
     read = ColumnBytes(
@@ -117,7 +117,7 @@ def _filtered(
         "filter": str(keep),
         "empty_row_groups": int(((rows == 0) & (existing > 0)).sum()),
         "whole_row_groups": int(((rows == existing) & (existing > 0)).sum()),
-        "counted_row_groups": counted.decoded,
+        "counted_row_groups": decoded,
     }
     return facts, read, rows
 

@@ -12,7 +12,7 @@ does), and starts no threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lakeckpt.core.lanes import Tail
@@ -80,7 +80,6 @@ class Pinning:
     nulls: Literal["error", "mask"] | None
     """None: Arrow columns are given as they are."""
     filters: Filters | None
-    counting: Callable[[int, int], None] | None
     spec: OrderSpec
     tail: Tail
     endless: bool
@@ -91,7 +90,7 @@ class Pinning:
             names = None if self.columns is None else list(self.columns)
             check_convertible(select_columns(table.schema, names), nulls=self.nulls)
         keep = None if self.filters is None else row_filter(self.filters, table.schema)
-        selecting = None if keep is None else Selecting(table, keep, progress=self.counting)
+        selecting = None if keep is None else Selecting(table, keep)
         identity = IdentityOf(table, selecting, self.spec, self.tail, self.endless)
         return Pinned(table=table, selecting=selecting, identity=identity)
 
@@ -127,12 +126,10 @@ class Versions:
         self._read = {pinned.table.index.digest: pinned}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Only the main process reports its counting, and other processes read one version.
-        read = {self.at_hand.table.index.digest: self.at_hand}
-        return {**self.__dict__, "_pinning": replace(self._pinning, counting=None), "_read": read}
+        return {**self.__dict__, "_read": {self.at_hand.table.index.digest: self.at_hand}}  # workers read one version
 
     def check_worker(self) -> None:
-        """Raise ConfigError in a worker of somebody else's DataLoader, where versions move."""
+        """Raise ConfigError in a worker of another DataLoader, where versions move."""
         if self._moves:
             raise ConfigError(
                 'on_new_version="next_epoch" was asked for, and the workers of a torch DataLoader never learn of a new '
