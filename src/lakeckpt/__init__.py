@@ -29,6 +29,7 @@ _PUBLIC = {
     "errors": "lakeckpt.errors",
     "load": "lakeckpt.checkpoint.restore.load",
     "open_table": "lakeckpt.lake.formats.dispatch",
+    "pack": "lakeckpt.data.streams.pack",
     "prefetch": "lakeckpt.data.prefetch",
 }
 
@@ -52,6 +53,7 @@ __all__ = [
     "errors",
     "load",
     "open_table",
+    "pack",
     "prefetch",
 ]
 
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from lakeckpt.data.options import ReadOptions
     from lakeckpt.data.place.deliveries import ConsumptionWarning, ReadAheadWarning
     from lakeckpt.data.prefetch import prefetch
+    from lakeckpt.data.streams.pack import pack
     from lakeckpt.data.transform import TransformContext
     from lakeckpt.lake.formats.dispatch import open_table
     from lakeckpt.lake.table.table import Table

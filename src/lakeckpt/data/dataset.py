@@ -8,7 +8,8 @@ no threads itself: the source does, for each iteration.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -25,12 +26,13 @@ from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Pinning, Versions, check_moves
 from lakeckpt.data.source import BatchSource, Output, gives
 from lakeckpt.data.topology import check_topology, resolve_topology
-from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
+from lakeckpt.data.transform import CarriedRows, Transform, TransformContext, bind_transform
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import Filters, RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.windows.decode import select_columns
 
 __all__ = ["LakeDataset"]
@@ -125,20 +127,24 @@ class LakeDataset(IterableDataset[Any]):
             tail=kind,
             endless=endless,
         )
+        self._read(table, pinning, bind_transform(transform))
+
+    def _read(self, table: Table, pinning: Pinning, transform: Callable[[Any, TransformContext], Any] | None) -> None:
+        """Begin to read ``table`` in the way of ``pinning``, from its start."""
         pinned = pinning.pin(table)
         self._source = BatchSource(
             table,
             columns=self.columns,
-            spec=spec,
-            output=output,
+            spec=pinning.spec,
+            output=self.output,
             options=self.options,
-            transform=bind_transform(transform),
+            transform=transform,
             row_wise=self.row_wise,
             selecting=pinned.selecting,
         )
         self._progress = Progress(
             pinned.identity,
-            batch_size=batch_size or 1,
+            batch_size=self.batch_size or 1,
             num_lanes=self.options.num_lanes,
             row_wise=self.row_wise,
             accept_changes=self.options.accept_changes,
@@ -155,6 +161,15 @@ class LakeDataset(IterableDataset[Any]):
         self._carried = CarriedRows(looks=self.has_transform and not self.row_wise)
         self._turns = WorkerTurns(self._source, self._progress, self._carried, row_wise=self.row_wise)
         self._read_ahead = ""
+
+    def _packed(self, packing: Packing) -> LakeDataset:
+        """Return a dataset that reads the same rows as documents, packed into sequences."""
+        made = object.__new__(LakeDataset)
+        made.__dict__.update(self.__dict__)
+        made.columns = [packing.column]
+        pinning = replace(self._versions.pinning, columns=made.columns, packing=packing)
+        made._read(self.table, pinning, self._source.transform)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is spawned can ask neither torch.distributed nor the group: it gets the answer.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -28,6 +29,7 @@ from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged
 from lakeckpt.reading.filters.decoder import FilteredDecoder
+from lakeckpt.reading.packed.window import SequenceDecoder
 from lakeckpt.reading.windows.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder, select_columns
 from lakeckpt.reading.windows.positions import Announced, PositionReader
 from lakeckpt.reading.windows.threads import usual_threads
@@ -169,10 +171,15 @@ class BatchSource:
         elif limit is not None:
             ahead = min(ahead, limit // 4)
             limit -= ahead
-        if self._selecting is None:
+        kept = None if self._selecting is None else self._selecting.kept
+        if kept is None:
             decoder = RowGroupDecoder(self._table, self._columns, ahead_bytes=ahead)
         else:
-            decoder = FilteredDecoder(self._table, self._columns, self._selecting.kept, ahead_bytes=ahead)
+            decoder = FilteredDecoder(self._table, self._columns, kept, ahead_bytes=ahead)
+        decoder_of = None
+        if self._selecting is not None and self._selecting.packing is not None:
+            rows_of = (self._table.index if kept is None else kept.counts).group_rows
+            decoder_of = partial(SequenceDecoder, decoder, self._selecting.packing, self._selecting.get(), rows_of)
         return PositionReader(
             decoder,
             self._spec,
@@ -181,13 +188,15 @@ class BatchSource:
             make=torch.from_numpy if self._output == "torch" else None,
             memory_limit_bytes=limit,
             threads=_threads(),
+            decoder_of=decoder_of,
         )
 
     def _layout(self, key: LayoutKey) -> EpochLayout:
         layout = self._layouts.get(key)
         if layout is None:
-            rows = (self._table.index if self._selecting is None else self._selecting.get()).group_rows
-            layout = EpochLayout.build(rows, self._spec, key.epoch, key.num_lanes, key.rotation)
+            found = None if self._selecting is None else self._selecting.get()
+            rows, unit = (self._table.index.group_rows, 1) if found is None else (found.group_rows, found.unit)
+            layout = EpochLayout.build(rows, self._spec, key.epoch, key.num_lanes, key.rotation, unit=unit)
             while len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[key] = layout

@@ -34,7 +34,7 @@ class IdentityOf:
     @property
     def kept(self) -> str:
         """The filter, for people; empty where there is none."""
-        return "" if self.selecting is None else str(self.selecting.filter)
+        return "" if self.selecting is None else str(self.selecting)
 
     def __call__(self) -> Identity:
         """The identity; counts the rows that a filter keeps, if nobody has."""

@@ -1,4 +1,4 @@
-"""This module decides who counts the rows that a filter keeps, and when.
+"""This module decides who counts the rows that a filter keeps, or the tokens that are packed, and when.
 
 `Selecting` counts when the counts are first needed. A checkpoint manager may offer counts that the run has saved. In a
 job of several ranks, the first rank that needs the counts counts, and publishes them in the store of torch.distributed;
@@ -25,6 +25,7 @@ from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.decoder import KeptRows
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.packed.packing import Packing, count_tokens
 
 __all__ = ["Selecting"]
 
@@ -33,17 +34,32 @@ _PATIENCE = timedelta(minutes=30)
 
 
 class Selecting:
-    """The rows that ``keep`` keeps of ``table``; counted when `get` is first called, in whichever process."""
+    """The rows that a filter keeps of ``table``, or the tokens that ``packing`` packs of these rows, or of all rows.
 
-    def __init__(self, table: Table, keep: RowFilter) -> None:
+    They are counted when `get` is first called, in whichever process.
+    """
+
+    def __init__(self, table: Table, keep: RowFilter | None, packing: Packing | None = None) -> None:
         self.table = table
-        self.filter = keep
+        self.filter, self.packing = keep, packing
+        self._rows = None if keep is None or packing is None else Selecting(table, keep)
         self._found: RowSelection | None = None
 
+    def __str__(self) -> str:
+        return str(self.filter if self.packing is None else self.packing)
+
     @property
-    def kept(self) -> KeptRows:
-        """The filter and its counts, for a decoder."""
-        return KeptRows(filter=self.filter, counts=self.get())
+    def digest(self) -> str:
+        """A digest of all that the counts depend on, besides the table."""
+        found = [one.digest for one in (self.packing, self.filter) if one is not None]
+        return "/".join(found)
+
+    @property
+    def kept(self) -> KeptRows | None:
+        """The filter and its counts, for a decoder; None: every row is read."""
+        if self._rows is not None:
+            return self._rows.kept
+        return None if self.filter is None else KeptRows(filter=self.filter, counts=self.get())
 
     def get(self) -> RowSelection:
         """Return the selection: known, found by another rank, or counted now. Raises what counting raises."""
@@ -58,18 +74,21 @@ class Selecting:
         expression, or by another release of pyarrow.
         """
         index = self.table.index
-        if self._found is not None or found.table != index.digest or not found.was_counted_by(self.filter):
+        if self._found is not None or found.table != index.digest or not found.was_counted_by(self):
             return False
         found.check(table=index.digest, existing=index.group_rows)
         self._found = found
         return True
 
     def _count(self) -> RowSelection:
+        if self.packing is not None:
+            return count_tokens(self.table, self.packing, self.kept)
+        assert self.filter is not None
         return count_rows(self.table, self.filter)[0]
 
     def _count_in_worker(self) -> RowSelection:
         warnings.warn(
-            "each worker of this DataLoader counts the rows that filters= keeps, whenever it is started: ask for "
+            "each worker of this DataLoader counts the rows or tokens to read, whenever it is started: ask for "
             "dataset.selection before you iterate, which counts once, or use lakeckpt.LakeLoader",
             UserWarning,
             stacklevel=2,
@@ -103,6 +122,6 @@ class Selecting:
             return None
         with contextlib.suppress(RuntimeError, ValueError):
             store = dist.distributed_c10d._get_default_store()
-            name = f"lakeckpt/selection/{self.table.index.digest}/{self.filter.digest}"
+            name = f"lakeckpt/selection/{self.table.index.digest}/{self.digest}"
             return dist.distributed_c10d.PrefixStore(name, store)
         return None

@@ -30,6 +30,7 @@ from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import check_convertible
 from lakeckpt.reading.filters.row_filter import Filters, RowFilter, row_filter
 from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.windows.decode import select_columns
 
 __all__ = ["Fit", "Pinned", "Pinning", "Versions", "check_moves"]
@@ -83,6 +84,8 @@ class Pinning:
     spec: OrderSpec
     tail: Tail
     endless: bool
+    packing: Packing | None = None
+    """How documents are packed into sequences; None: rows are read."""
 
     def pin(self, table: Table) -> Pinned:
         """Return ``table`` as it is read. Raises SchemaError and ConfigError where it cannot be read so."""
@@ -90,7 +93,9 @@ class Pinning:
             names = None if self.columns is None else list(self.columns)
             check_convertible(select_columns(table.schema, names), nulls=self.nulls)
         keep = None if self.filters is None else row_filter(self.filters, table.schema)
-        selecting = None if keep is None else Selecting(table, keep)
+        if self.packing is not None:
+            self.packing.check(table.schema)
+        selecting = None if keep is None and self.packing is None else Selecting(table, keep, self.packing)
         identity = IdentityOf(table, selecting, self.spec, self.tail, self.endless)
         return Pinned(table=table, selecting=selecting, identity=identity)
 
@@ -117,7 +122,7 @@ class Versions:
         options: ReadOptions,
     ) -> None:
         self.at_hand = pinned
-        self._pinning = pinning
+        self.pinning = pinning
         self._source = source
         self._progress = progress
         self._moves = options.on_new_version == "next_epoch"
@@ -259,24 +264,24 @@ class Versions:
         if known is not None:
             return known
         table = self.at_hand.table
-        missing = [name for name in self._pinning.columns or () if name not in index.schema.names]
+        missing = [name for name in self.pinning.columns or () if name not in index.schema.names]
         if missing:
             raise SchemaError(
                 f"{index.version} of {table.uri!r} has no column {', '.join(map(repr, missing))}, and the dataset "
                 "reads it: name the columns= that both versions have, or the version to read when the table is opened"
             )
-        return self._pinning.pin(table.at(index))
+        return self.pinning.pin(table.at(index))
 
     def _go_to(self, pinned: Pinned) -> None:
         self.at_hand = pinned
         self._read[pinned.table.index.digest] = pinned
-        columns = None if self._pinning.columns is None else list(self._pinning.columns)
+        columns = None if self.pinning.columns is None else list(self.pinning.columns)
         self._source.pin(pinned.table, columns, pinned.selecting)
 
     def _check_types(self, index: TableIndex) -> None:
         """`SchemaError` where a column that is read has another type in the version to move to."""
         table = self.at_hand.table
-        for name in self._pinning.columns or [name for name in index.schema.names if name in table.schema.names]:
+        for name in self.pinning.columns or [name for name in index.schema.names if name in table.schema.names]:
             now, then = index.schema.field(name).type, table.schema.field(name).type
             if now != then:
                 raise SchemaError(

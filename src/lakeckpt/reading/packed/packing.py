@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lakeckpt.core.hashing import hash64
-from lakeckpt.errors import ConfigError, NullValueError, SchemaError
+from lakeckpt.errors import NullValueError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
@@ -30,7 +30,7 @@ from lakeckpt.reading.filters.decoder import FilteredDecoder, KeptRows
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 
-__all__ = ["Packing", "count_tokens", "documents_of"]
+__all__ = ["Packing", "count_tokens", "documents_of", "where"]
 
 Int64Array = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
@@ -150,7 +150,7 @@ def count_tokens(
     return RowSelection(
         table=index.digest,
         text=str(packing) if kept is None else f"{packing} of the rows with {kept.filter}",
-        expression=packing.digest if kept is None else f"{packing.digest}/{kept.filter.digest}",
+        expression="/".join([packing.digest, *([] if kept is None else [kept.filter.digest])]),
         pyarrow=pa.__version__,
         group_rows=counts,
         group_digests=_digests(counts, packing, kept),
@@ -201,11 +201,3 @@ def where(index: TableIndex, group: int) -> str:
     """Return the name of a row group of the table, for an error."""
     file, inside = index.group(group)
     return f"row group {inside} of the data file {index.paths[file]!r}"
-
-
-def checked_tokens(name: str, tokens: int | tuple[int, ...] | list[int] | None) -> tuple[int, ...]:
-    """Return tokens that are put beside documents, as a tuple; `ConfigError` for what is none."""
-    found = () if tokens is None else (tokens,) if isinstance(tokens, int) else tuple(tokens)
-    if any(not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < 2**31 for one in found):
-        raise ConfigError(f"{name} is a token or a list of tokens from 0 to 2**31 - 1, got {tokens!r}")
-    return found

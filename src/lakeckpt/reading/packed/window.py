@@ -54,7 +54,7 @@ class SequenceDecoder:
     """
 
     def __init__(
-        self, rows: RowGroupDecoder, packing: Packing, counted: RowSelection, rows_of: Int64Array, *, threads: Threads
+        self, rows: RowGroupDecoder, packing: Packing, counted: RowSelection, rows_of: Int64Array, threads: Threads
     ) -> None:
         self.rows, self._packing, self._counted, self._rows_of = rows, packing, counted, rows_of
         self._threads = threads
@@ -68,7 +68,7 @@ class SequenceDecoder:
         tokens than was counted.
         """
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
-            parts = self._threads.map(self._pieces, window.fragments)
+            parts = self._threads.map(self._pieces, window.fragments) or [self._nothing()]
         lists: list[Column[Array]] = [Ragged(values=part.tokens, offsets=part.bounds) for part in parts]
         documents = sum(len(part.follow) for part in parts)
         order = np.arange(documents) if window.key is None else permutation(window.key, documents)
@@ -97,6 +97,10 @@ class SequenceDecoder:
         if packing.masks_ends:
             follow[bounds[1:] == ends[first + 1 : last + 1]] = NO_LABEL
         return _Pieces(tokens=tokens[part.start : part.stop], bounds=bounds - part.start, follow=follow)
+
+    def _nothing(self) -> _Pieces:
+        tokens, ends = documents_of(self.rows.schema.empty_table(), self._packing, str)
+        return _Pieces(tokens=tokens, bounds=ends, follow=tokens)
 
     def _columns(self, tokens: Array, bounds: Int64Array, follow: Array, window: Window) -> dict[str, Column[Array]]:
         """Return the columns of sequences of ``tokens``, whose documents begin and end at ``bounds``."""
@@ -129,7 +133,7 @@ class SequenceDecoder:
 
     def _labels(self, tokens: Array, bounds: Int64Array, follow: Array) -> Array:
         """Return the label of each token: the next token of its document, else of its sequence."""
-        labels = np.append(tokens[1:], follow[-1:])
+        labels = np.append(tokens[1:], follow[-1:]).astype(np.int64)  # torch's cross-entropy takes no other type
         ends = bounds[1:] - 1
         named = np.full(len(ends), True) if self._packing.masks_ends else bounds[1:] % self._packing.length == 0
         labels[ends[named]] = follow[named]

@@ -14,7 +14,7 @@ import bisect
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,9 +25,10 @@ import pyarrow as pa
 
 from lakeckpt.core.order import EpochLayout, OrderSpec, Window
 from lakeckpt.reading.columns.convert import Nulls
+from lakeckpt.reading.columns.ragged import Column
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
-from lakeckpt.reading.windows.window import DecodedWindow, WindowDecoder
+from lakeckpt.reading.windows.window import Array, DecodedWindow, WindowDecoder
 
 __all__ = ["CachedWindow", "Decoding", "Served", "WindowCache", "windows_held_of"]
 
@@ -193,6 +194,10 @@ class WindowCache:
         needed.decoded = decoded
         self._row_bytes = max(self._row_bytes, decoded.size_bytes / needed.window.rows)
         return decoded
+
+    def nothing(self) -> Mapping[str, Column[Array]] | None:
+        """Return the columns of no rows."""
+        return self._decoder.decode(Window(start=0, stop=0, fragments=(), key=None)).columns
 
     def fill(self) -> None:
         """Begin to decode the announced windows, in the order of their announcement, while there is room."""

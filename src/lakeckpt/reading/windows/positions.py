@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.errors import ConfigError
-from lakeckpt.reading.columns.convert import Nulls, convert
+from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.gather import cut, join_rows
 from lakeckpt.reading.columns.ragged import map_namespace
 from lakeckpt.reading.windows.cache import CachedWindow, Decoding, WindowCache
@@ -146,7 +146,7 @@ class PositionReader:
             return cuts[0]
         if self._nulls is None:
             return pa.concat_tables(cuts) if cuts else self.schema.empty_table()
-        columns: Any = join_rows(cuts) if cuts else convert(self.schema.empty_table(), nulls=self._nulls)
+        columns: Any = join_rows(cuts) if cuts else self._windows.nothing()
         return columns if self._make is None else map_namespace(columns, self._make)
 
     def _within(self, needed: CachedWindow, start: int, stop: int) -> dict[str, Any] | None:

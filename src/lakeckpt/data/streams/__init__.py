@@ -1,0 +1,1 @@
+"""This package defines what language models read: documents packed into sequences."""

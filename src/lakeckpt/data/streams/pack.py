@@ -1,0 +1,107 @@
+"""This module defines `lakeckpt.pack`: the documents of a table, packed into sequences of equal length.
+
+A position of a packed dataset is a sequence, so that lanes, steps, states and the audit count sequences. Everything
+else is as in `lakeckpt.LakeDataset`. The module reads nothing and starts no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.options import flag, positive
+from lakeckpt.errors import ConfigError
+from lakeckpt.reading.packed.packing import Packing
+
+__all__ = ["cumulative_lengths", "pack"]
+
+_MOST = 1 << 24
+"""The longest sequence, in tokens."""
+
+
+def pack(
+    dataset: LakeDataset,
+    *,
+    length: int,
+    column: str = "tokens",
+    before: int | Sequence[int] | None = None,
+    after: int | Sequence[int] | None = None,
+    labels: bool = False,
+    mask_ends: bool = True,
+    padding: int = 0,
+) -> LakeDataset:
+    """Return a dataset of sequences of ``length`` tokens, made of the documents that ``dataset`` reads.
+
+    A document is one row of the list column ``column``. The documents of an epoch stand one after another, and are cut
+    every ``length`` tokens: each token is in exactly one sequence, and only the last sequence of an epoch is padded.
+    With ``shuffle``, documents are permuted within each window of row groups, and the sequences of the window again, so
+    that a long document does not fill a batch. A document is cut where a sequence ends, where a window ends, and where
+    a lane ends. A micro-batch has the ``batch_size`` of ``dataset``, in sequences, and holds
+
+    * ``tokens``: int32, or int64 where the column's type needs it, shape (batch, length);
+    * ``position_ids``: int32, the place of a token in its document, counted from 0 anew in each sequence;
+    * ``document_ids``: int32, the number of a token's document within its sequence, counted from 0;
+    * ``loss_mask``: bool, False for padding;
+    * ``labels`` (with ``labels=True``): int64, the next token of the document, also where a sequence
+      or a lane cuts it; -100, torch's ``ignore_index``, for padding.
+
+    Args:
+        dataset: a `LakeDataset` with a ``batch_size``. It is left as it is. Its ``columns`` do not count; its filter,
+            transform (of packed batches) and options do.
+        length: tokens of a sequence.
+        column: the list column of integers that holds a document's tokens. Empty and null lists are documents without
+            tokens. A null token is refused, `NullValueError`, when its row group is read.
+        before, after: tokens that are put before and after each document that has tokens, such as the ids of
+            beginning and end of a text.
+        labels: deliver ``labels``.
+        mask_ends: the last token of a document has the label -100. False: its label is the next token of its sequence;
+            of a sequence's last token, the first token of the document that follows in the row group, if any.
+        padding: the token that fills up the last sequence of an epoch.
+
+    How many tokens a row group has is read from its footer; data are read for it only where rows are deleted or
+    filtered, or the footer has no statistics. Raises `ConfigError`, `SchemaError`.
+    """
+    if not isinstance(dataset, LakeDataset):
+        raise ConfigError(f"pack takes a lakeckpt.LakeDataset, got {type(dataset).__name__}")
+    if dataset.row_wise:
+        raise ConfigError("packed sequences come in micro-batches: give the dataset a batch_size, in sequences")
+    if dataset.output == "arrow":
+        raise ConfigError('packed sequences are tensors or arrays: give the dataset output="torch" or "numpy"')
+    if dataset._versions.pinning.endless:
+        raise ConfigError("an endless dataset cannot be packed yet: iterate over epochs")
+    if positive("length", length) > _MOST:
+        raise ConfigError(f"length must be at most {_MOST}, got {length}")
+    packing = Packing(
+        column=column,
+        length=length,
+        before=_tokens("before", before),
+        after=_tokens("after", after),
+        labels=flag("labels", labels),
+        masks_ends=flag("mask_ends", mask_ends),
+        padding=_tokens("padding", padding)[0],
+    )
+    return dataset._packed(packing)
+
+
+def _tokens(name: str, tokens: int | Sequence[int] | None) -> tuple[int, ...]:
+    found = () if tokens is None else (tokens,) if isinstance(tokens, int) else tuple(tokens)
+    if any(not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < 2**31 for one in found):
+        raise ConfigError(f"{name} takes tokens from 0 to 2**31 - 1, got {tokens!r}")
+    return found
+
+
+def cumulative_lengths(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return where the documents of a packed batch begin, and its end: int32, shape (documents + 1,).
+
+    ``position_ids`` is the column of a batch, shape (batch, length); sequences count as if they stood one after
+    another. It is ``cu_seqlens`` of flash-attention's ``flash_attn_varlen_func``.
+
+    >>> cumulative_lengths(torch.tensor([[0, 1, 0], [0, 1, 2]])).tolist()
+    [0, 2, 3, 6]
+    """
+    begins = (position_ids.reshape(-1) == 0).nonzero().reshape(-1).to(torch.int32)
+    return torch.cat([begins, begins.new_tensor([position_ids.numel()])])
+
+
