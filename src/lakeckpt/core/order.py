@@ -13,8 +13,9 @@ An epoch's order is laid out in four steps, none of which keeps state:
 So a place in the order is a number, and any window can be read again and entered in its middle.
 
 A *packed* order has a ``unit`` of several tokens: the row groups are measured in tokens, and a position is a sequence
-of ``unit`` consecutive tokens (the last sequence of an epoch may be shorter). Lanes consist of whole sequences. A
-window consists of the sequences that begin in its row groups, so its last fragment may reach into later row groups.
+of ``unit`` consecutive tokens. Lanes consist of whole sequences. A window consists of the sequences that begin in its
+row groups, so its last fragment may reach into later row groups. The last sequence of an epoch may be shorter; that of
+an endless stream goes on with the first tokens of the next epoch, whose first sequence begins after them.
 
 It never reads a row, and never depends on ranks, loader workers or time.
 """
@@ -103,6 +104,26 @@ def lane_bounds(rows: int, num_lanes: int, rotation: int = 0) -> Int64Array:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
 
+def _ordered(group_rows: Int64Array, spec: OrderSpec, epoch: int) -> tuple[Int64Array, Int64Array]:
+    """Return the non-empty row groups in the order of ``epoch``, and where each begins, and the end."""
+    order = np.flatnonzero(group_rows)
+    if spec.shuffle:
+        key = derive_key("row groups", spec.seed, epoch)
+        order = order[np.argsort(hash64(key, order.astype(np.uint64)))]
+    return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(group_rows[order], dtype=np.int64)])
+
+
+def _fragments(order: Int64Array, begins: Int64Array, first: int, start: int, stop: int) -> tuple[Fragment, ...]:
+    """Return rows (packed: tokens) [start, stop) of an epoch, which begin in the ``first`` of ``order`` or later."""
+    fragments = []
+    for place in range(first, min(int(np.searchsorted(begins, stop, side="left")), len(order))):
+        begin, end = int(begins[place]), int(begins[place + 1])
+        low, high = max(begin, start), min(end, stop)
+        if low < high:
+            fragments.append(Fragment(group=int(order[place]), start=low - begin, stop=high - begin))
+    return tuple(fragments)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochLayout:
     """The order of one epoch: see the module. Make it with `build`."""
@@ -119,6 +140,10 @@ class EpochLayout:
     """int64, shape (num_lanes + 1,)."""
     unit: int = 1
     """Tokens of a position in a packed order; 1: a position is a row."""
+    first: int = 0
+    """The token at which position 0 begins."""
+    following: tuple[Int64Array, Int64Array] | None = field(default=None, repr=False, compare=False)
+    """`order` and `begins` of the next epoch, where the last position goes on there; None: it is shorter."""
 
     @classmethod
     def build(
@@ -130,18 +155,18 @@ class EpochLayout:
         rotation: int = 0,
         *,
         unit: int = 1,
+        endless: bool = False,
     ) -> EpochLayout:
         """Lay out ``epoch`` over row groups of ``group_rows`` rows each (int64, shape (row groups,)).
 
-        With a ``unit``, ``group_rows`` counts tokens.
+        With a ``unit``, ``group_rows`` counts tokens; ``endless``: its last position goes on in the next epoch.
         """
         if epoch < 0 or not 0 <= rotation < num_lanes:
             raise ValueError(f"no such layout: epoch {epoch}, {num_lanes} lanes, rotation {rotation}")
-        order = np.flatnonzero(group_rows)
-        if spec.shuffle:
-            key = derive_key("row groups", spec.seed, epoch)
-            order = order[np.argsort(hash64(key, order.astype(np.uint64)))]
-        begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(group_rows[order], dtype=np.int64)])
+        order, begins = _ordered(group_rows, spec, epoch)
+        every = int(begins[-1])
+        goes_on = endless and unit > 1
+        first = -epoch * every % unit if goes_on else 0
         return cls(
             spec=spec,
             epoch=epoch,
@@ -149,14 +174,16 @@ class EpochLayout:
             rotation=rotation,
             order=order,
             begins=begins,
-            lane_bounds=lane_bounds(-(-int(begins[-1]) // unit), num_lanes, rotation),
+            lane_bounds=lane_bounds(-(-(every - first) // unit), num_lanes, rotation),
             unit=unit,
+            first=first,
+            following=_ordered(group_rows, spec, epoch + 1) if goes_on else None,
         )
 
     @property
     def rows(self) -> int:
         """The number of positions of the epoch: rows, or packed sequences."""
-        return -(-int(self.begins[-1]) // self.unit)
+        return int(self.lane_bounds[-1])
 
     @property
     def identity(self) -> tuple[OrderSpec, int, int, int]:
@@ -167,30 +194,22 @@ class EpochLayout:
         """Return the window that holds ``position``."""
         if not 0 <= position < self.rows:
             raise ValueError(f"position {position} lies outside of an epoch of {self.rows} rows")
-        unit, every = self.unit, int(self.begins[-1])
+        unit, origin, every = self.unit, self.first, int(self.begins[-1])
         lane = int(np.searchsorted(self.lane_bounds, position, side="right")) - 1
-        lane_start, lane_stop = (min(int(one) * unit, every) for one in self.lane_bounds[lane : lane + 2])
+        lane_start, lane_stop = (min(origin + int(one) * unit, every) for one in self.lane_bounds[lane : lane + 2])
         base = int(np.searchsorted(self.begins, lane_start, side="right")) - 1
-        place = int(np.searchsorted(self.begins, position * unit, side="right")) - 1
+        place = int(np.searchsorted(self.begins, origin + position * unit, side="right")) - 1
         first = base + (place - base) // self.spec.window * self.spec.window
         last = min(first + self.spec.window, len(self.order))
         low, high = max(lane_start, int(self.begins[first])), min(lane_stop, int(self.begins[last]))
-        start, stop = -(-low // unit), -(-high // unit)
+        start, stop = -(-(low - origin) // unit), -(-(high - origin) // unit)
         start += (position - start) // MAX_PERMUTED * MAX_PERMUTED
         stop = min(stop, start + MAX_PERMUTED)
         key = derive_key("rows", self.spec.seed, self.epoch, start) if self.spec.shuffle else None
-        fragments = self._fragments(first, start * unit, min(stop * unit, every))
+        fragments = _fragments(self.order, self.begins, first, origin + start * unit, origin + stop * unit)
+        if self.following is not None and origin + stop * unit > every:
+            fragments += _fragments(*self.following, 0, 0, origin + stop * unit - every)
         return Window(start=start, stop=stop, fragments=fragments, key=key)
-
-    def _fragments(self, first: int, start: int, stop: int) -> tuple[Fragment, ...]:
-        """Return rows (packed: tokens) [start, stop) of the epoch, which begin in the ``first`` of `order` or later."""
-        fragments = []
-        for place in range(first, int(np.searchsorted(self.begins, stop, side="left"))):
-            begin, end = int(self.begins[place]), int(self.begins[place + 1])
-            low, high = max(begin, start), min(end, stop)
-            if low < high:
-                fragments.append(Fragment(group=int(self.order[place]), start=low - begin, stop=high - begin))
-        return tuple(fragments)
 
     def windows(self, start: int, stop: int) -> list[Window]:
         """Return the windows that hold positions [start, stop), in their order."""

@@ -195,7 +195,14 @@ def _deal(state: ReaderState, segment: Segment, rest: Rest | None) -> Deal:
     first, batch_size = segment.micro_batch, segment.batch_size
     if identity.endless:
         rest = rest or Rest(begun=(), next_epoch=0)
-        return StreamDeal(first=first, num_lanes=num_lanes, batch_size=batch_size, rows=identity.rows, start=rest)
+        return StreamDeal(
+            first=first,
+            num_lanes=num_lanes,
+            batch_size=batch_size,
+            rows=identity.tokens or identity.rows,
+            start=rest,
+            unit=identity.unit,
+        )
     whole = Left(epoch=state.epoch, positions=Intervals.whole(identity.rows), num_lanes=num_lanes, rotation=0)
     left = rest.begun[0] if rest else whole
     return EpochDeal(first=first, num_lanes=num_lanes, batch_size=batch_size, tail=identity.tail, left=left)
@@ -284,7 +291,8 @@ def consumption(before: ReaderState, after: ReaderState) -> dict[int, Intervals]
     first = earlier.begun[0].epoch if earlier.begun else earlier.next_epoch
     found = {}
     for epoch in range(min(first, *(left.epoch for left in later.begun), later.next_epoch), later.next_epoch):
-        was, still = earlier.of(epoch, before.identity.rows), later.of(epoch, after.identity.rows)
+        rows = before.identity.rows_of(epoch)
+        was, still = earlier.of(epoch, rows), later.of(epoch, rows)
         if still.difference(was):
             raise StateMismatch(
                 f"epoch {epoch}: positions {still.difference(was)} had been consumed and are left again: "
@@ -299,6 +307,7 @@ def consumption(before: ReaderState, after: ReaderState) -> dict[int, Intervals]
 def consumed(state: ReaderState) -> dict[int, Intervals]:
     """Return which positions of the epoch at hand (of an endless stream: of every epoch so far) have been consumed."""
     rest = Plan(state).rest(state.step)
-    rows, epochs = state.identity.rows, range(state.epoch, rest.next_epoch)  # the state of a stream is of epoch 0
-    every = {epoch: Intervals.whole(rows).difference(rest.of(epoch, rows)) for epoch in epochs}
+    epochs = range(state.epoch, rest.next_epoch)  # the state of a stream is of epoch 0
+    rows = {epoch: state.identity.rows_of(epoch) for epoch in epochs}
+    every = {epoch: Intervals.whole(rows[epoch]).difference(rest.of(epoch, rows[epoch])) for epoch in epochs}
     return {epoch: positions for epoch, positions in every.items() if positions}

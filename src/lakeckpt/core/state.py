@@ -50,10 +50,14 @@ class Identity:
     selection: str
     """Digest of the row selection (hex); empty: all rows."""
     rows: Count
-    """Rows of an epoch."""
+    """Positions of an epoch: rows, or packed sequences (of an endless stream, those of epoch 0)."""
     spec: OrderSpec
     tail: Tail
     endless: bool
+    unit: Positive = 1
+    """Tokens of a packed sequence; 1: rows are read."""
+    tokens: Count = 0
+    """Tokens of an epoch of packed sequences; 0: rows are read."""
     permutation_version: Positive = PERMUTATION_VERSION
     version: str = field(default="", compare=False)
     """The format's name for the table version, for people; empty where it has none. It decides nothing."""
@@ -63,10 +67,18 @@ class Identity:
             raise ValueError(f"an epoch has 0 to {MAX_ROWS} rows, got {self.rows}")
         if self.endless and not self.rows:
             raise ValueError("an endless stream has epochs of at least one row, got 0")
+        if self.tokens > MAX_ROWS or (self.rows != -(-self.tokens // self.unit) if self.unit > 1 else self.tokens):
+            raise ValueError(f"{self.tokens} tokens are not packed into {self.rows} sequences of {self.unit}")
+
+    def rows_of(self, epoch: int) -> int:
+        """Return the positions of ``epoch``: of packed sequences, those of an endless stream's epochs differ by one."""
+        if self.unit == 1 or not self.endless:
+            return self.rows
+        return -(-(epoch + 1) * self.tokens // self.unit) - -(-epoch * self.tokens // self.unit)
 
     def of_version(self, other: Identity) -> Identity:
         """Return this identity with the table version and the row selection of ``other``."""
-        return replace(self, table=other.table, selection=other.selection, rows=other.rows, version=other.version)
+        return replace(self, table=other.table, selection=other.selection, rows=other.rows, tokens=other.tokens, version=other.version)
 
     def differences(self, other: Identity, *, words: str = "{} became {}") -> list[str]:
         """Return one line for each field in which ``other`` differs, naming both values by ``words``."""

@@ -48,12 +48,14 @@ class StreamDeal:
     num_lanes: int
     batch_size: int
     rows: int
-    """Rows of a whole epoch, at least 1."""
+    """Rows of a whole epoch, at least 1; in a packed order, tokens, at least ``unit``."""
     start: Rest
+    unit: int = 1
+    """Tokens of a position in a packed order: the epochs together are cut into positions. 1: a position is a row."""
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError("an endless stream needs a table of at least one row")
+        if self.rows < self.unit:
+            raise ValueError("an endless stream needs a table of at least one row, or of one packed sequence")
 
     @property
     def end(self) -> None:
@@ -75,26 +77,31 @@ class StreamDeal:
         """The lane to which the first whole epoch gives its first extra row."""
         return sum(left.positions.size % self.num_lanes for left in self.start.begun) % self.num_lanes
 
+    def _positions(self, whole: int) -> int:
+        """Return how many positions the first ``whole`` whole epochs have."""
+        first, rows, unit = self.start.next_epoch, self.rows, self.unit
+        return -(-(first + whole) * rows // unit) - -(-first * rows // unit)
+
     def _rotation(self, whole: int) -> int:
-        return (self._offset + whole * (self.rows % self.num_lanes)) % self.num_lanes
+        return (self._offset + self._positions(whole)) % self.num_lanes
 
     def _before(self, whole: int) -> Int64Array:
-        """Rows that each lane has before the ``whole``-th whole epoch."""
-        share, extra = divmod(self.rows, self.num_lanes)
-        # The extra rows fall on the integers offset … offset + whole * extra - 1, modulo the number of lanes.
-        behind = np.arange(self.num_lanes) - self._offset
-        falls = behind // self.num_lanes - (behind - whole * extra) // self.num_lanes
+        """Positions that each lane has before the ``whole``-th whole epoch."""
+        # They fall one by one on the lanes offset, offset + 1, …, modulo the number of lanes.
+        share, extra = divmod(self._positions(whole), self.num_lanes)
+        falls = (np.arange(self.num_lanes) - self._offset) % self.num_lanes < extra
         begun = self._begun[-1].before + np.diff(self._begun[-1].bounds) if self._begun else 0
-        return np.asarray(begun + whole * share + falls, np.int64)
+        return np.asarray(begun + share + falls, np.int64)
 
     def _unit(self, index: int) -> _Unit:
         whole = index - len(self._begun)
         if whole < 0:
             return self._begun[index]
+        positions = self._positions(whole + 1) - self._positions(whole)
         return _Unit(
             epoch=self.start.next_epoch + whole,
-            positions=Intervals.whole(self.rows),
-            bounds=lane_bounds(self.rows, self.num_lanes, self._rotation(whole)),
+            positions=Intervals.whole(positions),
+            bounds=lane_bounds(positions, self.num_lanes, self._rotation(whole)),
             before=self._before(whole),
         )
 
@@ -104,7 +111,8 @@ class StreamDeal:
             if offset < int(unit.before[lane] + unit.bounds[lane + 1] - unit.bounds[lane]):
                 return index
         ahead = offset - int(self._before(0)[lane])
-        whole = max(0, ahead * self.num_lanes // self.rows - 1)  # a near guess: a lane has rows / num_lanes an epoch
+        # A near guess: of each epoch a lane has its positions / num_lanes.
+        whole = max(0, ahead * self.num_lanes * self.unit // self.rows - 1)
         while whole and self._before(whole)[lane] > offset:
             whole -= 1
         while self._before(whole + 1)[lane] <= offset:

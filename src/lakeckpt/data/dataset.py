@@ -140,6 +140,7 @@ class LakeDataset(IterableDataset[Any]):
             options=self.options,
             transform=transform,
             row_wise=self.row_wise,
+            endless=pinning.endless,
             selecting=pinned.selecting,
         )
         self._progress = Progress(

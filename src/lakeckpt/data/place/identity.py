@@ -42,11 +42,18 @@ class IdentityOf:
         rows = self.table.num_rows if found is None else found.num_rows
         if self.endless and not rows:
             raise ConfigError(f"endless=True needs at least one row, and the filter {found and found.text} keeps none")
+        tokens = 0 if found is None or found.unit == 1 else int(found.group_rows.sum())
+        if self.endless and found is not None and 0 < tokens < found.unit:
+            raise ConfigError(
+                f"an endless stream of {found.text} needs at least {found.unit} tokens, and the table has {tokens}"
+            )
         version = self.table.index.version
         return Identity(
             table=self.table.index.digest,
             selection="" if found is None else found.digest,
             rows=rows,
+            unit=1 if found is None else found.unit,
+            tokens=tokens,
             spec=self.spec,
             tail=self.tail,
             endless=self.endless,

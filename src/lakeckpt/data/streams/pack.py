@@ -69,8 +69,6 @@ def pack(
         raise ConfigError("packed sequences come in micro-batches: give the dataset a batch_size, in sequences")
     if dataset.output == "arrow":
         raise ConfigError('packed sequences are tensors or arrays: give the dataset output="torch" or "numpy"')
-    if dataset._versions.pinning.endless:
-        raise ConfigError("an endless dataset cannot be packed yet: iterate over epochs")
     if positive("length", length) > _MOST:
         raise ConfigError(f"length must be at most {_MOST}, got {length}")
     packing = Packing(
