@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from lakeckpt.checkpoint.format.begins import Begin, Captured, Restored
-from lakeckpt.checkpoint.format.fields import Digest, confined
-from lakeckpt.checkpoint.format.parts import PARTS, SaveId
+from lakeckpt.checkpoint.format.fields import Digest
+from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.read_ahead import Basis
@@ -49,7 +48,7 @@ class PartRef:
     """A part of a checkpoint: ``digest`` is the BLAKE2b-128 (`short_digest`) of the record's ``size_bytes`` bytes."""
 
     rank: Count
-    path: Annotated[str, partial(confined, below=PARTS)]
+    path: str
     size_bytes: Count
     digest: Digest
 
