@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lakeckpt import __version__
-from lakeckpt.checkpoint.format.fields import fields_of
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError
@@ -143,7 +142,7 @@ class Frames:
 
 def _message(value: object) -> Message:
     what = "a message between a trainer and its agent"
-    plain = dict(fields_of(value, what))
+    plain = dict(value) if isinstance(value, dict) else {}
     library = plain.pop("library", None)
     if library != __version__:
         raise AgentError(

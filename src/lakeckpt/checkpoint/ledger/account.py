@@ -44,21 +44,21 @@ def account(
     orders: Mapping[str, Order],
     *,
     named_groups: int,
-    given_up: Collection[int] = (),
+    skipped: Collection[int] = (),
 ) -> ReaderAudit:
     """Return the account of reader ``name``; ``records`` are its records in the history, at least one.
 
     ``orders`` are the orders of the tables by digest, for tables whose index can be read. A finding lists at most
-    ``named_groups`` row groups. ``given_up`` are the epochs whose rest an attempt skipped.
+    ``named_groups`` row groups. ``skipped`` are the epochs whose rest an attempt skipped.
     """
-    return _Account(name, records, orders, named_groups, given_up).audit()
+    return _Account(name, records, orders, named_groups, skipped).audit()
 
 
 class _Account:
     def __init__(
-        self, name: str, records: Records, orders: Mapping[str, Order], named_groups: int, given_up: Collection[int]
+        self, name: str, records: Records, orders: Mapping[str, Order], named_groups: int, skipped: Collection[int]
     ) -> None:
-        self._given_up = given_up
+        self._skipped = skipped
         self._name = name
         self._records = records
         self._orders = orders
@@ -133,9 +133,9 @@ class _Account:
         rows = self._identity_of(epoch, tip).rows
         if not every and (status == "in progress" or not rows):
             return  # not begun
-        if status == "complete" and epoch in self._given_up:
-            status = "given up"
-            self._walk.notes[f"the rest of epoch {epoch} was given up: its table version was gone"] = None
+        if status == "complete" and epoch in self._skipped:
+            status = "skipped"
+            self._walk.notes[f"the rest of epoch {epoch} was skipped: its table version was gone"] = None
         tables = {piece.identity.table for piece in every}
         if len(tables) > 1:
             self._walk.doubt(f"epoch {epoch} was read from {len(tables)} versions of the table, as the user allowed")

@@ -92,8 +92,8 @@ def audit_history(
     at = {manifest.attempt for manifest in history.chain}
     readers = []
     for done, (name, records) in enumerate(sorted(by_reader.items()), start=1):
-        given_up = [one.given_up[name] for one in history.restores if one.attempt in at and name in one.given_up]
-        readers.append(account(name, records, orders, named_groups=named_groups, given_up=given_up))
+        skipped = [one.skipped[name] for one in history.restores if one.attempt in at and name in one.skipped]
+        readers.append(account(name, records, orders, named_groups=named_groups, skipped=skipped))
         last = records[-1][0]
         if tip is not None and last.slot != tip.slot:
             doubts.append(f"reader {name!r} is in no checkpoint after step {last.step:,}: its later rows are unknown")

@@ -116,12 +116,12 @@ def count_epoch(
     the newest state claims as consumed. ``dropped`` holds the rows that the tail of the epoch drops. None means no row.
     """
     none, every = Intervals.empty(), Intervals.whole(rows)
-    over = status in ("complete", "given up")
+    over = status in ("complete", "skipped")
     recorded = ([] if before is None else [before]) + list(pieces)
     seen, twice, first = _add_up(recorded, space)
     surplus = sum(piece.positions.size for piece in recorded) - seen.size
     omitted = none if dropped is None else space.of(dropped).difference(seen)
-    if status == "given up":
+    if status == "skipped":
         omitted = every.difference(seen)
     claimed = every.difference(omitted) if over else none if claim is None else space.of(claim)
     lost = claimed.difference(seen)
