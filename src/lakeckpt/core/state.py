@@ -78,7 +78,14 @@ class Identity:
 
     def of_version(self, other: Identity) -> Identity:
         """Return this identity with the table version and the row selection of ``other``."""
-        return replace(self, table=other.table, selection=other.selection, rows=other.rows, tokens=other.tokens, version=other.version)
+        return replace(
+            self,
+            table=other.table,
+            selection=other.selection,
+            rows=other.rows,
+            tokens=other.tokens,
+            version=other.version,
+        )
 
     def differences(self, other: Identity, *, words: str = "{} became {}") -> list[str]:
         """Return one line for each field in which ``other`` differs, naming both values by ``words``."""

@@ -198,7 +198,9 @@ class BatchSource:
         if layout is None:
             found = None if self._selecting is None else self._selecting.get()
             rows, unit = (self._table.index.group_rows, 1) if found is None else (found.group_rows, found.unit)
-            layout = EpochLayout.build(rows, self._spec, key.epoch, key.num_lanes, key.rotation, unit=unit, endless=self._endless)
+            layout = EpochLayout.build(
+                rows, self._spec, key.epoch, key.num_lanes, key.rotation, unit=unit, endless=self._endless
+            )
             while len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[key] = layout

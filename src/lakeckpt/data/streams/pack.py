@@ -78,7 +78,7 @@ def pack(
         after=_tokens("after", after),
         labels=flag("labels", labels),
         masks_ends=flag("mask_ends", mask_ends),
-        padding=_tokens("padding", padding)[0],
+        padding=_token(padding),
     )
     return dataset._packed(packing)
 
@@ -88,6 +88,12 @@ def _tokens(name: str, tokens: int | Sequence[int] | None) -> tuple[int, ...]:
     if any(not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < 2**31 for one in found):
         raise ConfigError(f"{name} takes tokens from 0 to 2**31 - 1, got {tokens!r}")
     return found
+
+
+def _token(padding: int) -> int:
+    if not isinstance(padding, int) or len(found := _tokens("padding", padding)) != 1:
+        raise ConfigError(f"padding takes a token from 0 to 2**31 - 1, got {padding!r}")
+    return found[0]
 
 
 def cumulative_lengths(position_ids: torch.Tensor) -> torch.Tensor:
@@ -101,5 +107,3 @@ def cumulative_lengths(position_ids: torch.Tensor) -> torch.Tensor:
     """
     begins = (position_ids.reshape(-1) == 0).nonzero().reshape(-1).to(torch.int32)
     return torch.cat([begins, begins.new_tensor([position_ids.numel()])])
-
-

@@ -115,7 +115,9 @@ class SequenceDecoder:
             if len(values) < size:
                 values = np.concatenate([values, np.full(size - len(values), padding, values.dtype)])
             whole = values.reshape(count, length)
-            return whole if window.key is None else whole[order]
+            if window.key is None:
+                return whole if whole.flags.writeable else whole.copy()  # Arrow's memory is not the caller's to write
+            return whole[order]
 
         begins = np.union1d(np.append(bounds, size), np.arange(count) * length)
         lengths = np.diff(begins)
