@@ -23,7 +23,7 @@ from lakeckpt import errors
 TARGET = Path(__file__).with_name("api.md")
 TASKS = {
     "Read a table": ["open_table", "Table"],
-    "Make a loader": ["LakeDataset", "LakeLoader", "ReadOptions", "TransformContext", "prefetch"],
+    "Make a loader": ["LakeDataset", "LakeLoader", "ReadOptions", "TransformContext", "pack", "prefetch"],
     "Use a batch": ["Batch", "Ragged", "Receipt"],
     "Save and restore": ["CheckpointManager", "SaveHandle", "CheckpointInfo", "RestoreReport", "Keep", "load"],
     "Warnings": ["ReadAheadWarning", "ConsumptionWarning"],

@@ -7,6 +7,7 @@ import argparse
 from lakeckpt.checkpoint.ledger.explain import MicroBatch, RankRows, ReaderStep, StepExplained, explain
 from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
+from lakeckpt.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,6 +25,11 @@ def run(args: argparse.Namespace) -> int:
     """Explain and print. Returns 0."""
     storage, _ = open_run(args)
     found = explain(storage, args.step, tip=args.tip, ranks=args.rank)
+    if args.rows and any(reader.order.unit > 1 for reader in found.readers):
+        raise ConfigError(
+            "--rows cannot name the documents of packed sequences: only the table has their lengths. Leave --rows out: "
+            "the tokens of the windows that hold the sequences are named then"
+        )
     if args.json:
         print_json(found.to_plain(every_row=args.rows))
     else:
@@ -37,7 +43,7 @@ def _show(found: StepExplained, *, every_row: bool) -> None:
         print()
         epochs = ", ".join(map(str, reader.epochs)) or "none"
         print(
-            f"{reader.reader}  {format_count(reader.rows, 'row')} of epoch {epochs}, "
+            f"{reader.reader}  {format_count(reader.rows, reader.order.unit_name)} of epoch {epochs}, "
             f"{len(reader.ranks)} of {format_count(reader.world_size, 'rank')}"
         )
         print(_every_row(reader) if every_row else _row_groups(reader))
@@ -48,7 +54,7 @@ def _row_groups(reader: ReaderStep) -> object:
     for rank in reader.ranks:
         head: tuple[str | int, str] = rank.rank, _micro_batches(rank)
         for one in rank.where:
-            rows = format_rows(one.rows.pairs(), of=one.of)
+            rows = format_rows(one.rows.pairs(), of=one.of) + (" (tokens of the window)" if one.tokens else "")
             table.add_row(*head, one.file, one.row_group, one.rows.size, rows)
             head = ("", "")
         if not rank.where:

@@ -123,14 +123,14 @@ def _place_of(plain: Mapping[str, Any]) -> dict[str, Any]:
         done = {epoch: intervals.size for epoch, intervals in consumed(state).items()}
     except StateError as error:
         return {"unreadable": str(error)}
-    epoch, rows = state.epoch, state.identity.rows
+    epoch, rows_of = state.epoch, state.identity.rows_of
     if state.identity.endless:
-        epoch = next(one for one in range(max(done, default=0) + 2) if done.get(one, 0) < rows)
+        epoch = next(one for one in range(max(done, default=0) + 2) if done.get(one, 0) < rows_of(one))
     lanes, batch_size, world_size = state.segment.topology
     return {
         "epoch": epoch,
         "rows_done": done.get(epoch, 0),
-        "rows": rows,
+        "rows": rows_of(epoch),
         "step": state.step,
         "lanes": lanes,
         "batch_size": batch_size,

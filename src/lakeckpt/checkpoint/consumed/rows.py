@@ -5,6 +5,9 @@ of a window are asked for, the window's fragments are the result; only a part of
 shuffling, positions are table rows. Rows that the pinned version deletes are not counted. If a filter selects rows,
 only the selected rows are counted.
 
+Positions of packed sequences are not taken to table rows: which documents stand in a sequence depends on their lengths,
+which only the table has. `Order.tokens_of` names the tokens of the windows that hold the sequences.
+
 The module never reads storage, never imports torch, and starts no threads.
 """
 
@@ -50,6 +53,8 @@ class GroupRows:
     stored: bool = True
     """Whether rows are counted as the file stores them. If a filter keeps only some rows of a row group, the index does
     not hold which ones, and rows are counted among those that it keeps."""
+    tokens: bool = False
+    """Whether tokens of packed documents are counted instead of rows."""
 
     def to_plain(self) -> dict[str, object]:
         """Return JSON-able values; ``ranges`` are half-open."""
@@ -59,7 +64,7 @@ class GroupRows:
             "rows": self.rows.size,
             "of": self.of,
             "ranges": [list(pair) for pair in self.rows.pairs()],
-            "counted": "stored" if self.stored else "selected",
+            "counted": "tokens" if self.tokens else "stored" if self.stored else "selected",
         }
 
 
@@ -74,15 +79,42 @@ class Order:
         if selection is not None:
             selection.check(table=index.digest, existing=index.group_rows)
         self.group_rows: Int64Array = (index if selection is None else selection).group_rows
+        """int64, shape (row groups,): the rows of each row group that have positions; packed: the tokens."""
+        self.unit = 1 if selection is None else selection.unit
+        """Tokens of a packed sequence; 1: positions are rows."""
         self.starts: Int64Array = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.group_rows, dtype=np.int64)])
         self._layout = lru_cache(maxsize=_LAYOUTS)(self._built)
 
-    def layout(self, spec: OrderSpec, key: LayoutKey) -> EpochLayout:
-        """Return the layout of an epoch."""
-        return self._layout(spec, key)
+    @property
+    def unit_name(self) -> str:
+        """What a position is, for people."""
+        return "row" if self.unit == 1 else "sequence"
 
-    def _built(self, spec: OrderSpec, key: LayoutKey) -> EpochLayout:
-        return EpochLayout.build(self.group_rows, spec, key.epoch, key.num_lanes, key.rotation)
+    def layout(self, spec: OrderSpec, key: LayoutKey, endless: bool = False) -> EpochLayout:
+        """Return the layout of an epoch; ``endless`` matters for packed sequences alone."""
+        return self._layout(spec, key, endless)
+
+    def _built(self, spec: OrderSpec, key: LayoutKey, endless: bool) -> EpochLayout:
+        return EpochLayout.build(
+            self.group_rows, spec, key.epoch, key.num_lanes, key.rotation, unit=self.unit, endless=endless
+        )
+
+    def tokens_of(self, layout: EpochLayout, positions: Intervals) -> list[GroupRows]:
+        """Return the tokens of all windows that hold the packed sequences at ``positions``, row group by row group."""
+        windows = {one.start: one for low, high in positions.pairs() for one in layout.windows(low, high)}
+        found: dict[int, list[tuple[int, int]]] = {}
+        for one in (part for window in windows.values() for part in window.fragments):
+            found.setdefault(one.group, []).append((one.start, one.stop))
+        return [
+            GroupRows(
+                file=self.index.paths[self.index.group(group)[0]],
+                row_group=self.index.group(group)[1],
+                rows=Intervals.of(sorted(ranges)),
+                of=int(self.group_rows[group]),
+                tokens=True,
+            )
+            for group, ranges in sorted(found.items())
+        ]
 
     def table_rows(self, spec: OrderSpec, key: LayoutKey, positions: Intervals) -> Intervals:
         """Return the table rows that stand at ``positions``, as a set."""
@@ -129,8 +161,8 @@ class Order:
 
     @property
     def num_rows(self) -> int:
-        """The rows of an epoch."""
-        return int(self.starts[-1])
+        """The positions of an epoch: rows, or packed sequences."""
+        return -(-int(self.starts[-1]) // self.unit)
 
     def place(self, table_row: int) -> tuple[str, int, int]:
         """Return (file, row group in the file, row in the row group) of a table row, as `GroupRows` counts it."""

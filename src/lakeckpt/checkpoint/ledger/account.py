@@ -74,6 +74,10 @@ class _Account:
         try:
             origin, tip = walk.collect()
             identity = tip.identity
+            if identity.unit > 1:
+                walk.notes[
+                    f"rows are packed sequences of {identity.unit:,} tokens; an epoch has {identity.tokens:,} tokens"
+                ] = None
             self._audit_epochs(origin, tip)
         except StateError as error:
             walk.doubt(f"a recorded state cannot be used: {error}")
@@ -130,7 +134,7 @@ class _Account:
         claim = self._claim(tip, epoch, newest, known)
         every = [*pieces, *(one for one in (before, claim) if one is not None)]
         status = _status(epoch, tip, claim)
-        rows = self._identity_of(epoch, tip).rows
+        rows = self._identity_of(epoch, tip).rows_of(epoch)
         if not every and (status == "in progress" or not rows):
             return  # not begun
         if status == "complete" and epoch in self._skipped:

@@ -40,7 +40,7 @@ class Piece:
     @property
     def is_whole(self) -> bool:
         """Whether this is the whole epoch, which has the same rows in every order."""
-        return self.positions == Intervals.whole(self.identity.rows)
+        return self.positions == Intervals.whole(self.identity.rows_of(self.key.epoch))
 
 
 def piece_of(state: ReaderState, epoch: int, positions: Intervals, manifest: Manifest) -> Piece:
@@ -70,7 +70,8 @@ class Space:
         """Return positions of this space as rows of the table; None if the index cannot be read."""
         if self._common is None:
             return found
-        return self._rows(self._common, found) if order_name(self._common.identity) in self._orders else None
+        is_named = self._common.identity.unit == 1 and order_name(self._common.identity) in self._orders
+        return self._rows(self._common, found) if is_named else None
 
     def _rows(self, piece: Piece, positions: Intervals) -> Intervals:
         return self._orders[order_name(piece.identity)].table_rows(piece.identity.spec, piece.key, positions)
@@ -83,7 +84,8 @@ def space_of(pieces: Sequence[Piece], orders: Mapping[str, Order]) -> Space | No
         return None
     if len({piece.order for piece in partial}) == 1:
         return Space(orders, partial[0])
-    return Space(orders, None) if all(order_name(piece.identity) in orders for piece in partial) else None
+    named = all(piece.identity.unit == 1 and order_name(piece.identity) in orders for piece in partial)
+    return Space(orders, None) if named else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

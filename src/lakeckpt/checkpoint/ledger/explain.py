@@ -50,13 +50,15 @@ class RankRows:
     rank: int
     micro_batches: tuple[MicroBatch, ...]
     table_rows: npt.NDArray[np.int64] = field(repr=False, compare=False)
-    """int64, shape (rows,): rows of the table (row group after row group), in the order in which they were read."""
+    """int64, shape (rows,): rows of the table (row group after row group), in the order in which they were read; packed
+    sequences by their numbers in the epoch."""
     where: tuple[GroupRows, ...]
-    """The same rows by file and row group."""
+    """The same rows by file and row group. Of packed sequences: the tokens of the windows that hold them, because only
+    the table has the lengths of documents."""
 
     @property
     def rows(self) -> int:
-        """How many rows the rank got."""
+        """How many rows, or packed sequences, the rank got."""
         return len(self.table_rows)
 
 
@@ -278,12 +280,18 @@ class _Explainer:
     def _rank(self, rank: int, stretches: list[tuple[Plan, int, int]], identity: Identity) -> RankRows:
         order = self._order_of(identity)
         micro_batches, rows = [], [np.zeros(0, np.int64)]
+        tokens: list[GroupRows] = []
+        endless = identity.endless
         for plan, low, high in stretches:
             for loader_step in range(low, high):
                 assignment = plan.assignment(loader_step, rank)
                 spans = assignment.receipt.spans
                 keys = {key.epoch: key for key in assignment.layouts}
                 rows += [_rows(span, keys[span.epoch], plan, order) for span in spans]
+                if order.unit > 1:
+                    spec = identity.spec
+                    for span in spans:
+                        tokens += order.tokens_of(order.layout(spec, keys[span.epoch], endless), _interval(span))
                 micro_batches.append(
                     MicroBatch(
                         number=assignment.receipt.micro_batch,
@@ -298,9 +306,15 @@ class _Explainer:
             rank=rank,
             micro_batches=tuple(micro_batches),
             table_rows=found,
-            where=tuple(name_rows(order, every, most=len(found))),
+            where=tuple(tokens if order.unit > 1 else name_rows(order, every, most=len(found))),
         )
 
 
 def _rows(span: Span, key: LayoutKey, plan: Plan, order: Order) -> npt.NDArray[np.int64]:
-    return order.locate(plan.state.identity.spec, key, Intervals.of([(span.start, span.stop)]))
+    if order.unit > 1:
+        return np.arange(span.start, span.stop)
+    return order.locate(plan.state.identity.spec, key, _interval(span))
+
+
+def _interval(span: Span) -> Intervals:
+    return Intervals.of([(span.start, span.stop)])

@@ -99,8 +99,8 @@ class ReaderWalk:
         else:
             if derived != {epoch: positions for epoch, positions in recorded.items() if positions}:
                 self.doubt(f"{slot}: the recorded intervals are not those that follow from the recorded states")
-        rows = begin.identity.rows
         for epoch, positions in recorded.items():
+            rows = begin.identity.rows_of(epoch)
             if positions and positions.stops[-1] > rows:
                 self.doubt(f"{slot}: positions beyond the {rows:,} rows of epoch {epoch}")
                 positions = positions.intersection(Intervals.whole(rows))

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +84,7 @@ class Packing:
             )
 
 
-def dtype_of(kind: pa.DataType) -> np.dtype[np.signedinteger[npt.NBitBase]]:
+def _dtype_of(kind: pa.DataType) -> np.dtype[Any]:
     """Return the type of delivered tokens: int32, or int64 where 32 signed bits do not hold the stored type."""
     fits = kind.value_type.bit_width < 32 or kind.value_type == pa.int32()
     return np.dtype(np.int32 if fits else np.int64)
@@ -108,7 +109,7 @@ def documents_of(table: pa.Table, packing: Packing, where: Callable[[], str]) ->
             column=packing.column,
         )
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    tokens = values.to_numpy(zero_copy_only=False).astype(dtype_of(kind), copy=False)
+    tokens = values.to_numpy(zero_copy_only=False).astype(_dtype_of(kind), copy=False)
     lengths = lengths[lengths > 0]
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
