@@ -196,6 +196,11 @@ class LakeDataset(IterableDataset[Any]):
         return self._versions.at_hand.table
 
     @property
+    def packing(self) -> Packing | None:
+        """How documents are packed into sequences (`lakeckpt.pack`); None: rows are read."""
+        return self._versions.pinning.packing
+
+    @property
     def identity(self) -> Identity:
         """The identity of the order of rows: all that the order is a function of."""
         return self._progress.identity

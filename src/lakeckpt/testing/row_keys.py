@@ -44,6 +44,11 @@ class RowKeys:
     """
 
     def __init__(self, dataset: LakeDataset, key: Key, *, single: bool) -> None:
+        if dataset.packing is not None:
+            raise ConfigError(
+                "the kit counts rows, and this loader gives packed sequences: check a loader of the dataset that was "
+                "packed, and count the tokens of packed batches yourself (batch['tokens'][batch['loss_mask']])"
+            )
         self.dataset = dataset
         self.single = single
         self._key = key
