@@ -44,7 +44,7 @@ def write(folder: Path, lengths: Sequence[Sequence[int | None]], kind: pa.DataTy
 def decoded(table: Table, packing: Packing, counted: RowSelection, spec: OrderSpec, lanes: int) -> list[dict[str, Any]]:
     layout = EpochLayout.build(counted.group_rows, spec, 0, lanes, unit=packing.length)
     rows = RowGroupDecoder(table, ["tokens"])
-    decoder = SequenceDecoder(rows, packing, counted, table.index.group_rows, Threads(2))
+    decoder = SequenceDecoder(rows, packing, counted, table.index.group_rows, 1, Threads(2))
     found: list[dict[str, Any]] = []
     for window in layout.windows(0, layout.rows):
         columns = decoder.decode(window).columns

@@ -181,7 +181,9 @@ class BatchSource:
         decoder_of = None
         if self._selecting is not None and self._selecting.packing is not None:
             rows_of = (self._table.index if kept is None else kept.counts).group_rows
-            decoder_of = partial(SequenceDecoder, decoder, self._selecting.packing, self._selecting.get(), rows_of)
+            decoder_of = partial(
+                SequenceDecoder, decoder, self._selecting.packing, self._selecting.get(), rows_of, lanes
+            )
         return PositionReader(
             decoder,
             self._spec,

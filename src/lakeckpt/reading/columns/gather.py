@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from lakeckpt.reading.columns.forms import MAX_NARROW_BYTES, view
 from lakeckpt.reading.columns.ragged import Column, Ragged, map_column, trusted
 
-__all__ = ["column_bytes", "cut", "gather", "join_rows"]
+__all__ = ["column_bytes", "copy_runs", "cut", "gather", "join_rows"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -104,14 +104,33 @@ def _gather_runs(parts: Sequence[Ragged[Array]], rows: Int64Array) -> tuple[Arra
     if sum(sizes) < _SHORT_RUN * len(rows) or max(sizes) > MAX_NARROW_BYTES:
         taken = pc.take(_as_runs(cast("Ragged[Array]", join_rows(parts)), item), pa.array(rows), boundscheck=False)
     else:
-        contents = [_octets(part) for part in parts]
         views = np.concatenate([_views(part.offsets * item, place) for place, part in enumerate(parts)])[rows]
-        _inline(views, contents)
-        stored = pa.Array.from_buffers(pa.binary_view(), len(rows), [None, pa.py_buffer(views), *contents])
-        taken = pc.cast(stored, pa.large_binary())
+        taken = _copied(views, [_octets(cast("Array", part.values)) for part in parts])
     bounds = view(taken.buffers()[1], np.int64, taken.offset, taken.offset + len(rows) + 1) // item
     found = view(taken.buffers()[2], first.dtype, 0, int(bounds[-1]) * (item // first.dtype.itemsize))
     return found.reshape(-1, *first.shape[1:]), bounds
+
+
+def copy_runs(parts: Sequence[Array], places: Int64Array, starts: Int64Array, lengths: Int64Array) -> Array:
+    """Return elements [starts[i], starts[i] + lengths[i]) of ``parts[places[i]]``, run after run, in new memory.
+
+    ``parts`` are 1-D and of one dtype; the other arrays are int64, shape (runs,), and no length is 0.
+    """
+    item = parts[0].dtype.itemsize
+    if max(map(len, parts)) * item > MAX_NARROW_BYTES:
+        begins = np.cumsum([0, *map(len, parts)])[places] + starts - (np.cumsum(lengths) - lengths)
+        return np.concatenate(parts)[np.repeat(begins, lengths) + np.arange(int(lengths.sum()))]
+    views = np.zeros((len(places), 4), np.int32)
+    views[:, 0], views[:, 2], views[:, 3] = lengths * item, places, starts * item
+    taken = _copied(views, [_octets(part) for part in parts])
+    return view(taken.buffers()[2], parts[0].dtype, 0, int(lengths.sum()))
+
+
+def _copied(views: npt.NDArray[np.int32], contents: Sequence[pa.Buffer]) -> pa.Array:
+    """Return the bytes that ``views`` name, as Arrow's large binary."""
+    _inline(views, contents)
+    stored = pa.Array.from_buffers(pa.binary_view(), len(views), [None, pa.py_buffer(views), *contents])
+    return pc.cast(stored, pa.large_binary())
 
 
 _SHORT_RUN = 64
@@ -120,12 +139,12 @@ _INLINE = 12
 """Arrow keeps the contents in the view itself, up to so many bytes."""
 
 
-def _octets(part: Ragged[Array]) -> pa.Buffer:
-    return pa.py_buffer(np.ascontiguousarray(part.values).reshape(-1).view(np.uint8))
+def _octets(values: Array) -> pa.Buffer:
+    return pa.py_buffer(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
 
 
 def _as_runs(column: Ragged[Array], item: int) -> pa.Array:
-    buffers = [None, pa.py_buffer(column.offsets * item), _octets(column)]
+    buffers = [None, pa.py_buffer(column.offsets * item), _octets(cast("Array", column.values))]
     return pa.Array.from_buffers(pa.large_binary(), len(column), buffers)
 
 

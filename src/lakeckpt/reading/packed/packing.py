@@ -97,8 +97,8 @@ def documents_of(table: pa.Table, packing: Packing, where: Callable[[], str]) ->
     for a null token, naming ``where``.
     """
     kind = table.schema.field(packing.column).type
-    chunks = table.column(packing.column).combine_chunks()
-    column = pa.concat_arrays(chunks.chunks) if isinstance(chunks, pa.ChunkedArray) else chunks
+    chunks = table.column(packing.column).chunks
+    column = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks or [pa.array([], kind)])
     values = column.flatten()
     if values.null_count:
         raise NullValueError(

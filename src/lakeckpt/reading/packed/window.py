@@ -3,16 +3,23 @@
 `SequenceDecoder.decode` is a pure function of a layout and one of its windows. The tokens of the window's fragments are
 cut into documents; the first and the last document of a fragment may be a part of one. Where the window is shuffled,
 the documents are put in the order of a keyed hash, and the sequences that they are cut into in the order of another
-one: otherwise a long document would fill a batch. A window needs nothing of other windows, and its last sequence is
-padded only at the end of an epoch. The threads are those of `lakeckpt.reading.windows.threads`.
+one: otherwise a long document would fill a batch. A document that a sequence cuts becomes several *runs*, and every run
+is copied once to where it belongs.
+
+A window needs nothing of other windows. Its last sequence is padded only at the end of an epoch. A row group in which a
+window ends belongs to the next window, too, so it is kept until that window has been decoded. The threads are those of
+`lakeckpt.reading.windows.threads`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +27,9 @@ import numpy.typing as npt
 from lakeckpt.core.hashing import derive_key, permutation
 from lakeckpt.core.order import Fragment, Window
 from lakeckpt.errors import DataFileChanged
-from lakeckpt.reading.columns.gather import column_bytes, gather
-from lakeckpt.reading.columns.ragged import Column, Ragged
+from lakeckpt.reading.columns.gather import column_bytes, copy_runs
+from lakeckpt.reading.columns.ragged import Column
+from lakeckpt.reading.columns.recycled import Recycled
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing, documents_of, where
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -30,7 +38,7 @@ from lakeckpt.reading.windows.window import DecodedWindow
 
 __all__ = ["NO_LABEL", "SequenceDecoder"]
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 Int64Array = npt.NDArray[np.int64]
 
 NO_LABEL = -100
@@ -38,28 +46,55 @@ NO_LABEL = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pieces:
+class _Documents:
     """Documents of one fragment: ``tokens[bounds[i]:bounds[i + 1]]`` each. ``follow``: the label of its last token."""
 
     tokens: Array
     bounds: Int64Array
-    follow: Array
+    follow: Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Runs:
+    """The runs of a window's sequences, in the order in which they are delivered; int64, shape (runs,) each."""
+
+    places: Int64Array
+    """The fragment of each; one past the last fragment is padding."""
+    starts: Int64Array
+    """Where it begins among the fragment's tokens."""
+    lengths: Int64Array
+    begins: Int64Array
+    """Where it begins among the tokens of the window's sequences."""
+    documents: Int64Array
+    """The document of each, over all fragments; -1: padding."""
+    ends: npt.NDArray[np.bool_]
+    """Whether the run is the end of its document."""
 
 
 class SequenceDecoder:
     """Decodes windows of sequences of the documents that ``rows`` decodes; several threads may at once.
 
     ``counted`` has the tokens of each row group. ``rows_of`` (int64, shape (row groups,)): how many rows of each row
-    group ``rows`` decodes.
+    group ``rows`` decodes. At most ``kept`` row groups in which windows end are kept.
     """
 
     def __init__(
-        self, rows: RowGroupDecoder, packing: Packing, counted: RowSelection, rows_of: Int64Array, threads: Threads
+        self,
+        rows: RowGroupDecoder,
+        packing: Packing,
+        counted: RowSelection,
+        rows_of: Int64Array,
+        kept: int,
+        threads: Threads,
     ) -> None:
         self.rows, self._packing, self._counted, self._rows_of = rows, packing, counted, rows_of
         self._threads = threads
+        self._kept: OrderedDict[int, tuple[Array, Int64Array]] = OrderedDict()
+        self._most_kept, self._lock = kept, threading.Lock()
+        self._memory = Recycled()
+        self._largest = 0
         self.room_bytes: float = math.inf
-        """Ignored: the memory of a window is not used again."""
+        """The most memory that may wait to be used for a later window, beside the windows that are held."""
 
     def decode(self, window: Window) -> DecodedWindow:
         """Return the sequences of ``window``.
@@ -67,76 +102,155 @@ class SequenceDecoder:
         Raises as `RowGroupDecoder.decode`; `NullValueError` for a null token; `DataFileChanged` for another number of
         tokens than was counted.
         """
+        self._memory.limit_bytes = int(max(0, min(self._largest, self.room_bytes)))
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
-            parts = self._threads.map(self._pieces, window.fragments) or [self._nothing()]
-        lists: list[Column[Array]] = [Ragged(values=part.tokens, offsets=part.bounds) for part in parts]
-        documents = sum(len(part.follow) for part in parts)
-        order = np.arange(documents) if window.key is None else permutation(window.key, documents)
-        packed = gather(lists, order)
-        assert isinstance(packed, Ragged)
-        follow = np.concatenate([part.follow for part in parts])[order]
-        columns = self._columns(np.asarray(packed.values), np.asarray(packed.offsets), follow, window)
-        return DecodedWindow(columns=columns, table=None, size_bytes=column_bytes(columns))
+            parts = self._threads.map(self._documents, window.fragments) or [self._nothing()]
+        runs = _runs_of(parts, window, self._packing.length)
+        columns = self._columns(parts, runs, window.rows)
+        size = column_bytes(columns)
+        self._largest = max(self._largest, size)
+        return DecodedWindow(columns=columns, table=None, size_bytes=size)
 
-    def _pieces(self, part: Fragment) -> _Pieces:
+    def _documents(self, part: Fragment) -> _Documents:
         """Return the documents of tokens [start, stop) of a row group, cut at both ends."""
-        table = self.rows.decode(part.group, 0, int(self._rows_of[part.group]))
-        index, packing = self.rows.table.index, self._packing
-        tokens, ends = documents_of(table, packing, partial(where, index, part.group))
-        if len(tokens) != self._counted.group_rows[part.group]:
-            raise DataFileChanged(
-                f"{where(index, part.group)} has {len(tokens)} tokens in {packing.column!r}, and "
-                f"{self._counted.group_rows[part.group]} were counted: its statistics count nulls otherwise than "
-                "Parquet's definition, or the file was changed. Write the file again"
-            )
+        tokens, ends = self._whole(part)
         first = int(np.searchsorted(ends, part.start, side="right")) - 1
         last = int(np.searchsorted(ends, part.stop, side="left"))
         bounds = np.clip(ends[first : last + 1], part.start, part.stop)
-        after = np.append(tokens[part.start + 1 : part.stop + 1], NO_LABEL if part.stop == len(tokens) else [])
-        follow = after.astype(tokens.dtype)[bounds[1:] - 1 - part.start]
-        if packing.masks_ends:
+        follow = np.full(len(bounds) - 1, NO_LABEL, np.int64)
+        known = bounds[1:] < len(tokens)
+        follow[known] = tokens[bounds[1:][known]]
+        if self._packing.masks_ends:
             follow[bounds[1:] == ends[first + 1 : last + 1]] = NO_LABEL
-        return _Pieces(tokens=tokens[part.start : part.stop], bounds=bounds - part.start, follow=follow)
+        return _Documents(tokens=tokens[part.start : part.stop], bounds=bounds - part.start, follow=follow)
 
-    def _nothing(self) -> _Pieces:
+    def _whole(self, part: Fragment) -> tuple[Array, Int64Array]:
+        """Return the tokens and the documents of the row group of a fragment, and keep them for another window."""
+        group = part.group
+        with self._lock:
+            found = self._kept.pop(group, None)
+        if found is None:
+            found = self._decoded(group)
+        if part.stop < len(found[0]):
+            with self._lock:
+                self._kept[group] = found
+                while len(self._kept) > self._most_kept:
+                    self._kept.popitem(last=False)
+        return found
+
+    def _decoded(self, group: int) -> tuple[Array, Int64Array]:
+        index, packing, counted = self.rows.table.index, self._packing, int(self._counted.group_rows[group])
+        table = self.rows.decode(group, 0, int(self._rows_of[group]))
+        tokens, ends = documents_of(table, packing, partial(where, index, group))
+        if len(tokens) != counted:
+            raise DataFileChanged(
+                f"{where(index, group)} has {len(tokens)} tokens in {packing.column!r}, and {counted} were counted: "
+                "its statistics count nulls otherwise than Parquet's definition, or the file was changed. Write the "
+                "file again"
+            )
+        return tokens, ends
+
+    def _nothing(self) -> _Documents:
         tokens, ends = documents_of(self.rows.schema.empty_table(), self._packing, str)
-        return _Pieces(tokens=tokens, bounds=ends, follow=tokens)
+        return _Documents(tokens=tokens, bounds=ends, follow=np.zeros(0, np.int64))
 
-    def _columns(self, tokens: Array, bounds: Int64Array, follow: Array, window: Window) -> dict[str, Column[Array]]:
-        """Return the columns of sequences of ``tokens``, whose documents begin and end at ``bounds``."""
-        length, count = self._packing.length, window.rows
+    def _columns(self, parts: list[_Documents], runs: _Runs, count: int) -> dict[str, Column[Array]]:
+        """Return the columns of ``count`` sequences."""
+        length = self._packing.length
         size = count * length
-        if window.key is None:
-            order = np.arange(count)
-        else:
-            order = permutation(derive_key("sequences", *window.key), count)
-
-        def shaped(values: Array, padding: int) -> Array:
-            if len(values) < size:
-                values = np.concatenate([values, np.full(size - len(values), padding, values.dtype)])
-            whole = values.reshape(count, length)
-            if window.key is None:
-                return whole if whole.flags.writeable else whole.copy()  # Arrow's memory is not the caller's to write
-            return whole[order]
-
-        begins = np.union1d(np.append(bounds, size), np.arange(count) * length)
-        lengths = np.diff(begins)
-        places = np.arange(size, dtype=np.int32) - np.repeat(begins[:-1].astype(np.int32), lengths)
-        numbers = np.arange(len(lengths)) - np.searchsorted(begins, begins[:-1] // length * length)
+        tokens = self._tokens(parts, runs, size)
+        shape = (count, length)
+        mask = self._filled(size, np.dtype(np.bool_), 1)
+        for run in np.flatnonzero(runs.documents < 0):
+            mask[runs.begins[run] : runs.begins[run] + runs.lengths[run]] = False
         columns: dict[str, Column[Array]] = {
-            "tokens": shaped(tokens, self._packing.padding),
-            "position_ids": shaped(places, 0),
-            "document_ids": shaped(np.repeat(numbers.astype(np.int32), lengths), 0),
-            "loss_mask": shaped(np.arange(size) < len(tokens), 0),
+            "tokens": tokens.reshape(shape),
+            "position_ids": self._positions(runs, size).reshape(shape),
+            "document_ids": self._numbers(runs, size).reshape(shape),
+            "loss_mask": mask.reshape(shape),
         }
         if self._packing.labels:
-            columns["labels"] = shaped(self._labels(tokens, bounds, follow), NO_LABEL)
+            columns["labels"] = self._labels(tokens, parts, runs).reshape(shape)
         return columns
 
-    def _labels(self, tokens: Array, bounds: Int64Array, follow: Array) -> Array:
+    def _filled(self, size: int, dtype: np.dtype[Any], value: int) -> Array:
+        found = self._memory.new((size,), dtype)
+        found.fill(value)
+        return found
+
+    def _positions(self, runs: _Runs, size: int) -> Array:
+        """Return the place of each token in its run."""
+        steps = self._filled(size, np.dtype(np.int32), 1)
+        steps[runs.begins[1:]] = 1 - runs.lengths[:-1]
+        steps[:1] = 0
+        return np.cumsum(steps, out=steps)
+
+    def _numbers(self, runs: _Runs, size: int) -> Array:
+        """Return the number of each token's run in its sequence."""
+        length = self._packing.length
+        numbers = np.arange(len(runs.begins)) - np.searchsorted(runs.begins, runs.begins // length * length)
+        steps = self._filled(size, np.dtype(np.int32), 0)
+        steps[runs.begins] = np.diff(numbers, prepend=0)
+        return np.cumsum(steps, out=steps)
+
+    def _tokens(self, parts: list[_Documents], runs: _Runs, size: int) -> Array:
+        sources = [part.tokens for part in parts]
+        padded = max((int(one) for one in runs.lengths[runs.documents < 0]), default=0)
+        if padded:
+            sources.append(np.full(padded, self._packing.padding, sources[0].dtype))
+        return copy_runs(sources, runs.places, runs.starts, runs.lengths) if size else sources[0][:0].copy()
+
+    def _labels(self, tokens: Array, parts: list[_Documents], runs: _Runs) -> Array:
         """Return the label of each token: the next token of its document, else of its sequence."""
-        labels = np.append(tokens[1:], follow[-1:]).astype(np.int64)  # torch's cross-entropy takes no other type
-        ends = bounds[1:] - 1
-        named = np.full(len(ends), True) if self._packing.masks_ends else bounds[1:] % self._packing.length == 0
-        labels[ends[named]] = follow[named]
+        labels = self._memory.new((len(tokens),), np.dtype(np.int64))
+        labels[:-1] = tokens[1:]
+        follow = np.append(np.concatenate([part.follow for part in parts]), NO_LABEL)[runs.documents]
+        inside = np.flatnonzero(~runs.ends & (runs.documents >= 0))
+        for place, part in enumerate(parts):  # a document that the end of a sequence cuts
+            mine = inside[runs.places[inside] == place]
+            follow[mine] = part.tokens[runs.starts[mine] + runs.lengths[mine]]
+        last = runs.begins + runs.lengths - 1
+        padding = np.flatnonzero(runs.documents < 0)
+        for run in padding:
+            labels[runs.begins[run] : last[run]] = NO_LABEL
+        named = np.full(len(last), True)
+        if not self._packing.masks_ends:
+            named = (last + 1) % self._packing.length == 0
+            named[padding] = True
+            named[padding - 1] = True  # the run before padding ends its sequence's tokens
+        labels[last[named]] = follow[named]
         return labels
+
+
+def _runs_of(parts: list[_Documents], window: Window, length: int) -> _Runs:
+    """Return the runs that ``parts`` become in the sequences of ``window``."""
+    starts = np.concatenate([part.bounds[:-1] for part in parts])
+    lengths = np.concatenate([np.diff(part.bounds) for part in parts])
+    places = np.repeat(np.arange(len(parts)), [len(part.follow) for part in parts])
+    count = window.rows
+    order, rank = np.arange(len(lengths)), np.arange(count)
+    if window.key is not None:
+        order = permutation(window.key, len(lengths))
+        rank[permutation(derive_key("sequences", *window.key), count)] = np.arange(count)
+    ends = np.cumsum(lengths[order])
+    begins, total = ends - lengths[order], int(ends[-1]) if len(ends) else 0
+    cuts = np.sort(np.concatenate([begins, np.arange(count) * length]))
+    cuts = cuts[np.diff(cuts, prepend=-1) > 0]
+    document = np.searchsorted(begins, cuts, side="right") - 1
+    inner = cuts - begins[document]
+    sizes = np.diff(np.append(cuts, total))
+    is_end = cuts + sizes == ends[document]
+    number = order[document]
+    if total < count * length:  # padding is one more run
+        cuts, sizes = np.append(cuts, total), np.append(sizes, count * length - total)
+        number, inner, is_end = np.append(number, -1), np.append(inner, 0), np.append(is_end, True)
+    sequence = cuts // length
+    final = np.argsort(rank[sequence], kind="stable")
+    return _Runs(
+        places=np.append(places, len(parts))[number][final],
+        starts=(np.append(starts, 0)[number] + inner)[final],
+        lengths=sizes[final],
+        begins=(rank[sequence] * length + cuts % length)[final],
+        documents=number[final],
+        ends=is_end[final],
+    )
