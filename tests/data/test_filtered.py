@@ -140,7 +140,7 @@ def test_a_state_of_another_filter_is_refused_by_name(lake: Path) -> None:
     table = open_table(lake)
     state = make_of(table)(0, 1, 0).state_dict()
     for other, said in (
-        ({"filters": [("y", ">", 13)]}, r"the filter of this dataset, \(y > 13\), keeps other rows"),
+        ({"filters": [("y", ">", 13)]}, r"this dataset, \(y > 13\), keeps other rows"),
         ({"filters": None}, "this dataset has none"),
     ):
         with pytest.raises(StateMismatch, match=said):

@@ -88,10 +88,10 @@ def at_version(mine: Identity, its: Identity) -> Identity:
 def _selections(mine: str, its: str, kept: str) -> str:
     said = _WORDS.format(repr(mine), repr(its))
     if not its:
-        return f"{said}: the state is of every row, and this dataset has a filter ({kept})"
+        return f"{said}: the state is of every row, and this dataset has a filter or packs ({kept})"
     if not mine:
-        return f"{said}: the state is of the rows that a filter keeps, and this dataset has none"
+        return f"{said}: the state has a filter or packs, and this dataset has none and reads rows"
     return (
-        f"{said}: the filter of this dataset, {kept}, keeps other rows than were counted for the state. The filter "
+        f"{said}: this dataset, {kept}, keeps other rows than were counted for the state. The filter or the packing "
         f"changed, or another pyarrow than {pa.__version__} counted"
     )

@@ -191,7 +191,8 @@ class Versions:
         self._of(excluding)
         if not (state.identity.endless or state.identity.selection):
             return Fit(index=index, excluding=excluding)
-        uri, what = self.at_hand.table.uri, "an endless stream" if state.identity.endless else "a filter"
+        kind = "a filter" if state.identity.unit == 1 else "packing"
+        uri, what = self.at_hand.table.uri, "an endless stream" if state.identity.endless else kind
         text = (
             f"exclude= of the table {uri!r} is not as it was when the checkpoint was made, and it is read with {what}"
         )
