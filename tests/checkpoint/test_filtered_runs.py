@@ -178,7 +178,7 @@ def test_a_selection_of_another_table_under_the_right_name_is_not_taken(table: P
 @pytest.mark.parametrize(
     ("filters", "said"),
     [
-        ([("id", "<", 100)], r"the filter of this dataset, \(id < 100\), keeps other rows"),
+        ([("id", "<", 100)], r"this dataset, \(id < 100\), keeps other rows"),
         (None, "this dataset has none"),
     ],
 )
