@@ -22,6 +22,7 @@ from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.foreign.frameworks import check_dealers
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
 from lakeckpt.data.options import ReadOptions, flag, one_of, optional, positive, whole
+from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Pinning, Versions, check_moves
 from lakeckpt.data.source import BatchSource, Output, gives
@@ -67,6 +68,9 @@ class LakeDataset(IterableDataset[Any]):
         rank, world_size: the data-parallel rank and size; both or neither.
         dp_group: the data-parallel ProcessGroup or DeviceMesh, if it is not the default group.
         storage_options, filesystem: as for `lakeckpt.open_table`, where ``table`` is not a `lakeckpt.Table`.
+        consumed: rows that another system has trained on already, as ``{file: [(start, stop), …]}`` (rows of a file,
+            counted from its first one) or as ``(name of a key column, values)``. The first epoch consists of the other
+            rows; later epochs have all rows. Give it as long as the first epoch lasts, after restarts, too.
         options: a `lakeckpt.ReadOptions`: lanes, nulls, table versions, memory and what else few users need.
 
     Raises ConfigError and SchemaError for arguments that cannot be; nothing is read before the first iteration (or
@@ -92,6 +96,7 @@ class LakeDataset(IterableDataset[Any]):
         dp_group: Any = None,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
+        consumed: Consumed | None = None,
         options: ReadOptions | None = None,
     ) -> None:
         super().__init__()
@@ -118,6 +123,10 @@ class LakeDataset(IterableDataset[Any]):
             raise ConfigError(str(error)) from error
         if flag("endless", endless) and not table.num_rows:
             raise ConfigError("endless=True needs a table with at least one row, and this one has none")
+        if consumed is not None:
+            if endless:
+                raise ConfigError("consumed= names rows of the first epoch, and an endless stream has no epochs")
+            table = rest_of_first_epoch(table, consumed)
         kind: Tail = "drop" if flag("drop_last", drop_last) else "short"
         pinning = Pinning(
             columns=self.columns,
@@ -158,6 +167,8 @@ class LakeDataset(IterableDataset[Any]):
             self._progress,
             self.options,
         )
+        if table.index.rest is not None:
+            self._versions.read_rest()
         self._shared = SharedEpoch()
         self._carried = CarriedRows(looks=self.has_transform and not self.row_wise)
         self._turns = WorkerTurns(self._source, self._progress, self._carried, row_wise=self.row_wise)

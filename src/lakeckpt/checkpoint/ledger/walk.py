@@ -193,7 +193,13 @@ class ReaderWalk:
                 f"the record begins inside of epoch {max(before)}: {sum(before.values()):,} rows had been consumed "
                 "before it, according to the state that the reader began with"
             )
-        elif origin.epoch:
+        index = self._index_of(origin.identity)
+        if index is not None and index.rest is not None:
+            self.notes[
+                f"{index.rest.taken.total:,} rows were consumed before this run, by consumed=: epoch {origin.epoch} "
+                "consists of the others"
+            ] = None
+        if origin.epoch and not before:
             self.notes[f"it began with epoch {origin.epoch}; the epochs before are not part of this run"] = None
 
     def _check_bases(self) -> None:

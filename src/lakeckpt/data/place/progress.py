@@ -212,6 +212,11 @@ class Progress:
         """Note that the identity at hand is of the rest of one epoch; later epochs are in the order of ``later``."""
         self._later = later
 
+    @property
+    def in_rest(self) -> bool:
+        """Whether the identity at hand is of the rest of one epoch."""
+        return self._later is not None
+
     def _leave_rest(self) -> None:
         if self._later is not None:
             self._pin(self._later)

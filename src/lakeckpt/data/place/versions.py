@@ -212,13 +212,17 @@ class Versions:
         undo = self._progress.repin(pinned.identity)
         self._go_to(pinned)
         if index.rest is not None:
-            self._progress.read_rest(self._of(index.whole).identity)
+            self.read_rest()
 
         def go_back() -> None:
             self._go_to(before)
             undo()
 
         return go_back
+
+    def read_rest(self) -> None:
+        """Go on with the whole version when the epoch has ended of which the version at hand is the rest."""
+        self._progress.read_rest(self._of(self.at_hand.table.index.whole).identity)
 
     # --- where an epoch begins
 
@@ -228,7 +232,7 @@ class Versions:
 
         Raises on all ranks what looking for the newest version raised on the first rank.
         """
-        if self.at_hand.table.index.rest is not None and self._progress.at_start:
+        if self.at_hand.table.index.rest is not None and not self._progress.in_rest:
             self._continue_with(self.at_hand.table.index.whole)
         if not self._moves:
             return
