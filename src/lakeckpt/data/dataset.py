@@ -137,20 +137,14 @@ class LakeDataset(IterableDataset[Any]):
             selecting=pinned.selecting,
         )
         self._progress = Progress(
-            pinned.identity,
+            pinned,
             batch_size=batch_size or 1,
             num_lanes=self.options.num_lanes,
             row_wise=self.row_wise,
             accept_changes=self.options.accept_changes,
             moves=self.options.on_new_version == "next_epoch",
         )
-        self._versions = Versions(
-            pinning,
-            pinned,
-            self._source,
-            self._progress,
-            self.options,
-        )
+        self._versions = Versions(pinning, pinned, self._source, self._progress, self.options)
         self._shared = SharedEpoch()
         self._carried = CarriedRows(looks=self.has_transform and not self.row_wise)
         self._turns = WorkerTurns(self._source, self._progress, self._carried, row_wise=self.row_wise)

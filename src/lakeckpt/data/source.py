@@ -169,10 +169,11 @@ class BatchSource:
         elif limit is not None:
             ahead = min(ahead, limit // 4)
             limit -= ahead
-        if self._selecting is None:
+        kept = self._selecting
+        if kept is None:
             decoder = RowGroupDecoder(self._table, self._columns, ahead_bytes=ahead)
         else:
-            decoder = FilteredDecoder(self._table, self._columns, self._selecting.kept, ahead_bytes=ahead)
+            decoder = FilteredDecoder(self._table, self._columns, kept.filter, kept.get(), ahead_bytes=ahead)
         return PositionReader(
             decoder,
             self._spec,

@@ -1,6 +1,7 @@
 """This module makes the identity of a dataset's order of rows, and says in words how two identities differ.
 
-`IdentityOf` makes a dataset's `Identity` when it is asked, because rows that are filtered must be counted first.
+`Pinned` is a version of the table as a dataset reads it. It makes the `Identity` of the order of its rows when it is
+asked, because rows that are filtered must be counted first.
 `differing` names the fields in which a state's identity differs from the dataset's, and `at_version` takes an identity
 to another table version. The module reads no rows itself, and starts no threads.
 """
@@ -17,28 +18,43 @@ from lakeckpt.core.state import Identity
 from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.filters.row_filter import RowFilter
+from lakeckpt.reading.filters.selection import RowSelection
 
-__all__ = ["IdentityOf", "at_version", "differing"]
+__all__ = ["Pinned", "at_version", "differing"]
 
 
-@dataclass(frozen=True, slots=True)
-class IdentityOf:
-    """Makes the identity of a dataset; ConfigError where an endless stream would have no row."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """A version of a table, as a dataset reads it."""
 
     table: Table
     selecting: Selecting | None
+    """None: every row is read."""
     spec: OrderSpec
     tail: Tail
     endless: bool
 
     @property
-    def kept(self) -> str:
-        """The filter, for people; empty where there is none."""
-        return "" if self.selecting is None else str(self.selecting.filter)
+    def row_filter(self) -> RowFilter | None:
+        """The filter, as it was understood; None: every row is read."""
+        return None if self.selecting is None else self.selecting.filter
 
-    def __call__(self) -> Identity:
-        """The identity; counts the rows that a filter keeps, if nobody has."""
-        found = None if self.selecting is None else self.selecting.get()
+    @property
+    def selection(self) -> RowSelection | None:
+        """The rows that the filter keeps, counted if need be; None without a filter."""
+        return None if self.selecting is None else self.selecting.get()
+
+    def offer(self, found: RowSelection) -> bool:
+        """Take a saved selection instead of counting; return whether it was needed, and is of this version."""
+        return self.selecting is not None and self.selecting.offer(found)
+
+    def identity(self) -> Identity:
+        """Return the identity of the order of rows. Counts the rows that a filter keeps, unless they are counted.
+
+        Raises `ConfigError` where an endless stream would have no row, and what counting raises.
+        """
+        found = self.selection
         rows = self.table.num_rows if found is None else found.num_rows
         if self.endless and not rows:
             raise ConfigError(f"endless=True needs at least one row, and the filter {found and found.text} keeps none")

@@ -22,7 +22,6 @@ from torch.utils.data import get_worker_info
 
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.count import count_rows
-from lakeckpt.reading.filters.decoder import KeptRows
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
 
@@ -39,11 +38,6 @@ class Selecting:
         self.table = table
         self.filter = keep
         self._found: RowSelection | None = None
-
-    @property
-    def kept(self) -> KeptRows:
-        """The filter and its counts, for a decoder."""
-        return KeptRows(filter=self.filter, counts=self.get())
 
     def get(self) -> RowSelection:
         """Return the selection: known, found by another rank, or counted now. Raises what counting raises."""

@@ -20,7 +20,7 @@ from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.options import ReadOptions
 from lakeckpt.data.place.broadcast import found_by_first
-from lakeckpt.data.place.identity import IdentityOf
+from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.data.source import BatchSource
@@ -28,34 +28,10 @@ from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, StateMism
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import check_convertible
-from lakeckpt.reading.filters.row_filter import Filters, RowFilter, row_filter
-from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.filters.row_filter import Filters, row_filter
 from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["Fit", "Pinned", "Pinning", "Versions", "check_moves"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pinned:
-    """A version of the table, as a dataset reads it."""
-
-    table: Table
-    selecting: Selecting | None
-    identity: IdentityOf
-
-    @property
-    def row_filter(self) -> RowFilter | None:
-        """The filter, as it was understood; None: every row is read."""
-        return None if self.selecting is None else self.selecting.filter
-
-    def offer(self, found: RowSelection) -> bool:
-        """Take a saved selection instead of counting; return whether it was needed, and is of this version."""
-        return self.selecting is not None and self.selecting.offer(found)
-
-    @property
-    def selection(self) -> RowSelection | None:
-        """The rows that the filter keeps, counted if need be; None without a filter."""
-        return None if self.selecting is None else self.selecting.get()
+__all__ = ["Fit", "Pinning", "Versions", "check_moves"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +67,7 @@ class Pinning:
             check_convertible(select_columns(table.schema, names), nulls=self.nulls)
         keep = None if self.filters is None else row_filter(self.filters, table.schema)
         selecting = None if keep is None else Selecting(table, keep)
-        identity = IdentityOf(table, selecting, self.spec, self.tail, self.endless)
-        return Pinned(table=table, selecting=selecting, identity=identity)
+        return Pinned(table=table, selecting=selecting, spec=self.spec, tail=self.tail, endless=self.endless)
 
 
 def check_moves(table: Table, options: ReadOptions, *, endless: bool) -> None:
@@ -203,10 +178,10 @@ class Versions:
         """Read the version that ``index`` pins; the place is lost. Return a function that undoes both."""
         before = self.at_hand
         pinned = self._of(index)
-        undo = self._progress.repin(pinned.identity)
+        undo = self._progress.repin(pinned)
         self._go_to(pinned)
         if index.rest is not None:
-            self._progress.read_rest(self._of(index.whole).identity)
+            self._progress.read_rest(self._of(index.whole))
 
         def go_back() -> None:
             self._go_to(before)
@@ -237,7 +212,7 @@ class Versions:
 
     def _continue_with(self, index: TableIndex) -> None:
         pinned = self._of(index)
-        self._progress.move_to(pinned.identity)
+        self._progress.move_to(pinned)
         self._go_to(pinned)
 
     def _newest(self) -> bytes:
