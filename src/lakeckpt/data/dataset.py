@@ -95,7 +95,7 @@ class LakeDataset(IterableDataset[Any]):
         super().__init__()
         batch_size, shuffle_window = optional("batch_size", batch_size), positive("shuffle_window", shuffle_window)
         one_of("output", output, ("torch", "numpy", "arrow"))
-        self.options = _checked(options, output)
+        self.options = _checked(options)
         if not isinstance(table, Table):
             table = open_table(table, storage_options=storage_options, filesystem=filesystem)
         elif storage_options is not None or filesystem is not None:
@@ -326,11 +326,9 @@ class LakeDataset(IterableDataset[Any]):
         return plan.steps - (self.row_wise and last >= 0 and not plan.assignment(last, rank).receipt.rows)
 
 
-def _checked(options: ReadOptions | None, output: str) -> ReadOptions:
+def _checked(options: ReadOptions | None) -> ReadOptions:
     if options is None:
         return ReadOptions()
     if not isinstance(options, ReadOptions):
         raise ConfigError(f"options= takes a lakeckpt.ReadOptions, got {type(options).__name__}")
-    if options.jagged and output != "torch":
-        raise ConfigError(f'jagged=True gives nested tensors and needs output="torch", got output={output!r}')
     return options

@@ -52,8 +52,6 @@ class ReadOptions:
     nulls: Literal["error", "mask"] = "error"
     """``"error"`` raises `NullValueError` on a null; ``"mask"`` puts a bool column ``<name>.is_null`` beside every
     nullable column. A null is never a silent zero."""
-    jagged: bool = False
-    """Give lists of numbers as jagged nested tensors (``output="torch"`` only)."""
     accept_changes: Collection[str] = ()
     """Differences between a loaded state and this dataset to accept: ``"table"`` (another listing of equally many
     rows), ``"selection"``, ``"tail"`` (another ``drop_last``)."""
@@ -75,7 +73,6 @@ class ReadOptions:
             object.__setattr__(self, name, optional(name, getattr(self, name)))
         one_of("text", self.text, ("str", "ragged"))
         one_of("nulls", self.nulls, ("error", "mask"))
-        flag("jagged", self.jagged)
         one_of("on_new_version", self.on_new_version, ("keep", "next_epoch"))
         one_of("on_version_gone", self.on_version_gone, ("raise", "next_epoch"))
         object.__setattr__(self, "accept_changes", _accepted(self.accept_changes))

@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Assignment, LayoutKey
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.batch import Batch, jagged, texts
+from lakeckpt.data.batch import Batch, texts
 from lakeckpt.data.memory import limit_of
 from lakeckpt.data.options import ReadOptions
 from lakeckpt.data.place.selecting import Selecting
@@ -59,7 +59,6 @@ class BatchSource:
         self._spec = spec
         self._output = output
         self._nulls: Nulls = options.nulls
-        self._jagged = options.jagged
         self._gives_texts = options.text == "str" and output != "arrow"
         self._transform = transform
         self._row_wise = row_wise
@@ -120,8 +119,6 @@ class BatchSource:
             return self._finished(rows, receipt)
         for name in self._texts:
             rows[name] = texts(rows[name])
-        if self._jagged:
-            rows = {name: jagged(column) for name, column in rows.items()}
         return self._finished(Batch(rows, receipt), receipt)
 
     def _finished(self, batch: Any, receipt: Receipt) -> Any:
