@@ -127,14 +127,12 @@ class LakeDataset(IterableDataset[Any]):
         )
         pinned = pinning.pin(table)
         self._source = BatchSource(
-            table,
+            pinned,
             columns=self.columns,
-            spec=spec,
             output=output,
             options=self.options,
             transform=bind_transform(transform),
             row_wise=self.row_wise,
-            selecting=pinned.selecting,
         )
         self._progress = Progress(
             pinned,

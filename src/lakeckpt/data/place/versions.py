@@ -63,8 +63,7 @@ class Pinning:
     def pin(self, table: Table) -> Pinned:
         """Return ``table`` as it is read. Raises SchemaError and ConfigError where it cannot be read so."""
         if self.nulls is not None:
-            names = None if self.columns is None else list(self.columns)
-            check_convertible(select_columns(table.schema, names), nulls=self.nulls)
+            check_convertible(select_columns(table.schema, self.columns), nulls=self.nulls)
         keep = None if self.filters is None else row_filter(self.filters, table.schema)
         selecting = None if keep is None else Selecting(table, keep)
         return Pinned(table=table, selecting=selecting, spec=self.spec, tail=self.tail, endless=self.endless)
@@ -245,8 +244,7 @@ class Versions:
     def _go_to(self, pinned: Pinned) -> None:
         self.at_hand = pinned
         self._read[pinned.table.index.digest] = pinned
-        columns = None if self._pinning.columns is None else list(self._pinning.columns)
-        self._source.pin(pinned.table, columns, pinned.selecting)
+        self._source.pin(pinned)
 
     def _check_types(self, index: TableIndex) -> None:
         """`SchemaError` where a column that is read has another type in the version to move to."""
