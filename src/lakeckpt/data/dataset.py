@@ -21,8 +21,9 @@ from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.foreign.frameworks import check_dealers
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
 from lakeckpt.data.options import ReadOptions, flag, one_of, optional, positive, whole
+from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.versions import Pinning, Versions, check_moves
+from lakeckpt.data.place.versions import Versions, check_moves
 from lakeckpt.data.source import BatchSource, Output, gives
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
@@ -117,7 +118,8 @@ class LakeDataset(IterableDataset[Any]):
         if flag("endless", endless) and not table.num_rows:
             raise ConfigError("endless=True needs a table with at least one row, and this one has none")
         kind: Tail = "drop" if flag("drop_last", drop_last) else "short"
-        pinning = Pinning(
+        pinned = Pinned(
+            table=table,
             columns=self.columns,
             nulls=None if output == "arrow" else self.options.nulls,
             filters=filters,
@@ -125,10 +127,8 @@ class LakeDataset(IterableDataset[Any]):
             tail=kind,
             endless=endless,
         )
-        pinned = pinning.pin(table)
         self._source = BatchSource(
             pinned,
-            columns=self.columns,
             output=output,
             options=self.options,
             transform=bind_transform(transform),
@@ -142,7 +142,7 @@ class LakeDataset(IterableDataset[Any]):
             accept_changes=self.options.accept_changes,
             moves=self.options.on_new_version == "next_epoch",
         )
-        self._versions = Versions(pinning, pinned, self._source, self._progress, self.options)
+        self._versions = Versions(pinned, self._source, self._progress, self.options)
         self._shared = SharedEpoch()
         self._carried = CarriedRows(looks=self.has_transform and not self.row_wise)
         self._turns = WorkerTurns(self._source, self._progress, self._carried, row_wise=self.row_wise)

@@ -44,13 +44,11 @@ class BatchSource:
         self,
         pinned: Pinned,
         *,
-        columns: list[str] | None,
         output: Output,
         options: ReadOptions,
         transform: Callable[[Any, TransformContext], Any] | None,
         row_wise: bool,
     ) -> None:
-        self._columns = columns
         self._spec = pinned.spec
         self._output = output
         self._nulls: Nulls = options.nulls
@@ -80,7 +78,7 @@ class BatchSource:
 
     def pin(self, pinned: Pinned) -> None:
         """Read this version of the table from now on."""
-        self._table, self._selecting = pinned.table, pinned.selecting
+        self._table, self._columns, self._selecting = pinned.table, pinned.columns, pinned.selecting
         schema = select_columns(self._table.schema, self._columns) if self._gives_texts else ()
         self._texts = [field.name for field in schema if _holds_text(field.type)]
         self._layouts: dict[LayoutKey, EpochLayout] = {}

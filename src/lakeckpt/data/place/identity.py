@@ -8,7 +8,7 @@ to another table version. The module reads no rows itself, and starts no threads
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
@@ -17,23 +17,44 @@ from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.state import Identity
 from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.errors import ConfigError
+from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.filters.row_filter import RowFilter
+from lakeckpt.reading.columns.convert import Nulls, check_convertible
+from lakeckpt.reading.filters.row_filter import Filters, RowFilter, row_filter
 from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.windows.decode import select_columns
 
 __all__ = ["Pinned", "at_version", "differing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pinned:
-    """A version of a table, as a dataset reads it."""
+    """A version of a table, as a dataset reads it.
+
+    Raises `SchemaError` and `ConfigError` where the version cannot be read so.
+    """
 
     table: Table
-    selecting: Selecting | None
-    """None: every row is read."""
+    columns: list[str] | None
+    """None: all of the version."""
+    nulls: Nulls | None
+    """None: Arrow columns are given as they are."""
+    filters: Filters | None
     spec: OrderSpec
     tail: Tail
     endless: bool
+    selecting: Selecting | None = field(init=False)
+    """None: every row is read."""
+
+    def __post_init__(self) -> None:
+        if self.nulls is not None:
+            check_convertible(select_columns(self.table.schema, self.columns), nulls=self.nulls)
+        keep = None if self.filters is None else row_filter(self.filters, self.table.schema)
+        object.__setattr__(self, "selecting", None if keep is None else Selecting(self.table, keep))
+
+    def at(self, index: TableIndex) -> Pinned:
+        """Return the version of the table that ``index`` pins, read in the same way."""
+        return replace(self, table=self.table.at(index))
 
     @property
     def row_filter(self) -> RowFilter | None:
@@ -95,12 +116,12 @@ def at_version(mine: Identity, its: Identity) -> Identity:
 
 
 def _selections(mine: str, its: str, kept: str) -> str:
-    said = _WORDS.format(repr(mine), repr(its))
+    both = _WORDS.format(repr(mine), repr(its))
     if not its:
-        return f"{said}: the state is of every row, and this dataset has a filter ({kept})"
+        return f"{both}: the state is of every row, and this dataset has a filter ({kept})"
     if not mine:
-        return f"{said}: the state is of the rows that a filter keeps, and this dataset has none"
+        return f"{both}: the state is of the rows that a filter keeps, and this dataset has none"
     return (
-        f"{said}: the filter of this dataset, {kept}, keeps other rows than were counted for the state. The filter "
+        f"{both}: the filter of this dataset, {kept}, keeps other rows than were counted for the state. The filter "
         f"changed, or another pyarrow than {pa.__version__} counted"
     )

@@ -11,27 +11,21 @@ does), and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from lakeckpt.core.lanes import Tail
-from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.options import ReadOptions
 from lakeckpt.data.place.broadcast import found_by_first
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.data.source import BatchSource
 from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, StateMismatch, TableError, TableVersionGone
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.columns.convert import check_convertible
-from lakeckpt.reading.filters.row_filter import Filters, row_filter
-from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["Fit", "Pinning", "Versions", "check_moves"]
+__all__ = ["Fit", "Versions", "check_moves"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +39,6 @@ class Fit:
     ``index`` excludes the same row groups."""
     given_up: str = ""
     """The reason for which the rest of the state's epoch is dropped and the next epoch begun; empty: it is not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pinning:
-    """The way in which a dataset reads every version of its table."""
-
-    columns: Sequence[str] | None
-    """None: all of each version."""
-    nulls: Literal["error", "mask"] | None
-    """None: Arrow columns are given as they are."""
-    filters: Filters | None
-    spec: OrderSpec
-    tail: Tail
-    endless: bool
-
-    def pin(self, table: Table) -> Pinned:
-        """Return ``table`` as it is read. Raises SchemaError and ConfigError where it cannot be read so."""
-        if self.nulls is not None:
-            check_convertible(select_columns(table.schema, self.columns), nulls=self.nulls)
-        keep = None if self.filters is None else row_filter(self.filters, table.schema)
-        selecting = None if keep is None else Selecting(table, keep)
-        return Pinned(table=table, selecting=selecting, spec=self.spec, tail=self.tail, endless=self.endless)
 
 
 def check_moves(table: Table, options: ReadOptions, *, endless: bool) -> None:
@@ -84,14 +56,12 @@ class Versions:
 
     def __init__(
         self,
-        pinning: Pinning,
         pinned: Pinned,
         source: BatchSource,
         progress: Progress,
         options: ReadOptions,
     ) -> None:
         self.at_hand = pinned
-        self._pinning = pinning
         self._source = source
         self._progress = progress
         self._moves = options.on_new_version == "next_epoch"
@@ -233,13 +203,13 @@ class Versions:
         if known is not None:
             return known
         table = self.at_hand.table
-        missing = [name for name in self._pinning.columns or () if name not in index.schema.names]
+        missing = [name for name in self.at_hand.columns or () if name not in index.schema.names]
         if missing:
             raise SchemaError(
                 f"{index.version} of {table.uri!r} has no column {', '.join(map(repr, missing))}, and the dataset "
                 "reads it: name the columns= that both versions have, or the version to read when the table is opened"
             )
-        return self._pinning.pin(table.at(index))
+        return self.at_hand.at(index)
 
     def _go_to(self, pinned: Pinned) -> None:
         self.at_hand = pinned
@@ -249,7 +219,7 @@ class Versions:
     def _check_types(self, index: TableIndex) -> None:
         """`SchemaError` where a column that is read has another type in the version to move to."""
         table = self.at_hand.table
-        for name in self._pinning.columns or [name for name in index.schema.names if name in table.schema.names]:
+        for name in self.at_hand.columns or [name for name in index.schema.names if name in table.schema.names]:
             now, then = index.schema.field(name).type, table.schema.field(name).type
             if now != then:
                 raise SchemaError(
