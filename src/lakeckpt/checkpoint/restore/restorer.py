@@ -40,12 +40,12 @@ from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered
 from lakeckpt.checkpoint.restore.table_versions import Pins, opened_versions, pins_as_on, records_at
 from lakeckpt.checkpoint.restore.trial import Candidate, Trial
-from lakeckpt.checkpoint.restore.votes import texts
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
 from lakeckpt.errors import ArenaError, CheckpointDamaged, NewerFormat, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
+from lakeckpt.tracking.votes import texts
 
 __all__ = ["Restorer"]
 
@@ -104,7 +104,7 @@ class Restorer:
 
     def _restore(self) -> tuple[int, Attempt, RestoreReport]:
         run = self._compare_first()
-        begun = int(self._all.told_by_rank_0(lambda: self._chooser.claim(run))["begun"])
+        begun = int(self._all.ask_rank_0(lambda: self._chooser.claim(run))["begun"])
         for _ in range(_MOST_ROUNDS):
             choice, which = self._choose()
             chosen: Candidate | None = None
@@ -115,11 +115,11 @@ class Restorer:
                 chosen = self._compare(choice["run"], which)
                 if chosen is None or not self._apply(chosen):
                     continue
-            lost = self._all.told_by_rank_0(self._chooser.find_lost)["lost"]
+            lost = self._all.ask_rank_0(self._chooser.find_lost)["lost"]
             self._chooser.report_lost(lost)
             skipped = {} if chosen is None else _epochs_skipped(chosen)
             work = partial(self._chooser.restored, choice, begun, skipped, which[1])
-            last = int(self._all.told_by_rank_0(work)["last"])
+            last = int(self._all.ask_rank_0(work)["last"])
             self._trial.done()
             attempt = Attempt(
                 run=choice["run"], number=begun, last=last, parent=None, seed=torch.initial_seed() % 2**63
@@ -136,7 +136,7 @@ class Restorer:
         return choice["run"]
 
     def _choose(self) -> tuple[Mapping[str, str], _Which]:
-        choice = self._all.told_by_rank_0(self._chooser.choose)
+        choice = self._all.ask_rank_0(self._chooser.choose)
         return choice, (None if choice["slot"] == "none" else int(choice["slot"]), self._in_memory(choice))
 
     def _in_memory(self, choice: Mapping[str, str]) -> Captured | None:
@@ -216,7 +216,7 @@ class Restorer:
     def _reject(self, which: _Which, tally: Tally) -> None:
         """Report what is damaged, and do not choose it again; do neither if a newer commit has removed it."""
         slot, captured = which
-        if captured is None and self._all.told_by_rank_0(self._overtaken)["overtaken"]:
+        if captured is None and self._all.ask_rank_0(self._overtaken)["overtaken"]:
             return
         for text in texts(tally, "damaged"):
             if captured is not None:
@@ -284,7 +284,7 @@ class Restorer:
 
         if all(len(texts) == 1 for texts in self._trial.vote(say).facts.values()):
             return
-        first = self._all.told_by_rank_0(lambda: self._put_indexes(opened))
+        first = self._all.ask_rank_0(lambda: self._put_indexes(opened))
         self._all.do(lambda: self._trial.pin(pins_as_on(self._storage, first, self._objects)))
 
     def _put_indexes(self, opened: dict[str, str]) -> dict[str, str]:
