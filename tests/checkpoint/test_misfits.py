@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader
-from lakeckpt.checkpoint.persist.history import index_path
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import CheckpointMismatch, ConfigError, StorageError, UnsupportedValue
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
@@ -196,7 +194,7 @@ def test_options_may_be_others_than_when_the_optimizer_was_saved(old: dict[str, 
     manager(saved(old), new).restore()
 
 
-def test_an_index_that_cannot_be_read_is_told_and_does_not_stop_one_rank_of_a_job(
+def test_an_index_that_cannot_be_read_does_not_stop_a_job_that_reads_the_same_table(
     loader: LakeLoader, tmp_path: Path
 ) -> None:
     with CheckpointManager(tmp_path / "run", {"reader": loader}) as saver:
@@ -217,11 +215,7 @@ def test_an_index_that_cannot_be_read_is_told_and_does_not_stop_one_rank_of_a_jo
 
     again = LakeLoader(loader.dataset)
     saver = CheckpointManager(Refusing(tmp_path / "run"), {"reader": again})
-    with pytest.warns(DamageWarning, match="the store is busy"):
-        assert saver.restore() == 1
-    assert saver.restore_report is not None
-    (damage,) = saver.restore_report.damaged
-    assert damage.path == index_path(loader.table.index.digest)
+    assert saver.restore() == 1
     assert len(list(again)) == 2
 
 

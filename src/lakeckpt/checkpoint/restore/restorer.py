@@ -18,7 +18,6 @@ newer one was committed was removed by the job that is alive: that is no damage,
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -29,11 +28,9 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.format.manifest import Captured, ReaderRecord
-from lakeckpt.checkpoint.format.verified_reads import read_object
+from lakeckpt.checkpoint.format.manifest import Captured
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.history import INDEX
-from lakeckpt.checkpoint.persist.indexes import Document, documents_of, filtered
+from lakeckpt.checkpoint.persist.indexes import documents_of, filtered
 from lakeckpt.checkpoint.persist.log import Damage, slot_path
 from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
 from lakeckpt.checkpoint.restore.choosing import Chooser
@@ -41,7 +38,7 @@ from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered
 from lakeckpt.checkpoint.restore.table_versions import Pins, opened_versions, pins_as_on, records_at
 from lakeckpt.checkpoint.restore.trial import Candidate, Trial
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
-from lakeckpt.errors import ArenaError, CheckpointDamaged, NewerFormat, StorageError, WireError
+from lakeckpt.errors import ArenaError, CheckpointDamaged
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
@@ -311,7 +308,6 @@ class Restorer:
             else:
                 restore_random(chosen.loaded.random)
             if self._exchange.rank == 0:
-                self._mend_indexes(chosen.readers)
                 self._warn_of(chosen.pins.given_up)
         report = RestoreReport(
             restored=restored,
@@ -327,29 +323,6 @@ class Restorer:
         for name, reason in skipped.items():
             text = f"{name!r} gives the rest of its epoch up, and goes on with the next one: {reason}"
             warnings.warn(text, DamageWarning, stacklevel=5)
-
-    def _mend_indexes(self, readers: Mapping[str, ReaderRecord]) -> None:
-        """Write anew what the run keeps of the tables that are read, if it is damaged: not what cannot be read, or a
-        newer lakeckpt wrote. Training does without these documents, so nothing is raised."""
-        for name, record in readers.items():
-            saved = f"{INDEX}/{record.index}"
-            live = {} if record.index is None else documents_of(self._objects[name])
-            for path, document in ((path, one) for path, one in live.items() if path.startswith(saved)):
-                try:
-                    _check_document(read_object(self._storage, path), document)
-                except (NewerFormat, StorageError) as error:
-                    self._chooser.report(Damage(path=path, reason=str(error)))
-                except (CheckpointDamaged, WireError) as error:
-                    self._chooser.report(Damage(path=path, reason=str(error).removeprefix(f"{path}: ")))
-                    with contextlib.suppress(StorageError):
-                        self._storage.put(path, [document.dumps()])
-
-
-def _check_document(data: bytes, live: Document) -> None:
-    """`WireError` if ``data`` is not the document ``live``."""
-    found = live.loads(data).digest
-    if found != live.digest:
-        raise WireError(f"this is a document with the digest {found}")
 
 
 def _epochs_skipped(chosen: Candidate) -> dict[str, int]:
