@@ -234,6 +234,38 @@ def test_a_buffer_that_overlaps_itself_is_refused_at_the_first_save(buffer: torc
         saved({"model": Expanded(buffer, weight=5.0)})
 
 
+class Slices:
+    """Tensors that are parts of one memory."""
+
+    def __init__(self, **parts: slice) -> None:
+        memory = torch.arange(12.0)
+        self.parts = {name: memory[part] for name, part in parts.items()} | {"other": torch.zeros(12)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.parts)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+@pytest.mark.parametrize("options", [{}, {"capture_every": 1, "persist_every": 1}])
+def test_tensors_that_share_a_part_of_their_memory_are_refused_at_the_first_save(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    def save(one: Slices, name: str) -> None:
+        with CheckpointManager(tmp_path / name, {"one": one}, **options) as saver:
+            saver.restore()
+            saver.step()
+            saver.save()
+
+    apart = Slices(a=slice(0, 4), b=slice(4, 8), all=slice(0, 12), inner=slice(5, 7), again=slice(0, 12))
+    apart.parts |= {f"column {at}": torch.arange(12.0).view(3, 4)[:, at] for at in range(4)}
+    save(apart, "apart")
+    nested = Slices(all=slice(0, 12), a=slice(1, 5), inner=slice(2, 3), b=slice(4, 8))
+    with pytest.raises(UnsupportedValue, match=r"one/a and one/b share a part of their memory.* by clone\(\)"):
+        save(nested, "nested")
+
+
 class Views:
     """Two views of one memory, of which one has torch's negative bit."""
 

@@ -50,7 +50,7 @@ from lakeckpt.checkpoint.persist.log import (
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.restore.from_memory import Offer, where_it_goes_on
 from lakeckpt.checkpoint.restore.rest_of_epoch import is_carried_over
-from lakeckpt.checkpoint.restore.rollback import before_orders, no_such_step, to_be_had
+from lakeckpt.checkpoint.restore.rollback import before_orders, no_such_step, restorable
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointNotFound, StorageError
 from lakeckpt.lake.storage.base import Storage, clear_leftovers, describe
 
@@ -187,7 +187,7 @@ class Chooser:
         """Return which checkpoints other than ``commits`` a roll-back hides that no commit has followed."""
         order = next((one for one in reversed(self._view.restores) if one.rolled_back_to is not None), None)
         slots = {one.slot for one in commits} | self._rejected
-        every = to_be_had(self._storage, before_orders(self._view))
+        every = restorable(self._storage, before_orders(self._view))
         steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in reversed(every) if one.slot not in slots)
         if order is None or not steps:
             return ""
@@ -198,7 +198,7 @@ class Chooser:
 
     def _rolled_back(self, step: int) -> Manifest:
         """Return the checkpoint of ``step``, from which the history is to go on."""
-        commits = [one for one in to_be_had(self._storage, self._view) if one.slot not in self._rejected]
+        commits = [one for one in restorable(self._storage, self._view) if one.slot not in self._rejected]
         found = next((one for one in commits if one.step == step), None)
         if found is None:
             listing = "".join(f"\n  {one}" for one in self._damaged.values())
