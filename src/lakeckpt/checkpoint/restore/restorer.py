@@ -225,11 +225,9 @@ class Restorer:
         if captured is not None:
             self._chooser.pass_over(captured, texts(tally, "unfit"))
             self._unfit.add(captured)
-        elif slot is not None:
-            self._chooser.reject(slot)
 
     def _overtaken(self) -> dict[str, str]:
-        return {"overtaken": "yes" if self._chooser.is_overtaken() else ""}
+        return {"overtaken": "yes" if self._chooser.has_grown() else ""}
 
     # --- applying, on every rank
 
@@ -313,7 +311,7 @@ class Restorer:
             restored=restored,
             captured=None if chosen is None or chosen.captured is None else chosen.step,
             attempt=attempt.number,
-            damaged=self._chooser.damaged,
+            damaged=tuple(self._chooser.damaged.values()),
             per_rank=() if chosen is None else chosen.loaded.per_rank,
             given_up={} if chosen is None else chosen.pins.given_up,
         )

@@ -23,21 +23,26 @@ from lakeckpt.checkpoint.persist.log import LogView, SlotTaken, put_entry, read_
 from lakeckpt.errors import AttemptSuperseded, CheckpointNotFound
 from lakeckpt.lake.storage.base import Storage, describe
 
-__all__ = ["before_orders", "no_such_step", "restorable", "roll_back"]
+__all__ = ["before_orders", "never_removed", "no_such_step", "restorable", "roll_back"]
 
 _MOST_TRIES = 100
+
+
+def never_removed(view: LogView, history: Sequence[Manifest]) -> list[Manifest]:
+    """Return the checkpoints of ``history``, which are given newest first, whose data no commit in the log was allowed
+    to remove."""
+    commits = sorted(view.manifests, key=lambda one: one.slot)
+    stay = {one.slot for one in history[:1]}
+    stay |= {slot for newest in stay for slot in kept_ever_since(commits, newest)}
+    return [one for one in history if one.slot in stay]
 
 
 def restorable(storage: Storage, view: LogView) -> list[Manifest]:
     """Return the checkpoints of the history whose data is there and no commit in the log was allowed to remove, newest
     first. The data of others may be removed by a job that is alive."""
-    found = not_rolled_back(view)
-    if not found:
-        return []
-    commits = sorted(view.manifests, key=lambda one: one.slot)
-    stay = kept_ever_since(commits, found[0].slot) | {found[0].slot}
-    there = folders_there(storage)
-    return [one for one in found if one.slot in stay and one.save.folder in there]
+    found = never_removed(view, not_rolled_back(view))
+    there = folders_there(storage) if found else ()
+    return [one for one in found if one.save.folder in there]
 
 
 def before_orders(view: LogView) -> LogView:
