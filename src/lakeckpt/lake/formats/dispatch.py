@@ -10,20 +10,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast, get_args
 
 from lakeckpt.errors import ConfigError
-from lakeckpt.lake.formats.footer_cache import cached_summaries
 from lakeckpt.lake.formats.model import CatalogTable, PinnedFiles
 from lakeckpt.lake.formats.pinning import index_of, index_of_version, listed
-from lakeckpt.lake.parquet.footer import Progress
-from lakeckpt.lake.storage.base import Storage, split_uri
+from lakeckpt.lake.parquet.footer import Progress, summarize_all
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.lake.storage.open import FILESYSTEM, open_storage, with_filesystem
+from lakeckpt.lake.storage.open import with_filesystem
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.listing import Found, Source, find_files
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
@@ -47,7 +44,6 @@ def open_table(
     timestamp: datetime.datetime | str | None = None,
     format: TableFormat | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    footer_cache: str | os.PathLike[str] | None = None,
     exclude: Sequence[tuple[str, int]] = (),
     filesystem: Any = None,
     threads: int | None = None,
@@ -65,9 +61,8 @@ def open_table(
     branch), by ``snapshot_id`` (Iceberg), or the one that was current at ``timestamp`` (a datetime, or ISO 8601 text,
     with a time zone).
 
-    Footers are read by ``threads`` threads (None: 16 for local folders, else 48), and ``progress(files_done, files)``
-    called as they arrive. ``footer_cache`` is a place, such as that of a run, where they are kept (``footers/``): for
-    files that are still listed with the same path, size and ETag (or time), nothing is read again.
+    Every footer is read, by ``threads`` threads (None: 16 for local folders, else 48), and
+    ``progress(files_done, files)`` is called as they arrive.
 
     ``exclude`` are row groups that are not read: ``[(path, ordinal), …]``, as `DataFileDamaged` names them. They are a
     selection: another ``exclude`` is another index. Where `CheckpointManager.restore` comes to the middle of an epoch
@@ -101,8 +96,7 @@ def open_table(
         found = listed(found, pinned, storage_options=storage_options, threads=threads)
     if isinstance(found.storage, LocalStorage):
         threads = min(threads, THREADS_LOCAL)
-    cache = None if footer_cache is None else _open_cache(footer_cache, storage_options)
-    summaries = cached_summaries(cache, found.storage, found.files, threads=threads, progress=progress)
+    summaries = summarize_all(found.storage, found.files, threads=threads, progress=progress)
     index = index_of(found.files, summaries) if pinned is None else index_of_version(found.files, summaries, pinned)
     index = index.excluding(excluded)
     _warn_of_unknown(excluded, index)
@@ -112,7 +106,6 @@ def open_table(
         format=format,
         storage_options=None if filesystem is not None else storage_options,
         filesystem=filesystem,
-        footer_cache=footer_cache,
         exclude=excluded,
         threads=threads,
     )
@@ -152,11 +145,6 @@ def _reopened(source: Source | CatalogTable, **options: Any) -> Table:
         with contextlib.suppress(NotImplementedError):  # of a metadata file, which does not change
             source = cast(CatalogTable, source).refresh()
     return open_table(source, **options)
-
-
-def _open_cache(place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Storage:
-    own = split_uri(os.fspath(place))[0] == "file" or FILESYSTEM in (storage_options or {})
-    return open_storage(place, storage_options=None if own else storage_options)
 
 
 def is_of_catalog(source: object) -> bool:
