@@ -23,13 +23,11 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import StaticTable, Table
 from pyiceberg.table.metadata import TableMetadataUtil
 from pyiceberg.table.snapshots import Snapshot
-from pyiceberg.utils.datetime import datetime_to_millis
 
 from lakeckpt.errors import ConfigError, LakeckptError, ObjectMissing, TableError, TableNotFound, one_line
 from lakeckpt.lake.formats.iceberg.io import StorageIO
 from lakeckpt.lake.storage.base import redact_uri, split_uri
 from lakeckpt.lake.storage.open import open_for_table
-from lakeckpt.lake.table.version import VersionAsked
 
 __all__ = ["SCHEME", "Chosen", "choose_snapshot", "is_metadata_file", "load"]
 
@@ -64,30 +62,23 @@ def load(source: object, *, storage_options: Mapping[str, Any] | None) -> Table:
     return _of_metadata(location, storage_options)
 
 
-def choose_snapshot(table: Table, asked: VersionAsked) -> Chosen:
-    """Return the snapshot that ``asked`` names; the current one, with the table's schema, where it names none.
+def choose_snapshot(table: Table, version: int | str | None) -> Chosen:
+    """Return the snapshot that ``version`` names: a branch, a tag, or else the id of a snapshot.
 
-    ``version`` is a branch or a tag, else a snapshot id. A snapshot that is named is read with the schema that it was
-    written with, as pyiceberg does. `TableNotFound` where there is none such.
+    None names the current snapshot, which is read with the table's schema. A snapshot that is named is read with the
+    schema that it was written with, as pyiceberg does. `TableNotFound` where there is none such.
     """
-    metadata, snapshot = table.metadata, None
-    if not asked.given:
+    metadata = table.metadata
+    if version is None:
         return Chosen(snapshot=metadata.current_snapshot(), schema=metadata.schema())
-    if asked.timestamp is not None:
-        named = f"at {asked.timestamp.isoformat()}"
-        snapshot = table.snapshot_as_of_timestamp(datetime_to_millis(asked.timestamp))
-    elif asked.snapshot_id is not None:
-        named = f"with the id {asked.snapshot_id}"
-        snapshot = metadata.snapshot_by_id(asked.snapshot_id)
-    else:
-        text = str(asked.version)
-        named = f"that the branch, tag or id {text!r} names"
-        snapshot = metadata.snapshot_by_name(text)
-        if snapshot is None and re.fullmatch(r"-?\d+", text):
-            snapshot = metadata.snapshot_by_id(int(text))
+    text = str(version)
+    snapshot = metadata.snapshot_by_name(text)
+    if snapshot is None and re.fullmatch(r"-?\d+", text):
+        snapshot = metadata.snapshot_by_id(int(text))
     if snapshot is None:
         raise TableNotFound(
-            f"the Iceberg table {redact_uri(table.location())!r} has no snapshot {named}: {_offer(table)}"
+            f"the Iceberg table {redact_uri(table.location())!r} has no snapshot that the branch, tag or id {text!r} "
+            f"names: {_offer(table)}"
         )
     schema = metadata.schema() if snapshot.schema_id is None else metadata.schema_by_id(snapshot.schema_id)
     if schema is None:
