@@ -2,10 +2,9 @@
 
 `load` finds the metadata of the table: through a catalog (``iceberg://catalog/namespace.table``, the catalog by
 pyiceberg's own configuration), from a `pyiceberg.table.Table` that the user loaded, or without a catalog from a
-metadata file or the folder of the table. In a folder, the newest metadata file is the one that ``version-hint.text``
-names (and versions that follow it without a gap), else the one with the highest version number. A folder does not know
-what its catalog committed, so two files of that number are refused. `choose_snapshot` picks the snapshot. The module
-reads metadata only.
+metadata file or the folder of the table. In a folder, the newest metadata file is the one with the highest version
+number. A folder does not know what its catalog committed, so two files of that number are refused. `choose_snapshot`
+picks the snapshot. The module reads metadata only.
 """
 
 from __future__ import annotations
@@ -121,9 +120,9 @@ def _of_catalog(source: str) -> Table:
 def _newest_metadata(folder: str, storage_options: Mapping[str, Any] | None) -> str:
     """Return the metadata file of a table's folder that holds its newest version."""
     storage = open_for_table(folder, storage_options=storage_options)
-    names = {info.path.partition("/")[2] for info in storage.list("metadata")}
     versions: dict[int, list[str]] = {}
-    for name in sorted(names):
+    for info in storage.list("metadata"):
+        name = info.path.partition("/")[2]
         if (match := _METADATA.fullmatch(name)) is not None:
             versions.setdefault(int(match["v"] or match["n"]), []).append(name)
     if not versions:
@@ -131,18 +130,6 @@ def _newest_metadata(folder: str, storage_options: Mapping[str, Any] | None) -> 
             f"there is no Iceberg table at {redact_uri(folder)!r}: its folder metadata/ holds no metadata"
         )
     newest = max(versions)
-    if "version-hint.text" in names:
-        hint = storage.read("metadata/version-hint.text", 0, 4096).decode("utf-8", "replace").strip()
-        if hint in names:
-            return f"{folder}/metadata/{hint}"
-        if not hint.isdecimal() or int(hint) not in versions:
-            raise TableError(
-                f"metadata/version-hint.text of {redact_uri(folder)!r} names the version {hint[:80]!r}, which is not "
-                "there: pass the metadata file itself, or open the table through its catalog"
-            )
-        newest = int(hint)
-        while newest + 1 in versions:
-            newest += 1
     if len(versions[newest]) > 1:
         raise ConfigError(
             f"{redact_uri(folder)!r} has more than one metadata file of version {newest} "
