@@ -27,8 +27,9 @@ from lakeckpt.errors import ConfigError, LakeckptError, ObjectMissing, TableErro
 from lakeckpt.lake.formats.iceberg.io import StorageIO
 from lakeckpt.lake.storage.base import redact_uri, split_uri
 from lakeckpt.lake.storage.open import open_for_table
+from lakeckpt.lake.table.listing import METADATA_FILES
 
-__all__ = ["SCHEME", "Chosen", "choose_snapshot", "is_metadata_file", "load"]
+__all__ = ["SCHEME", "Chosen", "choose_snapshot", "load"]
 
 SCHEME = "iceberg"
 MAX_METADATA_BYTES = 2**30
@@ -44,11 +45,6 @@ class Chosen:
     schema: Schema
 
 
-def is_metadata_file(name: str) -> bool:
-    """Return whether a file's name is that of Iceberg table metadata."""
-    return _METADATA.fullmatch(name.rpartition("/")[2]) is not None
-
-
 def load(source: object, *, storage_options: Mapping[str, Any] | None) -> Table:
     """Return the table by its current metadata. `TableNotFound`, `ConfigError`, `TableError`, `StorageError`."""
     if isinstance(source, Table):
@@ -57,7 +53,7 @@ def load(source: object, *, storage_options: Mapping[str, Any] | None) -> Table:
         raise ConfigError(f"an Iceberg table is a path, a URL or a pyiceberg table, not {type(source).__name__}")
     if split_uri(source)[0] == SCHEME:
         return _of_catalog(source)
-    location = source if is_metadata_file(source) else _newest_metadata(source.rstrip("/"), storage_options)
+    location = source if source.endswith(METADATA_FILES) else _newest_metadata(source.rstrip("/"), storage_options)
     return _of_metadata(location, storage_options)
 
 
