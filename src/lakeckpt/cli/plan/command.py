@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="a folder, glob, file or URL, iceberg://catalog/namespace.table; or several files",
     )
-    parser.add_argument("--version", metavar="V", help="a Delta version, an Iceberg tag or branch, a Hudi instant")
-    parser.add_argument("--snapshot-id", type=int, metavar="ID", help="an Iceberg snapshot")
-    parser.add_argument("--timestamp", metavar="TIME", help="the version of that time: 2026-01-31T12:00:00Z")
+    parser.add_argument(
+        "--version", metavar="V", help="a Delta version, an Iceberg tag, branch or snapshot id, a Hudi instant"
+    )
     parser.add_argument("--format", metavar="F", help="parquet, delta, iceberg or hudi, where a folder is several")
     parser.add_argument("--columns", metavar="A,B,…", help="the columns to be read (default: all)")
     parser.add_argument(
@@ -149,8 +149,6 @@ def _open(args: argparse.Namespace) -> Table:
         return open_table(
             args.table[0] if len(args.table) == 1 else args.table,
             version=int(named) if named is not None and named.isdecimal() else named,
-            snapshot_id=args.snapshot_id,
-            timestamp=args.timestamp,
             format=args.format,
             storage_options=options_of(args.storage_options),
             progress=progress,

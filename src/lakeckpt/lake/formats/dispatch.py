@@ -8,26 +8,22 @@ has that format. No row is decoded. The threads that read footers and listings a
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib.util
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast, get_args
 
 from lakeckpt.errors import ConfigError
-from lakeckpt.lake.formats.footer_cache import cached_summaries
 from lakeckpt.lake.formats.model import CatalogTable, PinnedFiles
 from lakeckpt.lake.formats.pinning import index_of, index_of_version, listed
-from lakeckpt.lake.parquet.footer import Progress
-from lakeckpt.lake.storage.base import Storage, split_uri
+from lakeckpt.lake.parquet.footer import Progress, summarize_all
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.lake.storage.open import FILESYSTEM, open_storage, with_filesystem
+from lakeckpt.lake.storage.open import with_filesystem
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.listing import Found, Source, find_files
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
-from lakeckpt.lake.table.version import TableFormat, VersionAsked
+from lakeckpt.lake.table.version import TableFormat
 
 __all__ = ["is_of_catalog", "open_table", "pin"]
 
@@ -43,11 +39,8 @@ def open_table(
     source: Source | CatalogTable,
     *,
     version: int | str | None = None,
-    snapshot_id: int | None = None,
-    timestamp: datetime.datetime | str | None = None,
     format: TableFormat | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    footer_cache: str | os.PathLike[str] | None = None,
     exclude: Sequence[tuple[str, int]] = (),
     filesystem: Any = None,
     threads: int | None = None,
@@ -61,13 +54,11 @@ def open_table(
     ``filesystem`` of fsspec, by a URL of it: that reads plain Parquet and Iceberg tables. For other URLs that fsspec
     knows, it makes the filesystem of ``storage_options``.
 
-    The version is the newest, or the one named by ``version`` (Delta: a number; Hudi: an instant; Iceberg: a tag or a
-    branch), by ``snapshot_id`` (Iceberg), or the one that was current at ``timestamp`` (a datetime, or ISO 8601 text,
-    with a time zone).
+    The version is the newest, or the one named by ``version`` (Delta: a number; Hudi: an instant; Iceberg: a tag, a
+    branch or the id of a snapshot). The library of the format says which version was current at a time.
 
-    Footers are read by ``threads`` threads (None: 16 for local folders, else 48), and ``progress(files_done, files)``
-    called as they arrive. ``footer_cache`` is a place, such as that of a run, where they are kept (``footers/``): for
-    files that are still listed with the same path, size and ETag (or time), nothing is read again.
+    Every footer is read, by ``threads`` threads (None: 16 for local folders, else 48), and
+    ``progress(files_done, files)`` is called as they arrive.
 
     ``exclude`` are row groups that are not read: ``[(path, ordinal), …]``, as `DataFileDamaged` names them. They are a
     selection: another ``exclude`` is another index. Where `CheckpointManager.restore` comes to the middle of an epoch
@@ -85,7 +76,7 @@ def open_table(
     storage_options = with_filesystem(storage_options, filesystem)
     if format is not None and format not in get_args(TableFormat):
         raise ConfigError(f"format={format!r}: expected one of {', '.join(get_args(TableFormat))}")
-    asked, excluded = VersionAsked.of(version, snapshot_id, timestamp), _row_groups(exclude)
+    excluded = _row_groups(exclude)
     found: Found | None = None
     pinned: PinnedFiles | None = None
     kind: TableFormat = "iceberg"
@@ -93,16 +84,15 @@ def open_table(
     if not is_of_catalog(source):
         found = find_files(cast(Source, source), storage_options=storage_options, threads=threads, kind=format)
         kind, place = found.format, found.place
-        asked.check(kind, found.uri)
     elif format not in (None, kind):
         raise ConfigError(f"format={format!r} was given, but the table is an Iceberg catalog's")
+    _check_version(version, found)
     if found is None or kind != "parquet":
-        pinned = pin(kind, place, asked=asked, storage_options=storage_options, threads=threads)
+        pinned = pin(kind, place, version=version, storage_options=storage_options, threads=threads)
         found = listed(found, pinned, storage_options=storage_options, threads=threads)
     if isinstance(found.storage, LocalStorage):
         threads = min(threads, THREADS_LOCAL)
-    cache = None if footer_cache is None else _open_cache(footer_cache, storage_options)
-    summaries = cached_summaries(cache, found.storage, found.files, threads=threads, progress=progress)
+    summaries = summarize_all(found.storage, found.files, threads=threads, progress=progress)
     index = index_of(found.files, summaries) if pinned is None else index_of_version(found.files, summaries, pinned)
     index = index.excluding(excluded)
     _warn_of_unknown(excluded, index)
@@ -112,11 +102,10 @@ def open_table(
         format=format,
         storage_options=None if filesystem is not None else storage_options,
         filesystem=filesystem,
-        footer_cache=footer_cache,
         exclude=excluded,
         threads=threads,
     )
-    named = bool(asked.given)
+    named = version is not None
     return Table(
         uri=found.uri,
         storage=found.storage,
@@ -125,6 +114,19 @@ def open_table(
         named=named,
         exclude=excluded,
     )
+
+
+def _check_version(version: object, found: Found | None) -> None:
+    """Raise `ConfigError` where ``version`` cannot name a version of the table that was found."""
+    if version is None:
+        return
+    if isinstance(version, bool) or not isinstance(version, int | str):
+        raise ConfigError(f"version={version!r}: expected int or str")
+    if found is not None and found.format == "parquet":
+        raise ConfigError(
+            f"version={version!r} was given, but {found.uri!r} is a Parquet table: plain files have no versions, leave "
+            "it out"
+        )
 
 
 def _row_groups(exclude: object) -> tuple[tuple[str, int], ...]:
@@ -154,11 +156,6 @@ def _reopened(source: Source | CatalogTable, **options: Any) -> Table:
     return open_table(source, **options)
 
 
-def _open_cache(place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Storage:
-    own = split_uri(os.fspath(place))[0] == "file" or FILESYSTEM in (storage_options or {})
-    return open_storage(place, storage_options=None if own else storage_options)
-
-
 def is_of_catalog(source: object) -> bool:
     """Return whether a catalog knows the table: ``iceberg://catalog/namespace.table``, or a table of pyiceberg's."""
     return (isinstance(source, str) and source.startswith("iceberg://")) or (
@@ -167,9 +164,14 @@ def is_of_catalog(source: object) -> bool:
 
 
 def pin(
-    kind: TableFormat, place: object, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int
+    kind: TableFormat,
+    place: object,
+    *,
+    version: int | str | None,
+    storage_options: Mapping[str, Any] | None,
+    threads: int,
 ) -> PinnedFiles:
-    """Return what the version ``asked`` for of the table at ``place`` consists of: a URI, or a table of pyiceberg's.
+    """Return what a version (None: the newest) of the table at ``place`` consists of: a URI, or a table of pyiceberg's.
 
     `ConfigError` where the format's library is not installed or has no such version, `TableError` where
     the table needs what cannot be read exactly.
@@ -180,6 +182,6 @@ def pin(
             f'tables in the format {kind} are read by {library}, which is not installed: pip install "lakeckpt[{kind}]"'
         )
     pinned: PinnedFiles = importlib.import_module(module).pin(
-        place, asked=asked, storage_options=storage_options, threads=threads
+        place, version=version, storage_options=storage_options, threads=threads
     )
     return pinned
