@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast, get_args
 
 from lakeckpt.errors import ConfigError
+from lakeckpt.lake.formats.footer_cache import cached_summaries
 from lakeckpt.lake.formats.model import CatalogTable, PinnedFiles
 from lakeckpt.lake.formats.pinning import index_of, index_of_version, listed
-from lakeckpt.lake.parquet.footer import Progress, summarize_all
+from lakeckpt.lake.parquet.footer import Progress
+from lakeckpt.lake.storage.base import Storage, split_uri
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.lake.storage.open import with_filesystem
+from lakeckpt.lake.storage.open import FILESYSTEM, open_storage, with_filesystem
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.listing import Found, Source, find_files
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
@@ -41,6 +44,7 @@ def open_table(
     version: int | str | None = None,
     format: TableFormat | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    footer_cache: str | os.PathLike[str] | None = None,
     exclude: Sequence[tuple[str, int]] = (),
     filesystem: Any = None,
     threads: int | None = None,
@@ -57,8 +61,9 @@ def open_table(
     The version is the newest, or the one named by ``version`` (Delta: a number; Hudi: an instant; Iceberg: a tag, a
     branch or the id of a snapshot). The library of the format says which version was current at a time.
 
-    Every footer is read, by ``threads`` threads (None: 16 for local folders, else 48), and
-    ``progress(files_done, files)`` is called as they arrive.
+    Footers are read by ``threads`` threads (None: 16 for local folders, else 48), and ``progress(files_done, files)``
+    called as they arrive. ``footer_cache`` is a place, such as that of a run, where they are kept (``footers/``): for
+    files that are still listed with the same path, size and ETag (or time), nothing is read again.
 
     ``exclude`` are row groups that are not read: ``[(path, ordinal), …]``, as `DataFileDamaged` names them. They are a
     selection: another ``exclude`` is another index. Where `CheckpointManager.restore` comes to the middle of an epoch
@@ -92,7 +97,8 @@ def open_table(
         found = listed(found, pinned, storage_options=storage_options, threads=threads)
     if isinstance(found.storage, LocalStorage):
         threads = min(threads, THREADS_LOCAL)
-    summaries = summarize_all(found.storage, found.files, threads=threads, progress=progress)
+    cache = None if footer_cache is None else _open_cache(footer_cache, storage_options)
+    summaries = cached_summaries(cache, found.storage, found.files, threads=threads, progress=progress)
     index = index_of(found.files, summaries) if pinned is None else index_of_version(found.files, summaries, pinned)
     index = index.excluding(excluded)
     _warn_of_unknown(excluded, index)
@@ -102,6 +108,7 @@ def open_table(
         format=format,
         storage_options=None if filesystem is not None else storage_options,
         filesystem=filesystem,
+        footer_cache=footer_cache,
         exclude=excluded,
         threads=threads,
     )
@@ -154,6 +161,11 @@ def _reopened(source: Source | CatalogTable, **options: Any) -> Table:
         with contextlib.suppress(NotImplementedError):  # of a metadata file, which does not change
             source = cast(CatalogTable, source).refresh()
     return open_table(source, **options)
+
+
+def _open_cache(place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Storage:
+    own = split_uri(os.fspath(place))[0] == "file" or FILESYSTEM in (storage_options or {})
+    return open_storage(place, storage_options=None if own else storage_options)
 
 
 def is_of_catalog(source: object) -> bool:

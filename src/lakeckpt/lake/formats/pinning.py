@@ -24,7 +24,7 @@ from lakeckpt.lake.table.listing import Found, list_exactly, open_root
 from lakeckpt.lake.table.partitions import coded, partition_columns, partition_names
 from lakeckpt.lake.table.schema import plain_schema, table_schema
 
-__all__ = ["index_of", "index_of_version", "listed"]
+__all__ = ["file_columns", "index_of", "index_of_version", "listed"]
 
 _NONE = np.zeros(0, np.int64)
 
@@ -69,7 +69,7 @@ def index_of(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) -> T
                     "move it into one, or read the files as two tables"
                 )
     schema = table_schema([(path, s.schema) for path, s in zip(paths, summaries, strict=True)], partitions)
-    return TableIndex(**_file_columns(files, summaries), partitions=partitions, schema=schema)
+    return TableIndex(**file_columns(files, summaries), partitions=partitions, schema=schema)
 
 
 def index_of_version(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary], pinned: PinnedFiles) -> TableIndex:
@@ -93,7 +93,7 @@ def index_of_version(files: Sequence[ObjectInfo], summaries: Sequence[FileSummar
     )
     deleted = {i: file.deleted for i, file in enumerate(in_order) if file.deleted is not None}
     return TableIndex(
-        **_file_columns(files, summaries),
+        **file_columns(files, summaries),
         partitions=partitions,
         schema=schema,
         version=pinned.version,
@@ -110,7 +110,7 @@ def _is_stored(name: str, field: pa.Field, file: PinnedFile, summary: FileSummar
     return resolve(column, [name], pinned.columns, summary.schema, file.path)[name].index is not None
 
 
-def _file_columns(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) -> dict[str, Any]:
+def file_columns(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) -> dict[str, Any]:
     """Return the columns of an index that files and their footers give."""
     per_file = [len(summary.group_rows) for summary in summaries]
     return {
