@@ -163,7 +163,7 @@ def tree_of_branches(branches: Mapping[str, Payload], *, optimizer: str = "") ->
 
 def tree_from_bytes(document: bytes) -> tuple[Any, str]:
     """Return the tree of a document and its ``kind`` (see `Flat`). `WireError` where it is no such document."""
-    tree = loads(document, kind=_KIND, supported=_VERSION).value
+    tree = loads(document, kind=_KIND, supported=_VERSION)
     return tree, tree.pop(_CLASS, "") if type(tree) is dict else ""
 
 
