@@ -285,9 +285,9 @@ class _Law:
             run()
         except ConfigError:
             raise
-        except Exception as error:  # a loader that fails breaks the law as well, and is told with its history
+        except Exception as error:  # a loader that fails breaks the law as well, and is reported with its history
             smallest, reason = self._shrunk(list(history), error) if shrink else (list(history), error)
-            raise AssertionError(self._told(smallest, reason)) from reason
+            raise AssertionError(self._message(smallest, reason)) from reason
 
     def _shrunk(self, history: list[Attempt], reason: Exception) -> tuple[list[Attempt], Exception]:
         """Return the smallest history found that still breaks the law, and how it does."""
@@ -306,7 +306,7 @@ class _Law:
                     break
         return history, reason
 
-    def _told(self, history: list[Attempt], error: Exception) -> str:
+    def _message(self, history: list[Attempt], error: Exception) -> str:
         what = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
         arguments = [] if self._key is None else [f"key={self._key!r}" if isinstance(self._key, str) else "key=key"]
         return (

@@ -210,11 +210,11 @@ class Job:
         claimed = consumed(state)
         epochs = set(claimed) if state.identity.endless else {state.epoch}
         for epoch in epochs:
-            said, seen = claimed.get(epoch, Intervals.empty()), self.observed.positions.get(epoch, Intervals.empty())
-            if said != seen:
+            stated, seen = claimed.get(epoch, Intervals.empty()), self.observed.positions.get(epoch, Intervals.empty())
+            if stated != seen:
                 raise Violation(
-                    f"epoch {epoch}: the state says that positions {said} were consumed, and receipts were of {seen}; "
-                    f"too many: {said.difference(seen)}, too few: {seen.difference(said)}"
+                    f"epoch {epoch}: the state says that positions {stated} were consumed, and receipts name {seen}; "
+                    f"too many: {stated.difference(seen)}, too few: {seen.difference(stated)}"
                 )
 
     # --- ends
