@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.errors import UnsupportedValue
-from lakeckpt.wire.envelope import dumps, dumps_map, loads, payload_of
+from lakeckpt.wire.envelope import dumps, dumps_map, loads
+from lakeckpt.wire.values import pack
 from tests.wire.crafted import KIND, VERSION
 from tests.wire.sameness import same
 from tests.wire.strategies import values
@@ -34,7 +35,7 @@ def test_every_value_of_the_closed_list_comes_back_as_it_was(value: object) -> N
 
 @given(st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=9), values, max_size=5))
 def test_a_dict_made_of_known_payloads_is_the_same_document(value: dict[str, Any]) -> None:
-    made = dumps_map({key: payload_of(one) for key, one in value.items()}, kind=KIND, version=VERSION)
+    made = dumps_map({key: pack(one) for key, one in value.items()}, kind=KIND, version=VERSION)
     assert made == dumps(value, kind=KIND, version=VERSION)
 
 

@@ -37,7 +37,6 @@ __all__ = [
     "dumps",
     "dumps_map",
     "loads",
-    "payload_of",
 ]
 
 MAGIC = b"LAKECKPT"
@@ -57,13 +56,8 @@ def dumps(value: object, *, kind: str, version: tuple[int, int], root: str = "")
     return _document(pack(value, root=root), kind=kind, version=version)
 
 
-def payload_of(value: object, *, root: str = "") -> Payload:
-    """Return the bytes of ``value`` inside of a dict, for `dumps_map`. Raises as `dumps` does."""
-    return pack(value, root=root)
-
-
 def dumps_map(payloads: Mapping[str, Payload], *, kind: str, version: tuple[int, int]) -> bytes:
-    """Return the document of a dict whose values are `payload_of` something: the same bytes as `dumps` makes."""
+    """Return the document of a dict, the same bytes as `dumps` makes. `lakeckpt.wire.values.pack` packed its values."""
     return _document(join_payloads(payloads), kind=kind, version=version)
 
 
