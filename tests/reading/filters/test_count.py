@@ -170,13 +170,6 @@ def test_filtered_reading_reads_the_filters_columns_only_where_it_must_choose(la
     decoder.close()
 
 
-def test_progress_tells_row_groups(lake: Path) -> None:
-    said: list[tuple[int, int]] = []
-    table = open_table(lake)
-    count_rows(table, row_filter(f("x") < 5, table.schema), progress=lambda done, total: said.append((done, total)))
-    assert said[-1] == (18, 18) and [done for done, _ in said] == sorted(done for done, _ in said)
-
-
 def test_units_cover_each_file_in_order(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": range(40)}), tmp_path / "a.parquet", row_group_size=1)
     pq.write_table(pa.table({"a": pa.array([], pa.int64())}), tmp_path / "b.parquet")

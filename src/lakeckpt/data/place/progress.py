@@ -156,9 +156,9 @@ class Progress:
         return self._start_of(state.epoch + 1, state)
 
     def load(self, state: ReaderState, *, ahead: int = 0) -> None:
-        """Go on from ``state``; StateMismatch, without a change, where it belongs to another order of rows.
+        """Go on from ``state``; StateMismatch, without a change, if it belongs to another order of rows.
 
-        StateError where no job comes to it: see `check_place`, for ``ahead`` as well.
+        StateError if no job reaches it: see `check_place`, for ``ahead`` as well.
         """
         identity, given = self.identity, state
         if self.goes_on_elsewhere(state):
