@@ -43,26 +43,22 @@ def account(
     records: Records,
     orders: Mapping[str, Order],
     *,
-    named_groups: int,
     skipped: Collection[int] = (),
 ) -> ReaderAudit:
     """Return the account of reader ``name``; ``records`` are its records in the history, at least one.
 
-    ``orders`` are the orders of the tables by digest, for tables whose index can be read. A finding lists at most
-    ``named_groups`` row groups. ``skipped`` are the epochs whose rest an attempt skipped.
+    ``orders`` are the orders of the tables by digest, for tables whose index can be read. ``skipped`` are the epochs
+    whose rest an attempt skipped.
     """
-    return _Account(name, records, orders, named_groups, skipped).audit()
+    return _Account(name, records, orders, skipped).audit()
 
 
 class _Account:
-    def __init__(
-        self, name: str, records: Records, orders: Mapping[str, Order], named_groups: int, skipped: Collection[int]
-    ) -> None:
+    def __init__(self, name: str, records: Records, orders: Mapping[str, Order], skipped: Collection[int]) -> None:
         self._skipped = skipped
         self._name = name
         self._records = records
         self._orders = orders
-        self._named_groups = named_groups
         self._walk = ReaderWalk(records, orders)
         self._epochs: list[EpochAudit] = []
         self._findings: list[Finding] = []
@@ -211,7 +207,7 @@ class _Account:
     ) -> Finding:
         rows = space.table_rows(Intervals.of(found.take(0, min(found.size, _NAMED_ROWS))))
         order = self._orders.get(order_name(self._identity_of(epoch, tip)))
-        where = [] if rows is None or order is None else name_rows(order, rows, most=self._named_groups)
+        where = [] if rows is None or order is None else name_rows(order, rows)
         return Finding(
             kind=kind,
             reader=self._name,
