@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lakeckpt import __version__
+from lakeckpt.checkpoint.format.fields import fields_of
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError
@@ -142,7 +143,7 @@ class Frames:
 
 def _message(value: object) -> Message:
     what = "a message between a trainer and its agent"
-    plain = dict(value) if isinstance(value, dict) else {}
+    plain = dict(fields_of(value, what))
     library = plain.pop("library", None)
     if library != __version__:
         raise AgentError(
