@@ -21,7 +21,6 @@ from lakeckpt.checkpoint.restore.from_storage import load_state
 from lakeckpt.checkpoint.restore.load_into import is_large, load_in_place, load_small
 from lakeckpt.checkpoint.restore.rest_of_epoch import carried_over
 from lakeckpt.checkpoint.restore.table_versions import Pins, fit_readers, go_to
-from lakeckpt.checkpoint.restore.votes import Together, verdict
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, WireError
 from lakeckpt.lake.storage.base import Storage
@@ -30,6 +29,7 @@ from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.readers import selection_of
 from lakeckpt.tracking.tally import Tally
+from lakeckpt.tracking.votes import Together, verdict
 
 __all__ = ["Candidate", "Trial"]
 
