@@ -10,7 +10,6 @@ It imports without torch and starts no threads of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.format.manifest import Begin, Manifest, Restored
@@ -30,7 +29,6 @@ __all__ = [
     "must_stay",
     "not_rolled_back",
     "read_history",
-    "removed_by_the_unknown",
     "selection_path",
 ]
 
@@ -53,8 +51,6 @@ class History:
     restores: tuple[Restored, ...] = ()
     """The restores of attempts, and roll-backs, in order."""
     damaged: tuple[Damage, ...]
-    lost: str = ""
-    """Why the newest entries of the log seem to be lost; empty if nothing shows that, or nobody has looked."""
 
     @property
     def tip(self) -> Manifest | None:
@@ -172,36 +168,3 @@ def must_stay(history: History) -> set[int]:
     kept = kept_ever_since(commits, history.tip.slot)
     # A commit whose entry cannot be read may have been allowed to remove anything before it.
     return {slot for slot in kept if all(one.path < slot_path(slot) for one in history.damaged)} | {history.tip.slot}
-
-
-def removed_by_the_unknown(history: History, there: Collection[str]) -> str:
-    """Return why newer entries of the log seem to be lost; empty if nothing shows that.
-
-    ``there`` are the `folders_there`. Retention removes the oldest data first, behind a newer commit. If one of the
-    newest checkpoints has no data, though no commit in the log was allowed to remove them, then the commit that removed
-    them is not in the log any more: provided that the tip has data, or that a newer save, which the log does not know,
-    has parts. Checkpoints that a rule keeps beside the newest may have been removed by hand. If all data are gone, as
-    of a run that was trained to its end, nothing follows.
-    """
-    tip = history.tip
-    if tip is None or tip.keep is None:
-        return ""
-    has_data = tip.save.folder in there
-    if not has_data:
-        commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
-        newer = {folder for folder in there if folder > tip.save.folder} - {one.save.folder for one in commits}
-        if not newer or tip.slot not in kept_ever_since(commits, tip.slot):
-            return ""
-        if any(one.path > slot_path(tip.slot) for one in history.damaged):
-            return ""  # that commit is there, and reported as damaged
-    stays = must_stay(history)
-    gone = [one for one in history.chain[-tip.keep.last :] if one.slot in stays and one.save.folder not in there]
-    if not gone:
-        return ""
-    steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in gone)
-    goes_on = "training goes on from that step" if has_data else "an older checkpoint is restored, if one is whole"
-    return (
-        f"the data of step {steps} is gone, and no commit in the log was allowed to remove it: entries newer than "
-        f"{slot_path(tip.slot)} (step {tip.step:,}) seem to be lost, unless somebody removed that data by hand. "
-        f"Stop the job and put them back from a copy of the log if there is one; else {goes_on}"
-    )
