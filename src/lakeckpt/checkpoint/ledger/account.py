@@ -141,7 +141,7 @@ class _Account:
         if space is None:
             self._walk.doubt(f"epoch {epoch} was read in orders that cannot be compared, and is not counted")
             return
-        counted = count_epoch(
+        audit, wrong = count_epoch(
             epoch,
             rows=rows,
             status=status,
@@ -151,15 +151,10 @@ class _Account:
             claim=claim,
             dropped=self._dropped(epoch) if status == "complete" else None,
         )
-        self._epochs.append(counted.audit)
-        if counted.twice_first is not None:
-            self._findings.append(self._finding("repeated", epoch, counted.twice, counted.twice_first, space, tip))
-        if counted.lost:
-            self._findings.append(
-                self._finding("lost", epoch, counted.lost, self._first_to_claim(epoch, counted.lost, space), space, tip)
-            )
-        if counted.again:
-            self._findings.append(self._finding("again", epoch, counted.again, newest, space, tip))
+        self._epochs.append(audit)
+        for one in wrong:
+            first = self._first_to_claim(epoch, one.rows, space) if one.kind == "lost" else one.first or newest
+            self._findings.append(self._finding(one.kind, epoch, one.rows, first, space, tip))
 
     def _claim(
         self, state: ReaderState, epoch: int, manifest: Manifest, known: Mapping[int, Intervals] | None = None
