@@ -126,7 +126,7 @@ class _Loading:
 
     def _compared(self, slot: int) -> Candidate:
         chosen = self._trial.checkpoint(slot)
-        for name, reason in chosen.pins.given_up.items():
+        for name, reason in chosen.pins.skipped.items():
             raise CheckpointMismatch(f"the state of {name!r} cannot be loaded, and nothing was changed: {reason}")
         return chosen
 

@@ -173,7 +173,7 @@ class Restorer:
 
         def read() -> dict[str, str]:
             found.append(self._candidate(run, which))
-            return {f"{_SKIPPED}{name}": reason for name, reason in found[0].pins.given_up.items()}
+            return {f"{_SKIPPED}{name}": reason for name, reason in found[0].pins.skipped.items()}
 
         tally = self._trial.vote(read, of_memory=which[1] is not None)
         if not {"damaged", "unfit"}.isdisjoint(tally.facts):
@@ -187,7 +187,7 @@ class Restorer:
         }
         indexes = {name: index for name, index in chosen.pins.indexes.items() if name not in skipped}
         states = {name: state for name, state in chosen.pins.states.items() if name not in skipped}
-        return replace(chosen, pins=Pins(indexes=indexes, states=states, given_up=skipped))
+        return replace(chosen, pins=Pins(indexes=indexes, states=states, skipped=skipped))
 
     def _candidate(self, run: str, which: _Which) -> Candidate:
         slot, captured = which
@@ -304,23 +304,23 @@ class Restorer:
             else:
                 restore_random(chosen.loaded.random)
             if self._exchange.rank == 0:
-                self._warn_of(chosen.pins.given_up)
+                self._warn_of(chosen.pins.skipped)
         report = RestoreReport(
             restored=restored,
             captured=None if chosen is None or chosen.captured is None else chosen.step,
             attempt=attempt.number,
             damaged=tuple(self._chooser.damaged.values()),
             per_rank=() if chosen is None else chosen.loaded.per_rank,
-            given_up={} if chosen is None else chosen.pins.given_up,
+            given_up={} if chosen is None else chosen.pins.skipped,
         )
         return step, attempt, report
 
     def _warn_of(self, skipped: Mapping[str, str]) -> None:
         for name, reason in skipped.items():
-            text = f"{name!r} gives the rest of its epoch up, and goes on with the next one: {reason}"
+            text = f"{name!r} skips the rest of its epoch, and goes on with the next one: {reason}"
             warnings.warn(text, DamageWarning, stacklevel=5)
 
 
 def _epochs_skipped(chosen: Candidate) -> dict[str, int]:
     """Return reader → the epoch of which the rest is skipped."""
-    return {name: int(chosen.readers[name].state["epoch"]) for name in chosen.pins.given_up}
+    return {name: int(chosen.readers[name].state["epoch"]) for name in chosen.pins.skipped}
