@@ -116,23 +116,20 @@ def test_a_rank_reads_a_note_only_at_the_cut_after_the_check() -> None:
 
 
 def test_what_a_user_may_ask_for() -> None:
-    assert policy_of(7, None) == EverySteps(7)
-    assert policy_of(timedelta(minutes=2), None) == EverySeconds(120.0)
-    assert policy_of(None, EverySteps(2)) == EverySteps(2)
-    assert policy_of(None, None) == EverySeconds(600.0)
-    with pytest.raises(ConfigError, match="not two"):
-        policy_of(7, EverySteps(7))
+    assert policy_of(7) == EverySteps(7)
+    assert policy_of(timedelta(minutes=2)) == EverySeconds(120.0)
+    assert policy_of(None) == EverySeconds(600.0)
     for bad in (0, -1, True):
         with pytest.raises(ConfigError, match="positive int"):
-            policy_of(bad, None)
+            policy_of(bad)
     with pytest.raises(ConfigError, match="positive number"):
-        policy_of(timedelta(0), None)
+        policy_of(timedelta(0))
     with pytest.raises(ConfigError, match="not two"):
-        policy_of(7, None, between_failures=timedelta(hours=8))
-    assert policy_of(None, None, between_failures=timedelta(hours=8)) == ByFailureRate(28800.0)
+        policy_of(7, between_failures=timedelta(hours=8))
+    assert policy_of(None, between_failures=timedelta(hours=8)) == ByFailureRate(28800.0)
     for never in (timedelta(0), 7):
         with pytest.raises(ConfigError, match="mean_time_between_failures"):
-            policy_of(None, None, between_failures=never)  # type: ignore[arg-type]
+            policy_of(None, between_failures=never)  # type: ignore[arg-type]
 
 
 def lost_share(interval_s: float, cost_s: float, between_failures_s: float) -> float:
@@ -183,11 +180,3 @@ def test_saves_do_not_fall_faster_than_they_are_committed() -> None:
     policy = ByFailureRate(3600.0)
     assert policy.interval_s(Costs(saves=1, cost_s=0.01, took_s=90.0)) == 90.0
     assert policy.interval_s(Costs(saves=1)) == 600.0 and policy.interval_s(Costs()) == 0.0
-
-
-def test_schedules_of_two_names_do_not_read_each_others_notes() -> None:
-    hub, clock = Hub(2), Clock()
-    for name, seconds in (("capture", 1.0), ("persist", 9.0)):
-        for rank in range(2):
-            Schedule(EverySeconds(seconds), hub.of(rank), clock, name=name).start(0)
-    assert sorted(hub.notes) == ["check/capture/0", "check/persist/0"]

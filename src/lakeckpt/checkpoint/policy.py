@@ -1,7 +1,7 @@
 """This module defines when checkpoints are due: by steps, by time, or by the rate of failures.
 
-A policy by steps is a pure function that every rank computes. Any other policy states an interval in seconds, and rank
-0 alone looks at its clock (`lakeckpt.checkpoint.schedule`). The best time between saves follows from the cost of a save
+Every rank computes alone when a save by steps is due. Any other policy states an interval in seconds, and rank 0 alone
+looks at its clock (`lakeckpt.checkpoint.schedule`). The best time between saves follows from the cost of a save
 and the time between failures (`best_interval_s`): rare saves lose more work to a failure, and frequent saves cost more
 without a failure.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from math import isfinite, sqrt
-from typing import Protocol
 
 from lakeckpt.errors import ConfigError
 
@@ -34,39 +33,15 @@ class Costs:
     """Seconds from the start of a save to its commit: the median of the latest saves; None before the first."""
 
 
-class Policy(Protocol):
-    """Decides when saves fall. Every rank asks a ``by_steps`` policy `is_due` at every step. Rank 0 alone asks any
-    other policy for its `interval_s`, and only at some steps."""
-
-    by_steps: bool
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a save falls at ``step``, for a policy by steps: the same answer on every rank."""
-        ...
-
-    def interval_s(self, costs: Costs) -> float:
-        """Return how many seconds lie between the begin of the last save and the begin of the next save."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class EverySteps:
     """Save after every ``steps``-th optimizer step."""
 
     steps: int
-    by_steps = True
 
     def __post_init__(self) -> None:
         if type(self.steps) is not int or self.steps < 1:
             raise ConfigError(f"every how many steps to save is a positive int, got {self.steps!r}")
-
-    def is_due(self, step: int) -> bool:
-        """See `Policy`."""
-        return step % self.steps == 0
-
-    def interval_s(self, costs: Costs) -> float:
-        """Never by the time."""
-        raise AssertionError("a policy by steps has no interval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +49,13 @@ class EverySeconds:
     """Save about every ``seconds`` seconds of rank 0's clock, at the next step."""
 
     seconds: float
-    by_steps = False
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
             raise ConfigError(f"every how many seconds to save is a positive number, got {self.seconds!r}")
 
-    def is_due(self, step: int) -> bool:
-        """Never by the step alone."""
-        return False
-
     def interval_s(self, costs: Costs) -> float:
-        """See `Policy`."""
+        """Return how many seconds lie between the begin of the last save and the begin of the next save."""
         return self.seconds
 
 
@@ -99,7 +69,6 @@ class ByFailureRate:
     """
 
     seconds_between_failures: float
-    by_steps = False
 
     def __post_init__(self) -> None:
         if not (self.seconds_between_failures > 0 and isfinite(self.seconds_between_failures)):
@@ -107,15 +76,14 @@ class ByFailureRate:
                 f"mean_time_between_failures is a positive time, got {self.seconds_between_failures!r} seconds"
             )
 
-    def is_due(self, step: int) -> bool:
-        """Never by the step alone."""
-        return False
-
     def interval_s(self, costs: Costs) -> float:
-        """See `Policy`."""
+        """See `EverySeconds`."""
         if costs.cost_s is None:
             return _DEFAULT_S if costs.saves else 0.0
         return max(best_interval_s(costs.cost_s, self.seconds_between_failures), costs.took_s or 0.0)
+
+
+Policy = EverySteps | EverySeconds | ByFailureRate
 
 
 def best_interval_s(cost_s: float, between_failures_s: float) -> float:
@@ -135,18 +103,12 @@ def best_interval_s(cost_s: float, between_failures_s: float) -> float:
     return sqrt(2 * cost_s * between_failures_s) * (1 + sqrt(part) / 3 + part / 9) - cost_s
 
 
-def policy_of(
-    every: int | timedelta | None, policy: Policy | None = None, *, between_failures: timedelta | None = None
-) -> Policy:
-    """Return the policy that a user asked for: a save ``every`` so many steps or so much time, the interval that
-    follows from ``between_failures`` (the mean time between failures), or ``policy`` itself; by default, a save every
-    10 minutes. `ConfigError` if more than one of them is given."""
-    if (every is not None) + (policy is not None) + (between_failures is not None) > 1:
-        raise ConfigError("give one of persist_every=, mean_time_between_failures= and policy=, not two")
-    if policy is not None:
-        if not (callable(getattr(policy, "is_due", None)) and callable(getattr(policy, "interval_s", None))):
-            raise ConfigError(f"policy is an object with by_steps, is_due and interval_s, got {policy!r}")
-        return policy
+def policy_of(every: int | timedelta | None, *, between_failures: timedelta | None = None) -> Policy:
+    """Return the policy that a user asked for: a save ``every`` so many steps or so much time, or the interval that
+    follows from ``between_failures`` (the mean time between failures); by default, a save every 10 minutes.
+    `ConfigError` if both are given."""
+    if every is not None and between_failures is not None:
+        raise ConfigError("give one of persist_every= and mean_time_between_failures=, not two")
     if between_failures is not None:
         if not isinstance(between_failures, timedelta):
             raise ConfigError(f"mean_time_between_failures is a timedelta, got {between_failures!r}")

@@ -19,7 +19,7 @@ import json
 from collections import deque
 from statistics import median
 
-from lakeckpt.checkpoint.policy import Costs, Policy
+from lakeckpt.checkpoint.policy import ByFailureRate, Costs, EverySeconds, EverySteps, Policy
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import Waiter
 
@@ -33,16 +33,12 @@ _MOST_STEPS_BETWEEN_CHECKS = 10_000
 
 
 class Schedule:
-    """The schedule of one rank. Every rank calls `is_due` once for every step, in order.
+    """The schedule of one rank. Every rank calls `is_due` once for every step, in order."""
 
-    ``name`` keeps the announcements of several schedules apart.
-    """
-
-    def __init__(self, policy: Policy, exchange: Exchange, waiter: Waiter, *, name: str = "persist") -> None:
+    def __init__(self, policy: Policy, exchange: Exchange, waiter: Waiter) -> None:
         self._policy = policy
         self._exchange = exchange
         self._waiter = waiter
-        self._name = name
         self._saves = 0
         self._checked: int | None = None  # the step of a check whose announcement this rank has not read
         self._save: int | None = None  # as announced last
@@ -60,10 +56,10 @@ class Schedule:
 
     def is_due(self, step: int) -> bool:
         """Return whether a save falls at ``step``: the same answer on every rank."""
-        if self._policy.by_steps:
-            return self._policy.is_due(step)
+        if isinstance(self._policy, EverySteps):
+            return step % self._policy.steps == 0
         if self._checked is not None:
-            self._save, self._check = json.loads(self._exchange.fetch(self._note(self._checked)))
+            self._save, self._check = json.loads(self._exchange.fetch(_note(self._checked)))
             self._checked = None
         due = self._save == step
         if due:
@@ -85,16 +81,16 @@ class Schedule:
             self._took.append(took_s)
 
     def _announce(self, step: int) -> None:
-        if self._policy.by_steps:
+        if isinstance(self._policy, EverySteps):
             return
         if self._exchange.rank:
             self._checked = step
             return
-        self._save, self._check = self._next(step)
+        self._save, self._check = self._next(step, self._policy)
         if self._exchange.world_size > 1:
-            self._exchange.publish(self._note(step), json.dumps([self._save, self._check]).encode())
+            self._exchange.publish(_note(step), json.dumps([self._save, self._check]).encode())
 
-    def _next(self, step: int) -> tuple[int | None, int]:
+    def _next(self, step: int, policy: EverySeconds | ByFailureRate) -> tuple[int | None, int]:
         """Return the steps of the next save and of the next check, on rank 0 at the cut of ``step``."""
         now_s = self._waiter.now()
         (first, first_s), (before, before_s) = self._begun, self._looked
@@ -102,7 +98,7 @@ class Schedule:
         if step == first:  # no pace yet
             return None, step + 1
         since_start_s, lately_s = (now_s - first_s) / (step - first), (now_s - before_s) / (step - before)
-        interval_s = self._policy.interval_s(
+        interval_s = policy.interval_s(
             Costs(
                 saves=self._saves,
                 cost_s=median(self._costs) if self._costs else None,
@@ -119,5 +115,6 @@ class Schedule:
         ahead = min(ahead_s / step_s, most) if step_s > 0 else most
         return None, step + max(int(ahead), 1)
 
-    def _note(self, step: int) -> str:
-        return f"check/{self._name}/{step}"
+
+def _note(step: int) -> str:
+    return f"check/{step}"
