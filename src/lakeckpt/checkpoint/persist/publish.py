@@ -287,7 +287,10 @@ class Publisher:
             self.tip.put(manifest)
         except Exception as error:
             self._still()
-            self.tip.refuse_later()  # a successor removes what this attempt has not committed yet
+            with contextlib.suppress(StorageError):  # a successor removes what this attempt has not committed yet
+                late = [one for one in self.tip.catch_up() if one.save == save]
+                if late:
+                    return late[0]  # only the answer was lost
             if not isinstance(error, OSError):
                 self._tell_others(save, error)
                 raise
