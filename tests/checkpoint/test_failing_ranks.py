@@ -354,9 +354,9 @@ def test_where_one_rank_cannot_begin_to_capture_neither_begins_to_train(
         (
             {"persist_every": 3},
             {"persist_every": 4},
-            "when to save: EverySteps(steps=3) on rank 0; EverySteps(steps=4)",
+            "persist_every: 3 on rank 0; 4 on rank 1",
         ),
-        ({}, {"persist_every": timedelta(hours=1)}, "EverySeconds(seconds=3600.0) on rank 1"),
+        ({}, {"persist_every": timedelta(hours=1)}, "1:00:00 on rank 1"),
         ({"capture_every": 2}, {}, "capture_every: 2 on rank 0; None on rank 1"),
         ({"keep": 3}, {"keep": 2}, "keep: Keep(last=3"),
         ({"on_save_failure": "warn"}, {}, "on_save_failure: warn on rank 0; raise on rank 1"),

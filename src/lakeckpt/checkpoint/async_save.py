@@ -310,7 +310,7 @@ class Background:
     def _result_of(self, outcome: Outcome) -> Saved:
         if outcome.slot is None:
             error = save_error(f"{outcome.kind}: {outcome.text}")
-            return Saved(step=outcome.step, info=None, error=error, took_s=outcome.took_s)
+            return Saved(step=outcome.step, info=None, error=error)
         info = CheckpointInfo(
             slot=outcome.slot,
             step=outcome.step,
@@ -319,7 +319,7 @@ class Background:
             created_s=outcome.created_s,
         )
         remarks = Remarks(lost=outcome.lost, unpruned=outcome.text)
-        return Saved(step=outcome.step, info=info, error=None, took_s=outcome.took_s, remarks=remarks)
+        return Saved(step=outcome.step, info=info, error=None, remarks=remarks)
 
     def wait(self) -> None:
         """Return when the results of all saves are known. Raises `SaveFailed` if the agent is silent."""

@@ -27,12 +27,11 @@ from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import not_rolled_back
 from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.persist.publish import Settings
-from lakeckpt.checkpoint.policy import policy_of
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
 from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, RestoreReport
 from lakeckpt.checkpoint.restore.restorer import Restorer
 from lakeckpt.checkpoint.restore.votes import Together
-from lakeckpt.checkpoint.schedule import Schedule
+from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.base import Storage, describe
@@ -56,8 +55,6 @@ class CheckpointManager:
         state: name → object with ``state_dict`` and ``load_state_dict``. Readers such as `lakeckpt.LakeLoader` are
             recognised: their states are taken as of what was consumed. Random states are always saved.
         persist_every: save after so many optimizer steps (int), or so much time (timedelta). Default: every 10 minutes.
-        mean_time_between_failures: instead of ``persist_every``: how often a job of this size fails. Saves then fall as
-            often as loses the least time in all, by what they cost (`lakeckpt.checkpoint.policy.best_interval_s`).
         capture_every: copy the state into host memory every so many optimizer steps, beside training; saves are then
             made from there by a process of this node, while training goes on, and a process that is restarted loses no
             more than that. It takes the state's size three times (four times with several ranks) of memory. ``uri`` is
@@ -87,7 +84,6 @@ class CheckpointManager:
         state: Mapping[str, Any],
         *,
         persist_every: int | timedelta | None = None,
-        mean_time_between_failures: timedelta | None = None,
         capture_every: int | None = None,
         arenas: str | PathLike[str] | None = None,
         bubbles: Bubbles | None = None,
@@ -103,7 +99,7 @@ class CheckpointManager:
         self._objects = checked_state(state)
         check_settings(on_save_failure, timeout_s)
         check_capturing(capture_every, arenas, bubbles)
-        policy = policy_of(persist_every, between_failures=mean_time_between_failures)
+        every = interval_of(persist_every)
         rule = keep if isinstance(keep, Keep) else Keep(last=keep)
         if not isinstance(uri, (str, PathLike, Storage)):
             raise ConfigError(f"a run lies at a folder, a URL or in a Storage, got {uri!r}")
@@ -120,12 +116,12 @@ class CheckpointManager:
         self._settings = Settings(keep=rule, timeout_s=timeout_s)
         self._reporter = Reporter(on_save, warns=on_save_failure == "warn")
         self._shared = {
-            "when to save": repr(policy),
+            "persist_every": str(every),
             "capture_every": repr(capture_every),
             "keep": repr(rule),
             "on_save_failure": on_save_failure,
         }
-        self._schedule = Schedule(policy, self._exchange, self._waiter)
+        self._schedule = Schedule(every, self._exchange, self._waiter)
         self._tracks: dict[str, ReaderTrack] = {}
         self._step = 0
         self._metric: Any = None
@@ -354,19 +350,13 @@ class CheckpointManager:
             self._saves.stop(failure, at_exit=at_exit)
 
     def _save(self, saves: Saver | Background, *, sync: bool) -> None:
-        begun_s = self._waiter.now()
         saves.save(self._step, self._metric, patient=sync)
-        self._schedule.saved(cost_s=self._waiter.now() - begun_s)
         if sync:
             saves.wait()
         self._read_results(saves, wanted=self._step if sync else None)
 
     def _read_results(self, saves: Saver | Background, *, wanted: int | None = None) -> None:
-        results = saves.results()
-        for one in results:
-            if one.info is not None:
-                self._schedule.saved(took_s=one.took_s)
-        self._reporter.report(results, wanted=wanted)
+        self._reporter.report(saves.results(), wanted=wanted)
 
     def _ready(self) -> Saver | Background:
         self._refuse_closed()

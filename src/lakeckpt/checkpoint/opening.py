@@ -112,7 +112,7 @@ def open_saves(
         waiter=waiter,
         exchange=exchange if exchange.world_size > 1 else None,
     )
-    return Saver(publisher, storage, exchange, objects=objects, tracks=tracks, journal=journal, waiter=waiter)
+    return Saver(publisher, storage, exchange, objects=objects, tracks=tracks, journal=journal)
 
 
 def _open_agent(

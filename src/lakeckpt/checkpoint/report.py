@@ -99,7 +99,6 @@ class Saved:
     step: int
     info: CheckpointInfo | None
     error: LakeckptError | None
-    took_s: float
     remarks: Remarks = field(default_factory=Remarks)
     """On the commit."""
 

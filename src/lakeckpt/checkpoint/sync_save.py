@@ -31,7 +31,6 @@ from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, St
 from lakeckpt.checkpoint.state.tensors import host_bytes, on_host, spec_of
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
-from lakeckpt.tracking.waiting import Waiter
 
 __all__ = ["Saver", "stage"]
 
@@ -56,7 +55,6 @@ class Saver:
         objects: Mapping[str, Any],
         tracks: Mapping[str, ReaderTrack],
         journal: Journal,
-        waiter: Waiter,
     ) -> None:
         self._publisher = publisher
         self._storage = storage
@@ -64,7 +62,6 @@ class Saver:
         self._objects = objects
         self._tracks = tracks
         self._journal = journal
-        self._waiter = waiter
         self._results: list[Saved] = []
 
     def save(self, step: int, metric: Any, *, patient: bool = True) -> None:
@@ -74,14 +71,13 @@ class Saver:
         Raises what `Publisher.publish` does, `UnsupportedValue` for a state that cannot be written, and `ConfigError`
         for a metric that turns out to be no number.
         """
-        begun_s, attempt = self._waiter.now(), self._publisher.attempt
+        attempt = self._publisher.attempt
         save = SaveId(attempt=attempt.number, step=step, number=attempt.saves)
         attempt.saves += 1
         manifest = self._publisher.publish(save, self._taken(step, metric), self._exchange)
         self._journal.committed(manifest.step)
-        took_s = self._waiter.now() - begun_s
         info, remarks = CheckpointInfo.of(manifest), self._publisher.remarks
-        self._results.append(Saved(step=step, info=info, error=None, took_s=took_s, remarks=remarks))
+        self._results.append(Saved(step=step, info=info, error=None, remarks=remarks))
 
     def results(self) -> list[Saved]:
         """Return the results of saves since the last call."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from datetime import timedelta
 from itertools import chain, pairwise, repeat
 
 import pytest
 
-from lakeckpt.checkpoint.policy import ByFailureRate, Costs, EverySeconds, EverySteps, best_interval_s, policy_of
-from lakeckpt.checkpoint.schedule import Schedule
+from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.errors import ConfigError
 from tests.checkpoint.rig import Hub
 
@@ -30,7 +28,7 @@ class Clock:
 
 def test_by_steps_every_rank_answers_alone() -> None:
     hub = Hub(2)
-    schedule = Schedule(EverySteps(3), hub.of(1), Clock())
+    schedule = Schedule(3, hub.of(1), Clock())
     schedule.start(4)
     assert [step for step in range(5, 15) if schedule.is_due(step)] == [6, 9, 12]
     assert hub.notes == {}
@@ -40,7 +38,7 @@ def test_by_steps_every_rank_answers_alone() -> None:
 def test_by_the_clock_all_ranks_save_at_the_same_steps_and_read_few_notes(step_s: float) -> None:
     hub, clock = Hub(3), Clock()
     ranks = [hub.of(rank) for rank in range(3)]
-    schedules = [Schedule(EverySeconds(20.0), one, clock) for one in ranks]
+    schedules = [Schedule(timedelta(seconds=20.0), one, clock) for one in ranks]
     for schedule in schedules:
         schedule.start(10)
     saves = []
@@ -51,8 +49,6 @@ def test_by_the_clock_all_ranks_save_at_the_same_steps_and_read_few_notes(step_s
         assert len(due) == 1
         if due == {True}:
             saves.append(clock.time_s)
-            for schedule in schedules:
-                schedule.saved()
     gaps = [after - before for before, after in zip([100.0, *saves], saves, strict=False)]
     assert len(saves) >= 2
     assert all(20.0 - step_s <= gap <= 20.0 + 2 * step_s + 0.01 for gap in gaps)
@@ -79,7 +75,7 @@ def test_steps_that_are_quick_at_first_do_not_put_the_first_save_off(quick_s: fl
     """A GPU's queue fills: the first steps return at once."""
     hub, clock = Hub(3), Clock()
     ranks = [hub.of(rank) for rank in range(3)]
-    schedules = [Schedule(EverySeconds(600.0), one, clock) for one in ranks]
+    schedules = [Schedule(timedelta(seconds=600.0), one, clock) for one in ranks]
     first, second = saved_at(schedules, clock, chain([quick_s] * quick, repeat(slow_s, 20_000)), 2)
     assert 600 - slow_s <= first <= 600 + 3 * slow_s and 600 - slow_s <= second - first <= 600 + 3 * slow_s
     assert len(ranks[1].fetched) < 60
@@ -90,7 +86,7 @@ def test_a_change_of_pace_makes_a_save_late_by_no_more_than_an_eighth_of_the_int
     before_s: float, after_s: float, late_s: float
 ) -> None:
     hub, clock = Hub(2), Clock()
-    schedules = [Schedule(EverySeconds(600.0), hub.of(rank), clock) for rank in range(2)]
+    schedules = [Schedule(timedelta(seconds=600.0), hub.of(rank), clock) for rank in range(2)]
     paces_s = chain([before_s] * 1000, repeat(after_s, 30_000))
     times_s = [0.0, *saved_at(schedules, clock, paces_s, 5)]
     gaps_s = [after - before for before, after in pairwise(times_s)]
@@ -101,7 +97,7 @@ def test_a_change_of_pace_makes_a_save_late_by_no_more_than_an_eighth_of_the_int
 def test_a_rank_that_is_alone_looks_at_the_clock_at_every_step_and_leaves_no_notes() -> None:
     hub, clock = Hub(1), Clock()
     paces_s = chain([0.1] * 1000, repeat(3.0, 2000))
-    first, second = saved_at([Schedule(EverySeconds(600.0), hub.of(0), clock)], clock, paces_s, 2)
+    first, second = saved_at([Schedule(timedelta(seconds=600.0), hub.of(0), clock)], clock, paces_s, 2)
     assert 597 <= first <= 606 and 597 <= second - first <= 606
     assert hub.notes == {}
 
@@ -109,74 +105,16 @@ def test_a_rank_that_is_alone_looks_at_the_clock_at_every_step_and_leaves_no_not
 def test_a_rank_reads_a_note_only_at_the_cut_after_the_check() -> None:
     """Rank 0 may be a step behind another rank: a note is fetched when it must have been published."""
     hub, clock = Hub(2), Clock()
-    first, second = (Schedule(EverySeconds(5.0), hub.of(rank), clock) for rank in range(2))
+    first, second = (Schedule(timedelta(seconds=5.0), hub.of(rank), clock) for rank in range(2))
     second.start(0)
     first.start(0)
     assert not first.is_due(1) and not second.is_due(1)
 
 
 def test_what_a_user_may_ask_for() -> None:
-    assert policy_of(7) == EverySteps(7)
-    assert policy_of(timedelta(minutes=2)) == EverySeconds(120.0)
-    assert policy_of(None) == EverySeconds(600.0)
-    for bad in (0, -1, True):
-        with pytest.raises(ConfigError, match="positive int"):
-            policy_of(bad)
-    with pytest.raises(ConfigError, match="positive number"):
-        policy_of(timedelta(0))
-    with pytest.raises(ConfigError, match="not two"):
-        policy_of(7, between_failures=timedelta(hours=8))
-    assert policy_of(None, between_failures=timedelta(hours=8)) == ByFailureRate(28800.0)
-    for never in (timedelta(0), 7):
-        with pytest.raises(ConfigError, match="mean_time_between_failures"):
-            policy_of(None, between_failures=never)  # type: ignore[arg-type]
-
-
-def lost_share(interval_s: float, cost_s: float, between_failures_s: float) -> float:
-    """The expected time of one second's work, less that second: J. T. Daly's exact model (2006, equation 20), restarts
-    at no cost."""
-    return between_failures_s / interval_s * math.expm1((interval_s + cost_s) / between_failures_s) - 1
-
-
-@pytest.mark.parametrize("between_failures_s", [600.0, 3 * 3600.0, 30 * 86400.0])
-@pytest.mark.parametrize("cost_s", [0.001, 1.0, 60.0])
-def test_the_interval_that_follows_from_cost_and_failures_loses_the_least(
-    cost_s: float, between_failures_s: float
-) -> None:
-    chosen = best_interval_s(cost_s, between_failures_s)
-    lost = lost_share(chosen, cost_s, between_failures_s)
-    for factor in (0.5, 0.8, 1.25, 2.0):
-        assert lost < lost_share(chosen * factor, cost_s, between_failures_s)
-
-
-def test_where_a_save_costs_more_than_the_time_between_failures_it_falls_once_in_that_time() -> None:
-    assert best_interval_s(1300.0, 600.0) == 600.0
-
-
-@pytest.mark.parametrize("cost_s", [0.002, 0.5, 8.0])
-def test_saves_by_failure_rate_settle_at_the_interval_that_their_cost_asks_for(cost_s: float) -> None:
-    hub, clock = Hub(3), Clock()
-    schedules = [Schedule(ByFailureRate(3600.0), hub.of(rank), clock) for rank in range(3)]
-    for schedule in schedules:
-        schedule.start(0)
-    saves, steps = [], []
-    for step in range(1, 9000):
-        clock.time_s += 0.25
-        due = {schedule.is_due(step) for schedule in schedules}
-        assert len(due) == 1
-        if due == {True}:
-            steps.append(step)
-            saves.append(clock.time_s)
-            clock.time_s += cost_s
-            for schedule in schedules:
-                schedule.saved(cost_s=cost_s, took_s=cost_s)
-    best = best_interval_s(cost_s, 3600.0)
-    gaps = [after - before for before, after in pairwise(saves)]
-    assert steps[0] == 2 and len(gaps) >= 5
-    assert all(abs(gap - best) <= 0.6 + cost_s for gap in gaps)
-
-
-def test_saves_do_not_fall_faster_than_they_are_committed() -> None:
-    policy = ByFailureRate(3600.0)
-    assert policy.interval_s(Costs(saves=1, cost_s=0.01, took_s=90.0)) == 90.0
-    assert policy.interval_s(Costs(saves=1)) == 600.0 and policy.interval_s(Costs()) == 0.0
+    assert interval_of(7) == 7
+    assert interval_of(timedelta(minutes=2)) == timedelta(minutes=2)
+    assert interval_of(None) == timedelta(minutes=10)
+    for bad in (0, -1, True, timedelta(0), 2.5):
+        with pytest.raises(ConfigError, match="persist_every is a positive int"):
+            interval_of(bad)
