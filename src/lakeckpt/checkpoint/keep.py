@@ -19,7 +19,6 @@ from lakeckpt.errors import ConfigError
 __all__ = [
     "Commit",
     "Keep",
-    "Ranked",
     "best_first",
     "checked_metric",
     "held_metric",
@@ -28,28 +27,6 @@ __all__ = [
 ]
 
 _NO_NUMBER = "metric is a number that says how good the state is"
-
-
-class Ranked(Protocol):
-    """The values of a checkpoint that the rule needs."""
-
-    @property
-    def slot(self) -> int:
-        """Its slot in the log."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        ...
-
-    @property
-    def metric(self) -> float | None:
-        """How good the state is; None if the user gave no metric."""
-        ...
-
-
-_Ranked = TypeVar("_Ranked", bound=Ranked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +60,39 @@ class Keep:
         return self.every is not None or bool(self.best)
 
 
-def kept_of(chain: Sequence[Ranked], keep: Keep) -> frozenset[int]:
+class Commit(Protocol):
+    """The values of a commit that the rule needs: those of a `lakeckpt.checkpoint.format.manifest.Manifest`."""
+
+    @property
+    def slot(self) -> int:
+        """Its slot in the log."""
+        ...
+
+    @property
+    def parent(self) -> int | None:
+        """The slot of the commit before."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        ...
+
+    @property
+    def metric(self) -> float | None:
+        """How good the state is; None if the user gave no metric."""
+        ...
+
+    @property
+    def keep(self) -> Keep | None:
+        """The rule by which data was removed after the commit; None if the manifest does not record it."""
+        ...
+
+
+_Commit = TypeVar("_Commit", bound=Commit)
+
+
+def kept_of(chain: Sequence[Commit], keep: Keep) -> frozenset[int]:
     """Return the slots of the checkpoints in ``chain`` (the oldest first) that keep their data.
 
     >>> from types import SimpleNamespace as One
@@ -101,27 +110,13 @@ def kept_of(chain: Sequence[Ranked], keep: Keep) -> frozenset[int]:
     return frozenset(kept | {one.slot for one in best_first(chain, keep.best_is)[: keep.best]})
 
 
-def best_first(checkpoints: Iterable[_Ranked], best_is: Literal["lowest", "highest"]) -> list[_Ranked]:
+def best_first(checkpoints: Iterable[_Commit], best_is: Literal["lowest", "highest"]) -> list[_Commit]:
     """Return the ``checkpoints`` that have a metric other than NaN, the best first; of equal ones the newest first."""
     sign = 1.0 if best_is == "lowest" else -1.0
     rated = [
         (sign * one.metric, -one.slot, one) for one in checkpoints if one.metric is not None and not isnan(one.metric)
     ]
     return [one for _, _, one in sorted(rated, key=lambda row: row[:2])]
-
-
-class Commit(Ranked, Protocol):
-    """A commit, with its parent and the rule that it recorded."""
-
-    @property
-    def parent(self) -> int | None:
-        """The slot of the commit before."""
-        ...
-
-    @property
-    def keep(self) -> Keep | None:
-        """The rule by which data was removed after the commit; None if the manifest does not record it."""
-        ...
 
 
 def kept_ever_since(commits: Sequence[Commit], tip: int) -> frozenset[int]:
