@@ -30,7 +30,6 @@ from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
 from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, RestoreReport
 from lakeckpt.checkpoint.restore.restorer import Restorer
-from lakeckpt.checkpoint.restore.votes import Together
 from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.errors import ConfigError
@@ -38,6 +37,7 @@ from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.readers import TrackedReader
+from lakeckpt.tracking.votes import Together
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
 if TYPE_CHECKING:
