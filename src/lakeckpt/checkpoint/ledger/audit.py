@@ -14,7 +14,6 @@ The report lists the assumptions of the proof. The module never imports torch, a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.rows import Order
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
@@ -23,9 +22,7 @@ from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.ledger.report import AuditReport, Branch
 from lakeckpt.checkpoint.persist.history import (
     History,
-    folders_there,
     read_history,
-    removed_by_the_unknown,
 )
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.errors import CheckpointNotFound
@@ -64,10 +61,7 @@ def audit(
 
 def read_run(storage: Storage, *, tip: int | None = None) -> History:
     """Return the history of the run at ``storage``; raises as `audit`."""
-    there = folders_there(storage)  # listed before the log is read: later commits explain removals meanwhile
     history = read_history(storage, tip=tip)
-    if tip is None:
-        history = replace(history, lost=removed_by_the_unknown(history, there))
     if not (history.begins or history.chain or history.abandoned or history.damaged):
         raise CheckpointNotFound(f"there is no run at {describe(storage)}: it has no log. Name the place of a run")
     if tip is not None and not history.chain:
@@ -134,8 +128,6 @@ def _doubts(history: History) -> tuple[list[str], list[str]]:
         else:
             notes.append(f"damaged, and not in the history: {damage}")
     restored = {one.attempt: one.restored for one in history.restores}
-    if history.lost:
-        doubts.append(history.lost)
     for before, after in zip([None, *history.chain], history.chain, strict=False):
         if before is not None and after.step < before.step:
             doubts.append(f"slot {after.slot} is of step {after.step:,}, and its parent of step {before.step:,}")

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lakeckpt.checkpoint.format.manifest import Manifest, PartRef
 from lakeckpt.checkpoint.format.parts import OBJECTS, PARTS, PartRecord, SaveId
-from lakeckpt.checkpoint.keep import Keep, kept_of
+from lakeckpt.checkpoint.keep import Keep
+from lakeckpt.checkpoint.persist.history import kept_of
 from lakeckpt.checkpoint.persist.log import is_taken, read_entry, read_log, slot_path
 from lakeckpt.errors import CheckpointDamaged, ObjectMissing, WireError
 from lakeckpt.lake.storage.base import ObjectInfo, Storage, delete_all
