@@ -27,10 +27,11 @@ from typing import Literal
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.begins import said_of
 from lakeckpt.checkpoint.format.manifest import Begin, Captured, Manifest, Restored
-from lakeckpt.checkpoint.keep import Keep, best_first
+from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.commit import superseded
 from lakeckpt.checkpoint.persist.history import (
     at_work,
+    best_first,
     folders_there,
     has_obeyed,
     history_of,
