@@ -83,19 +83,6 @@ def test_versions_are_named_as_open_table_names_them(delta: Path, tmp_path: Path
         assert plain["version_ms"] == open_table(tagged, snapshot_id=first).index.version.timestamp_ms
 
 
-@pytest.mark.parametrize("dictionary", [True, False])
-@pytest.mark.parametrize("checksums", [True, False])
-def test_a_table_without_page_checksums_is_warned_of(
-    checksums: bool, dictionary: bool, tmp_path: Path, ask: Ask
-) -> None:
-    rows = pa.table({"id": range(100), "text": ["a", "b"] * 50})
-    pq.write_table(rows.slice(0, 0), tmp_path / "0.parquet")
-    pq.write_table(rows, tmp_path / "1.parquet", write_page_checksum=checksums, use_dictionary=dictionary)
-    _, plain = ask("plan", tmp_path, "--batch-size", 10)
-    assert [text for text in plain["warnings"] if "no page checksums" in text] == plain["warnings"]
-    assert len(plain["warnings"]) == (0 if checksums else 1)
-
-
 def test_nested_columns_and_those_that_files_lack_are_told_apart(tmp_path: Path, ask: Ask) -> None:
     table = warehouse(tmp_path).create_table("db.t", pa.schema([("a", pa.struct([("x", pa.int64())]))]))
     table.append(pa.table({"a": [{"x": 1}] * 100}))

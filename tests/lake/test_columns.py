@@ -213,7 +213,7 @@ def test_a_changed_mapping_in_an_index_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "0.parquet", [pa.field("a", pa.int32())], [{"a": 1}])
     mapping = ColumnMapping(fields={"x": StoredField(names=("a",))})
     data = opened(tmp_path, pa.schema([("x", pa.int64())]), columns=mapping).index.dumps()
-    value = codec.loads(data, kind=module.KIND, supported=module.VERSION).value
+    value = codec.loads(data, kind=module.KIND, supported=module.VERSION)
     for columns in ([["x", [None, ["b"], [], None]]], [["y", [None, ["a"], [], None]]], [["x", [None, [], [], None]]]):
         value["columns"] = columns
         with pytest.raises(WireDamaged):
