@@ -23,7 +23,6 @@ _PUBLIC = {
     "ReadAheadWarning": "lakeckpt.data.place.deliveries",
     "Receipt": "lakeckpt.core.receipts",
     "RestoreReport": "lakeckpt.checkpoint.report",
-    "SaveHandle": "lakeckpt.checkpoint.report",
     "Table": "lakeckpt.lake.table.table",
     "TransformContext": "lakeckpt.data.transform",
     "errors": "lakeckpt.errors",
@@ -32,6 +31,9 @@ _PUBLIC = {
     "pack": "lakeckpt.data.streams.pack",
     "prefetch": "lakeckpt.data.prefetch",
 }
+
+_MODULES = ("bubbles", "convert", "dcp", "testing")
+"""Public modules, which need no import of their own."""
 
 __all__ = [
     "Batch",
@@ -46,7 +48,6 @@ __all__ = [
     "ReadOptions",
     "Receipt",
     "RestoreReport",
-    "SaveHandle",
     "Table",
     "TransformContext",
     "__version__",
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from lakeckpt import errors
     from lakeckpt.checkpoint.keep import Keep
     from lakeckpt.checkpoint.manager import CheckpointManager
-    from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport, SaveHandle
+    from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport
     from lakeckpt.checkpoint.restore.load import load
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.data.batch import Batch
@@ -79,10 +80,10 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     module = _PUBLIC.get(name)
-    if module is None:
+    if module is None and name not in _MODULES:
         raise AttributeError(f"module 'lakeckpt' has no attribute {name!r}")
-    value = importlib.import_module(module)
-    value = value if name == "errors" else getattr(value, name)
+    value = importlib.import_module(module or f"lakeckpt.{name}")
+    value = value if module is None or name == "errors" else getattr(value, name)
     globals()[name] = value
     return value
 

@@ -156,14 +156,14 @@ def test_every_flipped_bit_and_truncation_of_an_entry_is_noticed() -> None:
 
 def test_a_log_of_a_newer_version_is_refused() -> None:
     storage = MemoryStorage()
-    plain = loads(entry_to_bytes(begin(1)), kind="log", supported=(1, 0)).value
+    plain = loads(entry_to_bytes(begin(1)), kind="log", supported=(1, 0))
     storage.put(slot_path(1), [dumps(plain, kind="log", version=(2, 0))])
     with pytest.raises(NewerFormat, match="upgrade"):
         read_log(storage)
 
 
 def crafted(change: Callable[[dict[str, object]], object]) -> bytes:
-    plain = loads(entry_to_bytes(manifest(3, attempt=0, parent=1)), kind="log", supported=(1, 0)).value
+    plain = loads(entry_to_bytes(manifest(3, attempt=0, parent=1)), kind="log", supported=(1, 0))
     change(plain)
     return dumps(plain, kind="log", version=(1, 0))
 
@@ -264,7 +264,7 @@ def test_consumption_over_several_stretches_is_their_union() -> None:
 
 def test_the_commit_path_does_not_load_torch() -> None:
     """Not even where torch is: `test_layers.py` has the same modules without it."""
-    names = ["persist.publish", "persist.history", "persist.retention", "format.verified_reads", "policy"]
+    names = ["persist.publish", "persist.history", "persist.retention", "format.verified_reads"]
     modules = ", ".join(f"lakeckpt.checkpoint.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0

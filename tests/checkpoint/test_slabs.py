@@ -372,7 +372,7 @@ def test_cuts_in_an_arena_are_persisted_slab_by_slab(tmp_path: Path) -> None:
                 attempt,
                 rank=0,
                 world_size=1,
-                settings=Settings(keep=Keep(last=2), verify="bytes", timeout_s=60.0),
+                settings=Settings(keep=Keep(last=2), timeout_s=60.0),
                 waiter=EventWaiter(storage),
                 report=said.append,
             )

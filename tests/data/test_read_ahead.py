@@ -315,3 +315,8 @@ def test_a_null_is_raised_with_its_row_group_and_the_windows_before_are_delivere
     assert isinstance(error, errors.NullValueError) and "row group 1 of the data file 'a.parquet'" in str(error)
     assert (error.file, error.row_group, error.column) == ("a.parquet", 1, "x")
     assert flat(batches) == list(range(20))
+    for seed in range(4):  # the window has both row groups, in either order
+        shuffled = LakeDataset(tmp_path, batch_size=4, shuffle=True, shuffle_window=2, seed=seed)
+        batches, error = until_error(LakeLoader(shuffled))
+        assert isinstance(error, errors.NullValueError)
+        assert (batches, error.file, error.row_group) == ([], "a.parquet", 1)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lakeckpt import Table, errors, open_table
 from lakeckpt.core.order import EpochLayout, OrderSpec
-from lakeckpt.reading.filters.decoder import KeptRows
+from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.row_filter import row_filter
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing, count_tokens
@@ -116,17 +116,10 @@ def test_documents_of_rows_that_a_filter_drops_are_in_no_sequence(tmp_path: Path
     texts = write(tmp_path, [[3, 4, 5, 6, None, 8], [2, 7, 7, 0]], pa.list_(pa.int32()), 3)
     table, packing = open_table(tmp_path), Packing(column="tokens", length=4)
     keep = row_filter([("even", "==", True)], table.schema)
-    kept = KeptRows(filter=keep, counts=_kept_rows(table, keep))
+    kept = keep, count_rows(table, keep)[0]
     counted = count_tokens(table, packing, kept)
     assert counted.group_rows.sum() == sum(len(one) for one in texts if len(one) % 2 == 0)
     assert counted.digest != count_tokens(table, packing).digest
-
-
-def _kept_rows(table: Table, keep: Any) -> RowSelection:
-    from lakeckpt.reading.filters.count import count_rows
-
-    found = count_rows(table, keep)
-    return found[0] if isinstance(found, tuple) else found
 
 
 @pytest.mark.parametrize("changed", [{"length": 5}, {"after": (1,)}, {"before": (1,)}])

@@ -23,8 +23,9 @@ from lakeckpt.data.foreign.frameworks import check_dealers
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
 from lakeckpt.data.options import ReadOptions, flag, one_of, optional, positive, whole
 from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
+from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.versions import Pinning, Versions, check_moves
+from lakeckpt.data.place.versions import Versions, check_moves
 from lakeckpt.data.source import BatchSource, Output, gives
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import CarriedRows, Transform, TransformContext, bind_transform
@@ -102,7 +103,7 @@ class LakeDataset(IterableDataset[Any]):
         super().__init__()
         batch_size, shuffle_window = optional("batch_size", batch_size), positive("shuffle_window", shuffle_window)
         one_of("output", output, ("torch", "numpy", "arrow"))
-        self.options = _checked(options, output)
+        self.options = _checked(options)
         if not isinstance(table, Table):
             table = open_table(table, storage_options=storage_options, filesystem=filesystem)
         elif storage_options is not None or filesystem is not None:
@@ -128,7 +129,8 @@ class LakeDataset(IterableDataset[Any]):
                 raise ConfigError("consumed= names rows of the first epoch, and an endless stream has no epochs")
             table = rest_of_first_epoch(table, consumed)
         kind: Tail = "drop" if flag("drop_last", drop_last) else "short"
-        pinning = Pinning(
+        pinned = Pinned(
+            table=table,
             columns=self.columns,
             nulls=None if output == "arrow" else self.options.nulls,
             filters=filters,
@@ -136,38 +138,27 @@ class LakeDataset(IterableDataset[Any]):
             tail=kind,
             endless=endless,
         )
-        self._read(table, pinning, bind_transform(transform))
+        self._read(pinned, bind_transform(transform))
 
-    def _read(self, table: Table, pinning: Pinning, transform: Callable[[Any, TransformContext], Any] | None) -> None:
-        """Begin to read ``table`` in the way of ``pinning``, from its start."""
-        pinned = pinning.pin(table)
+    def _read(self, pinned: Pinned, transform: Callable[[Any, TransformContext], Any] | None) -> None:
+        """Begin to read ``pinned`` from its start."""
         self._source = BatchSource(
-            table,
-            columns=self.columns,
-            spec=pinning.spec,
+            pinned,
             output=self.output,
             options=self.options,
             transform=transform,
             row_wise=self.row_wise,
-            endless=pinning.endless,
-            selecting=pinned.selecting,
         )
         self._progress = Progress(
-            pinned.identity,
+            pinned,
             batch_size=self.batch_size or 1,
             num_lanes=self.options.num_lanes,
             row_wise=self.row_wise,
             accept_changes=self.options.accept_changes,
             moves=self.options.on_new_version == "next_epoch",
         )
-        self._versions = Versions(
-            pinning,
-            pinned,
-            self._source,
-            self._progress,
-            self.options,
-        )
-        if table.index.rest is not None:
+        self._versions = Versions(pinned, self._source, self._progress, self.options)
+        if pinned.table.index.rest is not None:
             self._versions.read_rest()
         self._shared = SharedEpoch()
         self._carried = CarriedRows(looks=self.has_transform and not self.row_wise)
@@ -179,9 +170,13 @@ class LakeDataset(IterableDataset[Any]):
         made = object.__new__(LakeDataset)
         made.__dict__.update(self.__dict__)
         made.columns = [packing.column]
-        pinning = replace(self._versions.pinning, columns=made.columns, packing=packing)
-        made._read(self.table, pinning, self._source.transform)
+        made._read(replace(self._versions.at_hand, columns=made.columns, packing=packing), self._source.transform)
         return made
+
+    @property
+    def packing(self) -> Packing | None:
+        """How documents are packed into sequences (`lakeckpt.pack`); None: rows are read."""
+        return self._versions.at_hand.packing
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is spawned can ask neither torch.distributed nor the group: it gets the answer.
@@ -205,11 +200,6 @@ class LakeDataset(IterableDataset[Any]):
     def table(self) -> Table:
         """The table, at the version that is read."""
         return self._versions.at_hand.table
-
-    @property
-    def packing(self) -> Packing | None:
-        """How documents are packed into sequences (`lakeckpt.pack`); None: rows are read."""
-        return self._versions.pinning.packing
 
     @property
     def identity(self) -> Identity:
@@ -364,11 +354,9 @@ class LakeDataset(IterableDataset[Any]):
         return plan.steps - (self.row_wise and last >= 0 and not plan.assignment(last, rank).receipt.rows)
 
 
-def _checked(options: ReadOptions | None, output: str) -> ReadOptions:
+def _checked(options: ReadOptions | None) -> ReadOptions:
     if options is None:
         return ReadOptions()
     if not isinstance(options, ReadOptions):
         raise ConfigError(f"options= takes a lakeckpt.ReadOptions, got {type(options).__name__}")
-    if options.jagged and output != "torch":
-        raise ConfigError(f'jagged=True gives nested tensors and needs output="torch", got output={output!r}')
     return options

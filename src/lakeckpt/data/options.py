@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -52,8 +53,6 @@ class ReadOptions:
     nulls: Literal["error", "mask"] = "error"
     """``"error"`` raises `NullValueError` on a null; ``"mask"`` puts a bool column ``<name>.is_null`` beside every
     nullable column. A null is never a silent zero."""
-    jagged: bool = False
-    """Give lists of numbers as jagged nested tensors (``output="torch"`` only)."""
     accept_changes: Collection[str] = ()
     """Differences between a loaded state and this dataset to accept: ``"table"`` (another listing of equally many
     rows), ``"selection"``, ``"tail"`` (another ``drop_last``)."""
@@ -71,11 +70,10 @@ class ReadOptions:
     quarter of the limit is for bytes fetched ahead from a store (at most 256 MiB)."""
 
     def __post_init__(self) -> None:
-        for name in ("num_lanes", "memory_limit_bytes"):
-            object.__setattr__(self, name, optional(name, getattr(self, name)))
+        for name, most in (("num_lanes", MOST), ("memory_limit_bytes", sys.maxsize)):
+            object.__setattr__(self, name, optional(name, getattr(self, name), most=most))
         one_of("text", self.text, ("str", "ragged"))
         one_of("nulls", self.nulls, ("error", "mask"))
-        flag("jagged", self.jagged)
         one_of("on_new_version", self.on_new_version, ("keep", "next_epoch"))
         one_of("on_version_gone", self.on_version_gone, ("raise", "next_epoch"))
         object.__setattr__(self, "accept_changes", _accepted(self.accept_changes))
@@ -96,20 +94,20 @@ def whole(name: str, value: Any) -> int:
     raise ConfigError(f"{name} must be an integer, got {value!r}")
 
 
-def positive(name: str, value: Any) -> int:
-    """Return ``value`` as an integer from 1 to 2**31."""
+def positive(name: str, value: Any, *, most: int = MOST) -> int:
+    """Return ``value`` as an integer from 1 to ``most``."""
     try:
         number = whole(name, value)
     except ConfigError:
         number = 0
-    if not 1 <= number <= MOST:
-        raise ConfigError(f"{name} must be a positive integer up to {MOST}, got {value!r}")
+    if not 1 <= number <= most:
+        raise ConfigError(f"{name} must be a positive integer up to {most}, got {value!r}")
     return number
 
 
-def optional(name: str, value: object) -> int | None:
+def optional(name: str, value: object, *, most: int = MOST) -> int | None:
     """Return ``value`` as `positive` does, or None for None."""
-    return None if value is None else positive(name, value)
+    return None if value is None else positive(name, value, most=most)
 
 
 def flag(name: str, value: Any) -> bool:

@@ -16,16 +16,15 @@ import pyarrow as pa
 import torch
 from torch.utils.data import get_worker_info
 
-from lakeckpt.core.order import EpochLayout, OrderSpec
+from lakeckpt.core.order import EpochLayout
 from lakeckpt.core.plan import Assignment, LayoutKey
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.batch import Batch, jagged, texts
+from lakeckpt.data.batch import Batch, texts
 from lakeckpt.data.memory import limit_of
 from lakeckpt.data.options import ReadOptions
-from lakeckpt.data.place.selecting import Selecting
+from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.transform import TransformContext
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged
 from lakeckpt.reading.filters.decoder import FilteredDecoder
@@ -41,35 +40,26 @@ _LAYOUTS_KEPT = 4
 
 
 class BatchSource:
-    """Makes what the loop gets of the rows of assignments of one table. Not safe for use by several threads.
-
-    ``selecting``: where positions count the rows that a filter keeps.
-    """
+    """Makes what the loop gets of the rows of assignments of one table. Not safe for use by several threads."""
 
     def __init__(
         self,
-        table: Table,
+        pinned: Pinned,
         *,
-        columns: list[str] | None,
-        spec: OrderSpec,
         output: Output,
         options: ReadOptions,
         transform: Callable[[Any, TransformContext], Any] | None,
         row_wise: bool,
-        endless: bool = False,
-        selecting: Selecting | None = None,
     ) -> None:
-        self._endless = endless
-        self._spec = spec
+        self._spec, self._endless = pinned.spec, pinned.endless
         self._output = output
         self._nulls: Nulls = options.nulls
-        self._jagged = options.jagged
         self._gives_texts = options.text == "str" and output != "arrow"
         self._transform = transform
         self._row_wise = row_wise
         self.memory_limit_bytes = options.memory_limit_bytes
         self._iteration: weakref.ref[Any] | None = None
-        self.pin(table, columns, selecting)
+        self.pin(pinned)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -88,10 +78,10 @@ class BatchSource:
             before.close()
         self._iteration = weakref.ref(iteration)
 
-    def pin(self, table: Table, columns: list[str] | None, selecting: Selecting | None) -> None:
+    def pin(self, pinned: Pinned) -> None:
         """Read this version of the table from now on."""
-        self._table, self._columns, self._selecting = table, columns, selecting
-        schema = select_columns(table.schema, columns) if self._gives_texts else ()
+        self._table, self._columns, self._selecting = pinned.table, pinned.columns, pinned.selecting
+        schema = select_columns(self._table.schema, self._columns) if self._gives_texts else ()
         self._texts = [field.name for field in schema if _holds_text(field.type)]
         self._layouts: dict[LayoutKey, EpochLayout] = {}
         self._recent: Any = None, None
@@ -124,8 +114,6 @@ class BatchSource:
             return self._finished(rows, receipt)
         for name in self._texts:
             rows[name] = texts(rows[name])
-        if self._jagged:
-            rows = {name: jagged(column) for name, column in rows.items()}
         return self._finished(Batch(rows, receipt), receipt)
 
     def _finished(self, batch: Any, receipt: Receipt) -> Any:
@@ -177,10 +165,10 @@ class BatchSource:
         if kept is None:
             decoder = RowGroupDecoder(self._table, self._columns, ahead_bytes=ahead)
         else:
-            decoder = FilteredDecoder(self._table, self._columns, kept, ahead_bytes=ahead)
+            decoder = FilteredDecoder(self._table, self._columns, *kept, ahead_bytes=ahead)
         decoder_of = None
         if self._selecting is not None and self._selecting.packing is not None:
-            rows_of = (self._table.index if kept is None else kept.counts).group_rows
+            rows_of = (self._table.index if kept is None else kept[1]).group_rows
             decoder_of = partial(
                 SequenceDecoder, decoder, self._selecting.packing, self._selecting.get(), rows_of, lanes
             )

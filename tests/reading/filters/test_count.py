@@ -19,7 +19,7 @@ from lakeckpt import Table, open_table
 from lakeckpt.errors import DataFileChanged, DataFileDamaged
 from lakeckpt.lake.storage.base import ObjectInfo, Storage
 from lakeckpt.reading.filters.count import count_rows, units_of
-from lakeckpt.reading.filters.decoder import FilteredDecoder, KeptRows
+from lakeckpt.reading.filters.decoder import FilteredDecoder
 from lakeckpt.reading.filters.row_filter import row_filter
 from lakeckpt.reading.filters.selection import EVERY, NONE
 from tests.reading.filters.filtering import expressions, kept_by_pyarrow, tables, with_deletes
@@ -85,7 +85,7 @@ def test_counts_and_rows_are_those_of_pyarrows_filter_without_deleted_rows(
     wanted = kept_by_hand(table, whole, expression, deleted)
     assert selection.group_rows.tolist() == [len(one) for one in wanted]
     assert decoded <= len(wanted)
-    decoder = FilteredDecoder(table, ["id"], KeptRows(filter=keep, counts=selection))
+    decoder = FilteredDecoder(table, ["id"], keep, selection)
     found = [decoder.decode(group, 0, len(one)) for group, one in enumerate(wanted)]
     decoder.close()
     assert [one["id"].to_pylist() for one in found] == wanted
@@ -156,7 +156,7 @@ def test_filtered_reading_reads_the_filters_columns_only_where_it_must_choose(la
     keep = row_filter(f("n") < 150, table.schema)
     selection, _ = count_rows(table, keep)
     assert selection.group_rows.tolist() == [100, 50, *[0] * 16]
-    decoder = FilteredDecoder(table, ["x"], KeptRows(filter=keep, counts=selection))
+    decoder = FilteredDecoder(table, ["x"], keep, selection)
     meter.reads.clear()
     assert decoder.decode(2, 0, 0).num_rows == 0 and not meter.reads
     whole = decoder.decode(0, 0, 100)
@@ -168,13 +168,6 @@ def test_filtered_reading_reads_the_filters_columns_only_where_it_must_choose(la
     with pytest.raises(ValueError, match="keeps 50 rows"):
         decoder.decode(1, 0, 51)
     decoder.close()
-
-
-def test_progress_tells_row_groups(lake: Path) -> None:
-    said: list[tuple[int, int]] = []
-    table = open_table(lake)
-    count_rows(table, row_filter(f("x") < 5, table.schema), progress=lambda done, total: said.append((done, total)))
-    assert said[-1] == (18, 18) and [done for done, _ in said] == sorted(done for done, _ in said)
 
 
 def test_units_cover_each_file_in_order(tmp_path: Path) -> None:
@@ -220,11 +213,11 @@ def test_rows_that_are_not_those_that_were_counted_are_refused(tmp_path: Path) -
     table = open_table(tmp_path)
     keep = row_filter(f("a") > 3, table.schema)
     selection, _ = count_rows(table, row_filter(f("a") < 6, table.schema))
-    decoder = FilteredDecoder(table, None, KeptRows(filter=keep, counts=selection))
+    decoder = FilteredDecoder(table, None, keep, selection)
     with pytest.raises(DataFileChanged, match=r"keeps 2 rows of row group 0 of 'a.parquet', which are not the 2 rows"):
         decoder.decode(0, 0, 1)
     selection, _ = count_rows(table, row_filter(f("a") > 6, table.schema))
-    decoder = FilteredDecoder(table, None, KeptRows(filter=keep, counts=selection))
+    decoder = FilteredDecoder(table, None, keep, selection)
     with pytest.raises(DataFileChanged, match=r"keeps 2 rows of row group 0 of 'a.parquet', which are not the 1 rows"):
         decoder.decode(0, 0, 1)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lakeckpt import __version__
+from lakeckpt.checkpoint.format.fields import fields_of
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError
@@ -137,12 +138,12 @@ class Frames:
                 return
             document = bytes(self._data[_LENGTH_BYTES:end])
             del self._data[:end]
-            yield _message(loads(document, kind=_KIND, supported=_VERSION).value)
+            yield _message(loads(document, kind=_KIND, supported=_VERSION))
 
 
 def _message(value: object) -> Message:
     what = "a message between a trainer and its agent"
-    plain = dict(value) if isinstance(value, dict) else {}
+    plain = dict(fields_of(value, what))
     library = plain.pop("library", None)
     if library != __version__:
         raise AgentError(

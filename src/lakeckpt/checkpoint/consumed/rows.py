@@ -192,11 +192,11 @@ def _runs(ascending: Int64Array) -> Intervals:
     return Intervals(ascending[firsts], ascending[lasts] + 1)
 
 
-def name_rows(order: Order, rows: Intervals, *, most: int) -> Sequence[GroupRows]:
-    """Return table rows by file and row group, in the order of the table; at most the first ``most`` row groups."""
+def name_rows(order: Order, rows: Intervals) -> Sequence[GroupRows]:
+    """Return table rows by file and row group, in the order of the table."""
     named: list[GroupRows] = []
     at = int(rows.starts[0]) if rows else -1
-    while rows and at >= 0 and len(named) < most:
+    while at >= 0:
         group = int(np.searchsorted(order.starts, at, side="right")) - 1
         start, stop = int(order.starts[group]), int(order.starts[group + 1])
         low, high = int(np.searchsorted(rows.stops, start, side="right")), int(np.searchsorted(rows.starts, stop))

@@ -6,16 +6,25 @@ when a document is read. The values are trusted: the bytes of a document have pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
-__all__ = ["Digest", "Ranks", "holds", "joined", "ranges"]
+from lakeckpt.errors import WireDamaged
+
+__all__ = ["Digest", "Ranks", "fields_of", "holds", "joined", "ranges"]
 
 
 Ranks: TypeAlias = tuple[tuple[int, int], ...]
 """Half-open ranges of ranks, sorted and apart."""
 Digest: TypeAlias = bytes
 """A digest of 16 bytes."""
+
+
+def fields_of(plain: object, what: str) -> Mapping[str, object]:
+    """Return ``plain``, which must be a mapping. `WireDamaged` names it as ``what``."""
+    if not isinstance(plain, dict):
+        raise WireDamaged(f"{what} is a {type(plain).__name__}, not a mapping")
+    return plain
 
 
 def ranges(ranks: Iterable[int]) -> Ranks:

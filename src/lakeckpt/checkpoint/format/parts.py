@@ -173,7 +173,7 @@ class PartRecord:
     @classmethod
     def from_bytes(cls, data: bytes) -> PartRecord:
         """Return the part in a document of `to_bytes`. `WireError`."""
-        found: PartRecord = from_plain(cls, loads(data, kind=_KIND, supported=_VERSION).value, "a part")
+        found: PartRecord = from_plain(cls, loads(data, kind=_KIND, supported=_VERSION), "a part")
         return found
 
     def is_earlier(self, file: FileRecord) -> bool:

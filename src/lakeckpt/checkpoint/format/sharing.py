@@ -62,5 +62,5 @@ def sharing_to_bytes(shared: Mapping[str, Sharing]) -> bytes:
 
 def sharing_from_bytes(data: bytes) -> dict[str, Sharing]:
     """Return the value that `sharing_to_bytes` wrote. `WireError`."""
-    rows: _Rows = from_plain(_Rows, loads(data, kind=_KIND, supported=_VERSION).value, "how tensors are shared")
+    rows: _Rows = from_plain(_Rows, loads(data, kind=_KIND, supported=_VERSION), "how tensors are shared")
     return {key: sharing for sharing, keys in rows for key in keys}

@@ -306,7 +306,7 @@ class _Explainer:
             rank=rank,
             micro_batches=tuple(micro_batches),
             table_rows=found,
-            where=tuple(tokens if order.unit > 1 else name_rows(order, every, most=len(found))),
+            where=tuple(tokens if order.unit > 1 else name_rows(order, every)),
         )
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.versions import Fit, Pinned
+from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.place.versions import Fit
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import RowFilter

@@ -22,7 +22,6 @@ from torch.utils.data import get_worker_info
 
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.count import count_rows
-from lakeckpt.reading.filters.decoder import KeptRows
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing, count_tokens
@@ -51,15 +50,14 @@ class Selecting:
     @property
     def digest(self) -> str:
         """A digest of all that the counts depend on, besides the table."""
-        found = [one.digest for one in (self.packing, self.filter) if one is not None]
-        return "/".join(found)
+        return "/".join(one.digest for one in (self.packing, self.filter) if one is not None)
 
     @property
-    def kept(self) -> KeptRows | None:
-        """The filter and its counts, for a decoder; None: every row is read."""
-        if self._rows is not None:
-            return self._rows.kept
-        return None if self.filter is None else KeptRows(filter=self.filter, counts=self.get())
+    def kept(self) -> tuple[RowFilter, RowSelection] | None:
+        """The filter and the rows that it keeps, for a decoder; None: every row is read."""
+        if self.filter is None:
+            return None
+        return self.filter, (self if self._rows is None else self._rows).get()
 
     def get(self) -> RowSelection:
         """Return the selection: known, found by another rank, or counted now. Raises what counting raises."""

@@ -12,7 +12,6 @@ them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import NamedTuple
@@ -35,7 +34,6 @@ __all__ = ["Unit", "count_rows", "units_of"]
 
 Int64Array = npt.NDArray[np.int64]
 Uint64Array = npt.NDArray[np.uint64]
-Progress = Callable[[int, int], None]
 Unit = range
 """Consecutive row groups of one file, by their ordinals in the table."""
 
@@ -44,11 +42,11 @@ _FILES_KEPT = 64
 """More than there are threads, so that threads that count one file share its footer."""
 
 
-def count_rows(table: Table, keep: RowFilter, *, progress: Progress | None = None) -> tuple[RowSelection, int]:
+def count_rows(table: Table, keep: RowFilter) -> tuple[RowSelection, int]:
     """Count the rows of ``table`` that ``keep`` keeps, and return how many row groups had to be decoded as well.
 
-    16 threads count in local folders, else 48, of which most wait for the store. ``progress(row groups done, row
-    groups)`` is called meanwhile. Raises as `RowGroupDecoder.decode` does.
+    16 threads count in local folders, else 48, of which most wait for the store. Raises as `RowGroupDecoder.decode`
+    does.
     """
     index, units = table.index, units_of(table.index)
     rows, digests = np.zeros(len(index.group_rows), np.int64), np.zeros(len(index.group_rows), np.uint64)
@@ -62,8 +60,6 @@ def count_rows(table: Table, keep: RowFilter, *, progress: Progress | None = Non
         for unit, counted in zip(units, found, strict=True):
             rows[unit.start : unit.stop], digests[unit.start : unit.stop] = counted.rows, counted.digests
             decoded += counted.decoded
-            if progress is not None:
-                progress(unit.stop, len(rows))
     return _selection_of(index, keep, rows, digests), decoded
 
 

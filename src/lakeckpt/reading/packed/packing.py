@@ -27,7 +27,8 @@ from lakeckpt.errors import NullValueError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
-from lakeckpt.reading.filters.decoder import FilteredDecoder, KeptRows
+from lakeckpt.reading.filters.decoder import FilteredDecoder
+from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 
@@ -130,13 +131,11 @@ def _with_added(tokens: Array, ends: Int64Array, packing: Packing) -> tuple[Arra
     return found, wider
 
 
-def count_tokens(
-    table: Table, packing: Packing, kept: KeptRows | None = None, *, progress: Callable[[int, int], None] | None = None
-) -> RowSelection:
+def count_tokens(table: Table, packing: Packing, kept: tuple[RowFilter, RowSelection] | None = None) -> RowSelection:
     """Return how many tokens each row group of ``table`` has, those that ``packing`` adds included.
 
-    With ``kept``, only the documents of rows that the filter keeps count. ``progress(files done, files)`` is called
-    meanwhile. Raises as `RowGroupDecoder.decode` does, and `NullValueError`.
+    With ``kept``, a filter and the rows that it keeps, only the documents of these rows count. Raises as
+    `RowGroupDecoder.decode` does, and `NullValueError`.
     """
     packing.check(table.schema)
     index = table.index
@@ -146,12 +145,10 @@ def count_tokens(
         counter = _Counter(index, packing, kept, decoder)
         for file, found in enumerate(pool.map(counter.count_file, range(len(index.paths)))):
             counts[index.first_group[file] : index.first_group[file + 1]] = found
-            if progress is not None:
-                progress(file + 1, len(index.paths))
     return RowSelection(
         table=index.digest,
-        text=str(packing) if kept is None else f"{packing} of the rows with {kept.filter}",
-        expression="/".join([packing.digest, *([] if kept is None else [kept.filter.digest])]),
+        text=str(packing) if kept is None else f"{packing} of the rows with {kept[0]}",
+        expression="/".join([packing.digest, *([] if kept is None else [kept[0].digest])]),
         pyarrow=pa.__version__,
         group_rows=counts,
         group_digests=_digests(counts, packing, kept),
@@ -159,18 +156,20 @@ def count_tokens(
     )
 
 
-def _decoder(table: Table, packing: Packing, kept: KeptRows | None) -> RowGroupDecoder:
+def _decoder(table: Table, packing: Packing, kept: tuple[RowFilter, RowSelection] | None) -> RowGroupDecoder:
     if kept is not None:
-        return FilteredDecoder(table, [packing.column], kept)
+        return FilteredDecoder(table, [packing.column], *kept)
     return RowGroupDecoder(table, [packing.column], open_files=_FILES_KEPT, use_threads=False)
 
 
-def _digests(counts: Int64Array, packing: Packing, kept: KeptRows | None) -> npt.NDArray[np.uint64]:
+def _digests(
+    counts: Int64Array, packing: Packing, kept: tuple[RowFilter, RowSelection] | None
+) -> npt.NDArray[np.uint64]:
     """Return a number for each row group that differs between packings, counts and kept rows; 0: no tokens."""
     key = int(packing.digest[:16], 16), int(packing.digest[16:], 16)
     words = counts.astype(np.uint64)
     if kept is not None:
-        words ^= kept.counts.group_digests
+        words ^= kept[1].group_digests
     return np.where(counts > 0, hash64(key, words) | np.uint64(1), np.uint64(0))
 
 
@@ -178,7 +177,7 @@ def _digests(counts: Int64Array, packing: Packing, kept: KeptRows | None) -> npt
 class _Counter:
     index: TableIndex
     packing: Packing
-    kept: KeptRows | None
+    kept: tuple[RowFilter, RowSelection] | None
     decoder: RowGroupDecoder
 
     def count_file(self, file: int) -> list[int]:
@@ -186,7 +185,7 @@ class _Counter:
         return [self._count(group) for group in range(*self.index.first_group[file : file + 2].tolist())]
 
     def _count(self, group: int) -> int:
-        rows = self.index.group_rows if self.kept is None else self.kept.counts.group_rows
+        rows = self.index.group_rows if self.kept is None else self.kept[1].group_rows
         if not rows[group]:
             return 0
         if rows[group] == self.index.stored_rows[group]:
