@@ -138,7 +138,7 @@ class Frames:
                 return
             document = bytes(self._data[_LENGTH_BYTES:end])
             del self._data[:end]
-            yield _message(loads(document, kind=_KIND, supported=_VERSION).value)
+            yield _message(loads(document, kind=_KIND, supported=_VERSION))
 
 
 def _message(value: object) -> Message:
