@@ -320,6 +320,7 @@ def test_a_run_goes_on_from_the_newest_manifest_that_is_left(tmp_path: Path, cou
     script = Script(write_table(tmp_path / "lake"))
     script.attempt(24, every=2, keep=3)
     remove_last(script.storage, count)
+    assert verify(script.storage).leftover_step == 24
     assert script.attempt(0) == 24 - 2 * count
 
 

@@ -269,7 +269,7 @@ class Chooser(LogReader):
             write_id=uuid.uuid4().hex,
             host=socket.gethostname(),
             pid=os.getpid(),
-            given_up=dict(skipped),
+            skipped=dict(skipped),
             captured=captured,
             rolled_back_to=int(choice["obeys"]) if choice["obeys"] else None,
         )

@@ -8,7 +8,7 @@ threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from lakeckpt.core.plan import Assignment, Plan, check_place, fit_lanes, rebase, replan, start
@@ -16,11 +16,11 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState
 from lakeckpt.data.options import OVERRIDABLE, check_lanes
 from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.identity import IdentityOf, at_version, differing
+from lakeckpt.data.place.identity import Pinned, at_version, differing
 from lakeckpt.data.place.runs import Runs
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "is_start"]
 
 
 class Progress:
@@ -28,7 +28,7 @@ class Progress:
 
     def __init__(
         self,
-        identity: Identity | IdentityOf,
+        identity: Identity | Pinned,
         *,
         batch_size: int,
         num_lanes: int | None,
@@ -37,8 +37,8 @@ class Progress:
         moves: bool = False,
     ) -> None:
         self._moves = moves
-        self._identity: Identity | IdentityOf
-        self._later: Identity | IdentityOf | None = None
+        self._identity: Identity | Pinned
+        self._later: Identity | Pinned | None = None
         self._pin(identity)
         self.last_receipt: Receipt | None = None
         self.over = False
@@ -60,8 +60,8 @@ class Progress:
     @property
     def identity(self) -> Identity:
         """The identity of the order of rows. Where rows are filtered, asking for it counts them."""
-        if isinstance(self._identity, IdentityOf):
-            self._identity = self._identity()
+        if isinstance(self._identity, Pinned):
+            self._identity = self._identity.identity()
         return self._identity
 
     @property
@@ -78,7 +78,7 @@ class Progress:
     def at_start(self) -> bool:
         """True where nothing of the epoch at hand has been delivered."""
         state = self._now()
-        return state is None or self.over or _is_start(state)
+        return state is None or self.over or is_start(state)
 
     @property
     def runs(self) -> Runs:
@@ -93,7 +93,7 @@ class Progress:
     def goes_on_elsewhere(self, state: ReaderState) -> bool:
         """Return whether versions move and ``state`` needs nothing of the version that it names: its epoch has not
         begun, or is all read."""
-        return self._moves and not state.identity.endless and (_is_start(state) or Plan(state).at_end)
+        return self._moves and not state.identity.endless and (is_start(state) or Plan(state).at_end)
 
     @property
     def plan(self) -> Plan:
@@ -162,7 +162,7 @@ class Progress:
         """
         identity, given = self.identity, state
         if self.goes_on_elsewhere(state):
-            if not _is_start(state):  # the loop has yet to see the end of an epoch of which nothing is left
+            if not is_start(state):  # the loop has yet to see the end of an epoch of which nothing is left
                 identity = identity.of_version(state.identity)
             state = replace(state, identity=at_version(self.identity, state.identity))
         differences = differing(self.identity, state.identity, kept=self._kept)
@@ -171,10 +171,7 @@ class Progress:
             raise StateMismatch(
                 "the reader state belongs to another order of rows than that of this dataset. They differ in "
                 + "; ".join(rejected)
-                + ". "
-                "Open the dataset with the values of the state, or list the fields to override in "
-                f"ReadOptions(accept_changes=[…]) "
-                f"({', '.join(sorted(OVERRIDABLE))} can be overridden)."
+                + f". Open the dataset with the values of the state{_override(differences)}"
             )
         check_place(given, ahead=ahead)
         if self.identity.tail != state.identity.tail:
@@ -199,7 +196,7 @@ class Progress:
             self._set(self._start_of(epoch, self._state))
             self._settled = None  # at an end there was nothing to plan anew: it is of the topology before
 
-    def move_to(self, identity: Identity | IdentityOf) -> None:
+    def move_to(self, identity: Identity | Pinned) -> None:
         """Read the epoch at hand, of which nothing has been delivered, in the order of another table version."""
         assert self.at_start, "a version is never changed inside of an epoch"
         epoch = self.epoch
@@ -210,7 +207,7 @@ class Progress:
             self._set(self._start_of(epoch, self._state))
             self._settled = None
 
-    def read_rest(self, later: Identity | IdentityOf) -> None:
+    def read_rest(self, later: Identity | Pinned) -> None:
         """Note that the identity at hand is of the rest of one epoch; later epochs are in the order of ``later``."""
         self._later = later
 
@@ -219,7 +216,7 @@ class Progress:
             self._pin(self._later)
             self._later = None
 
-    def repin(self, identity: Identity | IdentityOf) -> Callable[[], None]:
+    def repin(self, identity: Identity | Pinned) -> Callable[[], None]:
         """Go on in the order of another table version; a state is loaded next. Return a function that undoes it."""
         before = {**self.__dict__, "_begun": self.runs.copy()}
         self._pin(identity)
@@ -234,9 +231,9 @@ class Progress:
 
         return undo
 
-    def _pin(self, identity: Identity | IdentityOf) -> None:
+    def _pin(self, identity: Identity | Pinned) -> None:
         self._identity = identity
-        self._kept = identity.kept if isinstance(identity, IdentityOf) else ""
+        self._kept = str(identity.row_filter) if isinstance(identity, Pinned) else ""
 
     def begin_iteration(self) -> int:
         """Return a number for the iteration that begins; `check` refuses those of earlier ones."""
@@ -329,5 +326,12 @@ class Progress:
         return start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
 
 
-def _is_start(state: ReaderState) -> bool:
+def is_start(state: ReaderState) -> bool:
+    """Return whether nothing of the epoch of ``state`` was read."""
     return state.step == 0 and state.base is None and len(state.segments) == 1
+
+
+def _override(differences: Sequence[str]) -> str:
+    """Return the advice to accept ``differences``; empty where one of them cannot be accepted."""
+    names = sorted({line.split(":")[0] for line in differences})
+    return f", or accept them: ReadOptions(accept_changes={names})" if OVERRIDABLE.issuperset(names) else ""
