@@ -98,7 +98,8 @@ def test_what_is_saved_behind_training_is_the_cut_and_not_what_training_made_of_
     with managed(storage, objects, tmp_path) as saver:
         saver.restore()
         made = train(saver, objects, 3)
-        assert saver.save(sync=False) is None
+        handle = saver.save(sync=False)
+        assert handle.step == handle.wait().step and handle.done and saver.wait() == handle.wait()
         train_step(objects)  # changes everything, while the save is under way
         info = saver.wait()
         assert info is not None and info.step == 3
