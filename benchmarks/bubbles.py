@@ -47,9 +47,9 @@ from benchmarks.measure import show
 from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, IterationRecord, save_profile, shares
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.gate import Gate
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.wire.documents import from_plain, to_plain
 

@@ -38,7 +38,7 @@ from tests.patience import PATIENCE_S
 Made = Callable[..., CaptureEngine]
 
 
-class HeldGate:
+class HeldGate(Gate):
     """Admits slices when it is told to, or the fence has come."""
 
     paces = True

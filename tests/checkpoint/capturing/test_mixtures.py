@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture import engine as engine_module
 from lakeckpt.checkpoint.capture import moves, slice_copier
 from lakeckpt.checkpoint.capture import samples as samples_module
 from lakeckpt.checkpoint.capture import store as store_module
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.gate import OpenGate
 from lakeckpt.checkpoint.capture.links import Batch
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import Checksums
@@ -228,7 +228,7 @@ def test_without_the_fence_changes_are_noticed_and_unnoticed_they_would_be_mixtu
         run_actions(ArenaFolder(tmp_path / "other"), todo, fences=False)
 
 
-class SlowGate:
+class SlowGate(Gate):
     """Keeps every other slice until the fence has come."""
 
     paces = True
@@ -274,7 +274,7 @@ def run_device(
         IDENTITY,
         folder=folder,
         slice_bytes=SLICE_BYTES,
-        gate=SlowGate(seed) if seed % 2 else OpenGate(),
+        gate=SlowGate(seed) if seed % 2 else Gate(),
         links={torch.device("cpu"): link},
         checksummer=checksummer,
     )

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent import link
 from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.bubbles.profile import ProfileKeeper
 from lakeckpt.checkpoint.capture import job, moves
-from lakeckpt.checkpoint.capture.gate import OpenGate
 from lakeckpt.errors import AgentError, MissingRanksError, SaveFailed
 from lakeckpt.tracking.exchange import exchange_of_group
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
@@ -65,7 +65,7 @@ class ForkedAgent:
         return self.poll()
 
 
-class HalfShut(OpenGate):
+class HalfShut(Gate):
     """Keeps every other slice until the fence: the copier copies, and the fence."""
 
     def __init__(self) -> None:

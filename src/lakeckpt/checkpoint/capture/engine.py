@@ -28,8 +28,8 @@ from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph
-from lakeckpt.checkpoint.capture.gate import Gate, OpenGate
 from lakeckpt.checkpoint.capture.job import Copier, Job
 from lakeckpt.checkpoint.capture.links import Link, open_link
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
@@ -79,7 +79,7 @@ class CaptureEngine:
         generations: int = 3,
         checksummer: Callable[[], Checksummer | None] = lambda: None,
     ) -> None:
-        self._gate: Gate = OpenGate() if gate is None else gate
+        self._gate = Gate() if gate is None else gate
         self._links: dict[torch.device, Link] = {}
         self._store = ArenaStore(
             ArenaFolder() if folder is None else folder,

@@ -28,8 +28,8 @@ import torch
 
 from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.filling import Filling
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.fence import versions_of
-from lakeckpt.checkpoint.capture.gate import Gate
 from lakeckpt.checkpoint.capture.moves import Issued, Moves, wait_all
 from lakeckpt.errors import ArenaError
 
