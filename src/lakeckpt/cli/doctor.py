@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import digest_of_run
-from lakeckpt.checkpoint.agent.leftovers import KeptRun, kept_in, reclaim
+from lakeckpt.checkpoint.agent.leftovers import KeptArena, kept_in, left_logs, reclaim, remove_log
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json
@@ -43,10 +43,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"there is no folder {args.arenas!r}: name the one given as arenas=, or leave --arenas out")
     folder = ArenaFolder(args.arenas)
     found = [one for one in kept_in(folder) if not args.places or one.digest in named]
-    gone = {info.name for one in found if args.reclaim for info in reclaim(folder, one)}
-    arenas = [plain for one in found for plain in _arenas(one, named, gone)]
+    paths = [path for digest, path in left_logs(folder) if not args.places or digest in named]
+    gone = reclaim(folder, found) if args.reclaim else set()
+    for path in paths if args.reclaim else ():
+        remove_log(path)
+    arenas = [_plain(one, named, gone) for one in found]
     left = [one for one in arenas if one["use"] in ("left", "damaged")]
-    logs = sum(len(one.logs) for one in found)
+    logs = len(paths)
     if args.json:
         print_json({"folder": folder.path, "arenas": arenas, "logs": logs})
     else:
@@ -72,25 +75,22 @@ def _named(places: Sequence[str], options: Mapping[str, Any] | None) -> _Named:
     return found
 
 
-def _arenas(kept: KeptRun, named: _Named, gone: set[str]) -> list[dict[str, Any]]:
-    """Return the arenas of a run as JSON-able values."""
-    place, in_storage = named.get(kept.digest, (None, None))
-    return [
-        {
-            "run": kept.digest,
-            "place": place,
-            "in_storage": in_storage,
-            "name": one.info.name,
-            "rank": None if one.info.identity is None else one.info.identity.rank,
-            "world_size": None if one.info.identity is None else one.info.identity.world,
-            "size_bytes": one.info.size_bytes,
-            "steps": list(one.info.steps),
-            "agents": list(one.agents),
-            "use": "removed" if one.info.name in gone else one.use,
-            "problem": one.info.problem,
-        }
-        for one in kept.arenas
-    ]
+def _plain(one: KeptArena, named: _Named, gone: set[str]) -> dict[str, Any]:
+    """Return an arena as JSON-able values."""
+    place, in_storage = named.get(one.digest, (None, None))
+    return {
+        "run": one.digest,
+        "place": place,
+        "in_storage": in_storage,
+        "name": one.info.name,
+        "rank": None if one.info.identity is None else one.info.identity.rank,
+        "world_size": None if one.info.identity is None else one.info.identity.world,
+        "size_bytes": one.info.size_bytes,
+        "steps": list(one.info.steps),
+        "agents": list(one.agents),
+        "use": "removed" if one.info.name in gone else one.use,
+        "problem": one.info.problem,
+    }
 
 
 def _show(folder: str, arenas: Sequence[Mapping[str, Any]]) -> None:
