@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
-from lakeckpt.checkpoint.arena.room import available_bytes
 from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaTooLarge
+from lakeckpt.reading.memory import available_bytes
 
 __all__ = ["ArenaFolder", "ArenaInfo"]
 
