@@ -341,7 +341,7 @@ def test_checksums_of_another_process_are_those_of_what_came(
 
 
 @pytest.mark.parametrize("dies_at", [0, 1, 3])
-def test_where_that_process_dies_this_one_takes_the_checksums_and_says_so(
+def test_where_that_process_dies_a_capture_is_dropped_with_a_warning_and_this_one_takes_later_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
 ) -> None:
     monkeypatch.setattr(engine_module, "_MANY_BYTES", 1)
@@ -352,10 +352,10 @@ def test_where_that_process_dies_this_one_takes_the_checksums_and_says_so(
             process.kill()
         engine.wait()
 
-    folder, told = ArenaFolder(tmp_path / "arenas"), "the copier takes the checksums until there is another agent"
+    folder, told = ArenaFolder(tmp_path / "arenas"), r"was dropped\. The copier takes the checksums of later captures"
     with summing(folder.path) as (checksummer, process), pytest.warns(CaptureWarning, match=told):
         seen = run_device(folder, 4, [60] * 8, after_cut=kill, checksummer=lambda: checksummer)
-    assert seen == set(range(1, 10))
+    assert len(seen) == 8 and seen < set(range(1, 10)), "one was dropped"
 
 
 class Behind(SimulatedLink):

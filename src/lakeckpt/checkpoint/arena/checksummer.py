@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 from lakeckpt.checkpoint.format.digests import leaf_digests
-from lakeckpt.errors import ArenaError
+from lakeckpt.errors import AgentError
 
 __all__ = ["Checksummer", "answer"]
 
@@ -38,33 +38,35 @@ class Checksummer:
     def __init__(self, to: Connection, come: Connection) -> None:
         self._to, self._from = to, come
         self._name, self._leaf_bytes = b"", 1
+        self.is_lost = False
+        """Whether the agent has stopped answering: it has ended, or nothing came from it in a minute."""
 
     def use(self, name: str, *, leaf_bytes: int) -> None:
         """Request checksums of the arena ``name`` from now on."""
         self._name, self._leaf_bytes = name.encode(), leaf_bytes
 
     def ask(self, bounds: Sequence[tuple[int, int]]) -> None:
-        """Request the checksums of bytes [start, stop), for each of ``bounds``. Raises `ArenaError` if the agent does
+        """Request the checksums of bytes [start, stop), for each of ``bounds``. Raises `AgentError` if the agent does
         not answer."""
-        with _answering():
+        with self._answering():
             for start, stop in bounds:
                 _wait(self._to, select.POLLOUT)
                 self._to.send_bytes(_REQUEST.pack(self._name, start, stop, self._leaf_bytes))
 
     def take(self) -> bytes:
         """Return the checksums that were requested first and not taken yet. Raises as `ask` does."""
-        with _answering():
+        with self._answering():
             _wait(self._from, select.POLLIN)
             return self._from.recv_bytes()
 
-
-@contextlib.contextmanager
-def _answering() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        why = str(error) or "it has ended"
-        raise ArenaError(f"the agent, which takes the checksums of an arena, does not answer ({why})") from error
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError) as error:
+            self.is_lost = True
+            why = str(error) or "it has ended"
+            raise AgentError(f"the agent, which takes the checksums of an arena, does not answer ({why})") from error
 
 
 def _wait(pipe: Connection, what: int) -> None:

@@ -38,7 +38,7 @@ from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import Checksums, SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
 from lakeckpt.checkpoint.report import CaptureWarning
-from lakeckpt.errors import ConfigError, LakeckptError, SaveFailed
+from lakeckpt.errors import AgentError, ConfigError, LakeckptError, SaveFailed
 
 __all__ = ["CaptureEngine"]
 
@@ -46,7 +46,8 @@ _REMEMBERED = 1000
 """The reason why a capture was dropped is kept for so many steps."""
 _MANY_BYTES = 256 * 2**20
 """The agent takes the checksums from so many bytes of devices on. The copier takes those of fewer bytes in no time."""
-_AGENT_LOST = "{}: the copier takes the checksums until there is another agent, which costs the training thread time"
+_AGENT_LOST = """{}: the capture of step {} was dropped. The copier takes the checksums of later captures, which costs \
+the training thread time, until there is another agent"""
 
 
 class CaptureEngine:
@@ -93,7 +94,6 @@ class CaptureEngine:
         self._linked: CapturePlan | None = None  # the plan whose devices have links
         self._linked_bytes = 0
         self._checksummer = checksummer
-        self._lost: Checksummer | None = None  # does not answer any more
         self._documents_bytes = 0
         self._samples: Samples | None = None
         self._current: Job | None = None  # the newest capture, as long as it is under way
@@ -321,22 +321,19 @@ class CaptureEngine:
 
     def _checksums_of(self, filling: Filling) -> Checksums:
         agent = self._checksummer() if self._linked_bytes >= _MANY_BYTES else None
-        if agent is None or agent is self._lost:
-            return Checksums(filling, None, lambda why: None)
+        if agent is None or agent.is_lost:
+            return Checksums(filling, None)
         assert self._store.arena is not None
         agent.use(self._store.arena.name, leaf_bytes=self._store.arena.layout.leaf_bytes)
-
-        def lost(why: str) -> None:
-            if self._lost is not agent:  # of two captures the first one reports it
-                self._lost, self._warning = agent, _AGENT_LOST.format(why)
-
-        return Checksums(filling, agent, lost)
+        return Checksums(filling, agent)
 
     def _run(self, job: Job) -> None:
         """Complete a cut. Errors are raised later by `_settle`: the copier goes on with the next job."""
         complete, failure = False, None
         try:
             complete = self._completes(job)
+        except AgentError as error:
+            self._warning = _AGENT_LOST.format(error, job.step)
         except BaseException as error:
             failure = error
         if not complete:
