@@ -264,11 +264,14 @@ def run_device(
     after_cut: Callable[[CaptureEngine], None] = lambda engine: None,
     checksummer: Callable[[], Checksummer | None] = lambda: None,
 ) -> set[int]:
-    """Train on a simulated device that does ``turns[n]`` pieces of work after step n; the steps that were whole."""
+    """Train on a simulated device that does ``turns[n]`` pieces of work after step n; the steps that were whole.
+
+    ``full``: at every other cut the device has no memory, so that the cut is skipped.
+    """
     device = Device(seed)
     model = Stamped()
     optimizer = Stamper(model, lambda work: device.queue(0, work))
-    link = SimulatedLink(device, orders=orders, holds=holds, full=full)
+    link = SimulatedLink(device, orders=orders, holds=holds)
     engine = LinkedEngine(
         {"model": model, "optimizer": optimizer},
         IDENTITY,
@@ -284,7 +287,9 @@ def run_device(
         for number, turn in enumerate([0, *turns]):
             optimizer.step()
             device.queue(0, _stamps(model, optimizer.stamp))
-            engine.cut(optimizer.stamp, attempt="a", cut=CUT, must=not number)
+            link.full = full and number % 2 == 1
+            begins = engine.cut(optimizer.stamp, attempt="a", cut=CUT, must=not number)
+            assert not (begins and link.full)
             after_cut(engine)
             device.queue(0, _stamps(model, -1))  # the next forward pass
             device.run(at_most=turn)

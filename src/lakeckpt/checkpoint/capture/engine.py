@@ -6,8 +6,8 @@ the next optimizer step the fence copies the remaining slices (``fence``, ``slic
 when the last slice has its checksum.
 
 A cut is skipped if the arena does not exist yet, if the capture before is still under way (with a device: two
-captures), or if no generation is free. A generation never mixes two cuts: a capture during which a tensor changed is
-dropped, and the next call raises `UnannouncedChange`.
+captures), if no generation is free, or if a device has no memory for a copy of its early tensors. A generation never
+mixes two cuts: a capture during which a tensor changed is dropped, and the next call raises `UnannouncedChange`.
 
 The first cut starts the copier; `close` stops and joins it. The engine never communicates and never writes to storage.
 """
@@ -32,7 +32,6 @@ from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph
 from lakeckpt.checkpoint.capture.job import Copier, Job
 from lakeckpt.checkpoint.capture.links import Link, open_link
-from lakeckpt.checkpoint.capture.moves import Issued, Moves
 from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import Checksums, SliceCopier
@@ -161,6 +160,9 @@ class CaptureEngine:
             )
             self._gate.start(plan.late_bytes)
             self._copier.start()
+        except torch.OutOfMemoryError:  # of a device: the next cut tries again
+            filling.abandon()
+            return False
         except BaseException:
             filling.abandon()
             raise
@@ -255,7 +257,7 @@ class CaptureEngine:
     def _slices_of(self, plan: CapturePlan, filling: Filling) -> SliceCopier:
         """Copy the early tensors at once, and return the copies of the late tensors."""
         early, late = self._store.moves(plan, filling.number)
-        issued = self._issued_early(early)
+        issued = early.kept().make()  # they may change as soon as training goes on
         for link in self._links.values():
             link.order()
         return SliceCopier(
@@ -265,18 +267,6 @@ class CaptureEngine:
             live=list(plan.late.values()),
             early=issued,
         )
-
-    def _issued_early(self, early: Moves) -> list[Issued]:
-        """Copy the early tensors, which may change as soon as training goes on."""
-        try:
-            return early.kept().make()
-        except torch.OutOfMemoryError:  # then the device waits until it is in host memory
-            for link in self._links.values():
-                link.order()
-            issued = early.make()
-            for one in issued:
-                one.link.hold(one.ticket)
-            return issued
 
     def _settle(self) -> None:
         """Raise the errors, and issue the warnings, of the copier."""
