@@ -119,8 +119,7 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
     Path(f"{folder}/{case}-{rank}.json").write_text(json.dumps(found))
     if asked.profile is not None:
         records = told["in bubbles"].records()[-64:]
-        epoch_s = time.time() - time.perf_counter()
-        profile = BubbleProfile(attempt=0, rank=rank, world_size=WORLD, epoch_s=epoch_s, records=records)
+        profile = BubbleProfile(attempt=0, rank=rank, world_size=WORLD, records=records)
         save_profile(open_storage(asked.profile / case), profile)
     engine.close(remove=True)
     dist.barrier()

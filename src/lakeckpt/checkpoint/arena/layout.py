@@ -46,10 +46,6 @@ class ArenaIdentity:
     rank: Count
     world: Positive
 
-    def __post_init__(self) -> None:
-        if len(self.run) != DIGEST_BYTES or not 0 <= self.rank < self.world:
-            raise ValueError(f"no arena of rank {self.rank} of {self.world} of the run {self.run!r}")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaLayout:
@@ -61,12 +57,6 @@ class ArenaLayout:
     slice_bytes: Positive
     documents_bytes: Count
     generations: Positive = 3
-
-    def __post_init__(self) -> None:
-        if self.data_bytes < 0 or self.slice_bytes < 1 or self.documents_bytes < 0 or self.generations < 2:
-            raise ValueError(f"no layout of an arena: {self}")
-        if len(self.plan) != DIGEST_BYTES:
-            raise ValueError(f"the digest of a plan has {DIGEST_BYTES} bytes, got {self.plan!r}")
 
     @property
     def num_slices(self) -> int:
