@@ -121,7 +121,7 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
         records = told["in bubbles"].records()[-64:]
         profile = BubbleProfile(attempt=0, rank=rank, world_size=WORLD, records=records)
         save_profile(open_storage(asked.profile / case), profile)
-    engine.close(remove=True)
+    engine.close()
     dist.barrier()
     dist.destroy_process_group()
 

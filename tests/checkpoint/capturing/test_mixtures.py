@@ -202,7 +202,7 @@ def run_actions(folder: ArenaFolder, todo: list[tuple[str, int]], *, fences: boo
             crash()
     finally:
         with steps.freely():
-            engine.close(remove=True)
+            engine.close()
     return seen
 
 
@@ -302,7 +302,7 @@ def run_device(
         assert threading.get_ident() not in device.waited_by, "the fence kept the host waiting"
     finally:
         device.run()
-        engine.close(remove=True)
+        engine.close()
     return seen
 
 
@@ -456,7 +456,7 @@ class Ahead:
 
     def close(self) -> None:
         with self.freely():
-            self.engine.close(remove=True)
+            self.engine.close()
 
 
 @pytest.fixture
@@ -618,5 +618,5 @@ def test_a_thousand_steps_with_a_slow_copier_and_a_reader_hold_no_mixture(tmp_pa
     reading.result()
     assert len(seen) > 50
     assert skipped <= 900
-    engine.close(remove=True)
+    engine.close()
     reader.shutdown()

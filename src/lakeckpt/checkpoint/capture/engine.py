@@ -208,15 +208,15 @@ class CaptureEngine:
             self._failures.remove((step, failure))
         return True, _error_of(step, failure)
 
-    def close(self, *, remove: bool = False) -> None:
-        """Finish the capture under way and release everything. ``remove``: also remove the arena: the run is over."""
+    def close(self) -> None:
+        """Finish the capture under way and release everything. The arena stays: the agent removes it."""
         if self._closed or os.getpid() != self._process:
             return  # a forked child has no copier, and the arena is its parent's
         self._closed = True
         self.fence()
         self._copier.stop()
         self._step_fence.remove()
-        self._store.close(remove=remove)
+        self._store.close()
 
     # --- a cut, on the training thread
 
