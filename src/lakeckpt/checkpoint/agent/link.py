@@ -96,8 +96,8 @@ class AgentLink:
 
     @property
     def checksummer(self) -> Checksummer | None:
-        """What takes the checksums of captured slices in the agent, for as long as this agent lives. Any thread may
-        ask."""
+        """The requests for checksums of captured slices to this agent; None without an agent. Any thread may read the
+        property."""
         child = self._child
         return None if child is None else child.checksummer
 
@@ -133,7 +133,7 @@ class AgentLink:
         return bool(self._got)
 
     def close(self, *, well: bool) -> None:
-        """End the agent's work: ``well``, or as for a trainer that died. What was ordered is persisted all the same."""
+        """End the agent's work: ``well``, or as for a trainer that died. The agent persists what was ordered first."""
         if os.getpid() != self._process:
             return
         self._look()

@@ -33,10 +33,10 @@ _ONCE_MORE_S = 2.0
 
 
 class Checksummer:
-    """Requests checksums on the pipe ``to``, and takes them from the pipe ``come``. Called by one thread."""
+    """Requests checksums on the pipe ``requests``, and takes them from the pipe ``answers``. Called by one thread."""
 
-    def __init__(self, to: Connection, come: Connection) -> None:
-        self._to, self._from = to, come
+    def __init__(self, requests: Connection, answers: Connection) -> None:
+        self._requests, self._answers = requests, answers
         self._name, self._leaf_bytes = b"", 1
         self.is_lost = False
         """Whether the agent has stopped answering: it has ended, or nothing came from it in a minute."""
@@ -50,14 +50,14 @@ class Checksummer:
         not answer."""
         with self._answering():
             for start, stop in bounds:
-                _wait(self._to, select.POLLOUT)
-                self._to.send_bytes(_REQUEST.pack(self._name, start, stop, self._leaf_bytes))
+                _wait(self._requests, select.POLLOUT)
+                self._requests.send_bytes(_REQUEST.pack(self._name, start, stop, self._leaf_bytes))
 
     def take(self) -> bytes:
         """Return the checksums that were requested first and not taken yet. Raises as `ask` does."""
         with self._answering():
-            _wait(self._from, select.POLLIN)
-            return self._from.recv_bytes()
+            _wait(self._answers, select.POLLIN)
+            return self._answers.recv_bytes()
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:

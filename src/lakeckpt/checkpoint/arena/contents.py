@@ -84,7 +84,7 @@ class TensorTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """What a generation holds besides its data."""
+    """The documents of a generation, beside its data."""
 
     trees: Mapping[str, bytes]
     table: TensorTable

@@ -35,7 +35,7 @@ _KIND, _VERSION = "arena", (1, 0)
 _RECORD_KIND, _RECORD_VERSION = "arena-generation", (1, 0)
 _LENGTH_BYTES = 8
 _RECORD_ROOM = 2048
-"""What a record takes beside its checksums."""
+"""The room in a record for all but its checksums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class ArenaLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRecord:
-    """What makes a generation complete. ``cut`` (16 bytes) is the digest of the cut, the same on every rank."""
+    """The record that makes a generation complete. ``cut``: the digest of the cut (16 bytes), the same on every rank."""
 
     sequence: Count
     step: Count

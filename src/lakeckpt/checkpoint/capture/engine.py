@@ -44,7 +44,7 @@ __all__ = ["CaptureEngine"]
 _REMEMBERED = 1000
 """The reason why a capture was dropped is kept for so many steps."""
 _MANY_BYTES = 256 * 2**20
-"""The agent takes the checksums from so many bytes of devices on. The copier takes those of fewer bytes in no time."""
+"""The agent takes the checksums from so many bytes of devices on. The copier takes those of fewer bytes fast enough."""
 _AGENT_LOST = """{}: the capture of step {} was dropped. The copier takes the checksums of later captures, which costs \
 the training thread time, until there is another agent"""
 

@@ -66,12 +66,12 @@ class Samples:
         wait_all(sample.moves.make())
         # Rows of a device arrived just now. Rows of host memory are the sample's own, because another cut may have
         # taken a new sample since.
-        come, here = self._rows.numpy(), sample.here.numpy()
+        arrived, here = self._rows.numpy(), sample.here.numpy()
         return frozenset(
             key
             for number, (key, start, stop, at) in enumerate(self._spots)
             if key in self._known
-            and (come if self._linked[number] else here)[number, : stop - start].tobytes()
+            and (arrived if self._linked[number] else here)[number, : stop - start].tobytes()
             != data[at : at + stop - start]
         )
 
