@@ -122,7 +122,7 @@ class ArenaLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRecord:
-    """The record that makes a generation complete. ``cut``: the digest of the cut (16 bytes), the same on every rank."""
+    """The record that makes a generation complete. ``cut``: the digest of the cut (16 bytes), alike on every rank."""
 
     sequence: Count
     step: Count
